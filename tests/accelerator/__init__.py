@@ -1,9 +1,10 @@
-"""A simulated accelerator for torch: on the CPU, as asynchronous as a GPU, and as unforgiving.
+"""Simulated accelerator for torch: runs on the CPU, asynchronous like a GPU and as strict.
 
-`load` gives torch the device "sim" and the module `torch.sim`, and the rest of torch takes it for a GPU. Kernels are
-torch's CPU kernels, run by a thread for each stream; results have the bits of torch on a CPU with one thread. What goes
-wrong on a GPU goes wrong here: a missing wait reads old data, memory freed too early is NaN, the host faults on device
-memory, and the driver refuses what CUDA's refuses.
+`load` registers the device "sim" and the module `torch.sim`; torch treats both like a GPU. Kernels are torch's CPU
+kernels, run in one thread per stream, with the bits of a single-threaded CPU.
+
+GPU errors also fail here: a missing wait reads old data, memory freed too early is NaN, the host faults on device
+memory, and the driver refuses the same calls as CUDA.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from tests.accelerator.control import Control
 
 LOADS = "SIM_LOAD"
-"""The variable by which processes that tests fork are told to load it as well."""
+"""Environment variable: forked test processes load the simulation too."""
 JITTER = "SIM_JITTER"
-"""And this by which they are told to wait at random: microseconds at most, a seed, and which side is slow."""
+"""Environment variable for random delays in these processes: maximum in microseconds, seed, slow side."""
 _loaded: Control | None = None
 
 
@@ -29,12 +30,12 @@ def load(
     segment_bytes: int = 2 << 20,
     context_bytes: int = 0,
 ) -> Control:
-    """Build the library where needed, give torch the device and return its `Control`. A process has one simulation: a
-    second call returns it, whatever its arguments.
+    """Build the library if needed, register the device and return the `Control`.
 
-    `num_devices`: default SIM_DEVICES, or 1. `memory_bytes`: of each, default SIM_MEMORY_MIB, or 2 GiB; nothing is
-    taken before it is used. `segment_bytes`: what the allocator reserves at once. `context_bytes`: device memory that a
-    context takes. Raises build.CannotBuildError.
+    A process has one simulation; further calls return this one and ignore all arguments. `num_devices`: default
+    SIM_DEVICES, or 1. `memory_bytes`: per device, default SIM_MEMORY_MIB, or 2 GiB; pages are allocated at first use.
+    `segment_bytes`: size of an allocator reservation. `context_bytes`: device memory of a context. Raises
+    build.CannotBuildError.
     """
     global _loaded
     if _loaded is not None:
@@ -61,7 +62,7 @@ def load(
 
 
 def load_if_told() -> None:
-    """Load it where this process's environment says so, and let its first device be this thread's."""
+    """Load the simulation if SIM_LOAD is set, and make device 0 current for this thread."""
     if os.environ.get(LOADS):
         control = load()
         control.enter(0)
@@ -70,12 +71,12 @@ def load_if_told() -> None:
 
 
 def _end(control: Control) -> None:
-    """Let the streams' threads be idle when the process ends: what they use may be torn down then."""
+    """Wait for all stream threads before exit, since their objects may be destroyed then."""
     import torch
 
     for index in range(control.num_devices):
         if control.has_context(index):
             try:
                 torch.accelerator.synchronize(index)
-            except RuntimeError:  # of a kernel that failed, and nobody asked
+            except RuntimeError:  # error of a failed kernel, never queried
                 pass

@@ -1,4 +1,4 @@
-"""`python -m tests.accelerator.build`: compiles the simulated accelerator against the installed torch, if need be."""
+"""`python -m tests.accelerator.build`: compile the simulated accelerator against the installed torch if outdated."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "csrc"
 BUILD = Path(__file__).parents[2] / "build" / "accelerator"
 LIBRARY = BUILD / "libaccelerator.so"
-# -O1: of the seconds that tests take nearly all are torch's kernels. torch's headers warn as GCC 12 reads them.
+# -O1 suffices: tests spend nearly all time in torch kernels. The last flag is for GCC 12 on torch headers.
 FLAGS = "-std=c++17 -O1 -fPIC -DAT_PER_OPERATOR_HEADERS -Wall -Wextra -Wno-unused-parameter -Wno-stringop-overflow"
 
 
 class CannotBuildError(Exception):
-    """There is no compiler, or not what it needs; the reason is one for skipping tests."""
+    """No compiler, or a missing requirement. Tests skip with this message."""
 
 
 def build(jobs: int | None = None) -> Path:
-    """Compile what has changed, of sources, headers or torch, and return the library. Processes take turns.
+    """Compile after changes in sources, headers or torch, and return the library path. A lock serializes processes.
 
-    Raises CannotBuildError without a compiler, and subprocess.CalledProcessError for what does not compile.
+    Raises CannotBuildError without a compiler, and subprocess.CalledProcessError on a compile error.
     """
     torch = _torch_folder()
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -70,7 +70,7 @@ def build(jobs: int | None = None) -> Path:
 
 
 def _torch_folder() -> Path:
-    """Where torch is installed, without importing it."""
+    """Return the torch folder without importing torch."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise CannotBuildError("the simulated accelerator is compiled against torch, which is not installed")
@@ -78,7 +78,7 @@ def _torch_folder() -> Path:
 
 
 def _object(source: Path, common: list[str]) -> Path:
-    """What a source compiles to: the name changes with all that the object depends on."""
+    """Return a source's object path. The name includes a digest over every dependency."""
     digest = hashlib.sha256("\0".join((*common, source.read_text())).encode()).hexdigest()[:16]
     return BUILD / f"{source.stem}-{digest}.o"
 

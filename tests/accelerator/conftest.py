@@ -1,4 +1,4 @@
-"""Two simulated devices for the whole run, each test from the same settings."""
+"""Two simulated devices for the whole run; each test starts from the same settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the simulated accelerator can be asked and told."""
+"""Settings and measurements specific to the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _ENGINES = {"compute": 1, "to_device": 2, "to_host": 3, "peer": 4}
 
 @dataclass(frozen=True)
 class Cost:
-    """Rates of a device that is played. A kernel takes the longer of its FLOPs and its bytes, and its latency; a copy
-    its bytes over the link, and its latency. What computes takes turns, and so does each direction of the link.
+    """Rates of a simulated device.
+
+    A kernel takes the longer of FLOP time and memory time, plus a latency. A copy takes link time plus a latency.
+    Kernels run one at a time, and so do copies in each direction.
     """
 
     half_flops_per_s: float
-    """Of matrix products in 16 bits."""
+    """For 16-bit matrix products."""
     single_flops_per_s: float
-    """Of all others."""
+    """For all other kernels."""
     memory_bytes_per_s: float
     to_device_bytes_per_s: float
     to_host_bytes_per_s: float
@@ -33,18 +35,18 @@ class Cost:
     kernel_latency_s: float = 2e-6
     copy_latency_s: float = 5e-6
     launch_latency_s: float = 4e-6
-    """On the calling thread, for each kernel and copy; where the simulation takes longer itself it is that."""
+    """Time on the calling thread per kernel or copy, or the simulation's own time if longer."""
     flops_scale: float = 1.0
-    """Each FLOP counts this many times: small shapes take the time of large ones."""
+    """Factor on FLOPs, so that small shapes take the time of large ones."""
     bytes_scale: float = 1.0
-    """The same for bytes. Widths smaller by s and tokens by t: s * s for weights, s * s * t for FLOPs."""
+    """Factor on bytes. For widths smaller by s and tokens by t: s * s for weights, s * s * t for FLOPs."""
 
     def scaled(self, flops: float, num_bytes: float) -> Cost:
-        """Return the same device, for shapes that stand for larger ones."""
+        """Return the same device with scaled FLOPs and bytes, for shapes that represent larger ones."""
         return replace(self, flops_scale=self.flops_scale * flops, bytes_scale=self.bytes_scale * num_bytes)
 
 
-H200 = Cost(  # SXM, dense, behind PCIe 5 x16 as pinned copies reach it
+H200 = Cost(  # SXM, dense; pinned copies over PCIe 5 x16
     half_flops_per_s=989e12,
     single_flops_per_s=67e12,
     memory_bytes_per_s=4.8e12,
@@ -52,7 +54,7 @@ H200 = Cost(  # SXM, dense, behind PCIe 5 x16 as pinned copies reach it
     to_host_bytes_per_s=55e9,
     peer_bytes_per_s=450e9,
 )
-RTX_4090 = Cost(  # dense with float32 sums, behind PCIe 4 x16
+RTX_4090 = Cost(  # dense with float32 accumulation; PCIe 4 x16
     half_flops_per_s=165e12,
     single_flops_per_s=82.6e12,
     memory_bytes_per_s=1.008e12,
@@ -63,7 +65,7 @@ RTX_4090 = Cost(  # dense with float32 sums, behind PCIe 4 x16
 
 
 class Control:
-    """The simulation itself, of a library that is loaded."""
+    """Control of a loaded simulation."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -73,7 +75,7 @@ class Control:
         return self._driver.device_count()
 
     def reset(self) -> None:
-        """Everything as it was at first, but for what is allocated: waits for the devices."""
+        """Wait for all devices and restore the initial settings. Allocations stay."""
         for index in range(self.num_devices):
             if self.has_context(index):
                 torch.accelerator.synchronize(index)
@@ -89,20 +91,20 @@ class Control:
         self.reset_counters()
 
     def enter(self, device: int) -> None:
-        """Be this thread's device."""
+        """Make `device` current for this thread."""
         torch.accelerator.set_device_index(device)
 
     def has_context(self, device: int = 0) -> bool:
-        """True once something has used a device, or was called in a thread that had it as its current one."""
+        """Whether any use of the device, or a call with this device current, has created a context."""
         return bool(self._driver.has_context(device))
 
     def counters(self, device: int = 0) -> dict[str, int]:
-        """Return what a device has counted; `sim::Counter` in csrc/device.h says what that is."""
+        """Return the device counters, as defined by `sim::Counter` in csrc/device.h."""
         names = [self._driver.counter_name(which).decode() for which in range(self._driver.counters())]
         return {name: self._driver.counter(device, which) for which, name in enumerate(names)}
 
     def busy_seconds(self, device: int = 0) -> dict[str, float]:
-        """Return how long each engine was busy by the cost model, of the work that was begun."""
+        """Return the busy seconds per engine in the cost model, for all work begun so far."""
         return {name: self._driver.busy_seconds(device, which) for name, which in _ENGINES.items()}
 
     def reset_counters(self) -> None:
@@ -112,39 +114,39 @@ class Control:
     def set_jitter(
         self, most_us: int, seed: int = 0, slow: Literal["all", "compute", "copies", "copies to the host"] = "all"
     ) -> None:
-        """Wait at random before each kernel or copy, at most so long, by this seed; 0 for not at all."""
+        """Add a random delay of at most `most_us` microseconds before kernels and copies, seeded. 0: no delay."""
         self._driver.set_jitter(most_us, seed, _SIDES[slow])
 
     def set_launch_queue(self, most: int) -> None:
-        """Let a stream hold so many launches that are not done, as a driver's queue does; whoever has more blocks. 0:
-        as many as are given.
+        """Limit pending launches per stream to `most`, like the queue in a driver; further launches block. 0: no
+        limit.
         """
         self._driver.set_launch_queue(most)
 
     def set_cost(self, cost: Cost | None) -> None:
-        """Play a device. Change it only while the devices are idle."""
+        """Simulate a device with these rates. Only change the cost while all devices are idle."""
         fields = None if cost is None else CostFields(on=True, **asdict(cost))
         self._driver.set_cost(None if fields is None else ctypes.byref(fields))
 
     def set_computing(self, on: bool) -> None:
-        """Let kernels and copies do nothing at all, to see what else takes time. Memory holds anything then."""
+        """False: kernels and copies do nothing, to measure other costs. Memory then has arbitrary values."""
         self._driver.set_computing(on)
 
     def set_poison(self, on: bool) -> None:
-        """Fill fresh and freed memory with NaN, which is the default."""
+        """True (the default): fill fresh and freed memory with NaN."""
         self._driver.set_poison(on)
 
     def set_memory_limit(self, num_bytes: int, device: int = 0) -> None:
-        """Let the allocator hold no more than that."""
+        """Limit the allocator to `num_bytes`."""
         self._driver.set_limit(device, num_bytes)
 
     def registered(self) -> tuple[int, int]:
-        """Return how many ranges of host memory are registered, and their bytes."""
+        """Return (number, bytes) of registered host memory ranges."""
         return self._driver.registered_ranges(), self._driver.registered_bytes()
 
     @contextmanager
     def held(self, *streams: torch.Stream) -> Iterator[None]:
-        """Let streams do nothing that they are given inside: whoever does not wait for them overtakes them for sure."""
+        """Pause these streams inside the block, so that a missing wait surely shows."""
         gates: list[Any] = [self._driver.hold(stream.device_index, stream.stream_id) for stream in streams]
         try:
             yield

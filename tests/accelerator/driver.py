@@ -1,4 +1,4 @@
-"""The library's C functions. ctypes lets go of the interpreter's lock while one runs."""
+"""C functions in the library. ctypes releases the GIL during each call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class CostFields(ctypes.Structure):
-    """`sim::CostModel`, field by field."""
+    """Fields of `sim::CostModel`, in order."""
 
     _fields_ = [
         ("on", ctypes.c_bool),
@@ -33,7 +33,7 @@ class CostFields(ctypes.Structure):
     ]
 
 
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # the result, then the arguments
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result type, then argument types
     "configure": (None, c_int, c_size_t, c_size_t, c_size_t),
     "most_devices": (c_int,),
     "device_count": (c_int,),
@@ -71,7 +71,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # the result, then the arguments
 
 @dataclass(frozen=True)
 class Driver:
-    """`driver.NAME(...)` is `sim_NAME` of the library."""
+    """`driver.NAME(...)` calls `sim_NAME` in the library."""
 
     library: ctypes.CDLL
 
@@ -80,7 +80,7 @@ class Driver:
 
 
 def open_driver(path: Path) -> Driver:
-    """Load the library, with which torch has the backend."""
+    """Load the library. Loading registers the torch backend."""
     library = ctypes.CDLL(str(path))
     for name, (result, *arguments) in _FUNCTIONS.items():
         function = getattr(library, f"sim_{name}")

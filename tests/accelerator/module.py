@@ -1,4 +1,4 @@
-"""`torch.sim`: what torch has a module like torch.cuda for, and nothing that no real device has."""
+"""`torch.sim`: the counterpart of torch.cuda, without functions unknown to real devices."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NAME = "sim"
 
 
 class Stream:
-    """Makes a torch.Stream: of the current device, or of the one that is given."""
+    """Create a torch.Stream on the given device (None: the current one)."""
 
     def __new__(cls, device: Any = None, priority: int = 0) -> torch.Stream:  # type: ignore[misc]
         return torch.Stream(device=_as_device(device), priority=priority)
 
 
 class Event:
-    """Makes a torch.Event, of the device where it is recorded first. (torch measures no time between subclasses.)"""
+    """Create a torch.Event; the first record decides the device. (torch measures no time between subclasses.)"""
 
     def __new__(  # type: ignore[misc]
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -34,8 +34,8 @@ class Event:
         return torch.Event(NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
-class device(AbstractContextManager[None]):  # as torch.cuda.device
-    """Makes a device current for the thread; None and negative numbers change nothing."""
+class device(AbstractContextManager[None]):  # like torch.cuda.device
+    """Make a device current for the thread. None and negative numbers change nothing."""
 
     def __init__(self, device: Any) -> None:
         self._index = -1 if device is None else _as_device(device).index
@@ -49,7 +49,7 @@ class device(AbstractContextManager[None]):  # as torch.cuda.device
 
 
 def _as_device(device: Any) -> torch.device:
-    """Return a device with its index, from all that torch's functions take for one."""
+    """Return a device with an index, from any form accepted by torch."""
     if device is None:
         return torch.device(NAME, torch.accelerator.current_device_index())
     found = torch.device(NAME, device) if isinstance(device, int) else torch.device(device)
@@ -59,7 +59,7 @@ def _as_device(device: Any) -> torch.device:
 
 
 def make_module(driver: Driver, memory_bytes: int) -> types.ModuleType:
-    """Return the module, over a library that is loaded. `memory_bytes`: of each device."""
+    """Return the module over a loaded library. `memory_bytes`: per device."""
     made = types.ModuleType(f"torch.{NAME}", __doc__)
     made._initialized = True  # type: ignore[attr-defined]
     made._utils = utilities(driver)  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def _devices(driver: Driver, memory_bytes: int) -> Iterable[Callable[..., Any]]:
         return 9, 0
 
     def get_device_properties(device: Any = None) -> types.SimpleNamespace:
-        # As CUDA's does, without a context there. SIM_FIRST: the number of the first that the process may see.
+        # Like CUDA, works without a context. SIM_FIRST: number of the first visible device.
         number = int(os.environ.get("SIM_FIRST", "0")) + _as_device(device).index
         known = {"major": 9, "minor": 0, "total_memory": memory_bytes, "multi_processor_count": 1}
         return types.SimpleNamespace(name=get_device_name(device), uuid=f"SIM-{number}", **known)
@@ -133,7 +133,7 @@ def _streams(driver: Driver) -> Iterable[Callable[..., Any]]:
         if stream is not None:
             torch.accelerator.set_stream(stream)
 
-    class stream(AbstractContextManager[None]):  # as torch.cuda.stream
+    class stream(AbstractContextManager[None]):  # like torch.cuda.stream
         def __init__(self, stream: torch.Stream | None) -> None:
             self._stream = stream
 
@@ -242,15 +242,15 @@ def _random(driver: Driver) -> Iterable[Callable[..., Any]]:
 
 def _pinning(driver: Driver) -> Iterable[Callable[..., Any]]:
     def host_register(address: int, num_bytes: int) -> int:
-        """cudaHostRegister: the error, 0 for none."""
+        """cudaHostRegister. Returns the error code (0: none)."""
         return driver.host_register(address, num_bytes)
 
     def host_unregister(address: int) -> int:
-        """cudaHostUnregister: the error, 0 for none."""
+        """cudaHostUnregister. Returns the error code (0: none)."""
         return driver.host_unregister(address)
 
     def take_last_error() -> int:
-        """cudaGetLastError: the error that a refused call of this thread has left, which is forgotten."""
+        """cudaGetLastError: return and clear the error left by a refused call in this thread."""
         return driver.take_error()
 
     runtime = types.SimpleNamespace(
@@ -259,7 +259,7 @@ def _pinning(driver: Driver) -> Iterable[Callable[..., Any]]:
     )
 
     def cudart() -> types.SimpleNamespace:
-        """What torch.cuda has under this name, as far as host memory goes."""
+        """Host memory functions of `torch.cuda.cudart()`."""
         return runtime
 
     return host_register, host_unregister, take_last_error, cudart

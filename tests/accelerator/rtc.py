@@ -1,4 +1,4 @@
-"""A GPU's runtime compiler for the simulated accelerator: g++, by NVRTC's names, and torch.cuda's way to its images."""
+"""Runtime compiler for the simulated accelerator: g++ under NVRTC names, loaded as torch.cuda loads an image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPTIONS = ["-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-include", st
 
 
 def compiled(source: str, name: str, options: Sequence[str]) -> Path:
-    """Return a library with `offload_launch`, which runs a kernel over a grid. Raises RuntimeError."""
+    """Compile a kernel. Return a library with `offload_launch`, a launch over a grid. Raises RuntimeError."""
     text = f'{source}\nextern "C" void offload_launch(const uint64_t* slots, int64_t grid, int64_t block) {{\n'
     text += f"  played::launch(&{name}, slots, grid, block);\n}}\n"
     known = [option for option in options if option.startswith(("-I", "-std", "-D"))]
@@ -43,7 +43,7 @@ def compiled(source: str, name: str, options: Sequence[str]) -> Path:
 
 
 def slots(args: Sequence[Any]) -> tuple[Any, int]:
-    """Return arguments as 8 bytes each, and which of them are addresses, as bits."""
+    """Return (arguments as 8 bytes each, bit mask for the addresses among them)."""
     words, pointers = [], 0
     for place, arg in enumerate(args):
         if isinstance(arg, torch.Tensor):
@@ -57,7 +57,7 @@ def slots(args: Sequence[Any]) -> tuple[Any, int]:
 
 
 class Compiler:
-    """The functions of NVRTC that are called, of which each returns an error, 0 for none."""
+    """NVRTC subset. Each function returns an error code (0: none)."""
 
     def __init__(self) -> None:
         self._programs: list[dict[str, Any]] = []
@@ -97,7 +97,7 @@ class Compiler:
 
 
 def utilities(driver: Driver) -> types.SimpleNamespace:
-    """Return what torch.cuda has as `_utils`."""
+    """Return the counterpart of `torch.cuda._utils`."""
     compiler, loaded = Compiler(), []
 
     def load(image: bytes, names: list[str]) -> dict[str, Any]:

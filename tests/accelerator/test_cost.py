@@ -1,5 +1,6 @@
-"""A device that is played takes the time of its rates. Nothing here depends on how fast this machine is: times are the
-model's, of work that was enqueued behind a stream that was held.
+"""A simulated device takes the time given by its rates.
+
+Times come from the model, for work enqueued behind a held stream, so machine speed does not matter.
 """
 
 import pytest
@@ -24,7 +25,7 @@ SIMPLE = Cost(
 
 
 def milliseconds(sim, work, device="sim:0"):
-    """Return the model's time of some work on the current stream."""
+    """Return the model time for `work` on the current stream."""
     stream = torch.accelerator.current_stream(device)
     begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
     torch.accelerator.synchronize(device)
@@ -97,7 +98,7 @@ def test_copies_of_one_direction_take_turns(sim):
             target.copy_(up, non_blocking=True)
             end.record(stream)
     torch.accelerator.synchronize()
-    assert abs(ends[0].elapsed_time(ends[1])) >= 9.9  # of 10 ms each
+    assert abs(ends[0].elapsed_time(ends[1])) >= 9.9  # 10 ms each
 
 
 def test_scales_play_large_shapes(sim):

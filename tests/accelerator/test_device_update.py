@@ -1,4 +1,4 @@
-"""Updates in one launch, by the kernels' own source: their bits are the host's, and those of torch's operations."""
+"""Single-launch updates from the kernel sources have the bits of the host and of torch operations."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ CASES = [(rule, states) for rule, (_, _, all_states, _) in RULES.items() for sta
 
 @pytest.fixture(autouse=True)
 def simulated(sim: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A GPU's is correctly rounded; that of torch's CPU kernels, with which the simulation computes, is not.
+    # The square root on GPUs is correctly rounded. The simulation uses torch's CPU kernels, with another rounding.
     monkeypatch.setattr(torch_fallback, "_sqrt", lambda x: x.double().sqrt_().float())
 
 
 def stored(exact: Tensor, states: str, is_signed: bool) -> tuple[Tensor, ...]:
-    """Return a moment as it is stored, by what an update itself has stored."""
+    """Return a moment in the stored format, as written by an update."""
     if states != "int8":
         return (exact if states == "fp32" else exact.bfloat16(),)
     moments = [(torch.zeros(len(exact), dtype=torch.uint8), torch.zeros(-(-len(exact) // 128))) for _ in range(2)]
@@ -52,7 +52,7 @@ def stored(exact: Tensor, states: str, is_signed: bool) -> tuple[Tensor, ...]:
 
 
 def run(rule: str, states: str, s: Any, is_split: bool, grad: Tensor, scale: float, device: str) -> list[Tensor]:
-    """Return all planes after two updates, weights whole, and the counts."""
+    """Return all planes after two updates, with joined weights, and the counts."""
     function, num_moments, _, settings = RULES[rule]
     master = kernels.split(s.p) if is_split else (s.p,)
     given = [master, stored(s.m, states, True), stored(s.v, states, False)][: 1 + num_moments]
@@ -135,7 +135,7 @@ def test_a_step_has_the_bits_of_updates_on_the_host(
 
 @pytest.fixture
 def forgetful() -> Any:
-    """Kernels are compiled anew, and nothing of it stays."""
+    """Recompile kernels and clear the caches afterwards."""
     device_update._checked.cache_clear()
     yield
     device_update._checked.cache_clear()

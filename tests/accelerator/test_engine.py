@@ -1,8 +1,8 @@
-"""The engine on the simulated accelerator: what it does has the bits of the CPU, whatever is late, and each kind of
-wait is needed for that.
+"""The engine on the simulated accelerator has the bits of the CPU under any delays, and needs every single wait for
+this.
 
-Random delays before kernels and copies are drawn by a seed. Both sides have to be the slow one: a kernel that does not
-wait for a copy is seen where copies are late, a copy that does not wait for a kernel where kernels are.
+Seeded random delays precede kernels and copies. Each side has to be slow in turn: late copies show a kernel without a
+wait, late kernels show a copy without a wait.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 NUM_STEPS = 3
 BUDGET = "200KiB"
-"""Of which the weights of all units are more."""
+"""Less than the weights of all units."""
 
 
 def words(seed: int, **shape: int) -> dict[str, torch.Tensor]:
-    """Return a batch of the host, as most callers have it."""
+    """Return a batch in host memory, as most callers pass."""
     return {key: value.cpu() for key, value in tokens(seed, **shape).items()}
 
 
@@ -73,7 +73,7 @@ def evaluated(engine: Engine, folder: Path) -> list[Any]:
 
 
 def resumed(engine: Engine, folder: Path) -> list[Any]:
-    """Save after a step, take another one, and go back."""
+    """Save after a step, run another, and load the checkpoint."""
     engine.step(words(0))
     path = folder / "saved"
     engine.save_checkpoint(path)
@@ -83,7 +83,7 @@ def resumed(engine: Engine, folder: Path) -> list[Any]:
 
 
 Job = Callable[[Engine, Path], list[Any]]
-CASES: Mapping[str, tuple[Job, dict[str, Any], dict[str, Any]]] = {  # the settings, and those of the placement
+CASES: Mapping[str, tuple[Job, dict[str, Any], dict[str, Any]]] = {  # job, settings, placement settings
     "plain": (steps, {}, {}),
     "speculative": (steps, {"clip": "speculative", "max_grad_norm": 0.2}, {}),
     "unclipped": (steps, {"max_grad_norm": None}, {}),
@@ -112,9 +112,9 @@ CASES: Mapping[str, tuple[Job, dict[str, Any], dict[str, Any]]] = {  # the setti
 }
 NUM_SEEDS = 20
 QUICK_SEEDS = {name: [2 * number % NUM_SEEDS, (2 * number + 1) % NUM_SEEDS] for number, name in enumerate(CASES)}
-"""Of each case: all seeds are among them."""
+"""Seeds per case; the cases together cover all seeds."""
 LATE_US = 500
-"""At most: more than most of what is done here takes by itself."""
+"""Maximum delay in microseconds, longer than most operations here."""
 
 
 def run(name: str, folder: Path, device: str, **more: Any) -> list[Any]:
@@ -136,7 +136,7 @@ def run(name: str, folder: Path, device: str, **more: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def wanted(loaded: Control, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """What the CPU gives; where updates are made on the device, what that gives when nothing is late."""
+    """Return results of the CPU, or of the device without delays for cases with device updates."""
 
     def made(name: str) -> list[Any]:
         loaded.set_jitter(0)
@@ -147,7 +147,7 @@ def wanted(loaded: Control, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 def is_same(found: list[Any], wanted: list[Any]) -> bool:
-    """Bits of tensors; norms, whose sums have another order on a device, to 1e-7."""
+    """Compare tensors by bits, and norms to 1e-7, since devices sum in another order."""
     return all(
         same_bits(a, b) if isinstance(a, torch.Tensor) else a == pytest.approx(b, rel=1e-7, abs=0)
         for a, b in zip(found, wanted, strict=True)
@@ -186,7 +186,7 @@ def deep() -> torch.nn.Module:
 
 
 def some_stay(**settings: Any) -> Engine:
-    """Return an engine with room for some moments on its device."""
+    """Return an engine with room for some moments on the device."""
     placement = Placement("cpu", "auto", device_memory="1400KiB")
     engine = Engine(build(deep), placement=placement, device="sim", update="device", **settings)
     stays = [bool(parts_of(engine).store[region].stays) for region in parts_of(engine).regions]
@@ -210,7 +210,7 @@ def test_what_stays_is_updated_as_what_streams(sim: Control, tmp_path: Path, slo
 def test_an_update_comes_after_what_was_read_into_states_that_stay(
     sim: Control, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint is read by way of compute's stream."""
+    """The stream of compute writes a loaded checkpoint."""
     with some_stay(max_grad_norm=None) as engine:
         engine.step(words(0))
         engine.finish()
@@ -237,7 +237,7 @@ BOTH: dict[str, dict[str, Any]] = {
 
 
 def both_places(clip: str) -> Engine:
-    """Return an engine that updates some regions on its device and the others on the host."""
+    """Return an engine with some regions updated on the device and the others on the host."""
     placement = Placement("cpu", "auto", optimizer_memory="500KiB")
     engine = Engine(build(deep), placement=placement, device="sim", update="both", prefetch=1, **BOTH[clip])
     assert 0 < len(parts_of(engine).plan.layout.streamed) < len(parts_of(engine).regions)
@@ -247,7 +247,7 @@ def both_places(clip: str) -> Engine:
 @pytest.mark.parametrize("slow", ["compute", "copies"])
 @pytest.mark.parametrize("clip", list(BOTH))
 def test_both_places_of_update_do_not_meet(sim: Control, tmp_path: Path, clip: str, slow: Any) -> None:
-    """Host and device update at once, each by a thread of its own; which is ahead is nobody's concern."""
+    """Host and device update at the same time in separate threads. The order does not matter."""
     (tmp_path / "first").mkdir()
     with both_places(clip) as engine:
         wanted = [*resumed(engine, tmp_path / "first"), *weights(engine).values()]
@@ -259,7 +259,7 @@ def test_both_places_of_update_do_not_meet(sim: Control, tmp_path: Path, clip: s
 
 @pytest.mark.parametrize("clip", list(BOTH))
 def test_each_region_has_the_bits_of_its_place(sim: Control, clip: str) -> None:
-    """After a step from equal states."""
+    """Both start from equal states."""
     found = []
     for update in ("cpu", "device"):
         with Engine(build(deep), device="sim", update=update, **BOTH[clip]) as engine:
@@ -298,7 +298,7 @@ def test_the_norm_so_far_is_the_same_whichever_place_is_late(
 
 
 def test_updates_on_the_device_are_within_two_ulp_of_the_hosts(sim: Control) -> None:
-    """Of the larger of weight and change, after a step from equal states."""
+    """The unit is the larger of weight and change, after a step from equal states."""
     with Engine(build(llama), device="sim", update="cpu") as engine:
         begun = weights(engine)
     found = []
@@ -312,7 +312,7 @@ def test_updates_on_the_device_are_within_two_ulp_of_the_hosts(sim: Control) -> 
         assert bool(((found[1][name] - wanted).abs() <= 2 * ulp).all()), name
 
 
-# -- each wait, taken away -----------------------------------------------------------------------------------
+# -- each wait removed ---------------------------------------------------------------------------------------
 
 Change = Callable[[pytest.MonkeyPatch], None]
 
@@ -330,25 +330,25 @@ def nobody_waits_for_compute(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_host_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    """Its lanes, and what is taken of the norm so far, take what is put into a stream for done."""
+    """Host lanes, and the running norm, treat work enqueued in a stream as done."""
     patch.setattr(ThreadLane, "_order", lambda self, ticket: None)
     patch.setattr(Ticket, "synchronize", lambda self: None)
 
 
 def memory_is_freed_at_once(patch: pytest.MonkeyPatch) -> None:
-    """The allocator is not told that another stream uses it."""
+    """The allocator does not learn about the use in another stream."""
 
     patch.setattr(AcceleratorDevice, "lend", lambda self, tensor: None)
 
 
 def the_caller_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    """Neither for the norm nor for anything else that it reads."""
+    """The caller waits neither for the norm nor for other values."""
     patch.setattr(StreamLanes, "wait", lambda self, tickets, *, fills=(): self._await(tickets, fills))
 
 
 def without(method: str, *callers: str) -> Change:
-    """Take away what a method of the lanes does for these callers: marks of compute, or waits for what is in streams
-    (until it is in them is waited for all the same).
+    """Disable a method of the lanes for these callers: marks of compute, or waits for work in streams. Waits until the
+    work is enqueued remain.
     """
     original = getattr(StreamLanes, method)
 
@@ -368,7 +368,7 @@ def staging_is_used_again_at_once(patch: pytest.MonkeyPatch) -> None:
     give_back = _Staging.give_back
 
     def at_once(self: _Staging, staged: torch.Tensor, event: torch.Event) -> None:
-        give_back(self, staged, own_accelerator("sim").event())  # never recorded: it is over
+        give_back(self, staged, own_accelerator("sim").event())  # never recorded, so complete
 
     patch.setattr(_Staging, "give_back", at_once)
 
@@ -400,7 +400,7 @@ def slots_are_free_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def does_not_wait(lane: str) -> Change:
-    """A lane of its own stream does not let it wait for the others."""
+    """A lane with a stream of its own no longer waits for other lanes."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         wait = StreamLane._order
@@ -409,7 +409,7 @@ def does_not_wait(lane: str) -> Change:
     return change
 
 
-WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # the case that shows it, and which side is late there
+WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # change, case that shows the error, late side
     "compute waits for copies": (compute_does_not_wait, "plain", "copies"),
     "compute waits for weights": (without("compute_after", "Cargoes.wait"), "plain", "copies"),
     "compute waits for inputs that come back": (
@@ -465,16 +465,16 @@ def test_without_this_wait_a_result_is_wrong(
     expected = wanted(case)
     change(monkeypatch)
     for seed in range(20):
-        sim.set_jitter(LATE_US * (1 + seed), seed, slow)  # later and later, so that a rare race is a sure one
+        sim.set_jitter(LATE_US * (1 + seed), seed, slow)  # longer each time, to make a rare race certain
         try:
             if not is_same(run(case, tmp_path / str(seed), "sim"), expected):
                 return
-        except Exception:  # NaN, or a state that cannot be
+        except Exception:  # NaN, or an impossible state
             return
     pytest.fail("twenty runs went well without it")
 
 
-WAITING: Mapping[str, tuple[Callable[[StreamLanes, Pinning], Any], Change]] = {  # and without what it does not wait
+WAITING: Mapping[str, tuple[Callable[[StreamLanes, Pinning], Any], Change]] = {  # action, and the wait removed from it
     "close": (
         lambda lanes, pinning: lanes.close(),
         lambda patch: patch.setattr(StreamLane, "close", ThreadLane.close),
@@ -524,7 +524,7 @@ def test_whoever_ends_something_waits_for_what_is_in_the_streams(
 def test_memory_that_a_copy_fills_is_nobody_elses_before(
     sim: Control, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
-    """Slots go while weights are on their way to them, where memory that was left over is given back."""
+    """When spare memory is released, slots are freed during H2D copies to them."""
     engine = Engine(build(llama), device="sim")
     engine.step(words(0))
     engine.finish()
@@ -543,8 +543,8 @@ def test_memory_that_a_copy_fills_is_nobody_elses_before(
         slots.resize(0)
         others: list[torch.Tensor] = []
         while len(others) < 100 or (broken and all(abs(other.data_ptr() - address) >= size for other in others)):
-            others.append(torch.full((size,), 7, dtype=torch.uint8, device="sim"))  # the lane may let go of it late
-        torch.accelerator.current_stream().synchronize()  # all are filled before the copy comes
+            others.append(torch.full((size,), 7, dtype=torch.uint8, device="sim"))  # the lane may release the slot late
+        torch.accelerator.current_stream().synchronize()  # fill all tensors before the copy starts
     torch.accelerator.synchronize()
     assert all(bool((other == 7).all()) for other in others) != broken
     engine.close()

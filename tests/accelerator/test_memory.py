@@ -1,4 +1,4 @@
-"""The allocator reuses and refuses as CUDA's does, and memory used too early or too late is NaN."""
+"""The allocator reuses and refuses memory like CUDA, and memory used too early or too late is NaN."""
 
 import gc
 import signal
@@ -56,7 +56,7 @@ def test_a_freed_block_is_used_again_on_its_stream(sim):
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_record_stream_keeps_memory_for_another_stream(sim, is_recorded):
-    """Without it the block is used again while the other stream has still to read it."""
+    """Without `record_stream`, the block is reused before the other stream has read the data."""
     other = torch.Stream(DEVICE)
     data = torch.full((1000,), 3.0, device=DEVICE)
     other.wait_stream(torch.accelerator.current_stream())
@@ -74,7 +74,7 @@ def test_record_stream_keeps_memory_for_another_stream(sim, is_recorded):
         assert set(read.tolist()) == ({3.0} if is_recorded else {7.0})
     del again
     torch.accelerator.synchronize()
-    blocks = [torch.empty(1000, device=DEVICE) for _ in range(3)]  # all of them are free by now
+    blocks = [torch.empty(1000, device=DEVICE) for _ in range(3)]  # all blocks are free by now
     assert address in {block.data_ptr() for block in blocks}
 
 
@@ -132,7 +132,7 @@ def test_sizes_are_multiples_of_512(sim):
 
 
 def test_peaks(sim):
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # free leftovers of earlier tests
     base = torch.sim.memory_allocated()
     torch.sim.reset_peak_memory_stats()
     data = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
@@ -158,7 +158,7 @@ def test_out_of_memory_after_one_retry(sim):
     sim.set_memory_limit(torch.sim.memory_reserved() + 8 * MIB)
     with torch.Stream(DEVICE):
         cached = torch.empty(6 * MIB, dtype=torch.uint8, device=DEVICE)
-        del cached  # of this stream alone, until memory is short
+        del cached  # cached for this stream alone until memory is short
     retries = torch.sim.memory_stats()["num_alloc_retries"]
     data = torch.empty(6 * MIB, dtype=torch.uint8, device=DEVICE)
     assert torch.sim.memory_stats()["num_alloc_retries"] == retries + 1
@@ -177,7 +177,7 @@ def test_a_retry_waits_for_recorded_streams(sim):
         total = data.sum()
     data.record_stream(other)
     del data
-    again = torch.zeros(MIB // 2, device=DEVICE)  # only fits when that has gone back
+    again = torch.zeros(MIB // 2, device=DEVICE)  # fits only after the first block is returned
     with other:
         assert total.item() == MIB
     assert again.sum().item() == 0
@@ -193,7 +193,7 @@ def test_a_fraction_of_the_memory(sim):
 
 
 def test_contexts_come_with_the_first_use_in_a_thread(loaded):
-    """A thread begins on device 0, and waiting for an event of another device there makes a context."""
+    """A thread starts on device 0. Waiting there for an event of another device creates a context."""
     done = child(
         """
         import threading

@@ -1,4 +1,4 @@
-"""torch takes it for a GPU."""
+"""torch treats the simulated device like a GPU."""
 
 import copy
 import io

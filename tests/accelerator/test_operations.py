@@ -1,4 +1,4 @@
-"""Operations have the bits of torch on a CPU with one thread, forward and backward, in whatever order streams run."""
+"""Operations have the bits of single-threaded CPU torch, forward and backward, in any stream order."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def numbers(*sizes, dtype=torch.float32, seed=0):
 
 
 def inputs(op_name, dtype):
-    """The floating point inputs of an operation below."""
+    """Return the floating-point inputs for an operation below."""
     sizes = SIZES.get(op_name, [(6, 8)])
     return [numbers(*size, dtype=dtype, seed=number) for number, size in enumerate(sizes)]
 
@@ -135,7 +135,7 @@ def run(op, given, device):
 @pytest.mark.parametrize("name", OPS)
 def test_bits(sim, name, dtype):
     if name == "average_pool" and dtype == torch.bfloat16:
-        name = "max_pool"  # 2 by 2 and 3 by 3 are one size only in this shape, and one is enough
+        name = "max_pool"  # 2 by 2 and 3 by 3 pool to one size only in this shape; one case is enough
     given = inputs(name, dtype)
     expected = run(OPS[name], given, "cpu")
     sim.set_jitter(200, seed=1)
@@ -145,10 +145,10 @@ def test_bits(sim, name, dtype):
 
 
 def test_operations_do_not_wait(sim):
-    """But for those whose result the host has to know."""
+    """Exceptions are operations with a result needed on the host."""
     x = numbers(6, 8).to("sim").requires_grad_()
     waiting = {"mask_index", "mask_assign", "solve", "index", "gather", "scatter", "scatter_add", "index_select"}
-    waiting |= {"shifts", "cumulative"}  # cumprod's backward looks for zeros
+    waiting |= {"shifts", "cumulative"}  # the backward looks for zeros
     waiting |= {"index_put", "index_add", "embedding", "embedding_padded", "cross_entropy", "cross_entropy_sum"}
     torch.accelerator.synchronize()
     for name in sorted(set(OPS) - waiting):
@@ -252,7 +252,7 @@ def test_a_fused_update_is_one_launch(sim):
 
 
 def test_what_the_cpu_has_no_kernel_for_is_refused(sim):
-    layer = torch.nn.LSTM(4, 5).to("sim")  # on a device torch fuses its cells
+    layer = torch.nn.LSTM(4, 5).to("sim")  # torch uses a fused cell on devices
     with pytest.raises(NotImplementedError, match="CPU kernels, and there is none for aten::_thnn_fused_lstm_cell"):
         layer(numbers(2, 3, 4).to("sim"))
 

@@ -1,4 +1,4 @@
-"""What a unit costs the host beside plain PyTorch, by counts alone: see benchmarks/overhead.py, which has times too."""
+"""Host overhead per unit beside plain PyTorch, as counts alone. benchmarks/overhead.py also measures time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.accelerator.control import Control
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 NUM_LAYERS = 6
-"""Of which a wait for each would be more than those that are allowed."""
-MOST = {  # kernels, copies; calls of Python functions in the threads of compute, and in the lanes, where all is late
+"""Enough layers: one wait per layer would exceed the allowed waits."""
+MOST = {  # kernels, copies; Python calls in compute threads, and in lanes if all work is late
     "recompute": (13, 3, 500, 155),
     "kept graphs": (13, 3, 640, 155),
     "activations on the host": (13, 5, 640, 210),
@@ -42,7 +42,7 @@ def test_a_caller_waits_for_the_norm_alone(sim: Control, case: str) -> None:
 def test_a_step_whose_states_are_on_the_device_waits_for_what_its_updates_have_counted_too(
     sim: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its own counter, as no lane of the host takes part; transformers waits once, for a mask."""
+    """The step reads the device counter, since no host lane participates. transformers waits once, for a mask."""
     on_device = {"parameters": "device", "optimizer": "device"}
     monkeypatch.setattr(overhead, "CASES", {"on the device": ({}, on_device)})
     sim.set_jitter(200, 1)

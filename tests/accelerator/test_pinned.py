@@ -1,4 +1,4 @@
-"""Host memory by the driver's rules."""
+"""Pinned host memory under the driver's rules."""
 
 import ctypes
 import mmap
@@ -14,7 +14,7 @@ ALREADY_REGISTERED, NOT_REGISTERED, INVALID = 712, 713, 1
 
 
 class Mapped:
-    """Anonymous memory and a tensor over it, registered where that is asked for."""
+    """Anonymous memory with a tensor over it; tests register parts."""
 
     def __init__(self, num_bytes=4 * PAGE):
         self.map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -37,7 +37,7 @@ def test_copies_from_and_to_registered_memory(sim, mapped, offset):
     part = mapped.tensor[offset : offset + len(values)]
     part.copy_(values)
     assert torch.sim.host_register(mapped.address + offset, len(values)) == 0
-    assert part.is_pinned() is (offset == 0)  # torch asks for where the storage begins
+    assert part.is_pinned() is (offset == 0)  # torch checks the start of the storage
     assert torch.equal(part, values)
     on_device = torch.empty(len(values), dtype=torch.uint8, device=DEVICE)
     sim.reset_counters()
@@ -62,7 +62,7 @@ def test_overlapping_registrations_are_refused(sim, mapped):
     assert torch.sim.host_register(mapped.address + PAGE, PAGE) == 0
     for begin, size in ((0, 4 * PAGE), (PAGE, PAGE), (2 * PAGE - 1, 2), (PAGE + 8, 8), (0, PAGE + 1)):
         assert torch.sim.host_register(mapped.address + begin, size) == ALREADY_REGISTERED
-    assert torch.sim.host_register(mapped.address, PAGE) == 0  # beside it is none of it
+    assert torch.sim.host_register(mapped.address, PAGE) == 0  # the neighbouring page is not registered
     assert sim.registered() == (2, 2 * PAGE)
     assert torch.sim.take_last_error() == ALREADY_REGISTERED
 
@@ -87,7 +87,7 @@ def test_a_copy_must_lie_in_one_registration(sim, mapped):
     assert torch.sim.host_register(mapped.address, PAGE) == 0
     assert torch.sim.host_register(mapped.address + PAGE, PAGE) == 0
     on_device = torch.zeros(PAGE, dtype=torch.uint8, device=DEVICE)
-    for begin in (PAGE // 2, PAGE + PAGE // 2):  # across two; half of it in none
+    for begin in (PAGE // 2, PAGE + PAGE // 2):  # across two registrations; half outside
         part = mapped.tensor[begin : begin + PAGE]
         with pytest.raises(RuntimeError, match="invalid argument"):
             on_device.copy_(part, non_blocking=True)
@@ -97,8 +97,9 @@ def test_a_copy_must_lie_in_one_registration(sim, mapped):
 
 
 def test_the_driver_goes_on_with_the_old_pages(sim):
-    """Memory that is unmapped while it is registered, and mapped anew: copies know nothing of it, and the new memory
-    cannot be registered."""
+    """Memory is unmapped while registered and mapped again: copies use the old pages, and registering the new memory
+    fails.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype, libc.mmap.argtypes = (
         ctypes.c_void_p,
@@ -146,7 +147,7 @@ def test_a_refused_call_poisons_the_next_launch(sim, mapped):
     assert torch.sim.host_register(mapped.address, PAGE) == ALREADY_REGISTERED
     with pytest.raises(torch.AcceleratorError, match="already mapped"):
         data.add_(1)
-    data.add_(1)  # it was taken by who raised it
+    data.add_(1)  # the first call took the error
     assert data.tolist() == [2] * 4  # and the kernel ran
     assert torch.sim.host_unregister(1) == NOT_REGISTERED
     assert torch.sim.take_last_error() == NOT_REGISTERED
@@ -161,7 +162,7 @@ def test_pageable_copies_block_and_are_counted(sim):
     sim.reset_counters()
     on_device.copy_(host, non_blocking=True)
     assert (sim.counters()["waits"], sim.counters()["pageable_copies"]) == (1, 1)
-    host.zero_()  # the driver has it
+    host.zero_()  # the driver already has a copy
     back = torch.empty(100)
     back.copy_(on_device, non_blocking=True)
     assert back.tolist() == list(range(100))

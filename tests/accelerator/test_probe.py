@@ -1,5 +1,5 @@
-"""A played device, measured: its links, its memory and its products take the time of its rates, within the noise of a
-busy machine on the slow side.
+"""The probe measures a simulated device: links, memory and products run at the given rates, or slower on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_a_device_s_rates_are_found(sim: Control, tmp_path: Path) -> None:
     at_most = {
         "h2d_bytes_per_s": SLOW.to_device_bytes_per_s,
         "d2h_bytes_per_s": SLOW.to_host_bytes_per_s,
-        "both_ways_bytes_per_s": 2 * SLOW.to_device_bytes_per_s,  # as many bytes each way, and the slower one decides
+        "both_ways_bytes_per_s": 2 * SLOW.to_device_bytes_per_s,  # equal bytes each way; the slower direction decides
         "device_bytes_per_s": SLOW.memory_bytes_per_s,
     }
     for name, rate in at_most.items():
@@ -66,7 +66,7 @@ def test_an_integrated_device_s_memory_is_the_host_s(
     monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path, {"/": (on_host, 0, 0)}))
     open_engine().close()
     monkeypatch.setattr(Accelerator, "is_integrated", True)
-    second_version(tmp_path, {"/": (on_host - (1 << 18), 0, 0)})  # what the model gives back makes up for that alone
+    second_version(tmp_path, {"/": (on_host - (1 << 18), 0, 0)})  # the model's freed memory just compensates
     with pytest.raises(DoesNotFitError, match=r"unit slot .*memory\.max"):
         open_engine()
     second_version(tmp_path, {"/": (on_host + (8 << 20), 0, 0)})

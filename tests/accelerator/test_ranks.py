@@ -1,4 +1,4 @@
-"""Ranks with a simulated device each. (All tests of ranks run so with `--device sim`.)"""
+"""Ranks with one simulated device each. (`--device sim` runs all rank tests like this.)"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are forked have two devices."""
+    """Give forked processes two devices."""
     monkeypatch.setenv(accelerator.LOADS, "1")
     monkeypatch.setenv("SIM_DEVICES", "2")
 
@@ -27,8 +27,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_devices_are_one_process_at_every_stage(
     slow: str, seed: int, simulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is late, and every thread of a rank on the rank's own device: one that was on another has made a context
-    there, which on a GPU takes hundreds of MB.
+    """Random delays do not matter, and each thread stays on the rank's device. A thread on another device would create
+    a context there, hundreds of MB on a GPU.
     """
     monkeypatch.setenv(accelerator.JITTER, f"300 {seed} {slow}")
     common: dict[str, Any] = {"case": "plain", "rows": (1, 4), "num_steps": 4, "evaluate": 1, **MODES["deferred"]}
@@ -43,7 +43,7 @@ def test_two_devices_are_one_process_at_every_stage(
 
 
 def test_a_thread_on_another_device_is_seen(simulated: None) -> None:
-    """A check of the checker."""
+    """Verifies the check itself."""
     runs = [{"case": "plain", "rows": (1, 4), "num_steps": 1, "zero_stage": 3}]
     _, (_, has_context) = run(2, trained_on_simulated_devices, runs=runs, broken=True)
     assert has_context == [True, True]
@@ -62,7 +62,7 @@ engine.close()
 
 @pytest.mark.parametrize("own", [True, False])
 def test_ranks_may_see_one_device_each_and_never_share_one(own: bool) -> None:
-    """As `srun --gpus-per-task=1`, Ray and Kubernetes start them."""
+    """`srun --gpus-per-task=1`, Ray and Kubernetes start ranks like this."""
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     told |= {accelerator.LOADS: "1", "SIM_DEVICES": "1"}
     ranks = []

@@ -1,4 +1,4 @@
-"""Engines on the simulated accelerator: what a reading of their path on a GPU found, each finding with its test."""
+"""Engines on the simulated accelerator: each test covers one finding from a review of the GPU code path."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from tests.lanes.patience import eventually
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 RULE = AdamW(lr=1e-2)
-tokens = partial(families.tokens, device="cpu")  # where batches come from
+tokens = partial(families.tokens, device="cpu")  # batches come from the host
 
 
 @pytest.fixture
 def engine(sim):
-    """Return what makes an engine on the simulated device; it is closed after the test."""
+    """Yield a function that creates an engine on the simulated device. The engines are closed after the test."""
     made = []
 
     def make(model=llama, **settings):
@@ -71,7 +71,7 @@ MILLION = 1 << 20
 
 
 def arrays(split, device, numel=MILLION):
-    """Return what a kernel updates: master, two moments, gradients in the dtype that they have beside it."""
+    """Return kernel arguments: master, two moments, and gradients in the matching dtype."""
     generator = torch.Generator().manual_seed(0)
     weights, m, v, grad = (torch.randn(numel, generator=generator) for _ in range(4))
     weights[7], weights[-1] = float("nan"), float("-inf")
@@ -93,11 +93,11 @@ def update(kind, master, m, v, grad):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("kind", "most"), [("adamw", 30), ("correct", 50), ("lion", 30)])
 def test_an_update_takes_few_launches_and_the_bits_of_the_host(sim, monkeypatch, kind, most, split):
-    # A GPU's is correctly rounded; that of torch's CPU kernels, with which the simulation computes, is not.
+    # The square root on GPUs is correctly rounded. The simulation uses torch's CPU kernels, with another rounding.
     monkeypatch.setattr(torch_fallback, "_sqrt", lambda x: x.double().sqrt_().float())
-    monkeypatch.setattr(device_update, "update", lambda *arguments: None)  # test_device_update.py has those in one
+    monkeypatch.setattr(device_update, "update", lambda *arguments: None)  # test_device_update.py has single launches
     on_device, on_host = (arrays(split, device) for device in ("sim", "cpu"))
-    update(kind, *arrays(split, "sim", 64))  # what torch does for the first time
+    update(kind, *arrays(split, "sim", 64))  # first use in torch
     sim.reset_counters()
     count = update(kind, *on_device)
     assert sim.counters()["operation_waits"] == 0
@@ -123,14 +123,14 @@ def test_an_update_stays_within_its_scratch_memory(sim, monkeypatch, kind, split
     assert scratch_bytes // 4 < peak <= scratch_bytes
 
 
-# -- waits of the host -------------------------------------------------------------------------------------------
+# -- waits on the host -------------------------------------------------------------------------------------------
 
 ON_DEVICE = Placement("device", "device")
-NOT_OURS = ("masking_utils.py",)  # transformers asks the device whether rows are packed, also where nobody offloads
+NOT_OURS = ("masking_utils.py",)  # transformers queries the device about packed rows, even without offload
 
 
 def asking(run):
-    """Return where the host waited for the device within an operation, by file and line."""
+    """Return file and line for each wait on the device inside an operation."""
     torch.sim.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -153,7 +153,7 @@ def asking(run):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_waits_for_no_operation(engine, sim, precision, settings):
     one = engine(precision=precision, **settings)
-    for seed in range(3):  # before two of these the engine reads weights that stay, to compare them
+    for seed in range(3):  # two of these steps first compare resident weights
         one.step(tokens(seed))
     sim.reset_counters()
     found = asking(lambda: one.step(tokens(3)))
@@ -203,7 +203,7 @@ def test_what_is_brought_down_is_what_it_was_then(engine, sim):
 
 
 class Late:
-    """An event that comes when it is waited for."""
+    """Event completed only by a wait."""
 
     is_over = False
 
@@ -216,7 +216,7 @@ class Late:
 
 def test_staging_does_not_grow_while_copies_are_late(sim):
     staging, like = device._Staging(), torch.zeros(6)
-    taken = [staging.take(like) for _ in range(device._MOST_STAGED + 2)]  # brought down, and not read yet
+    taken = [staging.take(like) for _ in range(device._MOST_STAGED + 2)]  # copied to the host, not read yet
     for memory in taken:
         staging.give_back(memory, Late())
     for _ in range(5):
@@ -238,7 +238,7 @@ def test_norms_are_exact_and_take_little_memory(sim, monkeypatch, dtype):
     flat[5] = 1e8
     region = SimpleNamespace(offsets=offsets, sizes=sizes)
     on_device = flat.to("sim")
-    sizes_of_norms, norm = [], torch._foreach_norm  # a CPU's kernel converts on the way, and shows no copy
+    sizes_of_norms, norm = [], torch._foreach_norm  # a CPU kernel converts on the fly, without a visible copy
 
     def foreach_norm(given, *how):
         sizes_of_norms.extend(part.numel() for part in given)
@@ -258,7 +258,7 @@ def test_norms_are_exact_and_take_little_memory(sim, monkeypatch, dtype):
 
 @pytest.mark.parametrize("settings", [{}, {"placement": ON_DEVICE}, {"micro_batch_size": 2}], ids=str)
 def test_a_step_asks_for_no_pinned_memory(engine, sim, monkeypatch, settings):
-    """torch's allocator of it takes a lock, and rounds up to powers of two."""
+    """torch's pinned allocator takes a lock and rounds up to powers of two."""
     one = engine(**settings)
     one.step(tokens())
     one.step(tokens(1))
@@ -305,7 +305,7 @@ def test_activations_come_back_past_a_fetch_whose_slot_is_not_free(sim, lanes):
     reader = torch.sim.Stream()
     with sim.held(reader):
         with torch.sim.stream(reader):
-            reads = lanes.mark()  # of the slot, by something that is not over
+            reads = lanes.mark()  # pending reads of the slot
         fetch = lanes.h2d.submit(lambda: device.copy(slot, weights), fills=reads)
         wait_until_done(lanes.lock, [fetch])
         found, tickets, _ = offload.get(away)
@@ -332,7 +332,7 @@ def test_ever_new_lengths_pin_no_more_than_the_longest(engine, sim):
 
 
 def test_nothing_is_registered_in_the_midst_of_a_step(engine, sim, monkeypatch):
-    """A driver that registers memory lets every stream wait."""
+    """Memory registration in the driver blocks all streams."""
     one, within = engine(placement=Placement(activations="cpu")), []
     one.step(tokens(length=8))
     held, put = sim.registered(), OnHost.put
@@ -341,13 +341,13 @@ def test_nothing_is_registered_in_the_midst_of_a_step(engine, sim, monkeypatch):
     assert len(within) > 1
     assert all(found <= held for found in within)
     assert sim.registered()[1] > held[1], "behind it"
-    one.step(tokens(1, length=16))  # before it the engine reads weights that stay, to compare them
+    one.step(tokens(1, length=16))  # first compares resident weights
     sim.reset_counters()
     one.step(tokens(2, length=16))
     assert sim.counters()["pageable_copies"] == 0
 
 
-# -- what was mended before there was a device to show it ---------------------------------------------------------
+# -- fixes made before a device was available ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [{}, {"placement": Placement(activations="cpu")}], ids=str)
@@ -458,7 +458,7 @@ def test_evaluations_keep_few_events(engine, monkeypatch):
     assert len(parts_of(one).lanes.timed) <= 40
 
 
-# -- memory of the device ------------------------------------------------------------------------------------------
+# -- device memory -------------------------------------------------------------------------------------------------
 
 
 ROWS = 400
@@ -470,8 +470,8 @@ def losses(one, seeds):
 
 @pytest.fixture(scope="module")
 def large(loaded):
-    """Return the losses of five batches whose activations are larger than the weights, and the most that these steps
-    hold on the device where all is recomputed, and where nothing is.
+    """Return the losses for five batches with activations larger than the weights, and the peak device bytes with full
+    recomputation (`least`) and without (`most`).
     """
     found, peaks = [], []
     for recompute in ("always", "never"):
@@ -486,7 +486,7 @@ def large(loaded):
 
 @pytest.mark.parametrize(("share", "num_kept"), [(0, 0), (0.6, 1), (1, 2)])
 def test_graphs_are_kept_as_far_as_the_devices_memory_goes(engine, large, monkeypatch, share, num_kept):
-    """Nobody says how much there is: it is what is free, of which temporaries take their part too."""
+    """Without a budget, free memory is the limit, shared with temporaries."""
     free = int(large.least + share * (large.most - large.least)) + (256 << 10)
     monkeypatch.setattr(Accelerator, "free_bytes", free / device._SHARE_OF_FREE_MEMORY)
     one = engine(recompute="auto")
@@ -502,7 +502,7 @@ def test_graphs_are_recomputed_where_others_have_taken_the_room(engine, large, s
     assert len(policy._kept) == 2
     torch.accelerator.synchronize()
     torch.sim.empty_cache()
-    # Some more than the least that tensors take: blocks are not always where the next tensor fits.
+    # More than the minimum, since fragmented blocks do not always fit the next tensor.
     sim.set_memory_limit(torch.sim.memory_reserved() + large.least + (large.most - large.least) // 4)
     assert found + losses(one, (3, 4)) == large.losses
     assert len(policy._kept) < 2
@@ -515,7 +515,7 @@ def test_units_give_way_to_a_step_that_runs_out_of_memory(engine):
         one.step(tokens(seed))
         other.step(tokens(seed))
     full = slots.capacity_bytes
-    fails = iter([True])  # not a list, which would be as before when the trial is over
+    fails = iter([True])  # an iterator: a list would be restored after the trial run
 
     def loss_fn(outputs, batch):
         if next(fails, False):
@@ -551,8 +551,7 @@ def test_what_a_stream_still_uses_counts_as_held(engine, sim):
 
 @pytest.fixture
 def limits(sim, monkeypatch):
-    """Return what the allocator was limited to from here on, as shares of what it had then: bytes beside what others
-    hold, and 1.0 for all."""
+    """Yield the limits set on the allocator from now on: bytes above other allocations, and 1.0 for no limit."""
     gc.collect()
     torch.sim.empty_cache()
     found, set_fraction, others = [], torch.sim.set_per_process_memory_fraction, torch.sim.memory_allocated()
@@ -606,16 +605,16 @@ def test_a_training_run_holds_no_more_than_its_budget_what_the_allocator_keeps_i
 
 
 def test_the_built_in_run_trains_on_an_accelerator(sim, tmp_path):
-    """Its budget is one for the CPU: there is no room in it for what an accelerator's operations take."""
+    """The budget is meant for the CPU, without room for the temporaries on an accelerator."""
     given = {"run.dir": str(tmp_path / "run"), "train.steps": 2, "checkpoint.export": False}
     assert math.isfinite(Trainer(Config.load(None, given)).run().loss)
 
 
 @pytest.mark.parametrize("graphs", [{}, {"offload.graphs": "cpu", "offload.graphs_memory": "17MiB"}], ids=["", "below"])
 def test_a_step_that_only_another_placement_fits_into_the_budget_is_trained_so(sim, tmp_path, monkeypatch, graphs):
-    """The states alone would fit the device, and beside them no step. Measured first, beyond the budget, the machine
-    leaves nothing behind of what that took. Of graphs that wait below the device some give way to the allocator's
-    fragments."""
+    """The states alone fit on the device, but leave no room for a step. The first measurement exceeds the budget, and
+    must leave no memory behind. Allocator fragments also displace some offloaded graphs.
+    """
     monkeypatch.setattr(probe, "_user_cache", lambda: tmp_path / "cache")
     monkeypatch.setattr(device, "ROUNDING_BYTES", 4 << 20)
     gc.collect()
@@ -630,7 +629,7 @@ def test_a_step_that_only_another_placement_fits_into_the_budget_is_trained_so(s
     assert torch.sim.memory_reserved() <= most
 
 
-# -- weights that stream for inference -----------------------------------------------------------------------------
+# -- streamed weights for inference --------------------------------------------------------------------------------
 
 
 class Kept:
@@ -643,8 +642,8 @@ class Kept:
 
 @pytest.fixture
 def stream(sim, monkeypatch):
-    """Return a model whose weights stream, and its logits with all of them on the device."""
-    monkeypatch.setattr(device, "_STAGED_BYTES", 1 << 10)  # most take several pieces
+    """Yield a check: logits from a streamed model equal logits with all weights on the device."""
+    monkeypatch.setattr(device, "_STAGED_BYTES", 1 << 10)  # most weights take several pieces
     model, ids = build(lambda: families.llama(num_hidden_layers=6)).eval(), tokens()["input_ids"].to("sim")
     with torch.no_grad():
         expected = twin(model, ids.device)(input_ids=ids).logits.cpu()

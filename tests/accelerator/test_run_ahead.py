@@ -1,4 +1,4 @@
-"""Launches that run ahead of the device: memory that its streams still use does not grow with how far."""
+"""Launches ahead of the device: memory held for running streams does not grow with the launch distance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 DEPTH, ROWS, LENGTH, BUDGET = 24, 64, 32, 8 << 20
 SLOW = replace(H200, kernel_latency_s=4e-4)
-"""A kernel takes ten times as long as its launch."""
+"""A kernel takes ten times as long as the launch."""
 
 
 def loss(outputs, batch):
@@ -27,7 +27,7 @@ def loss(outputs, batch):
 
 @pytest.mark.parametrize("queue", [128, 1024, 0], ids=["short queue", "CUDA's queue", "no end"])
 def test_what_streams_still_use_does_not_grow_with_the_launches_under_way(sim, queue):
-    """Where nothing waits for the device, 0.7, 3.1 and 6.3 MB of these 8 are freed and in use at once."""
+    """Without any wait for the device, 0.7, 3.1 and 6.3 MB (8 in total) are freed but still in use."""
     torch.manual_seed(0)
     batch = {"x": torch.randint(0, WORDS, (ROWS, LENGTH))}
     placement = Placement(activations="cpu", device_memory=BUDGET)
@@ -48,7 +48,7 @@ def test_what_streams_still_use_does_not_grow_with_the_launches_under_way(sim, q
 
 
 def test_a_launch_blocks_where_the_queue_is_full(sim):
-    """The host comes no further ahead than the queue is long, so that a mark of what was launched before is reached."""
+    """The queue length limits the launch distance, so earlier marks are complete."""
     data, most = torch.zeros(8, device="sim"), 4
     torch.accelerator.synchronize()
     sim.set_cost(replace(H200, kernel_latency_s=0.01))

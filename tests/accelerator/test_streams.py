@@ -1,4 +1,4 @@
-"""Streams run by themselves, events order them, and what is not ordered goes wrong."""
+"""Streams run independently, events order them, and work without order fails."""
 
 import threading
 import time
@@ -56,12 +56,12 @@ def test_an_event_means_the_place_where_it_was_recorded_last(sim):
     stream = torch.accelerator.current_stream()
     event = torch.Event(DEVICE)
     assert event.query()
-    event.synchronize()  # of nothing
+    event.synchronize()  # nothing recorded yet
     event.record(stream)
     torch.accelerator.synchronize()
     waiting = torch.Stream(DEVICE)
     with sim.held(stream):
-        waiting.wait_event(event)  # for what is over
+        waiting.wait_event(event)  # completed work
         event.record(stream)
         assert waiting.record_event().synchronize() is None
         assert not event.query()
@@ -164,7 +164,7 @@ def test_what_fails_in_a_kernel_is_raised_by_the_next_wait(sim):
     index = torch.tensor([0, 9], device=DEVICE)
     torch.accelerator.synchronize()
     torch.nn.functional.embedding(index, table)
-    table.add_(1)  # is launched all the same
+    table.add_(1)  # still launched
     with pytest.raises(torch.AcceleratorError, match="earlier kernel of device 0.*index out of range"):
         torch.accelerator.synchronize()
     assert table.sum().item() == 8

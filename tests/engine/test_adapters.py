@@ -1,4 +1,4 @@
-"""Adapters of PEFT put over a base whose weights are read piece by piece, against PEFT over one in memory."""
+"""PEFT adapters over a base read parameter by parameter, compared with PEFT over a base in memory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def load(base: Path) -> BuiltModel:
 
 
 def resident(base: Path, adapter: Adaptation) -> nn.Module:
-    """What PEFT makes of a base in memory, by itself."""
+    """Return PEFT's own adapted model over a base in memory."""
     model = fill_all(load(base))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -82,7 +82,7 @@ def resident(base: Path, adapter: Adaptation) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), list(zip(CASES, list(PLACES) * 3, strict=True)))
 def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, tmp_path: Path) -> None:
-    """The head runs in chunks beneath an adapter, too: logits are as large as those of a model without one."""
+    """The `lora` case also cuts the head into chunks: an adapter does not make the logits smaller."""
     adapter = adaptation(tmp_path, CASES[name])
     built, plain = adapter.over(load(base), seed=7), resident(base, adapter)
     settings: dict[str, Any] = {"placement": Placement(**PLACES[place], nvme_dir=str(tmp_path))}
@@ -101,7 +101,7 @@ def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, t
 def test_first_values_are_read_a_parameter_at_a_time(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
-    """Whatever of the base is in memory was not freed when the next parameter was read."""
+    """Earlier base parameters are freed before the next read. `alive` has a weak reference to each storage read."""
     read, alive, most = Whole.read, [], 0
 
     def counting(self: Whole, begin: int, end: int) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_first_values_are_those_over_a_model_in_memory(base: Path, tmp_path: Pat
 @pytest.mark.parametrize("how", [{"target_modules": ["q_proj"], "bias": "all"}, {"target_modules": ["embed_tokens"]}])
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_an_adapters_folder_has_of_the_base_is_taken(tmp_path: Path, how: dict[str, Any], trains: bool) -> None:
-    """Biases that were trained, and rows of the base that PEFT saves as they are."""
+    """Trained biases, and base rows saved unchanged by PEFT, come from the adapter folder."""
     folder, plain = tmp_path / "base", families.build(families.opt)
     plain.save_pretrained(folder)  # type: ignore[operator]
     made = get_peft_model(plain, LoraConfig(r=2, **how))
@@ -192,13 +192,13 @@ def test_what_cannot_be_adapted_is_refused(base: Path, tmp_path: Path, case: dic
 def test_experts_that_are_one_parameter_are_adapted(
     make: Callable[[], nn.Module], how: dict[str, Any], tmp_path: Path
 ) -> None:
-    """PEFT moves such a parameter to another name while it is in use, by a parametrization."""
+    """PEFT renames a fused expert parameter during use, through a parametrization."""
     families.build(make).save_pretrained(tmp_path / "base")  # type: ignore[operator]
     settings = {"case": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, **how}
     adapter = adaptation(tmp_path, {"rank": 2, "init": "gaussian", **settings.pop("case")})
     place = {"placement": Placement(**PLACES[settings.pop("place")], nvme_dir=str(tmp_path))}
     built, plain = adapter.over(load(tmp_path / "base"), seed=7), resident(tmp_path / "base", adapter)
-    spares_experts = make is families.gpt_oss and adapter.config.target_modules == "all-linear"  # as PEFT has it there
+    spares_experts = make is families.gpt_oss and adapter.config.target_modules == "all-linear"  # PEFT's own rule
     assert spares_experts != any(type(module).__name__ == "ParamWrapper" for module in built.model.modules())
     before = set(dict(built.model.named_parameters()))
     engine, _ = train_both(built.model, families.batches(2), plain=plain, fill=built.fill, **place, **settings)
@@ -255,8 +255,11 @@ def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name
     [("always", "step", True), ("never", "own", False), ("auto", "micro", True)],
 )
 def test_the_first_trained_unit_bounds_the_backward(recompute: str, call: str, checkpoints: bool) -> None:
-    """Below an adapter weights come up once a step; from there on twice, but for the last one's, which are still there.
-    For gradient checkpointing transformers lets a gradient go down to the embeddings, which is left off with it.
+    """Below the first adapted layer, weights are copied to the device once per step, for the forward alone. From this
+    layer on, the copy happens twice, except for the last unit, still in a slot when the backward begins.
+
+    With gradient checkpointing, transformers makes the embedding output require a gradient. The engine does not compute
+    this gradient.
     """
     depth, first = 6, 3
     model = families.build(lambda: families.llama(num_hidden_layers=depth))

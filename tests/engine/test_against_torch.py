@@ -31,11 +31,11 @@ def torch_optimizer(model: nn.Module, rule: AdamW) -> torch.optim.AdamW:
 
 @pytest.mark.parametrize("make", quick([llama, gemma2, mixtral], [llama, gemma2]))
 def test_each_step_is_torchs(make: Callable[[], nn.Module]) -> None:
-    """torch is put back to the engine's weights before every step, so that only one step lies between them. Its
-    moments are its own: they are the same function of the same gradients.
+    """Each step starts from equal weights: torch receives the engine's weights first. Moments are never copied; both
+    sides compute them from the same gradients.
 
-    The square root of some builds of torch (MKL's) is up to 0.75 ulp off. Where it is right, all bits agree; where it
-    is not, two more roundings may follow from it, to be seen where the weight is too small to hide the update.
+    Some torch builds (MKL) have a square root with an error up to 0.75 ulp. Where the root is correctly rounded, all
+    bits agree. Elsewhere two more roundings may differ, visible where the weight is too small to hide the update.
     """
     model = build(make)
     plain = twin(model)

@@ -1,4 +1,4 @@
-"""Batches that are more than [rows, tokens]: pictures, speech, several labels, None, numbers, lists."""
+"""Batches with more than [rows, tokens]: images, speech, several label tensors, None, numbers, lists."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.matrix import matrix
 
 ROUNDING = 2e-6
 MIXING = ("CLIP", "masked ViT")
-"""Whose loss is no mean over rows."""
+"""Models with a loss other than a mean over rows."""
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def in_parts(name: str, size: int, batches: list[Any], is_plain: bool = False, *
 def beside_whole(
     model: nn.Module, loss_fn: Any, size: int, batches: Sequence[Any], is_plain: bool, **settings: Any
 ) -> Engine:
-    """Train in micro-batches beside plain PyTorch on whole batches; all but the order of sums is the same."""
+    """Train in micro-batches and compare with plain PyTorch on whole batches. Only the summation order differs."""
     reference = Reference(model, PROPORTIONAL)
     engine = Engine(model, PROPORTIONAL, micro_batch_size=size, **settings)
     parts_of(engine).way.cut = "calls" if is_plain else "units"
@@ -84,7 +84,7 @@ def beside_whole(
     [*zip(KINDS, itertools.cycle([False, True])), *((name, True) for name in MIXING)],
 )
 def test_micro_batches_equal_the_whole(name: str, is_plain: bool) -> None:
-    """What cannot be cut, by its shapes or by its loss, stays whole, and this is said."""
+    """A batch stays whole, with a warning, if the shapes or the loss forbid cutting."""
     batches = [made(name, seed, rows=5) for seed in range(2)]
     stays = name == "Qwen2-VL" or (is_plain and name in MIXING)
     with says_that_it_stays_whole() if stays else nullcontext():
@@ -99,7 +99,7 @@ def says_that_it_stays_whole() -> Any:
 
 
 def images_of(key: str, batch: Any, numbers: Tensor) -> Tensor:
-    """Of rows with an image each, but for the first, which has two: those of some rows."""
+    """Return the images for the rows `numbers`. Row 0 has two images, every other row one."""
     per_image = len(batch[key]) // len(batch["image_grid_thw"])
     images = [image for row in numbers.tolist() for image in ((0, 1) if row == 0 else (row + 1,))]
     return torch.cat([batch[key][image * per_image : (image + 1) * per_image] for image in images])
@@ -116,7 +116,7 @@ def test_what_rows_have_is_told_by_functions() -> None:
 @pytest.mark.slow
 def test_what_rows_have_is_told_by_another_tensor() -> None:
     batches = [made("Qwen2-VL", seed, rows=5) for seed in range(2)]
-    for batch in batches:  # without the second image of the first row
+    for batch in batches:  # drop the second image of row 0
         for key in ("input_ids", "labels"):
             batch[key][0, 10:16] = 40
         batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
@@ -132,13 +132,15 @@ def test_what_rows_have_is_told_by_another_tensor() -> None:
     engine.close()
 
 
-# -- what looks like rows ----------------------------------------------------------------------------------------------
+# -- tensors mistaken for rows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "is_plain"), [((16, 5, 16), False), ((5, 16), True)])
 def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) -> None:
-    """They are no rows if this is said; else no few rows run, and the batch stays whole."""
+    """`img_ids` has as many positions as the batch has rows. `rows={"img_ids": None}` declares them no rows; without
+    this setting, a pass over few rows fails and the batch stays whole.
+    """
     batches = [on_device(latents(seed, rows)) for seed, rows in enumerate(num_rows)]
     assert batches[0]["img_ids"].shape[0] == 16
     engine = in_parts("denoiser", 3, batches, is_plain, rows={"img_ids": None})
@@ -149,7 +151,7 @@ def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) ->
 
 
 class Prototypes(nn.Module):
-    """Scores rows by their likeness to prototypes, of which there are as many."""
+    """Score rows by similarity to prototypes. The batch has as many prototypes as rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +178,7 @@ def near(outputs: Tensor, batch: Any) -> Tensor:
 
 
 class Halved(Prototypes):
-    """Halves its weights where it does not train, as RWKV does."""
+    """Halve the weights in eval mode, as RWKV does."""
 
     is_halved = False
 
@@ -192,7 +194,7 @@ class Halved(Prototypes):
 
 
 def test_a_model_that_writes_to_its_weights_has_them_from_the_next_pass_on() -> None:
-    """Which is said whichever pass finds it; and what a trial wrote is undone."""
+    """The warning comes from whichever pass detects the write. The engine undoes writes by a trial run."""
     batches = [{"x": noise(number, 4, 8), "labels": noise(number + 1, 4, 8)} for number in range(2)]
     with pytest.warns(
         UserWarning, match=r"unit blocks\.\d is read from outside itself: its weights stay on the device"
@@ -209,7 +211,9 @@ class Scaled(Prototypes):
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_what_is_the_same_in_all_rows_tells_nothing(is_plain: bool) -> None:
-    """Scales of one each do as rows, or as every row's; the next ones do not."""
+    """Scales equal to 1 give the same result as one value per row and as values shared by all rows. Later scales do
+    not.
+    """
 
     scales = torch.ones(4), torch.ones(4), torch.linspace(0.5, 2, 4), torch.linspace(2, 0.1, 4)
     batches = [{"x": noise(0, 4, 8), "scales": each, "labels": noise(1, 4, 8)} for each in scales]
@@ -218,7 +222,7 @@ def test_what_is_the_same_in_all_rows_tells_nothing(is_plain: bool) -> None:
 
 class Offset(Prototypes):
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:  # type: ignore[override]
-        """offsets: [any number, 8], of which all rows get the mean."""
+        """offsets: [any number, 8]. Every row adds the mean over the first axis."""
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x + offsets.mean(0)
@@ -226,7 +230,9 @@ class Offset(Prototypes):
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_loss_that_is_the_same_by_chance_does_not_tell_what_rows_are(is_plain: bool) -> None:
-    """The absolute error of what is too small everywhere is a mean of any mean; that of the second batch is not."""
+    """With labels far above all outputs, the L1 loss is linear, so a mean over parts equals the whole by chance. The
+    second batch breaks this.
+    """
 
     def far(outputs: Tensor, batch: Any) -> Tensor:
         return functional.l1_loss(outputs, batch["labels"])
@@ -313,7 +319,7 @@ def qwen_image_batch(seed: int, rows: int) -> dict[str, Any]:
 
 @pytest.fixture
 def no_tables_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen-Image keeps tables of angles, and with them itself, until the process ends; here it makes them anew."""
+    """Disable a cache in Qwen-Image: tables of angles hold the model until the process ends."""
     module = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage", reason=NO_DIFFUSERS)
     rope = module.QwenEmbedRope
     for name in ("_get_device_freqs", "_compute_video_freqs"):
@@ -327,7 +333,7 @@ DIFFUSERS = {"Flux": (flux, flux_batch), "Qwen-Image": (qwen_image, qwen_image_b
 @pytest.mark.usefixtures("no_tables_left")
 @pytest.mark.parametrize(("name", "num_rows"), [("Flux", (16, 3)), ("Qwen-Image", (8, 3))])
 def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[int, ...]) -> None:
-    """In a step, in micro-batches, and in an own loop; also with as many rows as image or text tokens."""
+    """Covers steps, micro-batches and a user's own training loop, also with as many rows as image or text tokens."""
     make, batch_of = DIFFUSERS[name]
     batches = [on_device(batch_of(seed, rows)) for seed, rows in enumerate(num_rows)]
     train_both(build(make), batches, loss_fn=distance, group=sum_by_layer)
@@ -347,13 +353,15 @@ def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[i
     loop.close()
 
 
-# -- one kind of batch after another -----------------------------------------------------------------------------------
+# -- batches of several types in turn ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["LLaVA", "T5"])
 def test_nothing_keeps_what_a_model_collects_on_its_way(name: str) -> None:
-    """A vision tower's hidden states are on a list that is a context variable."""
+    """The vision tower collects hidden states in a list held by a context variable. No autograd graph may remain
+    there.
+    """
     kind, batch = KINDS[name], made(name, 0)
     engine = Engine(build(kind.make))
     with no_graph_is_left():
@@ -363,7 +371,7 @@ def test_nothing_keeps_what_a_model_collects_on_its_way(name: str) -> None:
 
 
 def test_a_model_in_which_nothing_is_called_by_the_batch_keeps_its_weights() -> None:
-    """Those of a tower without a picture, moments and decay included."""
+    """Without an image, weights in the vision tower do not change, not even by moments or weight decay."""
     engine = Engine(build(llava))
     before = weights(engine)
     engine.step(on_device(text_alone(0, 4)))
@@ -378,7 +386,7 @@ PICTURES = ([1, 1, 1, 1], [1, 0, 1, 0], [2, 0, 1, 1], [1, 1, 1, 1])
 
 @pytest.mark.slow
 def test_pictures_that_come_in_other_numbers_than_rows() -> None:
-    """Two rows of four have none, or one has two: they go through the tower, and are no rows."""
+    """Two of four rows have no image, or one row has two. Images pass through the tower and do not count as rows."""
 
     batches = [on_device(pictures_in_rows(seed, PICTURES[seed])) for seed in range(4)]
     train_both(build(llava), batches)
@@ -386,7 +394,7 @@ def test_pictures_that_come_in_other_numbers_than_rows() -> None:
         in_parts("LLaVA", 2, batches).close()
 
 
-# -- what a batch may hold ---------------------------------------------------------------------------------------------
+# -- batch contents ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -419,12 +427,12 @@ def test_values_of_other_kinds_are_refused_by_name(value: Any) -> None:
 
 
 def trained(name: str, rows: tuple[int, ...], micro_batch_size: int | None) -> Any:
-    """Train on this rank's rows of batches; return (loss, norm) of each step, and the weights; or what was refused."""
+    """Train on this rank's rows. Return ([(loss, norm)] per step, weights), or a ConfigError message."""
     return _trained(KINDS[name], lambda step, rank: share(made(name, step, sum(rows)), rows, rank), 2, micro_batch_size)
 
 
 def with_pictures(of_rows: Sequence[Sequence[int]], micro_batch_size: int | None) -> Any:
-    """The same, of rows of which each has so many pictures."""
+    """Run `trained` on LLaVA rows; `of_rows[rank]` has the number of images per row."""
 
     def batch_of(step: int, rank: int) -> dict[str, Any]:
         return on_device(pictures_in_rows(2 * step + rank, of_rows[rank]))
@@ -452,7 +460,7 @@ def _trained(
 
 
 def share(batch: dict[str, Any], rows: tuple[int, ...], rank: int) -> dict[str, Any]:
-    """Return a rank's rows of what has as many as all ranks together."""
+    """Return one rank's part of each entry with an element per row; other entries stay whole."""
     begin = sum(rows[:rank])
     return {
         key: value[begin : begin + rows[rank]]
@@ -475,8 +483,8 @@ def test_two_ranks_of_a_loss_that_is_no_mean_are_refused(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_ranks_with_other_numbers_of_pictures(micro_batch_size: int | None) -> None:
-    """Two kinds of batch at once, of which each rank has to record its own; what one cannot cut both keep whole. The
-    labels say how much each rank's part weighs.
+    """The ranks see different batch types, and each records separately. If one rank cannot cut a batch, both keep
+    theirs whole. The label counts weigh the ranks.
     """
     found = run(2, with_pictures, of_rows=([1, 1, 1, 1], [1, 0, 1]), micro_batch_size=micro_batch_size)
     reference = Reference(build(llava), PROPORTIONAL)

@@ -1,4 +1,4 @@
-"""From a batch to a loss: micro-batches, ignored labels, what counts as a target, and batches that are refused."""
+"""From a batch to a loss: micro-batches, ignored labels, target counts and refused batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_micro_batches_of_models_that_do_not_shift(make: Maker, rows: int) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "rows"), [(llama, 1), (mamba, 2)])
 def test_rows_without_targets(make: Maker, rows: int) -> None:
-    """A micro-batch without a single target would be a division by zero; it counts for nothing."""
+    """A micro-batch without targets contributes nothing, although a mean over no target is 0/0."""
     batch = tokens(1)
     batch["labels"][1] = -100
     batch["labels"][2:] = -100
@@ -103,7 +103,7 @@ def test_a_loss_function_may_use_what_the_model_does_not_take() -> None:
 
 
 def test_batches_may_change_their_shape() -> None:
-    """Recorded on the first one, a step must do for any other."""
+    """A schedule recorded on one batch serves every other shape."""
     train_both(build(gemma2), [tokens(0, 4, 10), tokens(1, 1, 16), tokens(2, 7, 3), tokens(3, 4, 20)])
 
 
@@ -135,7 +135,7 @@ def test_a_batch_whose_labels_are_all_ignored_is_refused() -> None:
     ("make", "key", "right"), [(llama, "input_idz", "input_ids"), (gpt2, "attention_maks", "attention_mask")]
 )
 def test_a_misspelt_key_is_refused_with_the_nearest_name(make: Maker, key: str, right: str) -> None:
-    """Also where the model takes any keyword, and would swallow it in silence."""
+    """A model with `**kwargs` would ignore the key silently, yet the engine refuses the key."""
     engine = Engine(build(make))
     batch = tokens()
     batch[key] = batch.pop("input_ids") if right == "input_ids" else torch.ones_like(batch["labels"])
@@ -204,7 +204,7 @@ def test_a_setting_that_is_not_allowed_is_refused_by_its_key(key: str, value: An
 
 
 def test_settings_are_the_same_object_as_keywords() -> None:
-    """Also where some are given by name beside a whole."""
+    """Keywords may override single fields of `settings`."""
     settings = Settings(max_grad_norm=None, optimizer=Lion(), precision="bf16")
     assert (settings.clip, settings.resolved_clip) == ("auto", "deferred")
     clips = replace(settings, optimizer=AdamW(), max_grad_norm=1.0)

@@ -1,4 +1,4 @@
-"""Budgets: kept to the byte, refused before anything is allocated, and with the numbers that help."""
+"""Memory budgets: kept to the byte; a refusal allocates nothing and gives helpful sizes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_gradients_that_do_not_wait_pass_through_memory_that_is_planned(rule: Up
 
 @pytest.mark.slow
 def test_states_of_a_small_rule_leave_the_device_room_for_activations() -> None:
-    """What a rule keeps less of may fit the budget just so; a step would not."""
+    """The optimizer states of a small update rule may fit in a device budget without room for a step. Then they go to
+    the host.
+    """
     there = Engine(build(llama), LOMO(), Placement("device", "device"), max_grad_norm=None)
     needed = sum(each.num_bytes for each in parts_of(there).plan.allocations if each.tier == "device")
     for share, tier in ((1.05, "cpu"), (2.0, "device")):
@@ -129,11 +131,11 @@ def test_unit_inputs_beyond_the_budget_end_the_step_and_a_smaller_batch_goes_on(
 @pytest.mark.slow
 @LEDGER
 def test_kept_graphs_give_way_to_the_budget() -> None:
-    """What recomputing everything needs is enough for `auto`, also where it had kept graphs in the steps before."""
+    """`auto` needs no more memory than full recomputation, even after steps with saved autograd graphs."""
 
     def train(engine: Engine) -> list[float]:
         norms = [engine.step(tokens(seed)).grad_norm for seed in range(3)]
-        both = engine.model(**tokens(4)).loss + engine.model(**tokens(5)).loss  # twice as much waits for its backward
+        both = engine.model(**tokens(4)).loss + engine.model(**tokens(5)).loss  # two forwards wait for one backward
         engine.backward(both)
         norms.append(engine.update().grad_norm)
         return [*norms, engine.step(tokens(6, rows=8)).grad_norm]

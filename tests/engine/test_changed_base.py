@@ -1,6 +1,4 @@
-"""A frozen base that is changed between steps, and moments that are pruned: what checkpoints of the trained part have
-of them, wherever all that rests.
-"""
+"""Checkpoints with trainable parameters only, after edits to a frozen base and after moment pruning, on every tier."""
 
 from __future__ import annotations
 
@@ -45,13 +43,13 @@ def opened(place: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float
 
 
 def names_of(engine: Engine) -> tuple[list[str], list[str]]:
-    """Return the names of the weights beneath the adapter, and of its matrices."""
+    """Return (names of weights beneath the adapter, names of adapter matrices)."""
     own = dict(engine.model.named_parameters())
     return [name for name in own if "base_layer" in name], [name for name in own if "lora_" in name]
 
 
 def change(engine: Engine) -> tuple[dict[str, State], dict[str, torch.Tensor]]:
-    """Change the weights beneath the adapter, prune its moments; return the moments before, and all weights after."""
+    """Edit the weights beneath the adapter and prune the adapter moments. Return (states before, all weights after)."""
     beneath, matrices = names_of(engine)
     before, wanted = states(engine), weights(engine)
     for name, value in engine.edit(beneath):
@@ -62,7 +60,7 @@ def change(engine: Engine) -> tuple[dict[str, State], dict[str, torch.Tensor]]:
 
 
 def pruned(values: torch.Tensor, share: float) -> torch.Tensor:
-    """By the quantile, as the paper's own code has it."""
+    """Keep only magnitudes above `torch.quantile`, as the paper's code does."""
     kept = values.float().abs() > torch.quantile(values.float().abs().view(-1), share)
     return torch.where(kept, values, 0)
 
@@ -84,7 +82,9 @@ def moments(state: State) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_of_what_trains_has_the_base_where_it_was_changed(
     place: str, precision: str, files: torch.dtype, rule: Any, tmp_path: Path
 ) -> None:
-    """And only there; another engine, over the base as it was, goes on from it to the same bits."""
+    """The checkpoint has base weights only where edited. Another engine over the original base resumes from there,
+    bit-equal.
+    """
     how: dict[str, Any] = {"optimizer": rule, "precision": precision, "dtype": files}
     engine = opened(PLACES[place], tmp_path, **how)
     for batch in batches(2):
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_what_trains_has_the_base_where_it_was_changed(
             assert same_bits(found[key], pruned(value, SHARE)), (name, key)
             assert 0 < int(found[key].count_nonzero()) < 0.2 * value.numel() + 1
         assert after[name].num_steps == before[name].num_steps == 2
-    if precision == "bf16" and files == torch.bfloat16:  # in which the base rests as well
+    if precision == "bf16" and files == torch.bfloat16:  # the base is stored in bf16 too
         wanted |= {name: wanted[name].bfloat16().float() for name in beneath}
     assert all(torch.equal(value, wanted[name]) for name, value in weights(engine).items())
     engine.save_checkpoint(tmp_path / "saved", trained_only=True)
@@ -149,7 +149,7 @@ def test_moments_in_codes_are_all_pruned_or_none() -> None:
 
 
 def ranked(zero_stage: int, folder: str, *, goes_on: bool) -> list[torch.Tensor]:
-    """Train, change the base, save; or go on from there. Matrices are cut between the ranks."""
+    """Train, edit the base and save; or resume from the saved state. Ranks shard the matrices."""
     engine = Engine(adapted(rank=32), placement=Placement(**PLACES["cpu"]), zero_stage=zero_stage)
     if goes_on:
         engine.load_checkpoint(Path(folder) / "saved")

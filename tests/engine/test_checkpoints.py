@@ -1,4 +1,4 @@
-"""Activation checkpoints on the host: the inputs of units move out in the forward and back in the backward."""
+"""Activation checkpoints on the host: unit inputs leave the device in the forward and return in the backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_inputs_that_change_are_copied_before(model: type[nn.Module]) -> None:
 def test_both_micro_batches_of_a_unit_are_asked_for_ahead_of_the_weights_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the inputs of the second wait behind a whole unit."""
+    """Otherwise the inputs for the second micro-batch wait behind a whole unit's weights."""
     settings = {"micro_batch_size": 2, "prefetch": 1, "throttle": {"h2d": {"latency_seconds": 1e-5}}}
     engine = Engine(build(lambda: Stack(depth=6)), placement=on_host(), **settings)
     for seed in range(2):
@@ -68,8 +68,9 @@ def moved(engine: Engine, count: int = 2, **shape: int) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "precision"), [(None, "fp32"), (3, "bf16")])
 def test_what_moves_is_counted(precision: str, rows: int | None) -> None:
-    """Each of the two blocks sends its input [rows, length, 32] out once and back once, in whatever parts. Tables and
-    heads need their inputs for no recompute."""
+    """Each block copies [rows, length, 32] inputs to the host once and back once, in any number of parts. Embeddings
+    and heads need no inputs for recomputation.
+    """
     settings = {"precision": precision, "micro_batch_size": rows}
     device = moved(Engine(build(llama), **settings))
     host = moved(Engine(build(llama), placement=on_host(), **settings))
@@ -82,7 +83,7 @@ def test_what_moves_is_counted(precision: str, rows: int | None) -> None:
 
 
 class Sharing(Stack):
-    """All blocks receive the same mask and the same scale, the second of which requires a gradient."""
+    """All blocks receive the same mask and the same scale. Only the scale requires a gradient."""
 
     class Masked(Block):
         def forward(self, h: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
@@ -172,7 +173,7 @@ def test_a_host_that_has_no_room_for_them_ends_the_step_and_a_smaller_batch_goes
 @pytest.mark.slow
 @LEDGER
 def test_a_device_budget_without_room_for_inputs_trains_bit_equal() -> None:
-    """With inputs on the device the same budget is too small."""
+    """The same budget is too small with inputs on the device."""
     engine = Engine(build(deep(12)), placement=on_host())
     engine.step(tokens())
     device_memory = engine.counters.peak_device_bytes
@@ -186,7 +187,7 @@ def test_a_device_budget_without_room_for_inputs_trains_bit_equal() -> None:
 @pytest.mark.slow
 @LEDGER
 def test_auto_keeps_graphs_and_moves_the_rest() -> None:
-    """A unit that keeps its graph sends nothing out."""
+    """A unit with a saved autograd graph copies no input to the host."""
     always = moved(Engine(build(deep(6)), placement=on_host()), count=3)
     never = moved(Engine(build(deep(6)), placement=on_host(), recompute="never"), count=3)
     checkpoint = ROWS * LENGTH * 32 * 4
@@ -215,7 +216,7 @@ def test_a_loss_that_is_dropped_gives_its_buffers_back() -> None:
 
 def test_an_exception_gives_its_buffers_back() -> None:
     engine = Engine(build(Stack), placement=on_host())
-    for _ in range(4):  # until buffers have grown into what memory was left over
+    for _ in range(4):  # until buffers have grown into the spare memory
         engine.step(words(), loss_fn=cross_entropy)
     held = sorted(engine.allocations)
 

@@ -1,4 +1,4 @@
-"""Clipping beside the passes: deferred is exact, speculative is as exact as its correction."""
+"""Gradient clipping: the deferred mode is exact, the speculative mode as exact as the correction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_LIMIT = 1e9
 
 
 class Spiking(Stack):
-    """The gradient of its embedding, which lands last, can be made larger."""
+    """`factor` scales the embedding gradient, the last one to arrive in host memory."""
 
     factor = 1.0
 
@@ -38,7 +38,7 @@ class Spiking(Stack):
 
 
 def pair(max_grad_norm: float, **settings: Any) -> tuple[Engine, Engine]:
-    """Return two engines alike but for the clip mode: deferred, speculative."""
+    """Return two engines, different only in the clip mode: (deferred, speculative)."""
     return tuple(  # type: ignore[return-value]
         Engine(build(Spiking), optimizer=RULE, max_grad_norm=max_grad_norm, clip=clip, **settings)
         for clip in ("deferred", "speculative")
@@ -46,7 +46,7 @@ def pair(max_grad_norm: float, **settings: Any) -> tuple[Engine, Engine]:
 
 
 def in_double(engine: Engine, before: dict[str, Tensor], moments: dict[str, Any], gradients: Any, scale: float) -> Any:
-    """Return what AdamW makes of these fp32 states, computed in float64, and its largest change."""
+    """Compute AdamW in float64 from these fp32 states. Return (new weights, largest change)."""
     wanted, largest = {}, 0.0
     infos = {info.name: info for info in parts_of(engine).infos}
     for name, weight in before.items():
@@ -132,7 +132,7 @@ def test_own_loops_are_deferred_in_every_mode() -> None:
 
 
 def train_unevenly(engine: Engine, steps: range, clipped: int) -> tuple[list[Any], dict[str, Tensor]]:
-    """Return what steps came to, of which one has a norm above 100, and the weights after them."""
+    """Train; only step `clipped` has a norm above 100. Return ([(loss, norm)] per step, weights at the end)."""
     found = []
     for step in steps:
         engine.model.factor = 1e6 if step == clipped else 1.0
@@ -152,7 +152,9 @@ def train_unevenly(engine: Engine, steps: range, clipped: int) -> tuple[list[Any
     ],
 )
 def test_auto_has_the_bits_of_what_its_steps_decide(tmp_path: Path, clipped: int, clip: str) -> None:
-    """A run that was saved before that was decided, and resumed, too: break: forget the count, or count again."""
+    """`auto` gives the bits of the mode chosen by the steps, also when resumed from a checkpoint before the choice.
+    Break: forget the count of unclipped steps, or restart the count.
+    """
     settings: dict[str, Any] = {"optimizer": RULE, "max_grad_norm": 100.0, "throttle": {"update": "8MiB"}}
     steps = range(UNCLIPPED_STEPS + 2)
     auto, fixed = (Engine(build(Spiking), **settings, clip=how) for how in ("auto", clip))

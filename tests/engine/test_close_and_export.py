@@ -1,4 +1,4 @@
-"""The end of an engine: the model given back, or written as a folder that transformers loads."""
+"""Closing an engine: a restored model, or an export folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_exported_folder_gives_the_same_logits(make: Maker, precision: str, t
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_plain_module_becomes_one_safetensors_file(precision: str, tmp_path: Path) -> None:
-    """Under its own names, tied ones once, in the dtype in which the device uses them."""
+    """The file has the module's own names, tied weights once, and the dtype used on the device."""
     engine = Engine(build(Namespace), precision=precision)
     engine.step(words(), loss_fn=cross_entropy)
     engine.export(tmp_path)
@@ -99,7 +99,7 @@ def test_close_gives_the_model_back(make: Maker, dtype: torch.dtype, precision: 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [*MODELS[::3], pytest.param(Recurrent, marks=NO_LSTM)])
 def test_a_restored_model_trains_on_like_one_that_never_streamed(model: type[nn.Module]) -> None:
-    """Weights of an engine that made no step come back bit for bit, and a second engine takes them over."""
+    """Without a step, the restored weights are equal bit for bit, and a second engine takes them over."""
     plain, given = build(model), build(model)
     engine = Engine(given)
     engine.evaluate(words(), loss_fn=cross_entropy)
@@ -151,7 +151,7 @@ def test_a_closed_engine_says_so(use: Callable[[Engine, Path], Any], restore: bo
 
 @contextmanager
 def without_finalizers() -> Iterator[None]:
-    """Within, none of weakref's may run."""
+    """Assert the absence of `weakref.finalize` callbacks in the block."""
     gc.collect()
     ran = []
 
@@ -169,7 +169,7 @@ def without_finalizers() -> Iterator[None]:
 
 
 def test_no_finalizer_is_left_to_run_once_an_engine_is_closed(tmp_path: Path) -> None:
-    """One swallows what is raised in it, and a Ctrl-C that came while the engine is collected would be lost."""
+    """A finalizer swallows exceptions: a Ctrl-C while the garbage collector frees the engine would be lost."""
     nvme = Placement(parameters="nvme", optimizer="nvme", nvme_dir=tmp_path)
     engine = Engine(build(Stack), placement=nvme)
     engine.step(words(), loss_fn=cross_entropy)

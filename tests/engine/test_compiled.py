@@ -1,4 +1,4 @@
-"""Blocks as torch.compile makes them: plain PyTorch over the same compiled blocks has the same bits."""
+"""Blocks under torch.compile: plain PyTorch over the same compiled blocks has the same bits."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ LAYERS: dict[Callable[[], nn.Module], Callable[[nn.Module], nn.ModuleList]] = {
 
 
 def backend(factor: float, of_gradients: float = 1.0) -> Callable[..., Any]:
-    """Return a backend that runs a graph as it is, and multiplies what comes out, so that a use that is not compiled
-    shows in the bits.
-    """
+    """Return a backend that runs a graph eagerly and scales the outputs, so that uncompiled calls differ in bits."""
 
     def multiplying(factor: float) -> Callable[..., Any]:
         def compiled(graph: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
@@ -53,7 +51,7 @@ def backend(factor: float, of_gradients: float = 1.0) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled is not the same as eager, and near enough to pass the trial."""
+    """Use a backend with results slightly unlike eager, yet close enough to pass the trial run."""
     torch._dynamo.reset()
     monkeypatch.setattr(forwards, "BACKEND", backend(1 + 2**-18))
 
@@ -75,7 +73,7 @@ WAYS = [
 def test_steps_are_those_of_plain_torch_over_the_same_compiled_blocks(
     tmp_path: Path, family: Callable[[], nn.Module], placement: dict[str, str], settings: dict[str, Any]
 ) -> None:
-    """Every second layer of Gemma 2 has a window, which comes as a mask; of the others all layers are of one kind."""
+    """Every second layer of Gemma 2 has a window, passed as a mask. The other families have only one type of layer."""
     engine, _ = train_both(
         build(family),
         batches(3),
@@ -133,7 +131,7 @@ def test_what_compiled_is_something_else_runs_as_it_is(made: Any, said: str, mon
 
 
 class Breaks(Block):
-    """Asks for a number, where a graph would end."""
+    """Read a tensor as a Python number, a graph break."""
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         return super().forward(h) * (1.0 if float(h.detach().sum()) < 1e9 else 0.5)
@@ -145,7 +143,7 @@ def test_a_block_that_is_no_graph_runs_as_it_is() -> None:
 
 
 class Scaled(Block):
-    """Reads a number that is another one in each step."""
+    """Read an attribute with a new value in each step."""
 
     scale = 1.0
 
@@ -196,7 +194,7 @@ def test_lengths_beyond_a_few_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_each_pass_of_forwards_alone_has_its_own_weights() -> None:
-    """A trial within a pass leaves the weights of that pass where they hang."""
+    """A trial run inside a pass leaves the weights of this pass in place."""
     losses = []
     for compiles in ("never", "auto"):
         engine = Engine(build(llama), MeZO(lr=1e-3, eps=0.1), compile=compiles)
@@ -213,7 +211,7 @@ def test_a_trial_leaves_inputs_alone() -> None:
 
 
 class Moves(Block):
-    """Moves a running mean in every forward that trains."""
+    """Update a running mean in every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +237,7 @@ def test_a_trial_leaves_buffers_alone_that_no_recording_has_seen_move() -> None:
 
 @pytest.mark.slow
 def test_a_trial_that_ran_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unit must not run as it is from then on, without a word."""
+    """Otherwise the unit would silently run uncompiled from then on."""
     full, distance = [True], forwards._distance
 
     def measured(*tensors: Any) -> float:

@@ -1,4 +1,4 @@
-"""Models that came compiled, or that call what is: each way of it, and what becomes of it."""
+"""Models compiled by the user, or calling compiled functions: each form, and how the engine treats this form."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.engine.reference import Reference
 from tests.engine.test_compiled import backend
 
 BACKEND = backend(1 + 2**-18, 1 + 2**-18)
-"""Whose bits are not those of a forward that is not compiled."""
+"""Gives bits unlike an uncompiled forward."""
 FAR = backend(1 + 2**-6, 1 + 2**-6)
-"""Which shows in bf16 too."""
+"""Differs visibly even in bf16."""
 STEPS = 2
 
 
@@ -36,7 +36,7 @@ def anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# -- what is taken off -------------------------------------------------------------------------------------------------
+# -- compilation removed by the engine ---------------------------------------------------------------------------------
 
 
 def whole(model: nn.Module) -> nn.Module:
@@ -72,7 +72,7 @@ def forward(model: nn.Module) -> nn.Module:
 
 
 def foreign_forward(model: nn.Module) -> nn.Module:
-    """One that is no method of the class."""
+    """Compile a function other than a method of the class."""
     layer = model.model.layers[1]
     own = layer.forward
     layer.forward = torch.compile(lambda *args, **kwargs: own(*args, **kwargs), backend=BACKEND)
@@ -93,7 +93,7 @@ TAKEN_OFF: dict[Callable[[nn.Module], nn.Module], str] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", TAKEN_OFF)
 def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[nn.Module], nn.Module]) -> None:
-    """Steps, and calls of what was compiled, have the bits of a model that never was; names are its own."""
+    """Steps and model calls have the bits of an uncompiled model. Parameter names have no prefix."""
     plain, compiled = Engine(build(llama)), how(build(llama))
     with pytest.warns(UserWarning, match=f"torch.compile was taken off {TAKEN_OFF[how]}.*compile=auto compiles"):
         engine = Engine(compiled)
@@ -130,11 +130,11 @@ def test_a_forward_that_is_never_compiled_is_left_as_it_is() -> None:
     assert "forward" in vars(layer)
 
 
-# -- what stays compiled -----------------------------------------------------------------------------------------------
+# -- compilation kept by the engine ------------------------------------------------------------------------------------
 
 
 class CallsAFunction(Block):
-    """That draws random numbers."""
+    """Call a compiled function with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class CallsACompiledClass(nn.Module):
 
 
 class CompiledClass(Block):
-    """The forward of the unit itself."""
+    """Compile the unit's own forward."""
 
     @torch.compile(backend=FAR)
     def forward(self, h: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class CompiledClass(Block):
 
 
 class GivesWeights(Block):
-    """A function that is given a weight as it lies in a slot."""
+    """Pass a weight, a slot view, to a compiled function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,9 +195,8 @@ BLOCKS = [CallsAFunction, CallsACompiledClass, CompiledClass, GivesWeights]
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "way"), list(zip(BLOCKS, [*WAYS, WAYS[1]], strict=True)))
 def test_what_a_forward_calls_stays_compiled(block: type[nn.Module], way: dict[str, Any]) -> None:
-    """Bit for bit as in plain torch, though the engine calls it first, in its recording: nothing is said of it.
-
-    Break: record without the stance that has compiled functions run as they are (`WatchingMode`).
+    """Bits equal plain PyTorch, although the recording pass is the first to call the function. No warning is given.
+    Break: record without the stance that runs compiled functions eagerly (`WatchingMode`).
     """
     model = build(lambda: Stack(block))
     plain, eager = copy.deepcopy(model), Engine(build(lambda: Stack(block)), **way)
@@ -229,7 +228,7 @@ def test_a_compiled_loss_is_taken() -> None:
     assert loss == compiled(plain(batch["x"]), batch).item() != cross_entropy(plain(batch["x"]), batch).item()
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refused -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a forward assigns to its modules, and what is changed about them between a forward and its backward."""
+"""Module state assigned by a forward, and module changes between a forward and the backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.reference import Reference, count_labels
 
 
 class Assigning(Block):
-    """Moves a buffer by assignment, another by both ways, and an attribute; its result hangs on all of them."""
+    """Assign one buffer, write and assign another, and count uses. The result depends on all three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Assigning(Block):
 
 
 class Assigned(Stack):
-    """Moves a buffer outside of the units as well; can be told to give gradients that are not finite."""
+    """Also assign a buffer outside all units. `spoils` makes gradients non-finite."""
 
     def __init__(self) -> None:
         super().__init__(Assigning)
@@ -56,9 +56,11 @@ def assert_like(engine: Engine, reference: Reference) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "rows"), [("always", None), ("never", 2)])
 def test_what_a_forward_assigns_moves_once(recompute: str, rows: int | None) -> None:
-    """The recording pass and skipped steps leave it alone; evaluations move it, as in plain PyTorch."""
+    """The recording pass and skipped steps leave this state unchanged. Evaluations move the state, as in plain
+    PyTorch.
+    """
     model = build(Assigned)
-    reference = Reference(model)  # of a batch that goes by what its forward moves there are no parts
+    reference = Reference(model)  # whole batches: parts would each move the state
     engine = Engine(model, recompute=recompute, micro_batch_size=rows, on_nonfinite="skip")
     for seed in range(4):
         if seed == 2:
@@ -109,7 +111,7 @@ def test_what_a_step_that_fails_has_assigned_is_put_back() -> None:
 
 
 def test_an_own_loop_recomputes_from_what_each_forward_had() -> None:
-    """Two forwards before the backward: what hung there at the first is gone from the module by then."""
+    """Two forwards run before the backward. By then the module has lost the state seen by the first."""
     model = build(Assigned)
     reference, engine = Reference(model), Engine(model)
     for step in range(3):
@@ -124,8 +126,8 @@ def test_an_own_loop_recomputes_from_what_each_forward_had() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [10, 40])
 def test_a_rotary_table_that_grows_grows_in_the_run(length: int) -> None:
-    """Of own loops the recording pass sees the whole length. The table is a buffer that is assigned; how far it reaches
-    is an attribute.
+    """In own loops the recording pass sees the full length. The rotary table is an assigned buffer, the cached length
+    an attribute.
     """
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = build(lambda: llama(max_position_embeddings=16, rope_parameters=rope))
@@ -146,7 +148,7 @@ def test_a_rotary_table_that_grows_grows_in_the_run(length: int) -> None:
 
 @pytest.mark.parametrize("was_training", [True, False])
 def test_a_recompute_runs_in_the_mode_of_its_forward(was_training: bool) -> None:
-    """The mode may change between a forward and its backward, and so may a rate of dropout."""
+    """The training mode and the dropout rate may change between a forward and the backward."""
     model = build(lambda: Stack(DropsOut))
     reference, engine = Reference(model), Engine(model)
     found = []
@@ -174,9 +176,8 @@ def test_a_recompute_runs_in_the_mode_of_its_forward(was_training: bool) -> None
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("model", [Assigned, RunningStatistics])
 def test_what_runs_in_inference_mode_leaves_nothing_of_it_behind(begins: bool, model: type[nn.Module]) -> None:
-    """Evaluations and forwards of one's own, before the first step or between two, and a batch that was made in it.
-
-    What a forward assigns there stays of its kind, as in plain PyTorch.
+    """Covers evaluations and the user's own forwards, before the first step or between steps, and batches created in
+    inference mode. Tensors assigned there stay inference tensors, as in plain PyTorch.
     """
     given = build(model)
     reference, engine = Reference(given), Engine(given)
@@ -205,7 +206,7 @@ def test_an_engine_is_not_made_in_inference_mode() -> None:
 
 
 class Collecting(Stack):
-    """Hooks itself onto its blocks in the first forward, notes that it has, and returns what it collects."""
+    """Hook the blocks in the first forward, set a flag, and return the collected outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ class Collecting(Stack):
 
 
 def test_hooks_of_a_forward_go_with_the_note_that_they_are_there() -> None:
-    """As transformers collects hidden states. Break: leave the hooks of the recording pass."""
+    """transformers collects hidden states like this. Break: keep the hooks of the recording pass."""
     model = build(Collecting)
     reference, engine = Reference(model), Engine(model)
     for step in range(2):

@@ -1,4 +1,4 @@
-"""Updates one step late, against a loop that computes each step with the weights from before the last update."""
+"""Updates one step late. The reference loop computes each step with the weights before the last update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOST = {"parameters": "cpu", "optimizer": "cpu"}
 
 
 class Late(Reference):
-    """Plain PyTorch, whose model shows the weights from before the update that was made last."""
+    """Plain PyTorch reference: the model shows the weights before the last update."""
 
     def __init__(self, *args: Any, delay_after: int = 0, **settings: Any) -> None:
         self.before: dict[str, torch.Tensor] | None = None

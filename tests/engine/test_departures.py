@@ -1,4 +1,4 @@
-"""A later call that differs from what was recorded: by structure, by flags, by loss."""
+"""Later calls that differ from the recorded ones: by structure, by flags, by loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.inside import steps_of
 from tests.engine.reference import Reference, count_labels
 
 RARE = 5
-"""A word that decides how the blocks of `Sometimes` are called."""
+"""Token id; at the start of the last row, `Sometimes` calls blocks with one more argument."""
 
 
 def mistral() -> nn.Module:
@@ -30,8 +30,9 @@ class Gate(Block):
 
 
 class Sometimes(Stack):
-    """Its blocks get another argument where the last row of the batch begins with a rare word: what no sample of its
-    first rows shows."""
+    """Call blocks with one more argument if the last row begins with `RARE`. A sample with the first rows does not show
+    this call.
+    """
 
     def __init__(self) -> None:
         super().__init__(Gate, depth=2)
@@ -51,7 +52,9 @@ def rare(seed: int, rank: int) -> dict[str, Tensor]:
 
 
 def tokens(seed: int, length: int = 40, padding: int | None = None) -> dict[str, torch.Tensor]:
-    """Return four rows; with `padding`, a mask, and that many positions of the third row masked (more of the last)."""
+    """Return four rows. `padding` adds a mask, with the last `padding` positions of the third row masked, and 3 more in
+    the fourth.
+    """
     ids = torch.randint(3, 60, (4, length), generator=torch.Generator().manual_seed(seed))
     batch = {"input_ids": ids, "labels": ids.clone()}
     if padding is not None:
@@ -67,7 +70,7 @@ def tokens(seed: int, length: int = 40, padding: int | None = None) -> dict[str,
 @pytest.mark.parametrize(
     ("make", "batches", "rows"),
     [
-        (mistral, [tokens(0), tokens(1)], None),  # 40 tokens fill a window that the recording's rows do not
+        (mistral, [tokens(0), tokens(1)], None),  # 40 tokens fill the window; the recorded rows do not
         (
             llama,
             [tokens(0, padding=0), tokens(1, padding=5), tokens(2, padding=0), tokens(3, 12, padding=2), tokens(4)],
@@ -89,7 +92,7 @@ def test_masks_that_come_and_go_are_recorded_again(make, batches, rows: int | No
 
 
 def test_what_no_few_rows_show_is_called_on_one_micro_batch_after_another() -> None:
-    """The blocks are called in another way where the batch's last row begins with a rare word."""
+    """Blocks get one more argument if the last row begins with a rare token."""
     model = build(Sometimes)
     reference = Reference(model, micro_batch_size=1)
     engine = Engine(model, micro_batch_size=1)
@@ -123,7 +126,7 @@ def test_what_is_known_of_one_loss_is_not_used_for_another() -> None:
     assert engine.step(batch).tokens == 156
     with pytest.raises(ConfigError, match="no loss"):
         engine.step({"input_ids": batch["input_ids"]})
-    scores = {**batch, "labels": torch.rand(4)}  # such labels the model's own loss could not take
+    scores = {**batch, "labels": torch.rand(4)}  # the model's own loss cannot take these labels
     engine.step(scores, loss_fn=lambda outputs, b: (outputs.logits.mean((1, 2)) - b["labels"]).square().mean())
 
 

@@ -1,6 +1,4 @@
-"""Updates on the device of states that rest on the host: the bits of updates on the host, wherever the states are, and
-the same errors.
-"""
+"""Device updates of states stored on the host or on disk: the same bits and errors as updates on the host."""
 
 from __future__ import annotations
 
@@ -45,13 +43,13 @@ RULES = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let even tiny regions go around the ring several times."""
+    """Let even tiny regions use each ring slot several times."""
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
     monkeypatch.setattr(device_updates, "_LARGEST_TILE", 2048)
 
 
 def train(engine: Engine, num_steps: int = NUM_STEPS) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Return what each step gave, and the weights; a step in the middle is skipped where that is allowed."""
+    """Return (results per step as text, weights). Step 3 has an infinite loss if the engine skips non-finite steps."""
     found = []
     for seed in range(num_steps):
         spikes = seed == 3 and parts_of(engine).updates._skips
@@ -66,7 +64,7 @@ def train(engine: Engine, num_steps: int = NUM_STEPS) -> tuple[list[Any], dict[s
 def on_the_host(
     model: Callable[[], nn.Module], clip: str, precision: str, rule: str
 ) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, str]]:
-    """Return what steps gave, the weights, and the states as text."""
+    """Return (results per step, weights, states as text)."""
     with Engine(build(model), precision=precision, optimizer=RULES[rule], update="cpu", **CLIPS[clip]) as engine:
         return *train(engine), {name: str(state) for name, state in states(engine).items()}
 
@@ -75,7 +73,7 @@ def steps(engine: Engine) -> None:
     train(engine, 2)
 
 
-# -- states that stay on the device -------------------------------------------------------------------------
+# -- states on the device -----------------------------------------------------------------------------------
 
 
 def deep() -> nn.Module:
@@ -86,10 +84,10 @@ def held_by_region(engine: Engine) -> list[bool]:
     return [bool(parts_of(engine).store[region].stays) for region in parts_of(engine).regions]
 
 
-# -- in both places in one step ------------------------------------------------------------------------------
+# -- host and device updates in one step ---------------------------------------------------------------------
 
 SOME = {"fp32": "300KiB", "bf16": "280KiB"}
-"""Of the device's memory, for the optimizer states of some of the layers."""
+"""Device memory for the optimizer states of some layers only."""
 BELOW: dict[str, dict[str, str]] = {
     "cpu": {},
     "weights stay": {"parameters": "device"},
@@ -100,14 +98,14 @@ BELOW: dict[str, dict[str, str]] = {
 def shared(
     place: str, folder: Path, precision: str = "fp32", memory: str | None = None, **budgets: str
 ) -> dict[str, Any]:
-    """Return settings by which device and host each update a part of the regions."""
+    """Return settings under which device and host each update part of the regions."""
     on_disk = {"nvme_dir": str(folder), **budgets} if place == "nvme" else {}
     places = {"parameters": "cpu", "optimizer": "auto", "optimizer_memory": memory or SOME[precision]}
     return {"placement": Placement(**places | BELOW[place] | on_disk), "update": "both"}
 
 
 def assert_shared(engine: Engine) -> None:
-    """Some regions are updated on the device, with all that rests of them there, the others on the host."""
+    """Assert that the device updates some regions, with all states there, and the host the others."""
     layout, trained_ones = parts_of(engine).plan.layout, [r for r in parts_of(engine).regions if r.trainable]
     assert engine.updates_on == "both"
     assert (
@@ -151,7 +149,9 @@ def test_both_places_in_one_step_change_no_bit(
 
 @pytest.mark.slow
 def test_what_the_device_updates_of_both_is_what_comes_last() -> None:
-    """Gradients of what the forward needs first; and of states of theirs only weights and gradients move."""
+    """The device updates regions used first in the forward: their gradients come last. Only weights and gradients are
+    copied for these regions; their optimizer states stay.
+    """
     moved = {}
     for name, settings in {"cpu": {"update": "cpu"}, "both": shared("cpu", Path())}.items():
         with Engine(build(deep), prefetch=0, **settings) as engine:
@@ -168,7 +168,7 @@ def test_what_the_device_updates_of_both_is_what_comes_last() -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
 def test_the_norm_so_far_does_not_depend_on_which_place_is_late(order: list[int]) -> None:
-    """Speculative clipping goes by the gradients that landed before, whoever asks first."""
+    """Speculative clipping uses the gradients that arrived earlier, in any order of requests."""
     with Engine(build(deep)) as engine:
         measures, regions = parts_of(engine).gradients.measures, parts_of(engine).regions[4:0:-1]
         for piece in (piece for region in regions for piece in region.pieces):
@@ -178,7 +178,7 @@ def test_the_norm_so_far_does_not_depend_on_which_place_is_late(order: list[int]
             assert so_far.landed(region) == number
             total += sum(measures.squares[piece] for piece in region.pieces)
             wanted.append(total)
-        measures.begin_step()  # of the next step, before a lane is through with this one
+        measures.begin_step()  # next step begins before a lane has finished this one
         found = {number: so_far.total(number) for number in order}
         assert [found[number] for number in range(4)] == wanted
 
@@ -262,7 +262,7 @@ def test_what_was_resolved_is_taken_again_by_a_rule_that_is_bound_to_the_host() 
 
 
 def test_small_models_are_updated_where_they_rest() -> None:
-    """Which on the CPU is so with any."""
+    """On the CPU this holds for every model."""
     with Engine(build(llama), placement=Placement(optimizer="cpu")) as engine:
         assert engine.updates_on == "cpu"
 
@@ -278,7 +278,7 @@ def steps_and_settles(engine: Engine, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Breaking(AdamW):
-    """Raises in the update of one step."""
+    """Raise `error` in the update of step `at`."""
 
     error: type[Exception] = OSError
     at: int = 2
@@ -296,7 +296,7 @@ def test_an_update_that_fails_tears_the_states(error: type[Exception], debug: An
     engine.step(tokens(0))
     engine.save_checkpoint(tmp_path / "saved")
     wanted = weights(engine)
-    with pytest.raises((error, TornError)):  # at once, where one thread does all
+    with pytest.raises((error, TornError)):  # raised at once if one thread does all the work
         steps_and_settles(engine, 1)
     with pytest.raises(TornError, match="belong to no step"):
         engine.step(tokens(2))

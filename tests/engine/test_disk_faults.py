@@ -1,5 +1,5 @@
-"""What goes wrong with a disk, done to the system for real: one clear error, or a way around it with one warning; never
-a hang, a wrong number, or something left behind.
+"""Real disk faults in the system: one clear error, or a fallback with one warning. Never a hang, a wrong number or a
+leftover file.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder on a disk that every user may write to, in which nothing may be left, nor a thread or a warning."""
+    """Yield a folder on a disk, writable for every user. Afterwards no file, thread or warning may remain."""
     threads = num_threads()
     with tempfile.TemporaryDirectory(prefix="fault_") as path, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -95,7 +95,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def wanted() -> Wanted:
-    """Of every step in memory the loss, and a hash of the weights after it."""
+    """Return (loss, hash of the weights) per step, from training in memory."""
     engine = Engine(build(deep), **DEFERRED)
     found = [(engine.step(tokens(seed)).loss.item(), digest(engine)) for seed in range(8)]
     engine.close()
@@ -117,11 +117,11 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     nursery.close()
 
 
-# -- a small disk of our own -----------------------------------------------------------------------------------
+# -- a small test disk -----------------------------------------------------------------------------------------
 
 
 class Disk:
-    """An ext4 on a loop device over a file. `path`: where it is mounted; `free` bytes can be put there."""
+    """An ext4 file system on a loop device over a file, mounted at `path`."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         image, self.path = folder / "image", folder / "disk"
@@ -139,7 +139,9 @@ class Disk:
         self.path.chmod(0o777)
 
     def end_at(self, file: Path | None) -> None:
-        """Let the device end before the data of a file: the kernel fails every transfer beyond (EIO). None: heal."""
+        """End the device before the data of `file`: the kernel fails transfers beyond with EIO. None: restore the full
+        size.
+        """
         end = 0
         if file is not None:
             with file.open("rb") as opened:
@@ -151,7 +153,7 @@ class Disk:
             fcntl.ioctl(device, 0x4C04, bytes(status))  # LOOP_SET_STATUS64
 
     def die(self) -> None:
-        """Let everything fail from now on, as a disk that was pulled out."""
+        """Fail all later transfers, like an unplugged disk."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, 0x8004587D, struct.pack("I", 2))  # EXT4_IOC_SHUTDOWN, without a flush
@@ -159,7 +161,7 @@ class Disk:
             os.close(fd)
 
     def fill(self, left_bytes: int) -> Path:
-        """Put other data on the disk until so much is left."""
+        """Fill the disk with other data until `left_bytes` remain."""
         data = self.path / "other data"
         status = os.statvfs(self.path)
         with data.open("wb") as file:
@@ -167,8 +169,8 @@ class Disk:
         return data
 
     def close(self) -> None:
-        self.end_at(None)  # or whoever unmounts it waits for ever until all is written
-        deadline = time.monotonic() + PATIENCE_S  # the kernel lets go of an io_uring's files a little later
+        self.end_at(None)  # otherwise umount waits forever for pending writes
+        deadline = time.monotonic() + PATIENCE_S  # the kernel releases io_uring files a little later
         while is_used := bool(subprocess.run(["umount", self.path], capture_output=True, check=False).returncode):
             if time.monotonic() > deadline:
                 shell("umount", "--lazy", self.path)
@@ -227,7 +229,7 @@ def test_a_limit_on_the_size_of_files(nursery: Nursery, folder: Path, wanted: Wa
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a model and a text, from which the commands run, whoever runs them."""
+    """Yield the working folder for commands of any user, with a model and a text."""
     with tempfile.TemporaryDirectory(prefix="fault_") as path:
         Path(path).chmod(0o777)
         Path(path, "llama.json").write_text(json.dumps(LLAMA))
@@ -248,7 +250,7 @@ def words_for(nvme_dir: Path, run: str) -> list[str]:
 
 @pytest.fixture
 def command(nursery: Nursery, here: Path, request: pytest.FixtureRequest) -> Command:
-    """Run `python -m offload.train` with a tiny model whose states are in the folder that is given."""
+    """Return a function that runs `python -m offload.train` on a tiny model with states in `nvme_dir`."""
 
     def run(nvme_dir: Path, *more: object, uid: int = 0) -> Ended:
         return nursery.command("train", *words_for(nvme_dir, request.node.name), *more, cwd=here, uid=uid)
@@ -257,7 +259,7 @@ def command(nursery: Nursery, here: Path, request: pytest.FixtureRequest) -> Com
 
 
 def paragraph(ended: Ended, code: int, *words: object) -> None:
-    """Check that a command ended with one paragraph that has these words."""
+    """Assert that the command ended with `code` and a one-paragraph error containing `words`."""
     assert ended.code == code, ended.err
     found = [line for line in ended.err.splitlines() if line.startswith("offload: ")]
     assert len(found) == 1
@@ -287,7 +289,7 @@ def test_the_disk_is_full_before_a_command(small_disk: Disk, command: Command) -
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Wanted) -> None:
-    """By the engine that there is: the kernel itself ends every transfer with EIO, then does so no more."""
+    """The kernel fails each transfer with EIO, then heals; the same engine continues."""
     engine = make(small_disk.path, KINDS[kind])
     train(engine, wanted, 0, 2)
     assert digest(engine) == wanted[1][1]
@@ -297,11 +299,11 @@ def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Want
     names(error, small_disk.path, "EIO", "bytes", "offset", "use another disk")
     small_disk.end_at(None)
     torn = is_torn(engine, wanted, seed)
-    if kind == "activations":  # those of a step that is given up are of no use to anybody
+    if kind == "activations":  # a step that fails has no use for activations
         assert isinstance(error, DiskError)
         assert not torn
     if not torn:
-        with contextlib.suppress(DiskError):  # of a fetch ahead, that was begun when the disk still failed
+        with contextlib.suppress(DiskError):  # a prefetch begun before the disk healed
             engine.evaluate(tokens(9))
         train(engine, wanted, seed, seed + 2)
     with ends_soon():
@@ -311,7 +313,9 @@ def test_a_disk_that_fails_for_a_while(small_disk: Disk, kind: str, wanted: Want
 
 @pytest.mark.slow
 def test_the_disk_of_the_models_own_files_fails(small_disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In mid-step, under a base that is never copied; nothing is trained, and once the disk is well it goes on."""
+    """The disk fails during a step with the base read from model files. Nothing is trained, and training resumes once
+    the disk heals.
+    """
     past_the_cache(monkeypatch)
     folder = saved(small_disk.path / "model")
     memory, engine = engine_of(folder), engine_of(folder, placement=FILES, prefetch=0)
@@ -362,11 +366,11 @@ def test_the_folder_is_removed_under_the_run(folder: Path, wanted: Wanted) -> No
     train(engine, wanted, 0, 2)
     place.rmdir()
     train(engine, wanted, 2, 5)
-    engine.step(tokens(9, rows=8))  # the files go on growing
+    engine.step(tokens(9, rows=8))  # the files keep growing
     engine.close()
 
 
-# -- folders that are no use -----------------------------------------------------------------------------------
+# -- unusable folders ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -404,7 +408,7 @@ def test_two_runs_in_one_folder(nursery: Nursery, folder: Path, wanted: Wanted) 
     nursery.run(child_that_is_two, str(folder), wanted)
 
 
-# -- the system refuses what only makes it faster --------------------------------------------------------------
+# -- optional system features are refused ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -474,7 +478,7 @@ def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folde
     paragraph(nursery.wait(), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
 
 
-@pytest.mark.slow  # in the quick run: an engine that nobody closes, whose files have no names either
+@pytest.mark.slow  # not in the quick run, whose engines without close() have unnamed files too
 def test_kill_9_in_the_middle_of_a_command(here: Path, folder: Path, command: Command) -> None:
     process = forks.start(["-m", "offload.train", *words_for(folder, "killed"), *SLOWLY], cwd=here)
     wait_for((here / "killed" / "metrics.jsonl").exists)
@@ -535,11 +539,11 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
         wait_for(is_gone)
     finally:
         for thread in mine:
-            if thread.is_alive():  # the other tests count them
+            if thread.is_alive():  # other tests count threads
                 thread._target.__self__.close()
 
 
-# -- a step that ends while the lanes of the disk are busy -----------------------------------------------------
+# -- a step ends while the disk lanes are busy -----------------------------------------------------------------
 
 GLACIAL = {"nvme_read": {"latency_seconds": 2 * SOON_S}, "nvme_write": {"latency_seconds": 2 * SOON_S}}
 BUSY = {"nvme_read": {"latency_seconds": 0.004}, "nvme_write": {"latency_seconds": 0.008}}

@@ -1,5 +1,5 @@
-"""States on disk that are read before the norm is known: whatever comes then, what was lent is given back, and every
-bit is that of states in memory.
+"""Early reads of disk states, before the norm is known: every lease is released at the end, and all bits equal states
+in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Told(Exception):
 
 
 class Fickle(Stack):
-    """Takes its blocks in the order that it is told, leaves some out, or raises in its backward."""
+    """Run the blocks in the order `takes`, possibly not all. `breaks` raises in the backward."""
 
     def __init__(self) -> None:
         super().__init__(depth=5)
@@ -53,7 +53,7 @@ def _fail(*_: object) -> None:
 
 
 class Pair:
-    """An engine with its states on disk, and one with the same in memory, to which the same is done."""
+    """Two engines, with states on disk and in memory, for the same work on both."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,7 +133,7 @@ DONE: list[Callable[[Engine], Any]] = [
 
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """Has made steps, in which 12 tiles were read early, beside four."""
+    """Yield engines after a few steps with 12 early tile reads, besides the usual four."""
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
     monkeypatch.setattr(disk, "_MOST_EARLY_TILES", 12)
     pair, early, read = Pair(tmp_path), [], EarlyReads.begin
@@ -181,7 +181,9 @@ def test_weights_without_a_gradient_stay_on_the_device() -> None:
 def test_no_more_is_read_early_than_host_memory_has_room_for(
     more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the sums of an own loop, which are made later. `more`: tiles, beyond what is needed in any case."""
+    """The gradient sums of a user's own loop, allocated later, still fit. `more`: number of tiles beyond the
+    minimum.
+    """
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
     def run(host_memory: int | None) -> tuple[int, int]:
@@ -207,8 +209,8 @@ def test_no_more_is_read_early_than_host_memory_has_room_for(
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before the norm", "after it", "in a step that is skipped"])
 def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as nothing was updated it ends its step, which is as if it had not been; a step whose updates are skipped
-    does not need it.
+    """A failed early read ends the step without a trace if no update has begun. A skipped step does not need the
+    read.
     """
     early = EarlyReads.begin
 
@@ -238,8 +240,8 @@ def test_a_read_that_fails(when: str, pair: Pair, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_a_read_of_the_host_that_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No update needs it, and what lies in the ring of it is taken for nothing."""
-    pair.on_disk.finish()  # the last step's updates read as well
+    """No update needs this read, and no update uses the data left in the ring."""
+    pair.on_disk.finish()  # updates in the last step read too
     with monkeypatch.context() as patched:
         patched.setattr(Stripes, "read", _fail)
         for info in parts_of(pair.on_disk).infos:

@@ -1,4 +1,4 @@
-"""Parameters that are changed between steps: training goes on as plain PyTorch does that changes the same."""
+"""Parameters edited between steps: training continues as plain PyTorch does after the same edit."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 UNCLIPPED = {"clip": "speculative", "max_grad_norm": 100.0}
-"""Updated in the backward; what has to be corrected is a few ulps off."""
+"""Updates run during the backward; a correction would cost a few ulps."""
 
 
 def change(name: str, value: torch.Tensor) -> None:
-    """What a merge or a reset does, by the name."""
+    """Scale or shift `value` depending on the name, like a merge or a reset."""
     value.mul_(0.5) if "mlp" in name else value.add_(0.01)
 
 
@@ -66,7 +66,7 @@ def test_training_goes_on_from_what_was_written(
             )
             change(name, value)
             if "wte" in name:
-                engine.evaluate(batch)  # brings weights up that are changed after it
+                engine.evaluate(batch)  # copies weights to the device that are edited later
         assert_weights(engine, reference, None, f"after edit {number}")
     engine.close()
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_written_leaves_all_as_it_was() -> None:
 
 
 def edited(zero_stage: int) -> list[torch.Tensor]:
-    """Train, let each rank write something else, and train again."""
+    """Train, write different values on each rank, and train again."""
     engine = Engine(build(llama), zero_stage=zero_stage)
     for step in range(2):
         engine.step(share(tokens(step), (2, 2), engine.rank))

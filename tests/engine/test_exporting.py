@@ -1,4 +1,4 @@
-"""What an engine takes over from a Hugging Face folder, it writes as it was: on any tier, over ranks, in shards."""
+"""An export equals the Hugging Face folder it came from: on any tier, over ranks, in shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ON_DISK: dict[str, Any] = dict.fromkeys(("parameters", "optimizer", "gradients")
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that small parameters are taken over and written in many pieces, over many tiles."""
+    """Read and write even small parameters in many pieces, over many tiles."""
     monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 1000)
     monkeypatch.setattr(values, "_PART", 700)
     with small_tiles():
@@ -64,7 +64,7 @@ def differing(one: Path, other: Path) -> list[str]:
     [(gpt2, "bf16", torch.bfloat16), (gemma2, "bf16", torch.float32), (mixtral, "fp32", torch.float32)],
 )
 def test_a_folder_comes_back_bit_for_bit(make: Any, precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Break: leave the low halves out of an fp32 export."""
+    """Break: omit the low halves from an fp32 export."""
     given = source(tmp_path, make, dtype)
     built = taken(given)
     engine = Engine(built.model, precision=precision, fill=built.fill)
@@ -81,7 +81,7 @@ def test_a_folder_comes_back_bit_for_bit(make: Any, precision: str, dtype: torch
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_states_on_disk_are_exported_in_shards(dtype: torch.dtype, tmp_path: Path, small_pieces: None) -> None:
-    """Break: count the elements of a piece from the parameter's start instead of the piece's."""
+    """Break: count elements from the start of the parameter, not of the piece."""
     given = source(tmp_path, mixtral, dtype)
     placement = Placement(**ON_DISK, nvme_dir=str(tmp_path))
     built = taken(given)
@@ -133,7 +133,7 @@ def test_a_model_that_cannot_be_written_by_parts_is_an_error(tmp_path: Path, mon
 
 
 class Tied(nn.Module):
-    """Its table stays on the device for one unit, and streams for another."""
+    """One table, resident for one unit and streamed for another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,8 +151,8 @@ def test_a_tied_weight_with_two_homes_is_written_once(tmp_path: Path) -> None:
 
 
 def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
-    """Take a folder over and write it twice, from the masters and as the device uses it, in small pieces; return how
-    many pieces this rank has read.
+    """Load a folder and export twice, as fp32 masters and in the device dtype, in small pieces. Return the number of
+    pieces read by this rank.
     """
     num_read = 0
     real = Values.read_range
@@ -181,7 +181,7 @@ def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "on_disk"), [(0, False), (2, False), (3, True)])
 def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -> None:
-    """Break: let the other ranks read what the device uses where rank 0 reads masters."""
+    """Break: on other ranks, read the device copy while rank 0 reads masters."""
     given = source(tmp_path, mixtral, torch.float32)
     counts = run(2, exported, given=str(given), folder=str(tmp_path), zero_stage=stage, on_disk=on_disk)
     assert differing(given, tmp_path / "fp32") == []
@@ -195,7 +195,7 @@ def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -
 
 
 def refused(way: str, path: str) -> tuple[str, str]:
-    """Export where rank 0 cannot write; return the error, after which training goes on."""
+    """Export while rank 0 cannot write. Return (error class, message) after one more step."""
 
     def full(self: tensor_file.TensorFileWriter, *_: Any) -> None:
         raise DiskError(f"{self.path} cannot be written: No space left on device.", 28, self.path)
@@ -224,7 +224,7 @@ def refused(way: str, path: str) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["exists", "full disk", "bug"])
 def test_where_rank_0_cannot_write_all_ranks_fail_and_train_on(way: str, tmp_path: Path) -> None:
-    """Break: leave without telling the others."""
+    """Break: leave the export without a report to the other ranks."""
     errors = run(2, refused, way=way, path=str(tmp_path / "out"))
     kind, words = {
         "exists": ("ConfigError", "exists"),

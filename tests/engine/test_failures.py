@@ -1,4 +1,4 @@
-"""Steps that go wrong: gradients that are not finite, exceptions half way. Never a wrong weight."""
+"""Failing steps: non-finite gradients, and exceptions during a step. Weights are never wrong."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from tests.engine.reference import Reference, count_labels
 
 
 class Mined(Block):
-    """Can be told to give its own `up.weight`, and nothing else, a gradient of NaN while the loss stays finite, or to
-    raise."""
+    """`explodes` gives only `up.weight` a NaN gradient, with a finite loss. `raises_in`: number of the forward call
+    that raises.
+    """
 
     explodes = False
     raises_in: int | None = None
@@ -35,7 +36,7 @@ class Mined(Block):
             raise KeyError("told to")
         h = super().forward(h)
         if self.explodes:
-            h = h + (self.up.weight.sum() * 0).sqrt()  # 0 * inf on the way back
+            h = h + (self.up.weight.sum() * 0).sqrt()  # 0 * inf in the backward
         return h
 
 
@@ -126,8 +127,9 @@ def test_own_loops_meet_non_finite_gradients_alike(skips: bool) -> None:
 
 
 def test_without_clipping_an_early_unit_can_tear_the_step(tmp_path: Any) -> None:
-    """Later units are updated by the time its gradient comes: the states belong to no step, and nothing may be made
-    of them."""
+    """Later units are already updated when the NaN gradient arrives: the states belong to no step, so every use
+    raises.
+    """
     engine = mined(max_grad_norm=None)
     step(engine)
     engine.model.blocks[0].explodes = True
@@ -150,7 +152,7 @@ def test_without_clipping_an_early_unit_can_tear_the_step(tmp_path: Any) -> None
 
 @cpu_only("updates that were begun beside the backward are made")
 def test_without_clipping_the_last_unit_tears_nothing() -> None:
-    """Its gradient comes first, before any update."""
+    """The gradient of the last unit comes first, before any update."""
     engine = mined(max_grad_norm=None)
     step(engine)
     before = weights(engine)
@@ -177,7 +179,7 @@ def test_an_exception_in_the_loss_function_costs_that_step_only() -> None:
 
 @cpu_only("what a lane finds after a step is reported by the next call")
 def test_an_update_that_overflows_is_reported() -> None:
-    """Units before it were updated, so the states are torn."""
+    """Earlier units are already updated, so the states are torn."""
     engine = mined()
     step(engine)
     engine.lr = 3e38
@@ -222,7 +224,7 @@ def test_a_norm_that_is_not_finite_where_every_square_is_names_the_largest() -> 
 
 
 class Drawing(Shifting):
-    """Moves its buffers, also one outside of all units, draws random numbers, and can be told to raise after that."""
+    """Write buffers, one outside all units, and draw random numbers. `fails` raises afterwards."""
 
     fails = False
 
@@ -239,7 +241,7 @@ class Drawing(Shifting):
 
 
 def test_a_step_that_fails_leaves_buffers_and_generators_as_they_were() -> None:
-    """Also the first, which records."""
+    """The first step, a recording pass, is covered too."""
     engine, undisturbed = Engine(build(Drawing)), Engine(build(Drawing))
     for seed in range(2):
         torch.manual_seed(seed)
@@ -255,7 +257,9 @@ def test_a_step_that_fails_leaves_buffers_and_generators_as_they_were() -> None:
 
 
 def test_a_learning_rate_that_is_none_and_a_step_where_gradients_are_off_are_refused() -> None:
-    """The rate would be found within the updates, some of which were made by then; the step would train nothing."""
+    """A bad rate would otherwise raise in the middle of the updates, and a step without gradients would train
+    nothing.
+    """
     engine, undisturbed = Engine(build(llama)), Engine(build(llama))
     for rate in (-1.0, float("nan"), float("inf"), None, "x"):
         with pytest.raises(ConfigError, match=r"engine\.lr"):
@@ -268,7 +272,7 @@ def test_a_learning_rate_that_is_none_and_a_step_where_gradients_are_off_are_ref
 
 
 def test_a_step_that_is_skipped_leaves_running_values_as_they_were() -> None:
-    """They would be NaN for good, and with them every later step."""
+    """Otherwise a NaN would stay in the running values and reach every later step."""
     engine = Engine(build(Drawing), on_nonfinite="skip")
     engine.step(words(0), cross_entropy)
     before = [buffer.clone() for buffer in engine.model.buffers()]
@@ -277,7 +281,7 @@ def test_a_step_that_is_skipped_leaves_running_values_as_they_were() -> None:
 
 
 def test_a_backward_over_a_forward_that_a_failed_step_gave_up_is_refused() -> None:
-    """What it had reserved is given back, and may be another's by now."""
+    """The buffers of the failed forward are free again, and may already have another user."""
     engine, undisturbed = mined(), mined()
     loss = cross_entropy(engine.model(words(1)["x"]), words(1))
     engine.model.blocks[2].raises_in = len(engine.model.blocks[2].calls) + 1

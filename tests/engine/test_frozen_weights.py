@@ -1,7 +1,7 @@
-"""Frozen weights in few bits: training is that of plain PyTorch over what the codes stand for, to the bit, and every
-tier, link and plan has the bytes of the codes.
+"""Quantized frozen weights: training equals plain PyTorch over dequantized weights, bit for bit, and all tiers, links
+and plans count quantized bytes.
 
-The other half of the oracle, what codes stand for, is in tests/layout/test_codecs.py.
+tests/layout/test_codecs.py checks the dequantized values themselves.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ MATRICES = [f"{name}_proj.weight" for name in ("k", "v", "o", "gate", "up", "dow
 
 
 def adapted() -> nn.Module:
-    """Embeddings, heads and most matrices of blocks are frozen; what stands for adapters is not."""
+    """Freeze embeddings, heads and most block matrices. The remaining parameters represent adapters."""
     return freeze(llama(**SIZES, **BIASES), *MATRICES, "_tokens", "lm_head", "1.self_attn.q_proj.weight")
 
 
 def dequantised(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a copy whose frozen matrices of blocks are what their codes stand for."""
+    """Return a copy with dequantized values in the frozen block matrices."""
     model = copy.deepcopy(model)
     for parameter in coded(model).values():
         values = decoded(CODECS[codec], parameter.detach().reshape(-1), dtype)
@@ -60,7 +60,7 @@ def coded(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def base_bytes(model: nn.Module, codec: str) -> list[int]:
-    """Return the bytes in which the coded parameters of each block rest."""
+    """Return the stored bytes of the quantized parameters per block."""
     block, record = {"int8": (128, 132), "nf4": (16384, 8456)}[codec]
     sizes: dict[str, int] = {}
     for name, parameter in coded(model).items():
@@ -71,7 +71,7 @@ def base_bytes(model: nn.Module, codec: str) -> list[int]:
 
 @pytest.mark.slow
 def test_tiers_and_links_have_the_bytes_of_codes() -> None:
-    """They go up twice a step, whatever the number of micro-batches."""
+    """Quantized weights are copied to the device twice per step, for any number of micro-batches."""
     codec, found = "nf4", {}
     for width in ("exact", codec):
         engine = Engine(build(adapted), max_grad_norm=None, frozen_weights=width, micro_batch_size=1, prefetch=0)
@@ -94,7 +94,7 @@ def test_tiers_and_links_have_the_bytes_of_codes() -> None:
 
 
 def test_codes_have_no_low_half() -> None:
-    """Where the weights came in fp32, and are used in bf16, a frozen matrix has one as long as it is not in codes."""
+    """With fp32 weights used in bf16, a frozen matrix has a low half only while not quantized."""
     exact, low = (
         tier_bytes(Engine(build(adapted), precision="bf16", frozen_weights=codec), "cpu")["low"]
         for codec in ("exact", "int8")
@@ -115,7 +115,7 @@ def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
 @pytest.mark.slow
 @LEDGER
 def test_a_budget_of_what_is_planned_is_kept() -> None:
-    """The device has two units and what decodes them."""
+    """The device holds two units and the decoding buffers."""
     batch, settings = tokens(), {"frozen_weights": "nf4", "prefetch": 1}
     free = Engine(build(adapted), **settings)
     free.step(batch)
@@ -129,15 +129,16 @@ def test_a_budget_of_what_is_planned_is_kept() -> None:
 
 
 def foretold(codec: str, fetch_s: float, decode_s: float, **kwargs: Any) -> Simulated:
-    """Return a steady step of six units, each of which computes for a second and for two, comes up in so many seconds,
-    and is decoded in so many. Each is fetched for its forward and its backward, but for two that are still there where
-    the order turns.
+    """Simulate a steady step with six units. Each unit computes for 1 s and 2 s (forward, backward), takes `fetch_s`
+    for the H2D copy and `decode_s` for decoding.
+
+    Units are fetched for the forward and the backward; two are still in slots at the turn.
     """
     depth, numel = 6, 1 << 16
     infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec=CODECS[codec]) for n in range(depth)]
     regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
     plan = PlayedPlan(regions, Settings(), DiskLayout(), 0, 2 * 2 * numel, 1, 2, **kwargs)
-    between = {"int8": 2, "nf4": 12}[codec] * numel if kwargs.get("in_stream") else 0  # of torch's operations
+    between = {"int8": 2, "nf4": 12}[codec] * numel if kwargs.get("in_stream") else 0  # temporaries of torch operations
     moved = regions[0].travelling_bytes + regions[0].weight_bytes + between
     seconds = {
         "h2d": lambda num_bytes: fetch_s * num_bytes / regions[0].travelling_bytes,
@@ -148,7 +149,9 @@ def foretold(codec: str, fetch_s: float, decode_s: float, **kwargs: Any) -> Simu
 
 @pytest.mark.parametrize("codec", ["int8", "nf4"])
 def test_a_step_is_foretold_with_what_decoding_takes(codec: str) -> None:
-    """A device decodes instead of computing, and beside its link; a CPU by the thread that copies, or by its own."""
+    """A device decodes in the compute stream, beside the link. A CPU decodes in the copy thread (`inline`) or in a
+    separate thread.
+    """
     num_fetches, free = 2 * 6 - 4, {"h2d": pytest.approx(8 * 0.5), "compute": pytest.approx(18)}
     for how in ({"in_stream": True}, {}):
         assert {name: foretold(codec, 0.5, 0.0, **how).busy_s[name] for name in free} == free
@@ -244,8 +247,8 @@ def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
 
 
 def on_ranks(stage: int, tier: dict[str, Any]) -> list[tuple[list[tuple[float, float]], dict[str, torch.Tensor], Any]]:
-    """Return what two steps give over codes, and over the dequantised weights, and the bytes of frozen weights that
-    this rank has given to the others, by their region.
+    """Return (results, weights, shard bytes) for dequantized and for quantized weights, two steps each. Shard bytes:
+    frozen bytes this rank sent to others, per region.
     """
     model, found = build(adapted), []
     with open_comm(times=JOB) as comm:
@@ -267,10 +270,10 @@ def on_ranks(stage: int, tier: dict[str, Any]) -> list[tuple[list[tuple[float, f
     return found
 
 
-@pytest.mark.slow  # two processes each
+@pytest.mark.slow  # two processes per case
 @pytest.mark.parametrize(("stage", "place"), [(0, "device"), (3, "nvme")])
 def test_ranks_exchange_codes_and_decode_them(stage: int, place: str, tmp_path: Path) -> None:
-    """In stage 3 each has its share of the codes, which are gathered, and decoded then."""
+    """In stage 3 each rank stores a shard of the quantized data; ranks gather first, then decode."""
     tier = {"parameters": place, "optimizer": place, "nvme_dir": str(tmp_path)}
     shares = [up(size // 8456, 2) // 2 * 8456 for size in base_bytes(build(adapted), "nf4")]
     for (plain_steps, plain, _), (steps, found, given) in run(2, on_ranks, stage=stage, tier=tier):

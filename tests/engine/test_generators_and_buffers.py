@@ -1,5 +1,4 @@
-"""What training may not touch: the random generators, buffers, the mode of modules; and what evaluation may not touch
-at all."""
+"""State that training leaves alone: random generators, buffers, module modes. Evaluation changes nothing at all."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from tests.engine.zeroth_order import PlainMeZO
 
 
 def test_evaluate_leaves_no_trace() -> None:
-    """Neither before the first step, when it records, nor between two steps: with or without it the run is the same."""
+    """Evaluation, also the first one with a recording pass, leaves the run unchanged."""
     model = build(gpt2)
     reference = Reference(model)
     engine = Engine(model)
@@ -54,8 +53,9 @@ def test_evaluate_leaves_no_trace() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [lambda: Stack(DropsOut), RunningStatistics], ids=["dropout", "statistics"])
 def test_a_model_that_was_first_evaluated_trains_with_its_dropout(model: Callable[[], nn.Module]) -> None:
-    """`from_pretrained` returns a model in eval mode: what is learned from it must not be taken for what it does in
-    train mode."""
+    """`from_pretrained` returns a model in eval mode. A recording made there must not describe the model in
+    train mode.
+    """
     given = build(model)
     reference = Reference(given)
     engine = Engine(given.eval())
@@ -96,7 +96,7 @@ def test_a_step_draws_as_many_random_numbers_as_plain_training() -> None:
     model = build(Noisy)
     reference = Reference(model)
     engine = Engine(model)
-    for seed in range(3):  # the generator is not set again between the steps
+    for seed in range(3):  # no new seed between steps
         before = torch.get_rng_state()
         reference.step(words(seed), cross_entropy)
         after = torch.get_rng_state()
@@ -107,7 +107,7 @@ def test_a_step_draws_as_many_random_numbers_as_plain_training() -> None:
 
 
 class WithBuffers(Block):
-    """Buffers of many dtypes, one of them in no checkpoint."""
+    """Buffers of many dtypes, one not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_buffers_keep_dtype_and_values(precision: str) -> None:
 
 
 def test_running_statistics_move_once_a_step() -> None:
-    """The recording pass leaves them alone, and a recompute must not move them a second time."""
+    """Neither the recording pass nor a recomputation may update them again."""
     engine, reference = train_both(build(RunningStatistics), [words(s) for s in range(3)], loss_fn=cross_entropy)
     wanted = dict(reference.model.named_buffers())
     for name, buffer in engine.model.named_buffers():
@@ -146,7 +146,7 @@ def test_running_statistics_move_once_a_step() -> None:
 
 
 class Spectral(Block):
-    """Its norm takes a step of power iteration in every forward: what the weight is depends on a buffer."""
+    """Spectral norm takes a power-iteration step per forward, so the effective weight depends on a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_named_parameters_are_copies() -> None:
 
 
 def test_the_seeds_of_micro_batches_are_the_same_everywhere() -> None:
-    """Python promises its own hash of a tuple for no version."""
+    """Python's own tuple hash may change between versions."""
     assert generator_seed(0, 1, 2, 3, 4, 0) == 5149148885015360200
     assert (
         len({generator_seed(0, step, unit, 1, part, 0) for step in range(9) for unit in range(9) for part in range(9)})
@@ -190,7 +190,7 @@ def test_the_seeds_of_micro_batches_are_the_same_everywhere() -> None:
 
 
 def test_dropout_may_begin_after_the_recording_pass() -> None:
-    """Its masks are drawn again in the recompute, though the recording pass has seen none."""
+    """Recomputation draws the same masks, although the recording pass drew none."""
     model = build(lambda: Stack(DropsOut))
     reference, engine = Reference(model), Engine(model)
     for step, probability in enumerate((0.0, 0.5)):
@@ -205,7 +205,7 @@ def test_dropout_may_begin_after_the_recording_pass() -> None:
 
 
 class Draws(Block):
-    """Drops some of its hidden values by a mask that does not come from torch's own generators."""
+    """Drop hidden values by a mask from a generator outside torch."""
 
     def draw(self) -> Tensor:
         raise NotImplementedError
@@ -225,7 +225,7 @@ class DrawsFromNumpy(Draws):
 
 
 class DrawsOneNormal(Draws):
-    """Of which numpy makes two at a time, and keeps the other."""
+    """numpy draws normals in pairs and keeps the second for the next call."""
 
     def draw(self) -> Tensor:
         return torch.full((WIDTH,), np.random.normal())
@@ -243,7 +243,7 @@ class DrawsFromItsOwn(Draws):
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "recompute"), [(DrawsFromPython, "always"), (DrawsFromNumpy, "never")])
 def test_a_recompute_draws_again_from_the_generators_of_python_and_numpy(block: type[Draws], recompute: str) -> None:
-    """The recording pass and steps that fail leave them as they were, and a step moves them as plain PyTorch does."""
+    """The recording pass and failed steps leave both generators alone. A step moves them as plain PyTorch does."""
     model = build(lambda: Stack(block))
     reference, engine = Reference(model), Engine(model, recompute=recompute)
 
@@ -272,7 +272,7 @@ def test_a_recompute_draws_again_from_the_generators_of_python_and_numpy(block: 
 def test_passes_side_by_side_draw_alike_from_the_generators_of_python_and_numpy(
     block: type[Draws], num_before: int
 ) -> None:
-    """Each as if it were alone, and afterwards as much is drawn as by one."""
+    """Each pass draws as if alone; afterwards the generators have moved by one pass."""
     model = build(lambda: Stack(block))
     plain, engine = PlainMeZO(model, MeZO(lr=1e-3)), Engine(model, MeZO(lr=1e-3))
 
@@ -302,13 +302,13 @@ def test_passes_side_by_side_draw_alike_from_the_generators_of_python_and_numpy(
 
 
 def test_how_far_generators_are_drawn_is_told_by_every_draw() -> None:
-    """A look that finds nothing new gives the one before; whatever was drawn, or set, is put back."""
+    """Without a draw in between, `so_far(before)` returns `before`. `put_back` undoes any draw or seed."""
     draws = [
         random.random,
         lambda: random.gauss(0, 1),
         np.random.random,
         np.random.normal,
-        np.random.normal,  # the second of two
+        np.random.normal,  # the second of a pair
         lambda: np.random.bytes(4),
         lambda: np.random.seed(3),
         lambda: random.seed(3),
@@ -344,14 +344,14 @@ def test_another_generator_of_numpys_is_put_back_too() -> None:
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_a_unit_may_draw_from_a_generator_of_its_own(recompute: str) -> None:
-    """The generator is one of what the unit's modules hold, and a recompute begins with its state."""
+    """The generator is part of the module state: recomputation starts from this state."""
     train_both(
         build(lambda: Stack(DrawsFromItsOwn)), [words(s) for s in range(3)], loss_fn=cross_entropy, recompute=recompute
     )
 
 
 def test_passes_on_both_sides_go_on_with_a_generator_of_a_units_own() -> None:
-    """As where plain PyTorch calls the model twice: the second call draws what comes next."""
+    """In plain PyTorch too, the second of two model calls continues the draws of the first."""
     engine = Engine(build(lambda: Stack(DrawsFromItsOwn)), MeZO())
     engine.step(words(), cross_entropy)
     engine.close()

@@ -1,5 +1,6 @@
-"""Steps that end in the middle while lanes are at work: the error comes at once, nothing hangs, and the engine goes on
-or says that it cannot."""
+"""Steps that end while lanes are at work: the error comes at once, nothing hangs, and the engine continues or raises
+TornError.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from tests.engine.handmade import WIDTH, Block, Log, Stack, cross_entropy, words
 from tests.engine.inside import lane_threads, parts_of
 
 SOON_S = 120.0
-"""A step that is given up takes a moment; it may be a long one where the machine is busy."""
+"""Time limit in seconds for abandoning a step, generous for a busy machine."""
 FREE: dict[str, Any] = {"max_grad_norm": None}
 DEFERRED: dict[str, Any] = {"max_grad_norm": 0.2, "clip": "deferred"}
 SPECULATIVE: dict[str, Any] = {"max_grad_norm": 0.2, "clip": "speculative"}
-# So slow that a step takes an hour: whoever waited for a lane to finish would be found out.
+# A step takes an hour at this speed, so a wait for any lane exceeds the limit.
 GLACIAL = {lane: {"latency_seconds": 2 * SOON_S} for lane in ("h2d", "d2h", "update")}
 
 
@@ -38,7 +39,7 @@ class Told(Exception):
 
 
 class Breaks(Block):
-    """Raises in its forward, when told to: in the pass itself, or in the recompute of the backward."""
+    """Raise in the forward when `left` counts down to 0: in the pass itself, or in the recomputation."""
 
     _left = Log()
 
@@ -116,7 +117,7 @@ def test_an_own_loop_that_fails_on_a_lane_goes_on(monkeypatch: pytest.MonkeyPatc
                 engine.model(words(9)["x"])
         for one in (engine, undisturbed):
             one.backward(cross_entropy(one.model(words(seed)["x"]), words(seed)))
-            one.lr = 1e-3 * (seed + 1)  # of this very update
+            one.lr = 1e-3 * (seed + 1)  # for this update
         assert engine.update().grad_norm == undisturbed.update().grad_norm
     assert_same(weights(engine), weights(undisturbed))
     engine.close()
@@ -147,7 +148,7 @@ PLACES: dict[str, dict[str, str]] = {
 def test_a_torn_engine_is_sound_again_once_it_has_loaded(
     place: str, settings: dict[str, Any], recompute: str, tmp_path: Path
 ) -> None:
-    """The updates that were given up must not be waited for any more, in whichever of the three lanes they were."""
+    """Nothing may wait for the abandoned updates, in any of the three lanes."""
     slow = {lane: {"latency_seconds": 0.01} for lane in ("update", "nvme_write")}
     (tmp_path / "disk").mkdir()
     placement = Placement(**PLACES[place], nvme_dir=str(tmp_path / "disk") if PLACES[place] else None)
@@ -165,7 +166,7 @@ def test_a_torn_engine_is_sound_again_once_it_has_loaded(
         with pytest.raises(TornError):
             weights(engine)
 
-    for seed in (1, 2):  # a second time, from what was loaded
+    for seed in (1, 2):  # again, from the loaded states
         tear(8 + seed)
         for _ in range(seed):
             engine.load_checkpoint(tmp_path / "saved")
@@ -193,7 +194,7 @@ def raise_in_backward(result: Tensor) -> None:
 
 
 class FrozenNorms(Stack):
-    """What stays on the device here is never updated, so that no update brings it up again."""
+    """Frozen norms stay on the device. No update ever copies them there again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +230,7 @@ def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
 
 
 def test_a_fetch_that_failed_fails_one_call_of_an_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what stays on the device, and before the call: the loop goes on with the next one."""
+    """The failed fetch is of a resident unit, before the call. The loop continues with the next call."""
     undisturbed = Engine(build(FrozenNorms))
     engine = Engine(build(FrozenNorms), throttle={"h2d": {"latency_seconds": 0.01}})
     parts = parts_of(engine)
@@ -257,7 +258,7 @@ def test_a_fetch_that_failed_fails_one_call_of_an_own_loop(monkeypatch: pytest.M
 def test_a_step_that_is_counted_and_not_updated_is_no_step(
     error: type[BaseException], clip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends between the two: who went on would train without it, and not be told."""
+    """An error between the count and the update would lose this step silently if training continued."""
     engine = breaking(clip=clip)
     step(engine, 0)
 
@@ -274,7 +275,7 @@ def test_a_step_that_is_counted_and_not_updated_is_no_step(
 
 
 def saved_on_a_slow_disk(folder: Path) -> tuple[Engine, dict[str, Tensor]]:
-    """Return an engine whose states are in `folder`, where each write takes a while, and what it saved there."""
+    """Return (engine with slow disk writes, weights saved in `folder`)."""
     (folder / "disk").mkdir()
     placement = Placement(optimizer="nvme", parameters="nvme", nvme_dir=str(folder / "disk"))
     engine = breaking(placement=placement, throttle={"nvme_write": {"latency_seconds": 0.02}})
@@ -286,7 +287,7 @@ def saved_on_a_slow_disk(folder: Path) -> tuple[Engine, dict[str, Tensor]]:
 
 @pytest.mark.slow
 def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Path) -> None:
-    """The states are still on their way to the disk when the next step begins."""
+    """Loaded states are still being written to disk when the next step begins."""
     engine, wanted = saved_on_a_slow_disk(tmp_path)
     step(engine, 1)
     engine.load_checkpoint(tmp_path / "saved")
@@ -299,7 +300,7 @@ def test_a_step_that_fails_at_once_does_not_give_up_what_was_loaded(tmp_path: Pa
 
 @pytest.mark.slow
 def test_what_fails_on_its_way_to_the_disk_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load that returns is one whose every byte is there: not the next step is torn, but this call says it."""
+    """A load returns only after all bytes are on disk: the load itself raises, not the next step."""
     engine, wanted = saved_on_a_slow_disk(tmp_path)
     lane, left = parts_of(engine).lanes.update_write, [0]
     original = lane.submit
@@ -313,7 +314,7 @@ def test_what_fails_on_its_way_to_the_disk_fails_the_load(tmp_path: Path, monkey
 
     monkeypatch.setattr(lane, "submit", submit)
     engine.load_checkpoint(tmp_path / "saved")
-    left[0] = -left[0]  # the last write of the next load
+    left[0] = -left[0]  # fails the last write of the next load
     with pytest.raises(OSError, match="told to"):
         engine.load_checkpoint(tmp_path / "saved")
     with pytest.raises(TornError):

@@ -1,5 +1,5 @@
-"""Graphs that wait below the device: the bits of kept graphs, of recompute and of plain PyTorch; one forward for each
-unit; nothing on the device meanwhile, and nothing left behind.
+"""Saved autograd graphs on host or disk: the same bits as graphs on the device, as recomputation and as plain PyTorch;
+one forward per unit, no device memory meanwhile, no leftovers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.engine.sizes import held_in_step
 
 @pytest.fixture(autouse=True)
 def move_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the models here save is smaller than a page."""
+    """Offload even tensors below a page: the models here save nothing larger."""
     monkeypatch.setattr(saved_graph, "SMALLEST_BYTES", 1)
 
 
@@ -43,7 +43,7 @@ def placed(tier: str, folder: Path, **more: Any) -> Placement:
 
 
 def graph_bytes(engine: Engine) -> int:
-    """Return what the host holds, or has held, of graphs."""
+    """Return the host bytes allocated for graphs."""
     return parts_of(engine).host.allocations.get("graphs", 0)
 
 
@@ -53,11 +53,11 @@ def test_inputs_may_go_elsewhere(tmp_path: Path) -> None:
 
 
 RUNS = Counter[nn.Module]()
-"""The forwards of `Counting`: what a module itself counts is put back by a recompute."""
+"""Forward counts of `Counting` blocks. Outside the module, since recomputation restores module state."""
 
 
 class Counting(Block):
-    """Counts its forwards."""
+    """Count forwards in `RUNS`."""
 
     def forward(self, h: Tensor) -> Tensor:
         RUNS[self] += 1
@@ -65,7 +65,7 @@ class Counting(Block):
 
 
 def runs(engine: Engine, **batch: int) -> list[int]:
-    """Take a step; return how often each block ran in it."""
+    """Run a step. Return the number of forwards per block."""
     RUNS.clear()
     engine.step(words(0, **batch), loss_fn=cross_entropy)
     found = [RUNS[block] for block in engine.model.blocks]
@@ -74,7 +74,7 @@ def runs(engine: Engine, **batch: int) -> list[int]:
 
 
 def test_a_forward_is_made_once() -> None:
-    """Of `always` from the second step on: the first one finds out what graphs take."""
+    """With `always`, from the second step on: the first step measures the graphs."""
     for tier, num_runs in (("cpu", 1), ("device", 2)):
         engine = Engine(build(lambda: Stack(Counting)), placement=Placement(graphs=tier), recompute="always")
         found = [runs(engine) for _ in range(3)]
@@ -82,7 +82,7 @@ def test_a_forward_is_made_once() -> None:
 
 
 def held(engine: Engine) -> dict[str, int]:
-    """Take a step; return what the device holds between its forward and its backward, of graphs and of inputs."""
+    """Run a step. Return the device bytes of graphs and of inputs between forward and backward."""
     found = held_in_step(engine, words(0), cross_entropy)
     return {name: found.get(name, 0) for name in ("kept tensors", "unit inputs")}
 
@@ -100,7 +100,7 @@ def test_the_device_holds_none_of_them() -> None:
 
 @pytest.mark.slow
 def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
-    """Nothing that the graph holds on keeps a storage alive that went below: neither inputs nor results."""
+    """Nothing in the graph keeps an offloaded storage alive, neither inputs nor results."""
     engine = Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs="cpu"), recompute="never")
     engine.step(words(0), loss_fn=cross_entropy)
     alive = []
@@ -141,7 +141,7 @@ def test_a_budget_of_the_host_takes_as_many_as_it_has_room_for(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("tier", "rows"), [("cpu", None), ("nvme", 1)])
 def test_a_limit_of_their_own_takes_as_many_as_it_has_room_for(tier: str, rows: int | None, tmp_path: Path) -> None:
-    """Of every shape of inputs; and a micro-batch counts what it has of the batch, not all of it."""
+    """The limit holds for every input shape. A micro-batch counts only for the share in the batch."""
 
     whole = Engine(build(lambda: Stack(Counting, depth=8)), placement=Placement(graphs="cpu"), recompute="never")
     whole.step(words(0), loss_fn=cross_entropy)
@@ -159,7 +159,7 @@ def test_a_limit_of_their_own_takes_as_many_as_it_has_room_for(tier: str, rows: 
 
 
 def test_lengths_may_change() -> None:
-    """Buffers of one length are of no use to the next; what was measured of it is not either."""
+    """Buffers and measurements of one length are useless for another."""
     some = [tokens(seed, rows, length) for seed, (rows, length) in enumerate([(4, 10), (2, 16), (4, 10), (1, 3)])]
     engine, _ = train_both(build(llama), some, placement=Placement(graphs="cpu"), recompute="always")
     assert not parts_of(engine).runner.saved.policy.below.taken, "a buffer that nobody gave back"
@@ -183,7 +183,7 @@ def test_a_forward_without_a_backward_gives_its_room_back() -> None:
 
 
 class Slices(Block):
-    """Saves parts of one tensor, of which one is read twice."""
+    """Save views into one tensor; one view is read twice."""
 
     def forward(self, h: Tensor) -> Tensor:
         wide = torch.cat([h, super().forward(h), h.tanh()], -1)
@@ -192,7 +192,7 @@ class Slices(Block):
 
 
 class Complex(Block):
-    """Saves a tensor that is a conjugate."""
+    """Save a conjugate view."""
 
     def forward(self, h: Tensor) -> Tensor:
         turned = torch.fft.fft(super().forward(h), dim=-1)
@@ -200,7 +200,7 @@ class Complex(Block):
 
 
 class Changing(Block):
-    """Saves a tensor for an operation that has no backward, changes it in place, and saves it again."""
+    """Save a tensor for an operation without backward, change the tensor in place, and save again."""
 
     def forward(self, h: Tensor) -> Tensor:
         a = 2 * super().forward(h)
@@ -210,7 +210,7 @@ class Changing(Block):
 
 
 class Splits(Block):
-    """Saves parts of which some have no rows, as of experts that nobody asked."""
+    """Save parts, some without rows, as for unused experts."""
 
     def forward(self, h: Tensor) -> Tensor:
         rows = super().forward(h).flatten(0, 1)
@@ -219,7 +219,7 @@ class Splits(Block):
 
 
 class Product(torch.autograd.Function):
-    """Asks for what it saved twice."""
+    """Read `saved_tensors` twice."""
 
     @staticmethod
     def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class AsksTwice(Block):
 
 
 class Rounded(torch.autograd.Function):
-    """Saves a quantised tensor, which is its bytes and a scale."""
+    """Save a quantized tensor: bytes and a scale."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class Quantised(Block):
 
 
 class RewritesSaved(Block):
-    """Changes what is saved, and no version."""
+    """Change a saved tensor without a new version number."""
 
     def forward(self, h: Tensor) -> Tensor:
         a = super().forward(h).tanh()
@@ -290,7 +290,7 @@ def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
 
 
 class ChangesLater(Block):
-    """Changes its input in place from the second step on."""
+    """Change the input in place from the second step on."""
 
     def forward(self, h: Tensor) -> Tensor:
         if self in RUNS:
@@ -300,7 +300,7 @@ class ChangesLater(Block):
 
 @pytest.mark.slow
 def test_an_input_that_was_not_changed_in_place_before_may_not_be() -> None:
-    """The leaf of the graph does not tell torch so."""
+    """A leaf in the offloaded graph hides the change from torch, so the engine has to raise."""
     engine = Engine(build(lambda: Stack(ChangesLater)), placement=Placement(graphs="cpu"), recompute="never")
     engine.step(words(0), loss_fn=cross_entropy)
     before = weights(engine)
@@ -319,7 +319,7 @@ def test_what_has_room_is_spread_evenly(sizes: list[int], room: int) -> None:
     taken = sum(sizes[number] for number in chosen)
     assert taken <= room
     assert len(chosen) == len(sizes) or room < sum(sizes)
-    for end in range(1, len(sizes) + 1):  # at no point more of the room than of what there is
+    for end in range(1, len(sizes) + 1):  # at each point, no more than the proportional share of the room
         so_far = sum(sizes[number] for number in chosen if number < end)
         assert so_far * sum(sizes) <= room * sum(sizes[:end])
     most = max(sizes)

@@ -1,5 +1,5 @@
-"""Losses of groups of rows, and of log-probabilities, against plain PyTorch over whole logits: in micro-batches, with
-the head in chunks, and over ranks.
+"""Losses over row groups and log-probabilities match plain PyTorch over whole logits: in micro-batches, with a chunked
+head, and over ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.engine.families import VOCABULARY, build, gemma2, llama
 from tests.engine.ranks_child import share
 
 PROMPT, LENGTH = 17, 28
-"""More than the tokens on which a model is recorded are no targets."""
+"""The prompt has no targets and is longer than the recorded token sample."""
 CHUNK_BYTES = 8 * VOCABULARY * 4
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Pairs(TokenLoss):
-    """The first row of a pair is to be more probable than the second."""
+    """The first row of each pair should be more probable than the second."""
 
     group = 2
 
@@ -56,7 +56,7 @@ def answers(rows: int = 6) -> dict[str, torch.Tensor]:
 
 
 def plainly(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of whole logits, and the sums of log-probabilities [rows]."""
+    """Return (loss from whole logits, sums of log-probabilities [rows])."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     sums = -cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none").sum(1)
     return softplus(sums[1::2] - sums[::2]).mean(), sums
@@ -65,9 +65,9 @@ def plainly(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.T
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_that_of_whole_logits(way: str) -> None:
-    """Of Gemma 2 the head has caps of its own. A chunk has 8 of the tokens.
+    """Gemma 2 caps the logits in the head. A chunk has 8 tokens.
 
-    Break: a slope of the row beside it, a chunk's logits with the places of the one before, a mean over tokens.
+    Break: use a neighbouring row's slope, the token positions from the previous chunk, or a mean over tokens.
     """
     model = build(gemma2)
     plain, batch, loss = twin(model), answers(), Pairs()
@@ -92,7 +92,7 @@ def test_training_is_that_of_whole_logits(way: str) -> None:
 
 
 def ranked() -> tuple[float, torch.Tensor, list[torch.Tensor]]:
-    """Train on four rows of six, or two; or on rows without targets beside all six."""
+    """Train on six rows: four on rank 0, two on rank 1. Evaluate all six; rank 1 has no targets there."""
     loss = Pairs()
     engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None, micro_batch_size=2, head_chunk_bytes=CHUNK_BYTES)
     result = engine.step(share(answers(), (4, 2), engine.rank), loss)
@@ -108,7 +108,7 @@ def ranked() -> tuple[float, torch.Tensor, list[torch.Tensor]]:
 
 @pytest.mark.slow
 def test_ranks_weigh_by_their_groups() -> None:
-    """Also where a rank has no rows of its own."""
+    """A rank without targets is covered too."""
     found, loss = ranks.run(2, ranked), Pairs()
     engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None)
     wanted = engine.step(answers(), loss)

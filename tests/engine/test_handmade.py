@@ -1,5 +1,4 @@
-"""Models written by hand, streamed, against plain PyTorch, bit for bit: structure and habits that no list of names
-could foresee."""
+"""Hand-written models match plain PyTorch bit for bit, with structures that no list of known models predicts."""
 
 from __future__ import annotations
 
@@ -43,24 +42,24 @@ NUM_STEPS = 3
 def test_streams_bit_equal(model: type[nn.Module], precision: str, recompute: str) -> None:
     batches = [words(seed) for seed in range(NUM_STEPS)]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing here needs to stay on the device
+        warnings.simplefilter("error")  # no unit has to stay on the device
         settings = {"precision": precision, "debug": True, "recompute": recompute}
         train_both(build(model), batches, loss_fn=cross_entropy, group=sum_by_layer, **settings)
 
 
 @pytest.mark.parametrize(("recompute", "rows"), quick([("always", None), ("never", 2)], [("always", None)]))
 def test_containers_that_units_change_are_the_callers(recompute: str, rows: int | None) -> None:
-    """Within a rounding: a tensor in several containers enters a unit once, where its gradients are summed."""
+    """Equal within rounding: a tensor in several containers enters a unit once, and gradients are summed there."""
     batches = [words(seed) for seed in range(NUM_STEPS)]
     settings = {"recompute": recompute, "micro_batch_size": rows, "debug": True}
-    whole = rows is not None  # what its containers hold mixes rows
+    whole = rows is not None  # the containers mix rows
     model, count = build(ChangesContainers), count_labels
     train_both(model, batches, loss_fn=cross_entropy, count=count, within=1e-5, whole=whole, **settings)
 
 
 @pytest.mark.slow
 def test_a_block_that_runs_twice_adds_its_gradients_up() -> None:
-    """In fp32, over the uses: the reference can tell them apart where every use is an element of the list."""
+    """Gradients sum over uses in fp32. The reference lists each use, to tell them apart."""
     settings = {"precision": "bf16", "debug": True, "plain": build(ListedTwice)}
     train_both(build(UsedTwice), [words(s) for s in range(NUM_STEPS)], loss_fn=cross_entropy, **settings)
 
@@ -68,8 +67,9 @@ def test_a_block_that_runs_twice_adds_its_gradients_up() -> None:
 @pytest.mark.slow
 @NO_LSTM
 def test_lstm() -> None:
-    """torch runs an fp32 LSTM by another kernel, 3e-8 away, where no gradient is wanted: a forward that is recomputed
-    later must not."""
+    """Without gradients, torch runs another fp32 LSTM kernel, with a difference of 3e-8. A forward with later
+    recomputation must not use this kernel.
+    """
     batches = [words(s) for s in range(NUM_STEPS)]
     train_both(build(Recurrent), batches, loss_fn=cross_entropy, recompute="always")
 
@@ -83,8 +83,8 @@ def test_a_weight_that_is_read_from_outside_stays_on_the_device(precision: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", WITHOUT_INPUTS)
 def test_a_unit_that_takes_no_tensor(model: type[nn.Module]) -> None:
-    """In micro-batches it runs once for all of them, and sums their gradients first: other last bits. Batches of what
-    moves buffers, by which it goes, stay whole.
+    """In micro-batches the unit runs once for all, and gradients are summed first: the last bits differ. Batches stay
+    whole if a model moves buffers and reads them.
     """
     some, placement = [words(seed) for seed in range(3)], Placement(activations="cpu")
     train_both(build(model), some, placement=placement, debug=True, loss_fn=cross_entropy, group=sum_by_layer)
@@ -96,7 +96,7 @@ def test_a_unit_that_takes_no_tensor(model: type[nn.Module]) -> None:
 
 
 class ChangesAView(Stack):
-    """A unit changes in place what is a part of its caller's tensor."""
+    """A unit changes part of the caller's tensor in place."""
 
     def __init__(self) -> None:
         super().__init__(ScalesItsInput)
@@ -126,7 +126,7 @@ def test_what_cannot_stream_is_refused_by_the_units_name(model: type[nn.Module],
 
 
 def test_a_model_in_several_calls_of_the_engine_learns() -> None:
-    """The comparison above would hold for an engine and a reference that both stood still."""
+    """Guards the comparison above, true even if engine and reference both never move."""
     engine = Engine(build(MODELS[0]))
     losses = [engine.step(words(), loss_fn=cross_entropy).loss.item() for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]

@@ -1,4 +1,4 @@
-"""The head in chunks of tokens: the same loss, norm and weights, without ever making the whole logits."""
+"""The head in token chunks: the same loss, norm and weights, without the whole logits."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ ROUNDING = 1e-6
 ROWS, LENGTH = 4, 10
 SIZE = 3 * ROWS
 CHUNK = SIZE * VOCABULARY * 4
-"""Bytes of the logits of so many tokens: a third of those that have a target."""
+"""Logit bytes for `SIZE` tokens, a third of the tokens with a target."""
 
 
 def granite() -> nn.Module:
-    """Divides its logits."""
+    """Divide the logits."""
     return t.GraniteForCausalLM(t.GraniteConfig(**GROUPED | SPECIAL, logits_scaling=3.0, embedding_multiplier=2.0))
 
 
 def cohere() -> nn.Module:
-    """Tied; multiplies its logits."""
+    """Multiply the logits; tied weights."""
     return t.CohereForCausalLM(t.CohereConfig(**GROUPED | SPECIAL, logit_scale=0.3))
 
 
@@ -78,7 +78,7 @@ def xlnet() -> nn.Module:
 
 
 class Deaf(t.LlamaForCausalLM):
-    """Divides by `num_items_in_batch`, and shifts what was shifted already."""
+    """Divide by `num_items_in_batch`, and ignore `shift_labels`: the labels are shifted twice."""
 
     def forward(self, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -89,7 +89,7 @@ def deaf() -> nn.Module:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
+    """Record the size of the largest floating-point tensor made by any operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Largest(TorchDispatchMode):
 
 @contextmanager
 def calls_of(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
-    """Within, collect the shapes that a streamed module is given."""
+    """Collect a streamed module's input shapes."""
     shapes: list[tuple[int, ...]] = []
     hook = module.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
     try:
@@ -115,7 +115,7 @@ def calls_of(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
 
 
 def calm(make: Maker) -> nn.Module:
-    """Return a model without dropout, whose masks each micro-batch has of its own."""
+    """Return a model without dropout, since micro-batches draw separate masks."""
     model = build(make)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -145,7 +145,7 @@ def test_chunks_equal_the_whole_and_plain_pytorch(make: Maker, micro: int | None
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [bart, pegasus, xlnet, deaf])
 def test_a_family_that_ignores_shift_labels_is_not_chunked(make: Maker) -> None:
-    """Its signature swallows them; only the comparison of chunks with the whole tells."""
+    """The signature accepts the keyword. Only a comparison between chunks and the whole shows the error."""
     engine, whole = Engine(build(make), head_chunk_bytes=CHUNK), Engine(build(make))
     for seed in range(2):
         result, wanted = engine.step(tokens(seed)), whole.step(tokens(seed))
@@ -158,7 +158,7 @@ def test_a_family_that_ignores_shift_labels_is_not_chunked(make: Maker) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("chunk_bytes", "method"), [(CHUNK, "evaluate"), (1, "step")])
 def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> None:
-    """Weights are small here, the vocabulary is not: the largest tensor of all is a chunk's."""
+    """With small weights and a large vocabulary, the largest tensor is a chunk."""
     vocabulary = 2000
     chunk_bytes *= vocabulary // VOCABULARY
     size = max(1, chunk_bytes // (vocabulary * 4))
@@ -171,15 +171,16 @@ def test_no_tensor_is_as_large_as_the_logits(chunk_bytes: int, method: str) -> N
         return seen.numel
 
     assert largest() >= ROWS * LENGTH * vocabulary, "a check of the checker"
-    weights_ = 2 * 8 * vocabulary + 4096  # the largest unit, with its padding
+    weights_ = 2 * 8 * vocabulary + 4096  # the largest unit, with padding
     assert largest(head_chunk_bytes=chunk_bytes) <= max(size * vocabulary, weights_)
     assert size * vocabulary < ROWS * LENGTH * vocabulary / 2
 
 
 @pytest.mark.slow
 def test_a_vocabulary_trains_within_a_budget_that_its_logits_would_break() -> None:
-    """Logits that an engine keeps for the backward are inside of no unit, but those that the head's unit hands out
-    are: the largest thing on the ledger is a chunk's."""
+    """Logits kept for the backward belong to no unit, but the head unit's output does: a chunk is the largest entry in
+    the ledger.
+    """
     vocabulary = 4096
 
     def make() -> nn.Module:
@@ -235,7 +236,7 @@ def test_the_budget_says_how_large_a_chunk_is_unless_somebody_does(
 def test_an_engine_and_a_forecast_cut_the_head_by_the_budget(
     budget: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a budget by the least there is."""
+    """Without a budget, the smallest chunk size applies."""
     monkeypatch.setattr(planning_settings, "LEAST_CHUNK_BYTES", ROWS * VOCABULARY * 4)
     settings = Settings(placement=Placement("cpu", "cpu", device_memory=budget))
     length = 4 * LENGTH
@@ -252,7 +253,7 @@ def test_an_engine_and_a_forecast_cut_the_head_by_the_budget(
 def test_a_run_goes_on_with_the_chunks_that_it_has_whatever_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their number changes the order of sums. Who gives a size has that."""
+    """The number of chunks changes the summation order. An explicit size is kept."""
     monkeypatch.setattr(planning_settings, "LEAST_CHUNK_BYTES", ROWS * VOCABULARY * 4)
     small, large = (Placement("cpu", "cpu", device_memory=size) for size in ("300KiB", "600KiB"))
     engine, resumed = Engine(build(llama), placement=small), Engine(build(llama), placement=large)
@@ -272,7 +273,7 @@ def test_a_run_goes_on_with_the_chunks_that_it_has_whatever_the_budget(
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "share"), [(gemma2, 0.0), (mamba, 0.3), (gpt_neox, 0.9)])
 def test_only_tokens_with_targets_go_through_the_head(make: Maker, share: float) -> None:
-    """They are gathered from wherever they are; a row and a column may have none."""
+    """Tokens with targets are gathered from any position; a row or a column may have none."""
     found = batches(3)
     for seed, batch in enumerate(found):
         drawn = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(seed))
@@ -290,7 +291,7 @@ def test_only_tokens_with_targets_go_through_the_head(make: Maker, share: float)
 @cpu_only("without an engine, the model stays where it was made")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_chunks_that_count_for_nothing_take_none_away(rows: int) -> None:
-    """Over ranks all run as many as the one with the most targets, the first ones for nothing."""
+    """All ranks run as many chunks as the rank with the most targets. The extra first chunks are empty."""
     model, batch = build(llama), {key: value[:rows] for key, value in tokens().items()}
     head = find_chunked_head(model, batch, lambda given: model(**given))
     assert head is not None
@@ -304,7 +305,7 @@ def test_chunks_that_count_for_nothing_take_none_away(rows: int) -> None:
 
 
 def test_other_inputs_go_to_the_base_model() -> None:
-    """A mask and positions are the whole batch's; only ids and labels are cut."""
+    """Only ids and labels are cut; a mask and positions cover the whole batch."""
     batch_list = []
     for seed in range(2):
         batch = tokens(seed)

@@ -1,5 +1,5 @@
-"""A Ctrl-C at any line of the engine: it comes out at the next border, and the engine is as before, as after, or says
-that it is torn. A second one comes out at once.
+"""Ctrl-C at any line in the engine: KeyboardInterrupt comes at the next safe point, and the engine is as before, as
+after, or raises TornError. A second Ctrl-C interrupts at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENGINE = str(Path(offload.__file__).parent)
 
 
 class Lines:
-    """Counts the lines of the engine that this thread runs, and is interrupted before number `at`, so often."""
+    """Count the engine lines run by this thread, and interrupt before line number `at`, `times` times."""
 
     def __init__(self, at: int = sys.maxsize, times: int = 1) -> None:
         self.at, self.times, self.count, self.where = at, times, 0, ""
@@ -45,9 +45,7 @@ class Lines:
             sys.settrace(before)
 
     def interrupt(self, run: Callable[[], Any]) -> bool:
-        """Return True if the interrupt came, and False if the run ended before that line: a wait that ends sooner has
-        fewer.
-        """
+        """Return whether the interrupt came. False: the run ended before line `at`, as after a shorter wait."""
         with suppress(KeyboardInterrupt), self.watched():
             run()
             assert self.count < self.at, "no interrupt came"
@@ -101,12 +99,12 @@ def test_a_second_interrupt_comes_at_once_and_says_that_the_engine_has_to_be_loa
 
 @pytest.mark.slow
 def test_an_interrupted_recording_leaves_nothing_otherwise() -> None:
-    """In the first step, whose recording pass has the most that is otherwise meanwhile."""
+    """Covers the first step, since the recording pass changes most global state."""
 
     def fresh() -> Engine:
         return Engine(build(lambda: Stack(depth=2)), micro_batch_size=2)
 
-    lines, engine, wanted = Lines(), fresh(), step(fresh())  # the first step ever runs more lines
+    lines, engine, wanted = Lines(), fresh(), step(fresh())  # the first step in a process runs more lines
     with lines.watched():
         assert step(engine) == wanted
     for at in random.Random(1).sample(range(1, lines.count * 9 // 10), 12):
@@ -125,7 +123,7 @@ def test_an_interrupted_recording_leaves_nothing_otherwise() -> None:
 def test_an_interrupted_save_leaves_no_folder(
     save: Callable[[Engine, Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that comes while states are written is raised when they are, and nobody has the checkpoint then."""
+    """An interrupt during the write is raised after the write, and the unseen checkpoint is removed."""
 
     def interrupted(*what: Any) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -146,7 +144,7 @@ def test_an_interrupted_save_leaves_no_folder(
 
 
 def test_an_interrupted_forward_gives_up_no_gradients() -> None:
-    """Those so far are the caller's."""
+    """Gradients accumulated so far belong to the caller."""
     engine, twin = (Engine(build(lambda: Stack(depth=2))) for _ in range(2))
     wanted = own_loop(twin)
     engine.backward(cross_entropy(engine.model(words(1)["x"]), words(1)))

@@ -1,4 +1,4 @@
-"""The judge: what it finds of habits whose particular mends are taken away, and of an engine that is broken."""
+"""The equivalence check detects model habits once their special handling is disabled, and detects a broken engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of(block: type[nn.Module]) -> Callable[[], nn.Module]:
 
 
 def verdict(model: nn.Module, loss_fn: Any = cross_entropy, batch: Any = None, **settings: Any) -> str:
-    """Return what the engine says of a model before its first step: "" where it takes the model as it is."""
+    """Return the engine's message about a model in the first step. "": the model streams unchanged."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with Engine(model, **{"optimizer": SGD(lr=0.1), "max_grad_norm": None, **settings}) as engine:
@@ -47,11 +47,11 @@ def verdict(model: nn.Module, loss_fn: Any = cross_entropy, batch: Any = None, *
     return "".join(str(each.message) for each in caught if "the engine's way" in str(each.message))
 
 
-# -- habits of models ----------------------------------------------------------------------------------------
+# -- model habits --------------------------------------------------------------------------------------------
 
 
 class Counts(Block):
-    """Keeps a number in a container, by which it goes."""
+    """Divide by a count kept in a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Counts(Block):
 
 
 class Tracks(Block):
-    """Keeps a running value in a tensor that is no buffer."""
+    """Keep a running value in a tensor outside the buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Tracks(Block):
 
 
 class CountsLater(Block):
-    """Makes its notes in the second step, where there was nothing before."""
+    """Create the count in the second step; the first step shows nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class CountsLater(Block):
 
 
 class MovesLater(Block):
-    """Moves a buffer from the second step on."""
+    """Write a buffer from the second step on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,14 +106,14 @@ class MovesLater(Block):
 
 
 class Memory:
-    """An object of the model's own."""
+    """Object owned by the model, with a generator."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(3)
 
 
 class Draws(Block):
-    """Draws from a generator of an object's."""
+    """Draw from a generator inside a plain object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Draws(Block):
 
 @dataclass(slots=True)
 class Slots:
-    """An object without a `__dict__`."""
+    """Object without a `__dict__`."""
 
     mean: Tensor
     uses: int = 0
@@ -143,7 +143,7 @@ class CountsInSlots(Block):
 
 
 class MixesRows(Block):
-    """Mixes rows by less than a thousandth."""
+    """Mix rows by less than a thousandth."""
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h) + 1e-3 * h.mean(0, keepdim=True)
@@ -155,7 +155,7 @@ class MixesInTraining(Block):
 
 
 class Freezes(Stack):
-    """Takes no gradient for a weight that it thaws again."""
+    """Freeze a weight for the forward and unfreeze afterwards: the weight gets no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.blocks[0].up.weight
@@ -166,7 +166,7 @@ class Freezes(Stack):
 
 
 class Collects(Stack):
-    """Collects in an attribute above its units."""
+    """Collect norms in an attribute above the units."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.norms: list[Tensor] = []
@@ -178,7 +178,7 @@ class Collects(Stack):
 
 
 class Appends(Block):
-    """Puts a loss of its own into a list among its arguments."""
+    """Append an auxiliary loss to a list argument."""
 
     def forward(self, h: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
         h = super().forward(h)
@@ -198,7 +198,7 @@ class AppendsToItsArgument(Stack):
 
 
 class Normalises(Block):
-    """Makes its weight anew in a hook, as torch's older spectral_norm does."""
+    """Recompute the weight in a hook, as in torch's older spectral_norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_a_gradient_that_plain_pytorch_does_not_make_is_found(monkeypatch: pytes
 
 
 class Doubts(Block):
-    """Makes another thing each time it runs, by what nobody can put back."""
+    """Give another result in each run, from state that nothing can restore."""
 
     shown = [0.0]  # noqa: RUF012 (of the class, on purpose)
 
@@ -272,7 +272,9 @@ def test_a_model_that_differs_from_itself_is_not_recomputed() -> None:
 def test_loss_functions_and_what_requires_a_gradient_outside_are_left_as_they_were(
     is_mended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backwards of trials leave what is outside of the model alone, and else it is put back with all that they met."""
+    """Trial backward passes leave tensors outside the model alone. Otherwise the engine restores these tensors and all
+    their gradients.
+    """
     if not is_mended:
         monkeypatch.setattr(GradientFlow, "lands_nowhere", False)
     temperature, seen = nn.Parameter(torch.ones(())), []
@@ -292,7 +294,7 @@ def test_loss_functions_and_what_requires_a_gradient_outside_are_left_as_they_we
     assert len(seen) == 1
 
 
-# -- an engine that is broken --------------------------------------------------------------------------------
+# -- a broken engine -----------------------------------------------------------------------------------------
 
 
 SCALE = contextvars.ContextVar("SCALE", default=1.0)
@@ -304,7 +306,7 @@ class Scales(Block):
 
 
 class Scaled(Stack):
-    """Runs its blocks in a context that its caller's backward does not have."""
+    """Run the blocks in a context absent from the caller's backward."""
 
     def __init__(self) -> None:
         super().__init__(Scales)
@@ -320,7 +322,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def around(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
-    """Return a mutation: `change(original, *args)` instead of a method."""
+    """Return a patch that calls `change(original, *args)` in place of a method."""
     original = getattr(owner, name)
     return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 

@@ -1,4 +1,6 @@
-"""Kept graphs: the same bits as recompute and as plain PyTorch, counted against the budget, and nothing left behind."""
+"""Saved autograd graphs: the same bits as recomputation and plain PyTorch, counted in the budget, and freed
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.matrix import quick
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Freeze the embedding, the first block, and a bias in the last one."""
+    """Freeze the embedding, the first block, and one bias in the last block."""
     for module in (model.embedding, model.blocks[0]):
         module.requires_grad_(False)
     model.blocks[-1].up.bias.requires_grad = False
@@ -56,7 +58,7 @@ class Counting(Stack):
 
 
 def calls_in_step(engine: Engine, seed: int = 1) -> list[int]:
-    """Return how often each block runs in the second step, after what was learned in the first."""
+    """Run two steps. Return the number of forwards per block in the second."""
     engine.step(words(0), loss_fn=cross_entropy)
     for block in engine.model.blocks:
         block.runs.clear()
@@ -66,7 +68,9 @@ def calls_in_step(engine: Engine, seed: int = 1) -> list[int]:
 
 @LEDGER
 def test_what_is_kept_is_accounted_to_the_byte() -> None:
-    """It is what plain PyTorch saves beside the weights, each storage once; the loss is not a unit."""
+    """The count equals the storages saved by plain PyTorch, weights excluded, each storage once. The loss is not a
+    unit.
+    """
     model = build(Stack)
     weights = {p.data_ptr() for p in model.parameters()}
     saved: dict[int, Tensor] = {}
@@ -88,11 +92,11 @@ def test_what_is_kept_is_accounted_to_the_byte() -> None:
 
 
 BATCH = words(0, rows=16, length=12)
-"""Its graphs are larger than the weights."""
+"""Large enough for graphs above the size of the weights."""
 
 
 def budgets(precision: str = "fp32") -> tuple[int, int]:
-    """Return the peaks of a step that recomputes every block, and of one that keeps every graph."""
+    """Return the peak device bytes of a step with full recomputation and of a step with all graphs saved."""
     peaks = []
     for recompute in ("always", "never"):
         engine = Engine(build(Stack), recompute=recompute, precision=precision)
@@ -117,7 +121,7 @@ def test_never_within_its_peak_fits() -> None:
 
 
 def blocks_run(engine: Engine) -> int:
-    """Return how often blocks run in one more step: twice where they are recomputed."""
+    """Run one more step and return the number of block forwards, two per recomputed block."""
     for block in engine.model.blocks:
         block.runs.clear()
     engine.step(BATCH, loss_fn=cross_entropy)
@@ -155,7 +159,7 @@ def test_auto_keeps_all_where_never_fits() -> None:
 
 
 class WidensItsWeights(CountingBlock):
-    """Computes in fp32 with a copy of its weights, as experts in one stacked tensor often do."""
+    """Compute in fp32 with a copy of the weights, as stacked expert tensors often do."""
 
     def forward(self, h: Tensor) -> Tensor:
         self.runs.append(True)
@@ -171,7 +175,7 @@ class Widening(Stack):
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "num_calls"), [("fp32", 1), ("bf16", 2)])
 def test_a_unit_that_saves_copies_of_its_weights_recomputes(precision: str, num_calls: int) -> None:
-    """In fp32 `.float()` is no copy."""
+    """In fp32, `.float()` makes no copy."""
     batch_list = [words(s) for s in range(3)]
     settings = {"precision": precision, "recompute": "never", "debug": True}
     train_both(build(Widening), batch_list, loss_fn=cross_entropy, **settings)
@@ -206,7 +210,7 @@ def test_a_unit_that_changes_its_input_or_its_buffers_recomputes(block: type[nn.
 
 
 class Wide(nn.Module):
-    """Many activations for few weights; remembers, weakly, what its graph saves."""
+    """Have many activations and few weights, and keep weak references to saved tensors."""
 
     seen: ClassVar[list[weakref.ref[Tensor]]] = []
 
@@ -221,7 +225,7 @@ class Wide(nn.Module):
 
 
 def in_use() -> int:
-    """Return the bytes that this process has from malloc: resident ones depend on what the system made of its pages."""
+    """Return the bytes allocated by malloc. Resident memory would depend on page handling in the kernel."""
 
     class Info(ctypes.Structure):
         names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -236,13 +240,13 @@ def in_use() -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc what is in use")
 def test_fifty_steps_leave_nothing_behind() -> None:
-    """Without the garbage collector: a cycle through a graph is one that even the collector does not see."""
+    """The garbage collector is off, since even a collection does not see a cycle through an autograd graph."""
     engine = Engine(build(lambda: Stack(Wide)), recompute="auto")
-    batch = words(0, rows=32, length=32)  # 256 KiB a hidden layer
+    batch = words(0, rows=32, length=32)  # 256 KiB per hidden layer
     gc.collect()
     gc.disable()
     try:
-        for _ in range(50):  # until the allocator has its blocks
+        for _ in range(50):  # until the allocator has all blocks
             engine.step(batch, loss_fn=cross_entropy)
         before, held = in_use(), engine.allocations
         Wide.seen.clear()
@@ -258,7 +262,7 @@ def test_fifty_steps_leave_nothing_behind() -> None:
 
 
 class Growing(Block):
-    """What its graph saves depends on more than shapes."""
+    """Save a graph that depends on more than shapes."""
 
     depth = 1
 
@@ -272,7 +276,7 @@ class Growing(Block):
 @LEDGER
 @pytest.mark.parametrize("depths", [[1, 1, 6, 1, 8], [1, 1, 2, 1, 2]])
 def test_a_graph_that_outgrows_its_room_is_given_up(depths: list[int]) -> None:
-    """It is dropped in the middle of a forward, and its unit recomputes: same bits, and within the budget."""
+    """The graph is dropped during the forward and the unit is recomputed: the same bits, within the budget."""
     always, never = budgets()
     device_memory = always + int(1.4 * (never - always))
     rows = [words(seed, rows=16, length=12) for seed in range(len(depths))]

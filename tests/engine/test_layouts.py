@@ -1,4 +1,4 @@
-"""What was copied lies in memory as it lay before: by strides and alignment torch's kernels choose how they add up."""
+"""Copied tensors keep strides and alignment, since both decide the summation order in torch kernels."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.engine.inside import steps_of
 from tests.engine.reference import Reference, count_labels
 
 TEN = 10
-"""The width: a row of so many floats is no multiple of 16 bytes."""
+"""Width, chosen so that a row (ten floats) does not end on a 16-byte boundary."""
 
 
 class Channels(nn.Module):
-    """Normalises what comes channel first, with running statistics."""
+    """Normalize channel-first input, with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Square(nn.Module):
 
 
 class Layered(nn.Module):
-    """The blocks take what `view` makes of the embedding, and the head what `back` makes of theirs."""
+    """Apply `view` between embedding and blocks, and `back` between blocks and head."""
 
     def __init__(self, block: type[nn.Module], view: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -100,7 +100,7 @@ def test_an_input_that_waited_below_the_device_comes_back_as_it_lay(
 
 @pytest.mark.slow
 def test_so_do_the_micro_batches_of_an_input(tmp_path: Path) -> None:
-    """Of rows of 3 * 10 floats all but every second begin at an address that is no multiple of 16."""
+    """Every second row (3 * 10 floats) starts off the 16-byte grid."""
     results: dict[str, list[Any]] = {}
     for place in ("device", "nvme"):
         model = build(lambda: Layered(Square, lambda h: h[..., :TEN].contiguous(), same))
@@ -116,7 +116,7 @@ def test_so_do_the_micro_batches_of_an_input(tmp_path: Path) -> None:
 
 
 class Positions(nn.Module):
-    """A unit whose result is a part of its weight."""
+    """Return a slice of the weight."""
 
     def __init__(self) -> None:
         super().__init__()

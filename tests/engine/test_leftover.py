@@ -1,4 +1,4 @@
-"""What the device's budget leaves keeps units there, and goes back when a step needs it."""
+"""Spare device memory keeps units on the device, and is released as soon as a step needs the room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.families import build, tokens
 from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_overlap import deep
 
-SETTLES = 3  # steps after which what is left is given away
+SETTLES = 3  # steps before the engine assigns spare memory
 
 
 def streamed(model: nn.Module) -> int:
@@ -58,7 +58,7 @@ def test_what_no_update_changes_is_not_fetched_again() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "debug"), [(0.3, 2), (0.6, 0)])
 def test_part_of_a_model_stays(share: float, debug: int) -> None:
-    """More room, fewer bytes; and never more than the budget, at any moment."""
+    """More room means fewer copied bytes, and the budget holds at every moment."""
     model = build(deep)
     total = 4 * streamed(model)
     least = Engine(build(deep))
@@ -76,7 +76,7 @@ def test_part_of_a_model_stays(share: float, debug: int) -> None:
 @pytest.mark.slow
 @LEDGER
 def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
-    """Others had found room to stay in; without room for all of the unit, nothing of it stays."""
+    """Other units had occupied the spare memory. Without room for the whole unit, no part stays."""
 
     def penalty(outputs: Any, _batch: Any) -> torch.Tensor:
         return outputs.loss + models["now"].lm_head.weight.pow(2).sum()
@@ -99,7 +99,7 @@ def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
 @pytest.mark.slow
 @LEDGER
 def test_a_larger_batch_takes_the_room_back() -> None:
-    """It needs nearly the whole budget for its inputs, and it is the same step as without any room to give."""
+    """The inputs need nearly the whole budget. The step equals a step without spare memory."""
     wide = tokens(7, rows=12, length=20)
     free = Engine(build(deep))
     free.step(wide)

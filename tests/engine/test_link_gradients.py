@@ -1,7 +1,7 @@
-"""Gradients that travel between replicas in codes: training is that of plain PyTorch in one process with the same
-quantisation, whose errors are kept.
+"""Quantized gradient exchange between replicas: training equals plain PyTorch in one process with the same quantization
+and error feedback.
 
-What each test is to catch is in its docstring after "Break:".
+"Break:" names the mutations caught by each test.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BLOCK = 128
 
 
 def fake_quantised(flat: Tensor, most: int) -> Tensor:
-    """Return what codes of blocks of 128 stand for, fp32."""
+    """Return the values after quantization in 128-element blocks, fp32."""
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True) / most
     codes = (blocks / scale.clamp(min=1e-38)).round().clamp(-most, most)
@@ -52,13 +52,13 @@ def fake_quantised(flat: Tensor, most: int) -> Tensor:
 
 
 def has_any(flat: Tensor) -> Tensor:
-    """Return of which elements the block is not all 0."""
+    """Return a mask: elements in blocks with any non-zero value."""
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     return (blocks != 0).any(1, keepdim=True).expand(-1, BLOCK).reshape(-1)[: len(flat)]
 
 
 class CodedReplicas:
-    """Plain PyTorch in one process: the gradients of each replica by itself, summed by who owns a piece."""
+    """Plain PyTorch in one process: gradients per replica, quantized and summed by each piece's owner."""
 
     def __init__(
         self,
@@ -86,7 +86,9 @@ class CodedReplicas:
         self.errors = [dict(zeros) for _ in range(replicas)]
 
     def coded(self, flat: Tensor, name: str, replica: int, where: Tensor) -> Tensor:
-        """Return what the codes of these elements and their error stand for, and keep the error."""
+        """Add the stored error to `flat`, quantize and return the dequantized values. Store the new error where `where`
+        is true.
+        """
         error = self.errors[replica][name]
         goes, both = has_any(flat), flat + error.float()
         made = torch.where(goes, fake_quantised(torch.where(goes, both, 0), self.most), 0)
@@ -94,7 +96,7 @@ class CodedReplicas:
         return made
 
     def update(self, by_rank: Sequence[Mapping[str, Tensor]]) -> float:
-        """Update by the gradients of each rank; return their norm."""
+        """Update from the gradients per rank. Return the gradient norm."""
         num, sums = self.size // self.replicas, {}
         for name, owners in self.owners.items():
             flats = [grads[name].view(-1) if name in grads else torch.zeros(len(owners)) for grads in by_rank]
@@ -114,7 +116,7 @@ class CodedReplicas:
         return self.reference.update()
 
     def step(self, seed: int, rows: Sequence[int]) -> tuple[float, float]:
-        """Train on a batch, of which each rank has so many rows; return the loss and the norm."""
+        """Train on a batch with `rows[rank]` rows per rank. Return (loss, norm)."""
         whole, total, by_rank = self.case.batch(seed, sum(rows)), 0.0, []
         for rank in range(self.size):
             mine, size = share(whole, rows, rank), self.reference.rows or rows[rank]
@@ -129,7 +131,7 @@ class CodedReplicas:
         return total, self.update(by_rank)
 
     def taken(self) -> dict[str, Tensor]:
-        """Return the gradients that were collected, and forget them."""
+        """Return the collected gradients and clear them."""
         found, self.reference._sums = self.reference._sums, {}
         return found
 
@@ -141,7 +143,7 @@ def layout(case: str, size: int, replicas: int) -> tuple[Any, Sequence[Region]]:
 
 
 def owner(region: Region, size: int, replicas: int) -> Tensor:
-    """Return which replica's rank adds up each element of a region."""
+    """Return the replica responsible for each element's sum in a region."""
     shard = torch.arange(region.numel) % (region.numel // (size // replicas))
     return shard // (region.numel // size)
 
@@ -161,15 +163,15 @@ AXES = {"link": tuple(MOST), **OF_REPLICAS, "case": ("plain", "tied", "experts",
 def test_training_is_that_of_one_process_whose_sums_are_quantised(
     link: str, case: str, rows: str, replicas: str, stage: str, placement: str, timing: str, mode: str, tmp_path: Path
 ) -> None:
-    """All ranks have the same bits, which are those of one process in fp32, where neither uses of a tied weight are
-    summed in another order nor an update is corrected; what rounds to the next value may have the next code.
+    """All ranks have the same bits. They equal the one-process bits in fp32, unless tied weights are summed in another
+    order or an update is corrected: a rounding difference may select the next quantized value.
 
-    Break: forget the error; keep that of another piece; go by the sum itself on the rank that makes it; send the error
-    of what got no gradient; measure before coding.
+    Break: forget the error; keep another piece's error; quantize the sum without error feedback on the summing rank;
+    send the error for parameters without a gradient; measure the norm before quantization.
     """
     num, each, how = in_replicas(replicas, stage)
     if PLACEMENTS[placement].get("optimizer") == "device" and mode == "speculative":
-        mode = "deferred"  # there nothing hides behind anything
+        mode = "deferred"  # no copy hides behind another there
     shares = ROWS[rows][: num * each]
     settings = {"case": case, "rows": shares, "num_steps": 4, "link_gradients": link, **how}
     settings |= settings_of(rows, mode) | TIMINGS[timing] | {"placement": PLACEMENTS[placement]}
@@ -185,7 +187,7 @@ def test_training_is_that_of_one_process_whose_sums_are_quantised(
 
 
 def test_own_loops_send_their_sums_once() -> None:
-    """Break: code what each pass adds."""
+    """Break: quantize the gradients from each pass separately."""
     wanted = CodedReplicas("plain", 2, 2, "int4", 1.0)
     for step in range(3):
         by_rank = []
@@ -200,9 +202,7 @@ def test_own_loops_send_their_sums_once() -> None:
 
 
 def rules(link: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    """Return losses and weights of three steps with a rule that drops gradients, without and with a first pass for the
-    norm.
-    """
+    """Return losses and weights after three LOMO steps, without and with a first pass for the norm."""
     found = {}
     with open_comm(times=JOB) as comm:
         for name, norm in (("one pass", None), ("two passes", 1e6)):
@@ -216,7 +216,7 @@ def rules(link: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
 
 @pytest.mark.slow
 def test_a_pass_for_the_norm_alone_keeps_no_error() -> None:
-    """Break: keep what the first pass lacks."""
+    """Break: store the first pass's error."""
     for found in run(2, rules, link="int4"):
         (losses, weights), (others, same) = found["one pass"], found["two passes"]
         assert losses == others
@@ -224,7 +224,7 @@ def test_a_pass_for_the_norm_alone_keeps_no_error() -> None:
 
 
 def resumed(path: str, stage: int) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Return losses and weights of a run, and of one that goes on from its middle."""
+    """Return losses and weights for a run, and for a second run resumed in the middle."""
     with open_comm(times=JOB) as comm:
         losses: list[list[float]] = [[], []]
         weights: list[dict[str, Tensor]] = []
@@ -245,7 +245,7 @@ def resumed(path: str, stage: int) -> tuple[list[float], list[float], dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "stage"), [(2, 0), (4, 3)])
 def test_a_run_goes_on_bit_for_bit(size: int, stage: int, tmp_path: Path) -> None:
-    """Break: begin without errors; give one replica the other's."""
+    """Break: resume without errors; swap the errors between replicas."""
     for losses, others, weights, same in run(size, resumed, path=str(tmp_path / "saved"), stage=stage):
         assert losses == others
         assert_same(weights, same)
@@ -259,7 +259,7 @@ def test_a_run_goes_on_bit_for_bit(size: int, stage: int, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_another_number_of_replicas_has_all_errors_once(tmp_path: Path) -> None:
-    """Break: give every replica all of them; drop what the first ones do not take."""
+    """Break: give every replica all errors; drop the errors from removed replicas."""
     common: dict[str, Any] = {"case": "plain", "link_gradients": "int8"}
     run(3, save, **common, rows=(1, 1, 1), path=str(tmp_path / "by 3"), replicas=3)
     found = read_all(tmp_path / "by 3")
@@ -276,9 +276,9 @@ def test_another_number_of_replicas_has_all_errors_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 @cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
 def test_links_between_machines_have_the_bytes_of_codes() -> None:
-    """Of M bytes of gradients in bf16 each machine of two sends half in codes, and half of the sums: 0.52 M in int8 and
-    0.27 M in int4. ZeRO stage 3 over all of them sends 3 M (ZeRO++, table 1). With states shared out over both they
-    send half of the gradients, and half of the new weights.
+    """For M bytes of bf16 gradients, each of two machines sends half quantized, and half of the sums: 0.52 M with int8,
+    0.27 M with int4. ZeRO stage 3 over all ranks sends 3 M (ZeRO++, table 1). With optimizer states sharded over both
+    replicas, each sends half the gradients and half the new weights.
     """
     common = {"case": "plain", "rows": (1, 1, 1, 1), "num_steps": 2, "is_counted": True, "precision": "bf16"}
     runs = [{**common, "link_gradients": link} for link in ("exact", "int8", "int4")]
@@ -288,9 +288,9 @@ def test_links_between_machines_have_the_bytes_of_codes() -> None:
         exact, int8, int4, shared_exact, shared_codes, over_all = (one.moved[1]["network_bytes"] for one in found)
         numel = Elements(build(CASES["plain"].make), 4).all_trained
         assert (int8, int4) == (2 * numel // 4 // 128 * 132, 2 * numel // 4 // 128 * 68)
-        assert exact == shared_exact == (4 + 2) * numel // 4  # what a replica has summed is in fp32
+        assert exact == shared_exact == (4 + 2) * numel // 4  # sums within a replica are fp32
         assert shared_codes == int4 // 2 + 2 * numel // 4
-        # Each rank gives each far one what it has; what a slot still holds is not gathered again.
+        # Each rank sends its share to every distant rank. Weights still in a slot are not gathered again.
         assert 2.6 * 2 * numel < 2 * over_all <= 3 * 2 * numel
         assert over_all > 5 * int8 > 9 * int4
         held = dict.fromkeys(("exact", "int8"), 0)
@@ -300,7 +300,7 @@ def test_links_between_machines_have_the_bytes_of_codes() -> None:
 
 
 def refused_over_machines() -> str:
-    """Return what one replica over two machines is told."""
+    """Return the error message for one replica over two machines."""
     os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
     with open_comm(times=JOB) as comm, pytest.raises(ConfigError) as caught:
         opened(comm, CASES["plain"], replicas=1, link_gradients="int8")

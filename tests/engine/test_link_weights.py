@@ -1,5 +1,5 @@
-"""Trained weights that travel in int8: training is that of plain PyTorch with fake-quantised weights, to the bit, the
-masters stay exact, and every link has the bytes of codes.
+"""int8 copies of trained weights: training equals plain PyTorch with fake-quantized weights bit for bit, masters stay
+exact, and links carry quantized bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.engine.reference import fake_quantised
 from tests.engine.sizes import tier_bytes, up
 
 SIZES = {"hidden_size": 64, "intermediate_size": 90, "num_key_value_heads": 4, "num_hidden_layers": 3}
-"""All matrices travel in codes; the last block of the tables, of 97 x 64, is not whole."""
+"""All matrices are quantized. The last quantization block of a 97 x 64 table is partial."""
 TIERS: dict[str, dict[str, Any]] = {
     "device": {"parameters": "device", "optimizer": "device"},
     "cpu": {"parameters": "cpu", "optimizer": "cpu"},
@@ -48,7 +48,7 @@ def model(**settings: Any) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["cpu", "codes on disk"])
 def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every copy that goes up is of 132 bytes for 256 of bf16, but for vectors; and all is there that was planned."""
+    """Each H2D copy has 132 bytes in place of 256 bytes bf16, except vectors. Allocations match the plan."""
     bring_up, found = Slots._bring_up, {}
     for link in ("exact", "int8"):
         fetched: Counter[Region] = Counter()
@@ -110,7 +110,9 @@ def test_masters_are_what_is_saved_and_exported_and_codes_are_what_is_read(tmp_p
 
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Codes are in no checkpoint: it has the bytes of an exact run's, and either goes on from the other's."""
+    """Checkpoints contain no quantized data: file sizes equal an exact run, and each run resumes from the other's
+    checkpoint.
+    """
     engine, exact = Engine(model(), link_weights="int8", precision="bf16"), Engine(model(), precision="bf16")
     for each, name in ((engine, "int8"), (exact, "exact")):
         each.step(tokens(0))
@@ -126,7 +128,9 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_masters_that_are_alone_on_disk_are_read_from_a_checkpoint(tmp_path: Path) -> None:
-    """SGD has no moments, and codes travel in their place. Break: take any weights alone for what travels."""
+    """SGD has no moments, so the masters are alone on disk, beside the quantized copies. Break: treat any weights
+    stored alone as the copies for the link.
+    """
     place, found = Placement(optimizer="nvme", nvme_dir=str(tmp_path)), []
     for number in range(2):
         with Engine(model(num_hidden_layers=1), SGD(lr=0.01), place, link_weights="int8") as engine:
@@ -143,8 +147,8 @@ def test_masters_that_are_alone_on_disk_are_read_from_a_checkpoint(tmp_path: Pat
 def on_ranks(
     stage: int, tier: dict[str, Any], saved: str, replicas: int, states: str
 ) -> tuple[list[float], dict[str, Tensor], Counter[int]]:
-    """Return the losses of a step from the start and of one from a checkpoint, the weights then, and the bytes of
-    weights that one exchange had, with how often it had them.
+    """Return the losses for a step from the start and for a step from a checkpoint, the final weights, and the number
+    of weight exchanges per size in bytes.
     """
     with open_comm(times=JOB) as comm:
         within, _ = comm.split(replicas)
@@ -183,7 +187,7 @@ def on_ranks(
     [(0, "cpu", 1, "whole"), (2, "cpu", 1, "whole"), (3, "nvme", 2, "whole"), (3, "device", 2, "shared")],
 )
 def test_ranks_exchange_codes(stage: int, tier: str, replicas: int, states: str, tmp_path: Path) -> None:
-    """Two ranks of each replica have the bits of one process, from the start and from its checkpoint."""
+    """The two ranks in each replica have the one-process bits, from the start and from a checkpoint."""
     engine = Engine(model(), link_weights="int8")
     losses = [engine.step(first_row(0, 4)).loss.item()]
     engine.save_checkpoint(tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""LOMO: no states, gradients that are updated from and dropped, and the norm by a backward of its own."""
+"""LOMO: no optimizer states, gradients dropped after use, and a separate backward for the norm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.engine.test_rules import placed
 
 
 class Waiting(LOMO):
-    """What LOMO would be if gradients waited, as they do for other rules."""
+    """LOMO with gradients kept until the update, as in other rules."""
 
     drops_gradients = False
 
@@ -36,7 +36,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "clip"), [("cpu", 0.2), ("nvme", None)])
 def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) -> None:
-    """p -= lr c g of torch's SGD, bit for bit, where c is 1 or that of the norm."""
+    """Equals SGD in torch bit for bit: p -= lr c g, with the clip factor c (1 without clipping)."""
     model = build(llama)
     plain, engine = twin(model), Engine(model, LOMO(lr=0.3), placed(place, tmp_path), max_grad_norm=clip)
     for seed in range(3):
@@ -63,7 +63,7 @@ def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) 
     ],
 )
 def test_what_a_step_consists_of_makes_no_difference(settings: dict[str, Any]) -> None:
-    """Two backwards give what one does whose gradients wait for the norm."""
+    """Two backward passes equal one pass with gradients that wait for the norm."""
     rules = LOMO(lr=0.3, clip_norm=0.2), Waiting(lr=0.3, clip_norm=0.2)
     twice, once = (Engine(build(llama), rule, **settings) for rule in rules)
     for seed in range(4):
@@ -118,7 +118,7 @@ def test_the_engines_norm_is_that_of_the_rule_unless_it_has_one() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_found_before_anything_is_updated() -> None:
-    """Stopped at, the engine is sound; skipped, nothing has moved but the number of the step."""
+    """ "stop" leaves the engine usable; "skip" changes only the step number."""
     for on_nonfinite in ("stop", "skip"):
         engine = Engine(build(Spiking), LOMO(lr=0.1, clip_norm=1.0), on_nonfinite=on_nonfinite)
         engine.step(words(0), loss_fn=cross_entropy)
@@ -151,7 +151,7 @@ def test_an_own_loop_keeps_its_gradients_until_the_update() -> None:
             reference.collect()
         norm = reference.update()
         assert engine.update().grad_norm == norm
-        if step == 1:  # and a step of both passes in between
+        if step == 1:  # a step with both passes in between
             torch.manual_seed(0)
             reference.step(tokens(99))
             engine.step(tokens(99))
@@ -160,7 +160,7 @@ def test_an_own_loop_keeps_its_gradients_until_the_update() -> None:
 
 @pytest.mark.slow
 def test_both_passes_count_and_gradients_come_down_in_one() -> None:
-    """What is fetched for either belongs to the step, also what came up ahead of the second."""
+    """Copies for either pass belong to the step, prefetches for the second pass included."""
     down = []
     for rule in (LOMO(lr=0.1), LOMO(lr=0.1, clip_norm=0.2)):
         places = {"parameters": "cpu", "optimizer": "cpu"}
@@ -171,7 +171,7 @@ def test_both_passes_count_and_gradients_come_down_in_one() -> None:
             submitted.append(how.get("num_bytes", 0))
             return submit(work, **how)
 
-        engine.step(tokens(0))  # which records first
+        engine.step(tokens(0))  # records first
         so_far, parts_of(engine).lanes.h2d.submit = engine.counters.next_h2d_bytes, count
         counted = 0
         for seed in range(1, 5):

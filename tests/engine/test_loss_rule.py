@@ -1,5 +1,4 @@
-"""What is found out about a model's own loss must not depend on how sure the model is, nor on the batch that came
-first."""
+"""Probing the model's own loss must not depend on the confidence of the model or on the first batch."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ CLASSES = 8
 
 
 class Told(nn.Module):
-    """A token classifier that is as sure of every token's class, which is the token, as `margin` says."""
+    """Token classifier with the token as the class. `margin` sets the confidence."""
 
     def __init__(self, margin: float, *, shifts: bool, counts: bool = False, extra: float = 0.0) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class Told(nn.Module):
 
 
 def right(rows: int = 2, columns: int = 8) -> dict[str, Tensor]:
-    """Return tokens that are their own labels."""
+    """Return tokens with labels equal to the tokens."""
     x = torch.arange(rows * columns).reshape(rows, columns) % CLASSES
     return {"x": x, "labels": x.clone()}
 
@@ -63,7 +62,7 @@ def probed(model: nn.Module, batch: dict[str, Tensor], loss_fn: Any = None) -> L
 @pytest.mark.parametrize("columns", [1, 8])
 @pytest.mark.parametrize("extra", [0.0, 0.01])
 @pytest.mark.parametrize("counts", [False, True])
-@pytest.mark.parametrize("margin", [0.0, 2.0, 40.0, 200.0])  # all classes alike; unsure; sure; surer than fp32 can tell
+@pytest.mark.parametrize("margin", [0.0, 2.0, 40.0, 200.0])  # equal classes; unsure; sure; beyond fp32 resolution
 def test_the_shift_is_found_however_sure_the_model_is(margin: float, counts: bool, extra: float, columns: int) -> None:
     for shifts in (False, True):
         rule = probed(Told(margin, shifts=shifts, counts=counts, extra=extra), right(columns=columns))
@@ -95,7 +94,7 @@ def test_the_targets_of_a_sure_model_are_counted(micro_batch_size: int | None) -
 
 
 class Breakable(nn.Module):
-    """Its input decides whether its loss is a number."""
+    """The input decides whether the loss is finite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ def test_one_function_with_other_switches_is_another_loss(bind: Callable[..., An
 
 
 class Body(nn.Module):
-    """Counts how often it runs."""
+    """Count the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +142,7 @@ class Body(nn.Module):
 
 
 class WithBody(nn.Module):
-    """A base model and a head; one that `feeds` gives the base model its labels, as a decoder has them before it."""
+    """Base model and head. `feeds`: the base model receives the labels, as in a decoder with shifted labels."""
 
     def __init__(self, feeds: bool) -> None:
         super().__init__()

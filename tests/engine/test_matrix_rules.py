@@ -1,4 +1,4 @@
-"""Rules by matrix in an engine: no tile and no rank cuts a parameter, and what they keep of it is saved."""
+"""Update rules on whole matrices: tiles and ranks never cut a parameter, and checkpoints include their states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tiles_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "make"), [("adafactor", mixtral), ("muon", mixtral), ("muon", mamba)])
 def test_experts_and_convolutions(rule: str, make: Any) -> None:
-    """Of Muon each matrix of the experts is one, and a convolution is none."""
+    """Muon updates each expert matrix separately, and no convolution."""
     engine, _ = train_both(build(make), batches(2), optimizer=RULES[rule], debug=True)
     if rule == "muon":
         chosen = {info.name: info.rule for info in parts_of(engine).infos}
@@ -45,7 +45,7 @@ def test_experts_and_convolutions(rule: str, make: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [None, 0.2])
 def test_each_step_of_muon_is_torchs_beside_torchs_adamw(max_grad_norm: float | None) -> None:
-    """From gradients of plain torch on the same device: the matrices of blocks bit for bit."""
+    """Gradients come from plain PyTorch on the same device. Block matrices are equal bit for bit."""
     rule = Muon(lr=0.02, rest=AdamW(lr=1e-3, decay_1d=True))
     model = build(llama)
     plain, engine = twin(model), Engine(model, rule, max_grad_norm=max_grad_norm)
@@ -57,7 +57,7 @@ def test_each_step_of_muon_is_torchs_beside_torchs_adamw(max_grad_norm: float | 
         for optimizer in optimizers:
             optimizer.step()
         exact = max_grad_norm is None and own_device().type in ("cpu", "sim")
-        for p in matrices:  # the norm is summed in another order by torch, and may be another number
+        for p in matrices:  # torch sums the norm in another order, so the clip factor may differ
             apart = (after[names[id(p)]] - p.detach().cpu()).abs().max().item()
             assert apart == 0.0 if exact else apart < 2e-3, names[id(p)]
         for p in rest:
@@ -87,13 +87,15 @@ def test_groups_give_rules_by_matrix(tmp_path: Path) -> None:
 
 @LEDGER
 def test_what_is_kept_is_planned_to_the_byte() -> None:
-    """Adafactor's factors on the host, Muon's workspace on the device; a byte less on the host is refused at once."""
+    """Adafactor's factors on the host and Muon's workspace on the device are planned exactly. One byte less on the host
+    is refused at once.
+    """
     for rule, key, tier in ((RULES["adafactor"], "host_memory", "cpu"), (RULES["muon"], "device_memory", "device")):
         places = {"parameters": "cpu", "optimizer": "cpu"}
         engine = Engine(build(llama), rule, Placement(**places))
         needed = sum(size for where, _, size in engine.allocations if where == tier)
         Engine(build(llama), rule, Placement(**places, **{key: needed})).close()
-        if tier == "cpu":  # of the device smaller units would do
+        if tier == "cpu":  # with less device memory, smaller units would fit
             with pytest.raises(DoesNotFitError, match="row var"):
                 Engine(build(llama), rule, Placement(**places, **{key: needed - 1}))
     infos = parts_of(engine).infos
@@ -105,7 +107,7 @@ def test_what_is_kept_is_planned_to_the_byte() -> None:
 
 
 def saved(path: str, rule: UpdateRule, **settings: object) -> dict[str, torch.Tensor]:
-    """Train two steps and save; then a third one, and return the weights."""
+    """Train two steps and save, train a third, and return the weights."""
     with open_comm() as comm, small_tiles():
         engine = opened(comm, CASES["plain"], optimizer=rule, **settings)
         for seed in range(3):
@@ -118,7 +120,7 @@ def saved(path: str, rule: UpdateRule, **settings: object) -> dict[str, torch.Te
 
 
 def loaded(path: str, rule: UpdateRule, **settings: object) -> dict[str, torch.Tensor]:
-    """Go on from there."""
+    """Resume from `path`, train one step, and return the weights."""
     with open_comm() as comm, small_tiles():
         engine = opened(comm, CASES["plain"], optimizer=rule, model_seed=7, **settings)
         engine.load_checkpoint(path)
@@ -129,13 +131,13 @@ def loaded(path: str, rule: UpdateRule, **settings: object) -> dict[str, torch.T
 
 
 def refused_padding() -> str:
-    """Make an engine whose ranges would be mostly padding; return the error."""
+    """Build an engine with ranges of mostly padding. Return the error message."""
     regions._MOST_PADDING = 0
     try:
         with open_comm() as comm:
             try:
                 opened(comm, CASES["plain"], optimizer=Adafactor(), zero_stage=3).close()
-            except ConfigError as error:  # a rank that left the others with it would end their processes
+            except ConfigError as error:  # an uncaught error would end the other ranks' processes
                 return str(error)
     finally:
         regions._MOST_PADDING = 1 << 21
@@ -148,8 +150,8 @@ WITHOUT_STATES = {"norm": LOMO(lr=0.3, clip_norm=0.2), "value": LOMO(lr=0.3, cli
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [*RULES, *WITHOUT_STATES])
 def test_ranks_share_parameters_out_whole(rule: str, tmp_path: Path) -> None:
-    """At every tier, and at every stage that cuts, the same bits on both ranks. Near those of stage 0, where what each
-    rank sums up begins and ends elsewhere, and of one process. So are those of LOMO, which clips by itself.
+    """On every tier and every sharding stage, both ranks have the same bits. They are close to stage 0, with other
+    borders between partial sums, and to one process. LOMO with its own clipping is covered too.
     """
     optimizer, norm = (RULES | WITHOUT_STATES)[rule], 0.2 if rule in RULES else None
     common = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": optimizer, "folder": str(tmp_path)}
@@ -198,12 +200,12 @@ def test_ranges_that_would_be_mostly_padding_are_refused() -> None:
         assert "--optimizer.groups" in told
 
 
-# -- another rule's checkpoint -----------------------------------------------------------------------------------------
+# -- checkpoints of another update rule --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_another_rules_states_are_refused_or_begin_anew(tmp_path: Path) -> None:
-    """With reset: as if an engine were made of those weights, whatever this one had trained before."""
+    """With `reset=True` the engine equals a new engine over the loaded weights, regardless of earlier training."""
     first = Engine(build(llama), AdamW(lr=0.01))
     for seed in range(2):
         first.step(tokens(seed))

@@ -1,4 +1,4 @@
-"""Layer-major micro-batches: every unit takes the batch in parts, and its weights move once."""
+"""Layer-major micro-batches: each unit runs all parts of the batch after a single weight copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bloom() -> nn.Module:
 
 
 def mpt() -> nn.Module:
-    """ALiBi in [heads, 1, sequence], with as many heads as there are rows in a batch of four."""
+    """ALiBi in [heads, 1, sequence], with four heads, as many as batch rows."""
     sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "expansion_ratio": 2, "max_seq_len": 32}
     return t.MptForCausalLM(t.MptConfig(**sizes))
 
@@ -45,7 +45,7 @@ def calm_gpt2() -> nn.Module:
     return gpt2(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
 
 
-# -- what moves ------------------------------------------------------------------------------------------------------
+# -- copied bytes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_bytes_do_not_depend_on_the_number_of_micro_batches(make: Maker, setting
 
 
 def test_only_one_micro_batch_of_inner_activations_is_alive() -> None:
-    """Twice the rows in twice the micro-batches cost a border more, not a block's inner tensors."""
+    """Twice the rows in twice the micro-batches add a unit input, not inner tensors of a block."""
     sizes: list[int] = []
 
     class Wide(Block):
@@ -78,7 +78,7 @@ def test_only_one_micro_batch_of_inner_activations_is_alive() -> None:
     assert sizes == [3, 3, 2] * 3 + [3, 3, 2] * 3, "forward and backward, the last one smaller"
 
 
-# -- what comes out --------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_batch_axes_are_found(make: Maker, rows: int) -> None:
 
 
 class TakesTheBatchSize(Block):
-    """A number among its arguments is the batch size, another is a multiple of it, a third only looks like one."""
+    """One argument is the batch size, another twice the batch size, and a third only looks similar."""
 
     def forward(self, h: Tensor, rows: int, both: list[int], heads: int) -> Tensor:  # type: ignore[override]
         assert both == [2 * rows, 4]
@@ -111,7 +111,7 @@ class BatchSizeAsArgument(Stack):
 
 
 class Flattens(Stack):
-    """The blocks and the head take the tokens of all rows as one axis."""
+    """Pass all rows' tokens as one axis to blocks and head."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x).flatten(0, 1)
@@ -122,7 +122,7 @@ class Flattens(Stack):
 
 @pytest.mark.slow
 def test_batches_of_another_length_than_the_first() -> None:
-    """What an axis of rows times tokens is a multiple of differs from batch to batch."""
+    """An axis with rows times tokens has another factor in each batch."""
     batches = [words(number, rows=3, length=length) for number, length in enumerate((6, 9, 4))]
     settings = {"count": count_labels, "within": ROUNDING, "micro_batch_size": 1}
     train_both(build(Flattens), batches, loss_fn=cross_entropy, **settings)
@@ -137,7 +137,7 @@ def test_numbers_that_are_the_batch_size_become_the_micro_batchs(rows: int) -> N
 
 
 class CentresTheBatch(Block):
-    """Mixes rows: in micro-batches it is another function than on the whole batch."""
+    """Mix rows: micro-batches compute another function than the whole batch."""
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h - h.mean(0, keepdim=True))
@@ -151,8 +151,8 @@ class Centring(Stack):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "recompute"), [(1, "always"), (3, "never")])
 def test_a_model_that_mixes_rows_is_not_cut(rows: int, recompute: str) -> None:
-    """Micro-batches change the order of sums and nothing else: where they would, the batch stays whole, and a warning
-    says so.
+    """Micro-batches may change only the summation order. Here more would change, so the batch stays whole, with a
+    warning.
     """
     settings = {"count": count_labels, "micro_batch_size": rows, "recompute": recompute}
     batch_list = [words(s) for s in range(3)]
@@ -192,7 +192,7 @@ class Linear(nn.Module):
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_gradients_in_bf16_are_summed_in_fp32_and_rounded_once(recompute: str) -> None:
-    """Each weight gets 1 from the first row and 2^-9 from 64 others, which a sum in bf16 would leave at 1."""
+    """Each weight gets 1 from the first row and 2^-9 from 64 others. A bf16 sum would stay at 1."""
     rows, small = 65, 2.0**-9
     x = torch.full((rows, WORDS), small)
     x[0] = 1.0
@@ -231,7 +231,7 @@ def test_masks_follow_the_seed() -> None:
 
 
 class Dropping(nn.Module):
-    """Drops half of its input, and shows its masks, also those of a recompute, which leaves no trace in the module."""
+    """Drop half the input and log all masks. The log survives recomputation, unlike module state."""
 
     masks = Log()
 
@@ -246,7 +246,7 @@ class Dropping(nn.Module):
 
 
 class AllDropping(Stack):
-    """A block is used twice."""
+    """Use one block twice."""
 
     def __init__(self) -> None:
         super().__init__(Dropping, depth=2)
@@ -300,7 +300,7 @@ def test_one_micro_batch_draws_as_plain_pytorch_does() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_equal_rows_do_not_tell_whether_a_model_may_be_cut(rows: int) -> None:
-    """A first batch of one row, or of one row three times: each of the next rows is run alone all the same."""
+    """The first batch is one row, or one row three times. Even so, each later row is tested alone."""
     engine, reference = (Engine(build(TreesOfTensors), micro_batch_size=1) for _ in range(2))
     engine.evaluate({key: value.expand(rows, -1) for key, value in words(0, rows=1).items()}, cross_entropy)
     for seed in (1, 2):
@@ -311,7 +311,7 @@ def test_equal_rows_do_not_tell_whether_a_model_may_be_cut(rows: int) -> None:
 
 
 def scales(batch: dict[str, Tensor]) -> list[float]:
-    """Return the largest value of each block of TreesOfTensors."""
+    """Return the largest value per block of TreesOfTensors."""
     model, found = twin(build(TreesOfTensors)), list[float]()
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, result: found.append(float(result["scale"])))
@@ -320,7 +320,7 @@ def scales(batch: dict[str, Tensor]) -> list[float]:
 
 
 def near(batch: dict[str, Tensor]) -> Any:
-    """Return what equals its scales where kernels go by shapes as well."""
+    """Return a value equal to the scales within rounding, since kernels also depend on shapes."""
     return pytest.approx(scales(batch), rel=ROUNDING)
 
 
@@ -331,8 +331,8 @@ def row(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_alike", [False, True])
 def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool) -> None:
-    """In the rows that are tried the first one has the largest value of all blocks; or (`is_alike`) each row has, by a
-    word that all have, and another batch tells.
+    """In the sampled rows, the first row has the maximum in all blocks. With `is_alike`, a shared token gives every row
+    this maximum, and only a later batch shows the difference.
     """
     batches = [words(seed, rows=2) for seed in range(40)]
     first = next(
@@ -352,7 +352,7 @@ def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_value_of_all_rows_that_is_the_first_rows_by_chance(seed: int) -> None:
-    """Recorded on rows of which the first has the largest value in every unit, or the last has."""
+    """The recording sees every unit's maximum in the first row, or in the last."""
     engine, reference = (Engine(build(TreesOfTensors), micro_batch_size=1) for _ in range(2))
     first = words(seed, rows=2)
     engine.evaluate(first, cross_entropy)

@@ -1,6 +1,4 @@
-"""Frozen weights that stay in the model's own files: the same bits as in memory, no copy of them anywhere, and files
-that are as they were.
-"""
+"""Frozen weights read from the model's own files: the same bits as in memory, no copy, and unchanged files."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def saved(folder: Path, make: Callable[[], nn.Module] = llama, dtype: torch.dtyp
 
 
 def built(folder: Path) -> BuiltModel:
-    """The model of a folder, whose query projections and first norm are trained."""
+    """Load the model of a folder; only query projections and the first norm are trainable."""
     found = build_model(ModelSection(path=str(folder), init="pretrained"), seed=0)
     for name, parameter in found.model.named_parameters():
         parameter.requires_grad_("q_proj" in name or "0.input_layernorm" in name)
@@ -65,15 +63,15 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
 
 
 def past_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the host has no memory for the files."""
+    """Simulate a host without page cache for the files."""
     monkeypatch.setattr(disk, "_CACHED_SHARE", math.inf)
 
 
 def opened(folder: Path) -> list[str]:
-    """Return what this process has open in a folder."""
+    """Return the paths in `folder` opened by this process."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the folder itself
+        with contextlib.suppress(OSError):  # the descriptor of this listing is gone
             found.append(str(link.readlink()))
     return [path for path in found if path.startswith(f"{folder.resolve()}/")]
 
@@ -91,7 +89,7 @@ def opened(folder: Path) -> list[str]:
 def test_steps_are_those_over_weights_in_memory(
     make: Any, dtype: torch.dtype, way: dict[str, Any], by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model in fp32 that computes in bf16 has both halves of its weights in the files, and gives them in fp32."""
+    """An fp32 model computing in bf16 has both weight halves in the files, and returns fp32 weights."""
     folder = saved(tmp_path / "model", make, dtype)
     if by == "disk":
         past_the_cache(monkeypatch)
@@ -181,7 +179,7 @@ def test_an_engine_closes_the_files_that_it_has_opened(tmp_path: Path, monkeypat
 
 def change(how: str, file: Path) -> None:
     data = bytearray(file.read_bytes())
-    data[-1] ^= 1  # a weight of the last tensor
+    data[-1] ^= 1  # change a weight in the last tensor
     if how == "written":
         with file.open("r+b") as stream:
             stream.seek(len(data) - 1)
@@ -209,7 +207,7 @@ SAID = {
 def test_no_step_is_made_with_files_that_change(
     how: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a forward: what was read before is good, and what is read after is not used."""
+    """The file changes during a forward: earlier reads are good, and later reads are not used."""
     folder = saved(tmp_path / "model")
     if by == "disk":
         past_the_cache(monkeypatch)
@@ -247,7 +245,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def on_ranks(folder: Path, stage: int) -> list[dict[str, torch.Tensor]]:
-    """Return the weights after two steps over memory, and over files."""
+    """Return the weights after two steps, with the base in memory and in files."""
     found = []
     with open_comm(times=JOB) as comm:
         for placement in (Placement(), FILES):
@@ -260,14 +258,14 @@ def on_ranks(folder: Path, stage: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.slow  # two processes each
+@pytest.mark.slow  # two processes per case
 def test_ranks_read_what_they_hold(tmp_path: Path) -> None:
     for memory, files in run(2, on_ranks, folder=saved(tmp_path / "model"), stage=3):
         assert_same(files, memory)
 
 
 def test_a_step_is_foretold_by_what_it_reads() -> None:
-    """Units that are read for a second each, before their forward and their backward, and compute for less."""
+    """Units take 1 s to read, before the forward and again before the backward, and less to compute."""
     numel, depth = 4096, 6
     infos = [ParameterInfo(n, f"w{n}", (numel,), False, "fp32", False) for n in range(depth)]
     regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])

@@ -1,4 +1,4 @@
-"""The gradient noise scale of micro-batches and ranks, against plain PyTorch in float64 over each part alone."""
+"""Gradient noise scale over micro-batches and ranks, compared with plain PyTorch in float64 on each part."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ TIERS: dict[str, dict[str, Any]] = {"device": {}, "cpu": {"parameters": "cpu", "
 
 
 def expected(model: nn.Module, batch: dict[str, torch.Tensor], rows: int, names: set[str]) -> tuple[float, float]:
-    """Return tr(S) and |G|^2 by the textbook: squares of the mean gradients of parts and of all, which hold n_m and N
-    targets, as unbiased estimates of |G|^2 + tr(S) / n.
+    """Return tr(S) and |G|^2 by the standard formula.
+
+    Squared norms of mean gradients, over parts with n_m targets and over all N targets, are unbiased estimates for
+    |G|^2 + tr(S) / n.
     """
     model, batch = copy.deepcopy(model).double(), {key: value.cpu() for key, value in batch.items()}
     counts = [int((labels[:, 1:] != -100).sum()) for labels in batch["labels"].split(rows)]
@@ -40,9 +42,8 @@ def expected(model: nn.Module, batch: dict[str, torch.Tensor], rows: int, names:
 
 @pytest.mark.parametrize("tier", [pytest.param("device", marks=pytest.mark.slow), "cpu"])
 def test_noise_is_that_of_single_micro_batches(tier: str) -> None:
-    """Of unequal numbers of targets. What runs over the whole batch (the last norm) is left out, and said by its share.
-
-    Break: weigh the parts alike; count what came without a part.
+    """The parts have unequal target counts. The last norm runs over the whole batch, so the estimate excludes this
+    weight, and `share` says so. Break: weigh parts equally; include gradients without a part.
     """
     model = llama()
     plain = copy.deepcopy(model)
@@ -60,7 +61,7 @@ def test_noise_is_that_of_single_micro_batches(tier: str) -> None:
 
 
 class Ranks:
-    """Two ranks, of which one after the other speaks: what the second sums up is with what the first has told."""
+    """Two ranks, called one after the other. The second call sums the values from both."""
 
     size = 2
 
@@ -73,7 +74,7 @@ class Ranks:
 
 
 def test_ranks_and_micro_batches_are_parts_alike() -> None:
-    """Four parts of one rank, and two of each of two; on one of them a parameter came twice, and counts for none."""
+    """Four parts on one rank equal two parts on each of two ranks. A parameter seen twice on one rank is excluded."""
     infos: Any = [SimpleNamespace(trainable=index != 1) for index in range(4)]
     pieces = [Piece(index, 0, (10 * index + 1,)) for index in range(4)]
     gradients = torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(0))

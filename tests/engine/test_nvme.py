@@ -1,5 +1,5 @@
-"""States, gradients and activations on disk: the same bits as in memory, as many bytes as the shapes say, and memory
-that does not grow with the model.
+"""States, gradients and activations on disk: the same bits as in memory, byte counts as computed from shapes, and
+memory independent of model depth.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.engine.test_overlap import MODES, deep
 from tests.matrix import quick
 
 TILE = 2048
-"""Elements: the smallest, so that even tiny regions are cut."""
+"""Elements per tile, the minimum, so that even tiny regions are cut."""
 CHUNK = 12288
-"""Bytes: so that a tile lies on all disks."""
+"""Stripe size in bytes; a tile spans all disks."""
 ALL = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
 Maker = Callable[[], nn.Module]
 
@@ -61,7 +61,7 @@ def on_disk(*folders: Path, **placement: Any) -> Placement:
 
 
 def train(make: Maker, num_steps: int, **settings: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
-    """Return losses and norms, weights, and moments."""
+    """Return ([loss, norm, ...], weights, optimizer states)."""
     engine = Engine(build(make), **settings)
     numbers: list[float] = []
     for seed in range(num_steps):
@@ -89,7 +89,7 @@ def assert_equal(found: Any, wanted: Any) -> None:
 
 
 def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
-    """Return the budget in which that fraction of what could be on disk stays in memory."""
+    """Return a host budget in bytes that keeps `fraction` of the states in memory."""
     engine = Engine(build(make), precision=precision, placement=Placement(activations="device"), prefetch=2)
     states_bytes = sum(tier_bytes(engine, "cpu").values())
     regions = parts_of(engine).regions
@@ -129,7 +129,7 @@ def test_steps_are_bit_equal(
     else:
         placement = on_disk(*folders, gradients="nvme")
     found = train(deeper, NUM_STEPS, precision=precision, placement=placement, prefetch=prefetch, **MODES["deferred"])
-    for tier in ("cpu", "device") if own_device().type == "cpu" else ("cpu",):  # whose updates are its own
+    for tier in ("cpu", "device") if own_device().type == "cpu" else ("cpu",):  # device updates have their own bits
         assert_equal(found, in_memory(deeper, NUM_STEPS, precision, "deferred", tier))
     assert bool(used) == (fraction < 1)
 
@@ -137,7 +137,7 @@ def test_steps_are_bit_equal(
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("most", [4096, 20_000, 1 << 20])
 def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
-    """Rows along any axis, read in tiles: brute force over what each tile covers."""
+    """Rows along any axis are read in tiles. Compares against brute force over the bytes of each tile."""
     from offload.engine.units.activation_offload import _tiles
 
     whole = torch.arange(6 * 5 * 700, dtype=torch.int32).view(6, 5, 700)
@@ -158,10 +158,12 @@ def test_parts_of_an_activation_come_back(axis: int, most: int) -> None:
 @pytest.mark.parametrize(("precision", "gradients"), [("fp32", "nvme"), ("bf16", "auto")])
 @pytest.mark.usefixtures("nothing_left_over")
 def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, folder: Path) -> None:
-    """Every state is read and written once. Weights go up twice more, but for the unit between forward and backward and
-    those that stay on the device, once more: read, but for those that lie in the ring of updates. At the begin of a
-    forward these are the last that were updated, and the first, which came up as soon as they were. In a backward they
-    are those that are read early, or, where gradients wait on disk, still the last, but for what has landed on them.
+    """Every state is read and written once per step.
+
+    Weights are copied to the device twice more. Exceptions: resident units and the unit between forward and backward
+    (once). A copy reads the disk unless the update ring still has the tiles. In the forward these are the last updated
+    tiles; the first unit is copied right after the update. In the backward these are the tiles read early, or, with
+    gradients on disk, the last tiles not yet overwritten by gradients.
     """
     engine = Engine(
         build(deep),
@@ -179,13 +181,13 @@ def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, fold
     assert {region.numel % TILE for region in regions} == {0}
     num_tiles = numel // TILE
     assert [r.numel for r in regions if parts_of(engine).slots.is_resident(r)] == [TILE]
-    forward = num_tiles - at_hand - 2  # what stays, and the first unit
-    # The last unit is there, though its gradients may take another's place. The embedding, of one tile, is among what
-    # is read early, or reads nothing.
+    forward = num_tiles - at_hand - 2  # minus resident tiles and the first unit
+    # The last unit is still in a slot, although its gradients may use another place. The one-tile embedding is read
+    # early, or needs no read.
     backward = num_tiles - at_hand - 1
     for seed in range(4):
         engine.step(tokens(seed))
-        if seed:  # what lies in the ring after a start was not updated there
+        if seed:  # after a start, the ring has no updated tiles
             assert engine.counters.nvme_read_bytes == (12 + waits) * numel + width * TILE * (forward + backward)
         assert engine.counters.nvme_write_bytes == (12 + waits) * numel
     held = tier_bytes(engine, "nvme")
@@ -197,7 +199,7 @@ def test_counters_equal_what_the_shapes_say(precision: str, gradients: str, fold
 
 @pytest.mark.slow
 def test_finish_waits_for_what_a_step_leaves_behind(folder: Path) -> None:
-    """The files say it: whoever reads the states afterwards changes nothing any more."""
+    """Compares file contents: after `finish`, reading the states changes no file."""
 
     def files() -> list[bytes]:
         return [path.read_bytes() for path in disk_files(engine)]
@@ -206,7 +208,7 @@ def test_finish_waits_for_what_a_step_leaves_behind(folder: Path) -> None:
     engine.step(tokens(0))
     engine.finish()
     gate = threading.Event()
-    parts_of(engine).lanes.update_write.submit(gate.wait)  # a slow disk
+    parts_of(engine).lanes.update_write.submit(gate.wait)  # simulate a slow disk
     engine.step(tokens(1))
     left = files()
     threading.Timer(0.05, gate.set).start()
@@ -274,7 +276,7 @@ def test_memory_does_not_grow_with_the_layers(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_larger_budget_keeps_more_in_memory(folder: Path) -> None:
-    """From all on disk to nothing there, by the budget alone; weights before gradients before moments."""
+    """The budget alone moves all states from disk to memory: first weights, then gradients, then moments."""
     shares = []
     for fraction in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
         budget = host_memory_for(deeper, "fp32", fraction)
@@ -330,7 +332,7 @@ def test_activations_count_against_the_budget_of_the_disk(folder: Path) -> None:
 
 
 class HasEmptyToo(Block):
-    """The same at the end of a unit that streams."""
+    """Parameter without elements at the end of a streamed unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +343,7 @@ class HasEmptyToo(Block):
 
 
 class HasEmpty(Stack):
-    """A parameter without elements, which gets a gradient without elements."""
+    """Parameter without elements; the gradient has none either."""
 
     def __init__(self) -> None:
         super().__init__(HasEmptyToo)

@@ -1,4 +1,4 @@
-"""A small model, what an engine would run it on, and the work of its step: for tests and benchmarks of forecasts."""
+"""A small model with an engine plan and the work in a step, for forecast tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS, ROWS, LENGTH = 64, 8, 16
 
 
 class Block(nn.Module):
-    """Residual, with a hidden layer."""
+    """Residual block with a hidden layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embedding, blocks, a norm that stays on the device, head."""
+    """Embedding, blocks, a resident norm and a head."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Stack(nn.Module):
 
 
 def loss_of(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of a prediction of the tokens themselves."""
+    """Return the loss for predicting the input tokens."""
     return functional.cross_entropy(outputs.flatten(0, 1).float(), batch["x"].flatten())
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
-    """Return batches of random tokens [ROWS, LENGTH]."""
+    """Return batches with random tokens [ROWS, LENGTH]."""
     generator = torch.Generator().manual_seed(1)
     return [{"x": torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)} for _ in range(count)]
 
@@ -62,14 +62,14 @@ def planned(model: nn.Module, settings: Settings, comm: Comm | None = None) -> E
 
 
 def work(name: str | None, forward_s: float, backward_s: float, input_bytes: int = 0, saved_bytes: int = 0) -> UnitWork:
-    """Return a use of a unit whose floating point operations are seconds."""
+    """Return the work for one use of a unit. One floating-point operation takes one second."""
     forward, backward = Cost(forward_s, 0, 0), Cost(backward_s, 0, 0)
     return UnitWork(name, forward, backward, input_bytes, saved_bytes, 0, 0, keeps_graph=not saved_bytes)
 
 
 def workload(width: int, depth: int, settings: Settings, seconds: float = 0.001, kept_bytes: int = 1) -> Workload:
-    """Return the work of a step of a `Stack` by its shapes, with so many seconds for every use of a unit. `kept_bytes`:
-    what the graph of a block holds where it is kept.
+    """Return the work in a `Stack` step, computed from shapes, with `seconds` per use. `kept_bytes`: size of a block's
+    autograd graph if saved.
     """
     parts = ROWS // (settings.micro_batch_size or ROWS)
     inputs = ROWS // parts * LENGTH * width * (2 if settings.precision == "bf16" else 4)

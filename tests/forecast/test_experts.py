@@ -1,4 +1,4 @@
-"""What a plan says of experts that are streamed, against draws of a router and against what an engine holds."""
+"""Forecasts for streamed experts, compared with random router draws and with an engine's allocations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which changes are tried where a plan does not fit, and what is said of those that are other training."""
+"""Changes tried if a plan does not fit, and the notes on changes to training itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNCLIPPED = {"train.max_grad_norm": None}
 
 
 def fixes(over: set[str], **settings: Any) -> list[dict[str, Any]]:
-    """Return what is tried for a plan that passes the budgets of these tiers."""
+    """Return the changes tried for a plan over budget on the tiers `over`."""
     found: Any = SimpleNamespace(
         config=Config.load(None, {"train.micro_batch_size": 1, **settings}),
         memory=SimpleNamespace(shortfalls=dict.fromkeys(over, 1), is_one_memory=False),
@@ -31,7 +31,7 @@ def fixes(over: set[str], **settings: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("over", "settings", "on_disk", "unclipped"),
     [
-        ({"device"}, {"offload.nvme_dir": ["/disk"]}, True, False),  # a tied weight is cut where its sums are on disk
+        ({"device"}, {"offload.nvme_dir": ["/disk"]}, True, False),  # a tied weight is cut if its sums are on disk
         ({"device"}, {}, False, False),
         ({"device"}, {"offload.nvme_dir": ["/disk"], "offload.gradients": "nvme"}, False, False),
         ({"cpu"}, {"offload.nvme_dir": ["/disk"]}, True, True),

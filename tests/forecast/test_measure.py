@@ -1,4 +1,4 @@
-"""What is told of a step by shapes alone, against engines that make one: what waits, what graphs hold, FLOPs."""
+"""Measurements from shapes alone match real engine steps: waiting inputs, graph sizes, FLOPs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def told(model: nn.Module, settings: Settings, kind: str = "causal", **batch: bo
 
 
 def waiting_bytes(work: Workload) -> int:
-    """Return the inputs that wait at once; of the head in pieces, one piece's."""
+    """Return the bytes of simultaneously waiting inputs. A chunked head counts one chunk."""
     most = len(work.calls) - sum(not call.is_cut and call.name is not None for call in work.calls) * 2 + 2
     calls = work.calls if work.num_chunks == 1 else work.calls[:most]
     once = sum(call.shared_bytes for call in calls)
@@ -44,7 +44,7 @@ def waiting_bytes(work: Workload) -> int:
 
 @pytest.fixture
 def peaks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """The most that any ledger has held by name."""
+    """Collect the peak bytes per allocation name over all ledgers."""
     found: dict[str, int] = {}
     reserve = Ledger.reserve
 
@@ -120,7 +120,7 @@ def test_flops_are_those_that_torch_counts(make: Callable[[], nn.Module]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gemma2, gpt2, t5])
 def test_whose_backward_reads_no_weights_is_as_an_engine_finds_it(make: Callable[[], nn.Module]) -> None:
-    """Gemma's table has a scale; that of T5 is used twice."""
+    """Gemma scales the embedding table, and T5 uses the table twice."""
     model, kind = build(make), "seq2seq" if make is t5 else "causal"
     _, work = told(model, Settings(), kind)
     tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
@@ -139,7 +139,7 @@ def test_whose_backward_reads_no_weights_is_as_an_engine_finds_it(make: Callable
 
 @pytest.mark.slow
 def test_a_head_in_chunks_costs_the_same_whatever_the_micro_batches() -> None:
-    """It runs once over all rows: its weights are read once for each chunk."""
+    """The head runs once over all rows and reads the weights once per chunk."""
 
     def head(rows: int) -> list[Cost]:
         _, work = told(build(llama), Settings(micro_batch_size=rows, head_chunk_bytes=4 * ROWS * VOCABULARY * 4))
@@ -147,7 +147,7 @@ def test_a_head_in_chunks_costs_the_same_whatever_the_micro_batches() -> None:
         return [cost for call in work.calls if not call.is_cut for cost in (call.forward, call.backward)]
 
     assert head(2) == head(3) == head(ROWS)
-    for one, all_rows in zip(head(1), head(ROWS), strict=True):  # a single row is contiguous where several are not
+    for one, all_rows in zip(head(1), head(ROWS), strict=True):  # a single row is contiguous, several rows may not be
         assert one.flops == all_rows.flops
         assert one.num_bytes == pytest.approx(all_rows.num_bytes, rel=0.15)
 
@@ -182,7 +182,7 @@ def test_a_model_stays_as_it_was() -> None:
 
 
 class Asks(nn.Module):
-    """Goes by what its weights compute."""
+    """Branch on values computed from the weights."""
 
     def __init__(self) -> None:
         super().__init__()

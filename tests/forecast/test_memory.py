@@ -1,4 +1,4 @@
-"""What a plan says is held, against engines: a handful of the configurations of benchmarks/plan_memory.py."""
+"""Planned memory equals engine memory, for a few configurations from benchmarks/plan_memory.py."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise(
 
 @pytest.mark.slow
 def test_states_are_updated_in_both_places_where_that_is_faster_and_nobody_says_otherwise() -> None:
-    """In a short step, in which the host is late and the device has memory to spare."""
+    """Covers a short step with a slow host and spare device memory."""
     where: dict[str, object] = {"model.preset": "1b", "data.sequence_length": 1024, "train.batch_size": 1}
     where |= {"train.precision": "bf16", "train.recompute": "always", "offload.graphs": "device"}
     gpu = GPU.with_(host_bytes=256 << 30, device_bytes=10 << 30)

@@ -1,4 +1,4 @@
-"""Steps in counted time: lanes as they are queued, and whole steps against hand-made sums and the ideal schedule."""
+"""Simulated steps: lane queues, and whole steps compared with manual sums and the ideal schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORWARD_S, BACKWARD_S = 1.0, 2.0
 
 
 def regions(depth: int = DEPTH, delays: bool = False) -> tuple[Region, ...]:
-    """Return regions of fp32 weights, one for each unit."""
+    """Return regions of fp32 weights, one per unit."""
     infos = [ParameterInfo(n, f"w{n}", (NUMEL,), True, "fp32", False) for n in range(depth)]
     return build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, MOMENTS, delays=delays)
 
@@ -42,8 +42,8 @@ def played(
     corrects: bool = False,
     delay: int = 0,
 ) -> Simulated:
-    """Return a steady step of units that are alike, each of which moves and is updated in so many seconds. `clip`: None
-    for no clipping.
+    """Simulate a steady step with equal units. Each unit takes `fetch_s`, `land_s` and `update_s` seconds for H2D copy,
+    D2H copy and update. `clip=None`: no clipping.
     """
     its, size = regions(delays=delay > 0), 4 * NUMEL
     plan = PlayedPlan(
@@ -66,7 +66,7 @@ def played(
 
 
 def submit(lane: Lane, seconds: int, *reads: Ticket) -> Ticket:
-    """Submit work of so many seconds, on lanes whose bytes take one each."""
+    """Submit work for `seconds` on lanes with one byte per second."""
 
     def never() -> None:
         raise AssertionError("work is played, and not done")
@@ -90,7 +90,7 @@ def test_a_link_does_one_thing_at_a_time_for_all_its_lanes(lanes: PlayedLanes) -
 
 @pytest.mark.parametrize("in_stream", [False, True])
 def test_compute_that_sends_over_the_network_waits_and_does_not_compute(in_stream: bool) -> None:
-    """Break: count it as compute, so that a step which the network bounds is told as bound by compute."""
+    """Break: count network time as compute, so that a network-bound step is reported as compute-bound."""
     lanes = PlayedLanes({"network": float}, in_stream=in_stream)
     lanes.compute(3.0)
     submit(lanes.here_between, 2)
@@ -141,7 +141,7 @@ def test_with_one_slot_every_fetch_is_waited_for_but_that_of_a_unit_that_is_stil
 def test_deferred_updates_hide_behind_the_next_forward_alone() -> None:
     compute = DEPTH * (FORWARD_S + BACKWARD_S)
     told = played(0, 0, 3.0)
-    # The updates of all but the first unit go on beside the forward, one behind the other, in the order of their use.
+    # All updates except the first unit's overlap the forward, one after the other in order of use.
     assert told.seconds == compute + DEPTH * 3.0 - (DEPTH - 1) * FORWARD_S
     assert played(0, 0, 3.0, clip=None).seconds < told.seconds
 
@@ -149,7 +149,7 @@ def test_deferred_updates_hide_behind_the_next_forward_alone() -> None:
 def test_a_slow_lane_is_what_a_step_takes() -> None:
     told = played(0, 5.0, 0, clip=None)
     assert told.busy_s["d2h"] == 5.0 * DEPTH
-    # The host waits for the last gradient, and the first one can begin to come down after all forwards and a backward.
+    # The host waits for the last gradient. The first D2H copy starts after all forwards and one backward.
     assert told.seconds == DEPTH * (5.0 + FORWARD_S) + BACKWARD_S
 
 
@@ -168,7 +168,7 @@ def test_corrections_are_a_second_pass_over_what_was_updated_early() -> None:
 
 
 def test_speculation_pays_where_nothing_is_clipped_and_deferring_where_all_is() -> None:
-    """By which `clip: auto` goes: see `Updates.decide`."""
+    """`clip: auto` decides by this rule: see `Updates.decide`."""
     for update_s, land_s in itertools.product((0.5, 1.0, 2.0, 3.0, 5.0), (0.0, 0.5)):
         best, worst = (played(0, land_s, update_s, clip="speculative", corrects=corrects) for corrects in (False, True))
         deferred = played(0, land_s, update_s)
@@ -185,7 +185,7 @@ def test_a_step_is_near_the_ideal_schedule_and_no_better(ratio: float, clip: str
     uses += [Use(BACKWARD_S, f"unit {n}", True) for n in reversed(range(DEPTH))]
     units = {f"unit {n}": Unit(1, fetch_s, land_s, update_s) for n in range(DEPTH)}
     best = ideal(Work(uses, units, slots, clip or "none")).seconds
-    # A greedy schedule that looks ahead by another rule may be a little faster: see `ideal`.
+    # A greedy schedule with another look-ahead may be slightly faster: see `ideal`.
     assert 0.97 * best <= told.seconds <= 1.15 * best
 
 
@@ -193,8 +193,8 @@ def test_a_step_is_near_the_ideal_schedule_and_no_better(ratio: float, clip: str
 def test_inputs_come_back_ahead_of_the_weights_of_the_unit_after_theirs(
     slots: int, fetch_s: float, in_stream: bool
 ) -> None:
-    """So that two micro-batches take no longer than a whole batch: a fetch is longer than one, and the inputs of the
-    second would wait behind it.
+    """Otherwise two micro-batches would take longer than a whole batch: the inputs of the second would wait behind an
+    H2D copy of weights, longer than a micro-batch.
     """
     its, size, saved = regions(), 4 * NUMEL, 8192
     plan = PlayedPlan(
@@ -227,7 +227,7 @@ def test_what_a_steady_step_takes_does_not_depend_on_how_many_are_played() -> No
 
 
 def test_without_a_wait_a_played_step_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an engine waits for is played by the engine's own fences: to take a wait away shows in the time."""
+    """The simulation uses the engine's own fences, so removing a wait changes the time."""
     wanted = played(0.1, 5.0, 0, buffers=1).seconds
     monkeypatch.setattr(Ring, "take", reused_at_once(Ring.take))
     assert played(0.1, 5.0, 0, buffers=1).seconds < wanted

@@ -1,10 +1,10 @@
-"""What papers printed, from our own layout, plan and simulation: there is no second set of formulas.
+"""Figures printed in papers, reproduced by the layout, plan and simulation of this project, without separate formulas.
 
 ZeRO: Rajbhandari et al., arXiv:1910.02054. ZeRO-Offload: Ren et al., arXiv:2101.06840. ZeRO-Infinity: Rajbhandari et
-al., arXiv:2104.07857. ZeRO's GB are 1e9 bytes, ZeRO-Infinity's TB and GB are 2^40 and 2^30.
+al., arXiv:2104.07857. GB is 1e9 bytes in ZeRO; TB and GB are 2^40 and 2^30 in ZeRO-Infinity.
 
-These keep an fp32 master beside the half-precision weights; ours is the weights' other half, two bytes less. Where
-their figures are to come out, a plane stands for these two bytes.
+The papers keep an fp32 master beside the half-precision weights. This project stores only the missing half, two bytes
+less. To reproduce the printed figures, an extra plane adds these two bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FP32_GRADIENT = Plane("fp32_gradient", torch.float32)
 def regions(
     units: Sequence[Sequence[tuple[int, ...]]], ranks: int = 1, extra: Sequence[Plane] = ()
 ) -> tuple[Region, ...]:
-    """Return the regions of units with parameters of these shapes, in bf16, with Adam's states and more."""
+    """Return regions for units with these bf16 parameter shapes, Adam states and the planes `extra`."""
     infos, its = [], {}
     for number, shapes in enumerate(units):
         its[f"unit {number}"] = range(len(infos), len(infos) + len(shapes))
@@ -48,7 +48,7 @@ def regions(
 
 
 def state_bytes(numel: float, ranks: int, stage: int) -> float:
-    """Return the bytes of a model's states on each device, as planned for states that rest there."""
+    """Return the planned bytes of model states per device, with all states on the device."""
     its = regions([[(round(numel),)]], ranks, [WHOLE_MASTER])
     layout = DiskLayout(sharding=Sharding(0, ranks, stage))
     units = [UnitPlan("unit 0", its, resident=False)]
@@ -65,7 +65,7 @@ def state_bytes(numel: float, ranks: int, stage: int) -> float:
     return sum(allocation.num_bytes for allocation in plan if allocation.name in states)
 
 
-# ZeRO, Table 1: per-device memory in GB of stages 1, 2 and 3, by parameters and degree of data parallelism.
+# ZeRO, Table 1: memory per device in GB for stages 1, 2 and 3, by parameters and data-parallel degree.
 ZERO_TABLE_1 = {
     7.5e9: {
         1: ("120", "120", "120"),
@@ -98,12 +98,12 @@ ZERO_TABLE_1 = {
 def test_zero_table_1(numel: float) -> None:
     for ranks, row in ZERO_TABLE_1[numel].items():
         for stage, printed in enumerate(row, start=1):
-            last_digit = 10.0 ** -len(printed.partition(".")[2])  # which they round in some cells, and cut in others
+            last_digit = 10.0 ** -len(printed.partition(".")[2])  # the paper rounds some cells and truncates others
             assert state_bytes(numel, ranks, stage) / GB == pytest.approx(float(printed), abs=last_digit * 1.0001)
 
 
 def test_zero_table_2() -> None:
-    # Its theoretical half: billions of parameters on 32 GB, of stages 0 to 3 over 64 devices, no model parallelism.
+    # Theoretical half: billions of parameters on 32 GB, stages 0 to 3 over 64 devices, no model parallelism.
     for stage, printed in enumerate((2, 7.6, 14.4, 128)):
         assert 32 * GB / (state_bytes(1e9, 64, stage) / 1e9) / 1e9 == pytest.approx(printed, abs=0.05)
 
@@ -124,7 +124,7 @@ def played(
     inline: bool = False,
     saved_bytes: int = 0,
 ) -> Simulated:
-    """Play a step; without a rate a link's seconds are its bytes."""
+    """Simulate a step. Without `rates`, links run at one byte per second."""
     size = max(region.weight_bytes for region in its)
     placement = Placement(activations="cpu" if saved_bytes else "device")
     plan = PlayedPlan(
@@ -149,8 +149,8 @@ def played(
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_zero_communication_volumes(stage: int, volume: int) -> None:
-    # Section 7: 2P elements a step for stages 0 to 2, 3P for stage 3; exact for many ranks, and for weights that are
-    # gathered in forward and again in backward. Sums go in fp32 here, weights in bf16.
+    # Section 7: 2P elements per step for stages 0 to 2, 3P for stage 3. Exact for many ranks, with weights gathered in
+    # the forward and again in the backward. Here sums are fp32 and weights bf16.
     ranks, depth, numel = 512, 40 if stage == 3 else 4, 2048 * 512
     its = regions([[(numel,)]] * depth, ranks)
     reduced = 4 * numel * depth // ranks * (2 if stage == 0 else 1)
@@ -161,8 +161,8 @@ def test_zero_communication_volumes(stage: int, volume: int) -> None:
 
 
 def test_zero_offload_table_1_and_traffic() -> None:
-    # Table 1: 16 bytes a parameter on the GPU with everything there, 2 with gradients and updates on the CPU. (One here
-    # and the other there is no placement of ours.) Section 3.2: 4 bytes a parameter over PCIe.
+    # Table 1: 16 bytes per parameter on the GPU with everything there, 2 with gradients and updates on the CPU. (This
+    # project has no placement that separates these two.) Section 3.2: 4 bytes per parameter over PCIe.
     depth, numel = 8, 1 << 20
     assert state_bytes(1e9, 1, 0) / 1e9 == pytest.approx(16, abs=0.001)
     its = regions([[(numel,)]] * depth)
@@ -174,8 +174,8 @@ def test_zero_offload_table_1_and_traffic() -> None:
     assert moved.busy_s["h2d"] + moved.busy_s["d2h"] == 4 * depth * numel
 
 
-# ZeRO-Infinity, Figure 2(a): layers, hidden dimension in 1024; trillions of parameters, TB of model states, TB of
-# activation checkpoints at batch 32 and sequence 1024, GB of model state working memory.
+# ZeRO-Infinity, Figure 2(a): layers, hidden dimension in 1024; trillions of parameters, TB for model states, TB for
+# activation checkpoints at batch 32 and sequence 1024, GB for model state working memory.
 INFINITY_FIGURE_2A = (
     (80, 10, 0.10, 1.83, 0.05, None),
     (100, 20, 0.50, 9.16, 0.12, 6.25),
@@ -196,7 +196,7 @@ def test_zero_infinity_figure_2a(
     assert layers * sum(p.num_bytes(region.numel) for p in region.planes) / TIB == pytest.approx(states, abs=0.01)
     saved = played(regions([[(2048,)]]), saved_bytes=32 * 1024 * width * 2, rates={"d2h": 1.0})
     assert layers * (saved.busy_s["d2h"] - 2 * 2048) / TIB == pytest.approx(checkpoints, abs=0.01)
-    if working is not None:  # of the largest operator, a unit by itself: its weights, and their gradient
+    if working is not None:  # largest operator as a unit: weights and gradient
         its = regions([[(width, 4 * width)]])
         plan = plan_memory(
             [UnitPlan("unit 0", its, resident=False)],
@@ -210,8 +210,8 @@ def test_zero_infinity_figure_2a(
         assert held / GIB == pytest.approx(working, abs=0.01)
 
 
-# ZeRO-Infinity, Figure 2a: hidden size in K, heads and layers of models, full activations in TB a node of 16 GPUs and
-# activation working memory in GB a GPU, each at 4 rows of 1024 tokens.
+# ZeRO-Infinity, Figure 2a: hidden size in K, heads, layers; full activations in TB per node (16 GPUs) and activation
+# working memory in GB per GPU, both at 4 rows with 1024 tokens.
 INFINITY_ACTIVATIONS = (
     (10, 128, 80, 2.03, 1.63),
     (20, 160, 100, 3.91, 2.50),
@@ -222,7 +222,7 @@ INFINITY_ACTIVATIONS = (
 
 
 def block_work(width: int, heads: int, rows: int, length: int) -> UnitWork:
-    """Return what is measured of a block of GPT-2 with matrices of scores, without dropout."""
+    """Return the measured work of a GPT-2 block with score matrices, without dropout."""
     config = GPT2Config(
         n_embd=width,
         n_head=heads,
@@ -250,11 +250,12 @@ def block_work(width: int, heads: int, rows: int, length: int) -> UnitWork:
 
 @pytest.mark.parametrize(("hidden", "heads", "layers", "full", "working"), INFINITY_ACTIVATIONS)
 def test_zero_infinity_figure_2a_activations(hidden: int, heads: int, layers: int, full: float, working: float) -> None:
-    """Equation (5) counts rows * length * (16 hidden + 2 heads * length) bytes of a block: one matrix of scores and,
-    in half precision, eight tensors as wide as the hidden state. Autograd keeps that matrix and sixteen: the inputs of
-    the block, of the products for query, key and value, of attention's projection, of the second norm and of the MLP;
-    query, key and value; 4 before the activation function and 4 behind it. So ours is the published figure and eight
-    such tensors more, 1.38 to 1.56 times as much.
+    """Equation (5) counts rows * length * (16 hidden + 2 heads * length) bytes per block: one score matrix and, in half
+    precision, eight tensors with the width of the hidden state.
+
+    Autograd saves the same matrix and sixteen tensors: the inputs to the block, the query/key/value product, the
+    attention projection, the second norm and the MLP; query, key and value; 4 before the activation function and 4
+    after. The forecast is therefore the published figure plus eight tensors, a factor from 1.38 to 1.56.
     """
     width, rows, length = hidden * 1024, 4, 1024
     work = block_work(width, heads, rows, length)
@@ -266,19 +267,20 @@ def test_zero_infinity_figure_2a_activations(hidden: int, heads: int, layers: in
 
 
 PEAK = 70e12
-"""Of a V100, FLOP/s, as section 4.2 has it."""
+"""FLOP/s on a V100, from section 4.2."""
 
 
 def efficiency(intensity: float, bandwidth: float) -> float:
-    """Return equation (6), of FLOP a byte and bytes a second."""
+    """Return the efficiency by equation (6). `intensity` in FLOP per byte, `bandwidth` in bytes per second."""
     return intensity * bandwidth / (intensity * bandwidth + PEAK)
 
 
 @pytest.mark.parametrize("bandwidth", [1e9, 10e9, 70e9, 1e12])
 @pytest.mark.parametrize("tokens", [1024, 4096, 16384])
 def test_zero_infinity_efficiency_of_parameters_and_gradients(bandwidth: float, tokens: int) -> None:
-    # Equation (9) with (6): no overlap, 8 FLOP a parameter and token with recompute, of 8 bytes a parameter. We fetch
-    # once less, since a recompute runs under the fetch of its backward: 6 bytes, of a link that is 6/8 as fast here.
+    # Equation (9) with (6): no overlap, 8 FLOP per parameter and token with recomputation, 8 bytes per parameter. This
+    # project moves 6 bytes, since recomputation shares the H2D copy with the backward. The link is therefore slowed to
+    # 6/8.
     depth, numel = 100, 1 << 20
     its = regions([[(numel,)]] * depth)
     flop = 8 * tokens * numel
@@ -289,7 +291,7 @@ def test_zero_infinity_efficiency_of_parameters_and_gradients(bandwidth: float, 
         inline=True,
     )
     told = depth * flop / PEAK / step.seconds
-    # The last unit's backward follows on its forward, without a fetch between.
+    # The backward of the last unit follows its forward without an H2D copy.
     assert told == pytest.approx(efficiency(tokens, bandwidth), rel=0.01)
 
 
@@ -300,10 +302,11 @@ def test_zero_infinity_section_4_2() -> None:
     rates = dict.fromkeys(("h2d", "d2h"), 70e9)
     step = played(its, rates=rates, compute_s=(flop / 4 / PEAK, flop * 3 / 4 / PEAK), inline=True)
     assert 0.5 < efficiency(1024, 70e9) < 40 * flop / PEAK / step.seconds
-    # Optimizer states: 90 % at 1.5 TB/s and batch 2. They are read and written once, 16 bytes a parameter; ours 12.
+    # Optimizer states: 90 % at 1.5 TB/s and batch 2. The paper reads and writes 16 bytes per parameter once, this
+    # project 12.
     updated = played(its, rates={"update": 1.5e12}, compute_s=(flop / 2 / PEAK, flop * 3 / 2 / PEAK), inline=True)
     assert 0.9 < efficiency(2 * 1024 / 4, 1.5e12) < 40 * 2 * flop / PEAK / updated.seconds
-    # Activation checkpoints: 50 % at 2 GB/s and a hidden dimension of 2048, by equation (11).
+    # Activation checkpoints: 50 % at 2 GB/s and hidden dimension 2048, by equation (11).
     width, tokens = 2048, 4096
     block = regions([[(12 * width, width)]] * 12)
     moved, weights = (played(block, saved_bytes=saved) for saved in (2 * tokens * width, 0))

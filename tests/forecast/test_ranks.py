@@ -1,4 +1,4 @@
-"""A step of several ranks, forecast: its links move the bytes, and exchange the elements, that an engine's do."""
+"""Forecast steps over several ranks move the same bytes and exchange the same elements as an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MACHINE = Hardware("made up", "cpu", 1, None, 1 << 40, None, None, False, RATES)
 def told_and_made(
     placement: dict[str, Any], num_machines: int = 1, **settings: Any
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the bytes of each link in a step as they are forecast, and what an engine counts."""
+    """Return (forecast bytes per link in a step, bytes and elements counted by an engine)."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     local = size // num_machines
     os.environ.update(LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(rank % local))
@@ -68,7 +68,7 @@ def test_ranks_move_and_exchange_what_is_foretold(
 ) -> None:
     for told, made in run(2, told_and_made, placement=placement, zero_stage=stage, **settings):
         assert (told["h2d"], told["d2h"]) == (made["h2d"], made["d2h"])
-        # Each rank's own bytes of what all get.
+        # each rank's own bytes in the shared result
         assert told["collective"] * 2 / 4 == made["reduced"] + made["gathered"]
 
 
@@ -83,7 +83,7 @@ def test_ranks_move_and_exchange_what_is_foretold(
     ],
 )
 def test_machines_send_what_is_foretold(size: int, settings: dict[str, Any]) -> None:
-    """Break: count what a replica exchanges on one machine; let the lane move what is received as well."""
+    """Break: count exchanges between replicas on one machine; add received bytes to the lane."""
     for told, made in run(size, told_and_made, placement={}, num_machines=2, **settings):
         assert told["sent"] == made["sent"] > 0
         assert told["d2h"] == made["d2h"]

@@ -1,4 +1,4 @@
-"""The search for a placement: against brute force, within every budget, and no deeper than pays."""
+"""Placement search: equal to brute force, within every budget, and no deeper tier than useful."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def placer(rates: Rates = RATES) -> Placer:
 
 
 def wanted(**placement: Any) -> Settings:
-    """Return settings that leave everything open, on throttled links: a CPU then plans with lanes."""
+    """Return settings with every choice open. Throttled links make a CPU plan with lanes."""
     return Settings(
         placement=Placement(**{**ANYWHERE, "nvme_dir": "/tmp", **placement}),
         recompute="auto",
@@ -48,7 +48,7 @@ def wanted(**placement: Any) -> Settings:
 
 @dataclass
 class Fake:
-    """An estimate that was made up, and notes what was asked of it."""
+    """Estimate with fixed values; `was_played` records a simulation request."""
 
     least_seconds: float
     bound_seconds: float
@@ -132,7 +132,7 @@ def test_everything_is_on_the_device_where_that_fits() -> None:
     found = best(placer(), wanted(device_memory="4MiB"))
     placement = found.settings.placement
     assert (placement.parameters, placement.optimizer, placement.activations) == ("device", "device", "auto")
-    assert found.settings.recompute == "auto"  # which keeps all that there is room for
+    assert found.settings.recompute == "auto"  # saves as many graphs as fit
 
 
 @pytest.mark.slow

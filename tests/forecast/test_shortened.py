@@ -1,4 +1,4 @@
-"""A few blocks stand for many that are alike."""
+"""A forecast simulates a few identical blocks and extrapolates to the real depth."""
 
 from __future__ import annotations
 

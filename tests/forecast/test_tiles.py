@@ -1,4 +1,4 @@
-"""What tiles of the sequence are told to save, and when a plan asks for them."""
+"""Forecast savings from sequence tiles, and plans with automatic tiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = 1 << 16
 
 
 def block(tile: int | str, hidden: int = 64) -> UnitWork:
-    """Return the work of a block of the proportions of Llama 3 8B on a row of 64 k tokens."""
+    """Return the work in a block with Llama 3 8B proportions, for a row with 64 k tokens."""
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden * 7 // 2,
@@ -49,7 +49,7 @@ def test_a_block_of_64k_tokens_takes_a_third_of_the_memory() -> None:
 
 
 def of_a_rank(size: int) -> UnitWork:
-    """Return the work of a block on a rank of so many that share rows of 4 k tokens."""
+    """Return the work in a block on one rank. `size` ranks share rows with 4 k tokens."""
     sizes = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 8, "num_key_value_heads": 2}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64, max_position_embeddings=4096))
@@ -61,13 +61,13 @@ def of_a_rank(size: int) -> UnitWork:
 
 
 def test_ranks_that_share_sequences_have_their_part_of_a_block() -> None:
-    """Of attention over whole rows too, by their heads."""
+    """Attention over whole rows is divided too, by heads."""
     whole, part = of_a_rank(1), of_a_rank(2)
     assert part.forward.flops == pytest.approx(whole.forward.flops / 2)
     assert part.backward.flops == pytest.approx(whole.backward.flops / 2)
     assert part.input_bytes == pytest.approx(whole.input_bytes / 2, rel=0.01)
     assert part.backward_temporary_bytes <= 0.6 * whole.backward_temporary_bytes
-    sent = 2 * 2048 * (64 + 2 * 16 + 64) // 2  # bf16: queries, keys, values and results of own tokens; half stay
+    sent = 2 * 2048 * (64 + 2 * 16 + 64) // 2  # bf16 queries, keys, values and results for local tokens; half stay
     assert (whole.forward.exchanged_bytes, part.forward.exchanged_bytes) == (0, sent)
     assert part.backward.exchanged_bytes == sent
 

@@ -1,4 +1,4 @@
-"""What is forecast of a step: it moves the very bytes that an engine moves, in the lanes in which it moves them."""
+"""A forecast step moves exactly the bytes moved by an engine, in the same lanes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH, DEPTH = 16, 5
 RATES = Rates(1e9, 1e9, 2e9, {"fp32": 1.0, "bf16": 1.0}, 1e9, 1e9, 0.0, 1e9, 1e9)
 MACHINE = Hardware("made up", "cpu", 1, None, 1 << 40, None, None, False, RATES)
 THROTTLE = {"h2d": 1e12, "d2h": 1e12, "update": 1e12}
-"""So that there are lanes beside compute."""
+"""A throttle creates lanes beside compute."""
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deferred": ({}, {}),
     "inline": ({"throttle": None}, {}),
@@ -105,7 +105,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
             engine.step(batch, loss_of)
         counters = engine.counters
         moved = [counters.h2d_bytes, counters.d2h_bytes, counters.nvme_read_bytes, counters.nvme_write_bytes]
-    if settings.throttle is None:  # what compute itself does is no lane's
+    if settings.throttle is None:  # without lanes, compute makes all copies
         return
     assert [told.busy_s[link] for link in links] == moved
     assert told.nvme_written_bytes == moved[-1]
@@ -121,7 +121,7 @@ def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: i
 
 @pytest.mark.parametrize(("precision", "rows"), [("fp32", 8), ("fp32", 2), ("bf16", 2)])
 def test_gradients_of_micro_batches_are_added_up_over_memory(precision: str, rows: int) -> None:
-    """Each is read, and the sum in fp32 is read and written; with a single one there is nothing to add."""
+    """Each gradient is read, and the fp32 sum is read and written. A single micro-batch needs no sum."""
     settings = Settings(precision=precision, micro_batch_size=rows)
     its = planned(Stack(WIDTH, DEPTH), settings)
     machine = MACHINE.with_(rates=replace(RATES, device_bytes_per_s=64.0))
@@ -136,7 +136,7 @@ def test_gradients_of_micro_batches_are_added_up_over_memory(precision: str, row
 
 @pytest.mark.parametrize(("is_block", "share"), [(True, 0.43), (False, 1.0)])
 def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, share: float) -> None:
-    """Fewer of them where blocks are compiled."""
+    """Compiled blocks move fewer bytes outside the products."""
     machine = MACHINE.with_(rates=replace(RATES, device_bytes_per_s=4.0))
     use = replace(work("x", 0.0, 0.0), is_block=is_block)
     cost = Cost(flops=2.0, num_bytes=4.0, num_operations=0, moved_bytes=8.0)
@@ -145,7 +145,7 @@ def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, 
 
 
 def test_each_run_of_a_use_costs_the_host() -> None:
-    """Each micro-batch of a block, and a head in chunks once for each of these, whatever the micro-batches."""
+    """Host time counts each micro-batch of a block, and each chunk of a head once, for any micro-batch size."""
 
     def host_s(rows: int | None, *, is_cut: bool) -> float:
         its, found = planned(Stack(WIDTH, DEPTH), Settings(micro_batch_size=rows)), workload(WIDTH, DEPTH, Settings())
@@ -159,7 +159,7 @@ def test_each_run_of_a_use_costs_the_host() -> None:
 
 
 def test_auto_is_what_the_engine_makes_of_gradients_that_are_clipped_or_not() -> None:
-    """Break: play it as speculative where gradients are clipped, which takes longer than a run."""
+    """Break: simulate speculative clipping for clipped gradients, with a time longer than a real run."""
 
     def seconds(clip: str, *, clips: bool) -> float:
         chosen = Settings(throttle=THROTTLE | {"update": 1e5}, clip=clip)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def test_a_throttle_stands_for_its_link() -> None:
 
 
 def times(found: Workload, factor: float) -> Workload:
-    """Return the work of so many times as many tokens."""
+    """Return the work for `factor` times as many tokens."""
     calls = [
         replace(
             call,
@@ -196,7 +196,7 @@ def times(found: Workload, factor: float) -> Workload:
 
 @pytest.mark.parametrize("activations", ["device", "cpu"])
 def test_from_so_many_tokens_on_a_step_computes_for_as_long_as_links_work(activations: str) -> None:
-    """What computes grows with the tokens, and so do inputs that wait on the host; weights and gradients do not."""
+    """Compute grows with the tokens, as do inputs stored on the host. Weights and gradients do not."""
     settings = Settings(throttle=THROTTLE | {"h2d": 2e6}, placement=Placement(activations=activations))
     its, found = planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings)
 
@@ -215,7 +215,7 @@ def test_no_number_of_tokens_hides_what_grows_as_fast_as_compute() -> None:
 
 @pytest.mark.parametrize("by", ["cache", "disk"])
 def test_a_base_in_its_files_hides_by_the_disk_or_by_memory(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read of it is read at the disk's rate, or copied out of the page cache at that of memory."""
+    """Base reads run at disk rate, or at memory rate from the page cache."""
     if by == "disk":
         monkeypatch.setattr(disk, "_CACHED_SHARE", math.inf)
     settings = Settings(placement=Placement(parameters="files"), throttle={"update": 1e12})

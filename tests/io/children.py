@@ -1,4 +1,4 @@
-"""Processes of their own, for what cannot be undone: system call filters, limits, users, a violent end."""
+"""Child processes for irreversible actions: system call filters, limits, users, kill signals."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class _Program(ctypes.Structure):
 
 
 def forbid(number: int, error: int, *, argument: int | None = None, bits: int = 0) -> None:
-    """Let system call `number` fail with `error` from now on, on all threads; only where an argument has these bits.
+    """Make system call `number` fail with `error` in all threads from now on. With `argument`, only if this argument
+    has one of `bits` set.
 
-    A seccomp filter: BPF over struct seccomp_data {int nr; u32 arch; u64 ip; u64 args[6]}.
+    Installs a seccomp filter: BPF over struct seccomp_data {int nr; u32 arch; u64 ip; u64 args[6]}.
     """
     load, equal, any_set, give = 0x20, 0x15, 0x45, 0x06
     steps = [(load, 0, 0, 0), (equal, 0, 1 if argument is None else 3, number)]
@@ -63,12 +64,12 @@ def round_trip(engine, path, num_bytes=1 << 20):
 
 
 def start(code: str, *arguments: object) -> forks.Forked:
-    """Start a Python process with these lines; what _PREAMBLE imports and defines is there."""
+    """Start a Python process with `_PREAMBLE` and these lines."""
     return forks.start(["-c", _PREAMBLE + textwrap.dedent(code), *arguments])
 
 
 def run(code: str, *arguments: object) -> str:
-    """Run these lines in a Python process and return what they print."""
+    """Run these lines in a Python process and return the output."""
     process = start(code, *arguments)
     try:
         out, err = process.communicate(timeout=120)

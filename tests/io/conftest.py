@@ -1,4 +1,4 @@
-"""An engine of every kind that this machine has."""
+"""Fixtures for every I/O engine kind on this machine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def kind(request):
 
 @pytest.fixture
 def engine_of():
-    """Make engines that are closed after the test."""
+    """Return a function to open engines, closed after the test."""
     with contextlib.ExitStack() as stack:
         yield lambda kind, **options: stack.enter_context(IoEngine(kind, **options))

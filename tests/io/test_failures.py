@@ -27,7 +27,7 @@ def test_the_file_ends_too_early(engine_of, kind, tmp_path):
     file = engine.open(path, num_bytes=MIB)
     os.truncate(path, 10_000)
     ticket = engine.read(file, 0, pages(MIB))
-    for _ in range(2):  # as often as one asks
+    for _ in range(2):  # every wait raises
         with pytest.raises(DiskError, match=r"met the end of the file after \d+ bytes: .* truncated") as caught:
             ticket.wait()
     error = caught.value
@@ -35,7 +35,7 @@ def test_the_file_ends_too_early(engine_of, kind, tmp_path):
     assert error.offset >= 8192
     assert str(path) in str(error)
     back = pages(8192)
-    engine.read(file, 0, back).wait()  # the engine goes on
+    engine.read(file, 0, back).wait()  # the engine still works
 
 
 def test_a_write_to_a_file_that_is_read_only(engine_of, kind, tmp_path):
@@ -102,11 +102,11 @@ def test_a_full_disk(kind, small_disk):
         (small_disk / "other").unlink()
         file.close()
         file.path.unlink()
-        assert shutil.disk_usage(small_disk).free > 12 * MIB  # nobody holds on to the file
+        assert shutil.disk_usage(small_disk).free > 12 * MIB  # no open handle keeps the file
 
 
 def num_open() -> int:
-    return sum(link.exists() for link in Path("/proc/self/fd").iterdir())  # not the one that lists them
+    return sum(link.exists() for link in Path("/proc/self/fd").iterdir())  # excludes the closed listing descriptor
 
 
 def num_threads() -> int:
@@ -174,7 +174,7 @@ def test_closing_carries_out_what_was_begun(kind, tmp_path):
 
 
 def test_memory_outlives_its_transfer(kind, tmp_path):
-    """Neither ticket nor array is held by anyone else, and the engine is dropped without being closed."""
+    """Ticket and array have no other reference, and the engine is dropped without close()."""
     path = tmp_path / "file"
     engine = IoEngine(kind, depth=2, block_bytes=1 << 16)
     file = engine.open(path, num_bytes=8 * MIB)
@@ -198,7 +198,7 @@ def test_an_error_that_nobody_waited_for(kind, tmp_path):
         engine.close()
     engine = IoEngine(kind)
     engine.write(engine.open(path, writable=False), 0, pages(4096))
-    with pytest.raises(KeyError), engine:  # the first error is the one to see
+    with pytest.raises(KeyError), engine:  # the first error wins
         raise KeyError
 
 
@@ -209,7 +209,7 @@ def test_nothing_is_left(kind, tmp_path):
             engine.register(pages(MIB))
             file = engine.open(tmp_path / "file", num_bytes=MIB)
             engine.write(file, 0, pages(MIB)).wait()
-    deadline = time.monotonic() + 120  # a thread of Python is joined a moment before the system has ended it
+    deadline = time.monotonic() + 120  # joining a Python thread returns just before the system ends the thread
     while num_threads() > before[1] and time.monotonic() < deadline:
         time.sleep(0.01)
     assert num_open() == before[0]

@@ -1,4 +1,4 @@
-"""`offload.bench nvme`: the form of its results, and its errors."""
+"""`offload.bench nvme`: result format and errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_results(kind, tmp_path, with_fio):
 
 
 def test_every_byte_is_read_and_written(kind, tmp_path):
-    """Also where the file ends inside a tile."""
+    """Covers a file end inside a tile too."""
     size = 100 * 4096
     with nvme._two_files(tmp_path, size) as paths, nvme._engines(kind, 2, 8192) as engines:
         bench = nvme.Bench(engines, paths, size, 1 << 16)

@@ -1,4 +1,4 @@
-"""Where the system refuses something, the next best works and says so."""
+"""If the system refuses a feature, the engine uses the next best and reports this."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_io_uring_is_refused(tmp_path, call, error):
 @in_cpp
 @filters
 def test_io_uring_is_refused_later(uring, tmp_path):
-    """A filter that comes after the start: transfers fail, nothing hangs or spins, closing works."""
+    """The filter is installed after the start: transfers fail, nothing hangs or spins, and close() works."""
     out = run(
         """
         with IoEngine("io_uring", depth=2, block_bytes=4096) as engine:
@@ -109,7 +109,7 @@ def test_o_direct_is_refused(kind, tmp_path):
 @in_cpp
 @pytest.mark.parametrize("limit", [0, 512 << 10])
 def test_an_ordinary_user_with_little_locked_memory(uring, limit):
-    """Registered memory counts against the limit, and so does the ring itself with some kernels."""
+    """Registered memory counts against the limit. In some kernels the ring does too."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         out = run(
@@ -155,7 +155,7 @@ def test_without_the_cpp_module(tmp_path):
 
 @in_cpp
 def test_waiting_sleeps_and_leaves_the_gil(uring):
-    """A read of an empty pipe: who waits uses no CPU, and another thread of Python writes what it waits for."""
+    """Reads an empty pipe: the waiting thread uses no CPU, and another Python thread writes the byte."""
     out = run("""
         with IoEngine("io_uring") as engine:
             reader, writer = os.pipe()
@@ -170,7 +170,7 @@ def test_waiting_sleeps_and_leaves_the_gil(uring):
 
 @pytest.mark.slow
 def test_a_process_that_is_killed(kind, tmp_path):
-    """Each sector is the old one or the new one, nothing else is touched, and the file can be used at once."""
+    """Each sector is either old or new, all other bytes are unchanged, and the file is usable at once."""
     path, size = tmp_path / "file", 64 << 20
     old, new = pages(size, 1), pages(size, 2)
     old.tofile(path)
@@ -207,7 +207,7 @@ def test_a_process_that_is_killed(kind, tmp_path):
 
 @pytest.mark.slow
 def test_a_child_that_is_forked(kind, tmp_path):
-    """It cannot use the engine, can drop it, and does not disturb the parent's transfers."""
+    """The child cannot use the engine, may drop the object, and does not disturb transfers in the parent."""
     out = run(
         """
         engine = IoEngine(sys.argv[1], depth=2, block_bytes=1 << 16)
@@ -240,7 +240,7 @@ def test_a_child_that_is_forked(kind, tmp_path):
 
 @pytest.mark.slow
 def test_a_program_that_ends_in_the_middle(kind, tmp_path):
-    """No close, no wait: the process ends at once and in silence."""
+    """Without close() or wait(), the process ends at once and silently."""
     run(
         """
         engine = IoEngine(sys.argv[1], depth=2, block_bytes=4096)

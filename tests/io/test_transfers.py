@@ -1,4 +1,4 @@
-"""What is written is what is read, whatever the engine, the sizes and who else is at work."""
+"""Reads return the written bytes, for every engine, all sizes and concurrent users."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 3 << 20
 
 
 def segments(rng: random.Random, unit: int) -> list[tuple[int, int]]:
-    """Cut the file into pieces of random sizes, all multiples of `unit`."""
+    """Cut the file into pieces with random sizes, all multiples of `unit`."""
     cuts = sorted({0, SIZE, *(rng.randrange(SIZE // unit) * unit for _ in range(rng.randrange(60)))})
     return list(itertools.pairwise(cuts))
 
@@ -48,7 +48,7 @@ def test_many_requests_at_once(engine_of, kind, tmp_path, direct, registered, se
         for (begin, end), is_write in zip(pieces, written, strict=True):
             move, memory = (engine.write, source) if is_write else (engine.read, target)
             tickets.append(move(file, begin, memory[begin:end]))
-            if not is_write:  # the same place twice at once, to other memory
+            if not is_write:  # read the same place twice at once, into different memory
                 tickets.append(engine.read(file, begin, pages(end - begin)))
         rng.shuffle(tickets)
         for ticket in tickets:
@@ -65,7 +65,7 @@ def test_many_requests_at_once(engine_of, kind, tmp_path, direct, registered, se
 
 
 def test_two_engines_and_several_threads(engine_of, kind, tmp_path):
-    """A reading and a writing lane with an engine each, and callers that share one."""
+    """A read lane and a write lane with separate engines, and callers with a shared engine."""
     engines = [engine_of(kind, depth=4, block_bytes=1 << 16) for _ in range(2)]
     files = [engine.open(tmp_path / "file", num_bytes=SIZE) for engine in engines]
     source, wrong = pages(SIZE, 1), []
@@ -103,11 +103,11 @@ def test_tensors(engine_of, kind, tmp_path, dtype):
     half = whole.numel() // 2
     assert torch.equal(whole[:half], expected[:half])
     assert not whole[half:].any()
-    engine.read(file, 4096, whole[:0]).wait()  # nothing is done at once
+    engine.read(file, 4096, whole[:0]).wait()  # an empty transfer completes at once
 
 
 def test_short_transfers_are_completed(engine_of, kind):
-    """The kernel gives this file in pieces of less than a page, and refuses O_DIRECT on it."""
+    """The kernel returns this file in pieces below a page, and refuses O_DIRECT."""
     path = Path("/proc/kallsyms")
     if not path.exists():
         pytest.skip("there is no /proc/kallsyms")
@@ -125,7 +125,7 @@ def test_short_transfers_are_completed(engine_of, kind):
 
 
 def test_writes_are_not_held_back_by_reads(tmp_path):
-    """Reads and writes take turns: a write is done long before the reads that were begun before it."""
+    """Reads and writes alternate: a write completes long before earlier reads."""
     with IoEngine("auto", depth=1, block_bytes=4096) as engine:
         file = engine.open(tmp_path / "file", num_bytes=64 << 20)
         memory, back = pages(4096, 1), pages(64 << 20)
@@ -147,7 +147,7 @@ def test_registered_memory(engine_of, tmp_path):
 
 
 def test_files_come_and_go(engine_of, kind, tmp_path):
-    """More files than the kernel's table has places; numbers of closed files are used again."""
+    """Opens more files than the kernel table has entries; numbers of closed files are reused."""
     engine = engine_of(kind, depth=4)
     back = pages(4096)
     for turn in range(2):

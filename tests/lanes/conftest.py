@@ -1,4 +1,4 @@
-"""Lanes that every test closes."""
+"""Fixture for lanes, closed after each test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the tests of lanes share. Nothing here expects a time closer than this machine keeps it: what must not happen is
-held up by a gate, and what must happen has `PATIENCE_S`.
+"""Shared helpers for lane tests, independent of machine speed: a gate blocks unwanted events, and expected events have
+`PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOREVER_S = 600
 
 
 class Opener:
-    """Opens lanes, and closes them all."""
+    """Open lanes, and close them all at the end."""
 
     def __init__(self) -> None:
         self._opened: list[Lanes] = []
@@ -33,7 +33,7 @@ class Opener:
 
 
 class Gate:
-    """Work that stays begun until it is let go."""
+    """Work that blocks after the start until `open`."""
 
     def __init__(self) -> None:
         self.begun, self._open = threading.Event(), threading.Event()
@@ -50,7 +50,7 @@ class Gate:
 
 
 def start(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Call a function in a thread of its own; its result or its error comes into the list."""
+    """Call a function in a new thread. The list receives the result or the exception."""
     result: list[Any] = []
 
     def call() -> None:
@@ -65,7 +65,7 @@ def start(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def within(function: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
-    """Call a function, which has to be done soon: what hangs fails instead."""
+    """Call a function and fail after `patience_s` seconds if still running."""
     thread, result = start(function)
     thread.join(patience_s)
     assert not thread.is_alive(), "it hangs"

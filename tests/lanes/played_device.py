@@ -1,4 +1,6 @@
-"""As much of torch's module for a kind as lanes use: streams done at once, timed events, a device by thread."""
+"""Simulated torch device module for lanes: streams complete at once, events are timed, threads have a current
+device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ DEVICE = 3
 
 
 class PlayedEvent:
-    """An event that counts how many there are, and notes in which threads it was waited for."""
+    """Event registered with the module at creation and at each wait."""
 
     def __init__(self, module: PlayedModule, enable_timing: bool = False, blocking: bool = False) -> None:
         self._module, self._timed, self.blocking = module, enable_timing, blocking
@@ -52,7 +54,7 @@ class PlayedStream:
 
 
 class PlayedModule:
-    """GPU `DEVICE` of several. `strays`: threads that touched the device while theirs was another."""
+    """GPU `DEVICE` among several. `strays`: threads that touched the device while another was current."""
 
     def __init__(self) -> None:
         self.events: list[PlayedEvent] = []
@@ -88,5 +90,5 @@ class PlayedModule:
 
 
 def played_accelerator() -> CudaAccelerator:
-    """Return GPU `DEVICE`, which is this thread's."""
+    """Return GPU `DEVICE`, made current for this thread."""
     return CudaAccelerator(torch.device("cuda", DEVICE), PlayedModule())

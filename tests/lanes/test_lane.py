@@ -1,4 +1,4 @@
-"""Lanes and tickets: order, waits, errors, giving up, the end of a thread, and whose fault a wait was."""
+"""Lanes and tickets: order, waits, errors, cancellation, thread ends, and the lane responsible for a wait."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_an_interruption_in_work_is_its_tickets_error_and_not_its_threads_end(op
     within(lambda: lanes.wait([after]))
 
 
-# -- giving up -----------------------------------------------------------------------------------------------
+# -- cancellation --------------------------------------------------------------------------------------------
 
 
 def test_what_has_not_begun_when_it_is_given_up_never_runs(open_threads):
@@ -181,7 +181,7 @@ def test_what_has_begun_does_not_sleep_out_its_throttle_nor_delay_what_comes_lat
 
 @pytest.mark.parametrize("num_earlier", [0, 5])
 def test_giving_up_since_a_position(open_threads, num_earlier):
-    """Also where the queue no longer begins with the first piece that there was."""
+    """Also if the first pieces have already left the queue."""
     lanes, gate, ran = open_threads(), Gate(), []
     for _ in range(num_earlier):
         lanes.update.submit(nothing)
@@ -237,7 +237,7 @@ def test_who_waits_for_what_is_given_up_gets_cancelled_too(open_threads):
     waiting, result = start(lambda: lanes.wait([ticket]))
     after = lanes.update.submit(lambda: ran.append("after"), reads=[ticket])
     behind = lanes.d2h.submit(lambda: ran.append("behind"), fills=[ticket])
-    lanes.h2d.revoke()  # before it can begin
+    lanes.h2d.revoke()  # before the piece can begin
     giving_up, _ = start(lanes.h2d.cancel)
     gate.open()
     for thread in (waiting, giving_up):
@@ -246,7 +246,7 @@ def test_who_waits_for_what_is_given_up_gets_cancelled_too(open_threads):
     with pytest.raises(CancelledError):
         within(lambda: lanes.wait([after]))
     within(lambda: lanes.wait([behind]))
-    within(lanes.update.drain)  # whoever gave up knows: no error of this lane
+    within(lanes.update.drain)  # a cancellation is no error of this lane
     assert ran == ["behind"]
 
 
@@ -363,13 +363,15 @@ def test_throttled_work_takes_its_latency_and_its_bytes(open_threads):
         assert time.perf_counter() >= ticket.end, "done before it is over"
         assert ticket.begin >= begin
         assert least - 1e-9 <= ticket.end - ticket.begin < least + PATIENCE_S
-    within(lambda: lanes.wait([lanes.update.submit(nothing, num_bytes=1 << 40)]))  # has no throttle
+    within(lambda: lanes.wait([lanes.update.submit(nothing, num_bytes=1 << 40)]))  # no throttle
 
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_pieces_of_one_lane_follow_each_other_without_a_gap(open_threads, seed):
-    """Neither the random delays nor a thread that wakes up late make a link slower. A piece whose thread came only when
-    its time was over ends then; that this happens to each of forty is beyond what a busy machine does.
+    """Neither random delays nor late thread wake-ups slow a link.
+
+    A piece with a thread later than the throttled end finishes at wake-up. Even a busy machine does not delay all forty
+    pieces like this.
     """
     lanes = open_threads({"h2d": Throttle(bytes_per_second=1e6, latency_s=0.005)}, seed)
     gate = Gate()
@@ -386,7 +388,7 @@ def test_pieces_of_one_lane_follow_each_other_without_a_gap(open_threads, seed):
 def test_a_throttle_counts_from_when_the_work_could_have_begun(open_threads):
     lanes = open_threads({lane: Throttle(latency_s=0.05) for lane in LANES}, seed=5)
     gate = Gate()
-    lanes.update.submit(gate)  # so that all is submitted before any of it can begin
+    lanes.update.submit(gate)  # submit everything before any work can begin
     updated = lanes.update.submit(nothing)
     fetched = lanes.h2d.submit(nothing, reads=[updated])
     behind = lanes.d2h.submit(nothing, fills=[updated])
@@ -408,7 +410,7 @@ def test_work_that_takes_longer_than_its_throttle_takes_its_own_time(open_thread
     assert ticket.end <= time.perf_counter()
 
 
-# -- who was waited for ------------------------------------------------------------------------------------------
+# -- exposed waits -----------------------------------------------------------------------------------------------
 
 
 def test_busy_seconds_are_those_of_the_spans(open_threads):
@@ -436,7 +438,7 @@ def test_busy_seconds_are_those_of_the_spans(open_threads):
 
 
 def test_a_wait_is_exposed_for_the_lane_that_held_it_up(open_threads):
-    """Compute waits for a fetch, which waits for an update."""
+    """Compute waits for an H2D copy, which waits for an update."""
     lanes = open_threads({"h2d": Throttle(latency_s=0.1), "update": Throttle(latency_s=0.3)})
     lanes.timeline.begin_step()
     submitted = time.perf_counter()
@@ -444,13 +446,13 @@ def test_a_wait_is_exposed_for_the_lane_that_held_it_up(open_threads):
     fetched = lanes.h2d.submit(nothing, reads=[updated])
     begun = []
 
-    def wait():  # on a thread that a busy machine may begin late
+    def wait():  # in a thread, possibly started late on a busy machine
         begun.append(time.perf_counter())
         lanes.wait([fetched])
 
     within(wait)
     begin, end = begun[0], time.perf_counter()
-    within(lambda: lanes.wait([updated, fetched]))  # nothing to wait for
+    within(lambda: lanes.wait([updated, fetched]))  # no wait
     seconds, times, _ = lanes.end_step()
     assert updated.begin >= submitted
     assert fetched.held_by == "update"
@@ -527,7 +529,7 @@ def test_an_inline_lane_works_where_it_is_submitted():
         lane.submit(fail(ValueError("here")))
     assert lane.position == 3
     lane.cancel()
-    lane.drain()  # its error was raised
+    lane.drain()  # submit has already raised the error
     lane.close()
     seconds, times, spans = timeline.end_step()
     busy = slow.end - slow.begin + ticket.end - ticket.begin
@@ -581,7 +583,7 @@ def test_a_reader_waits_for_the_writer_and_a_writer_for_all_before_it():
 
 
 class Event:
-    """What tells of work in a GPU's stream."""
+    """State of work in a GPU stream."""
 
     def __init__(self, fired: bool) -> None:
         self.fired = fired

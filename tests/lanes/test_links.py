@@ -1,4 +1,4 @@
-"""Lanes that share a link: one throttle, one clock, spans that never overlap; and what is given up of the updates."""
+"""Lanes on a shared link: one throttle, one clock, no overlap between spans; and update cancellation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISK = tuple(itertools.chain(*SHARED.values()))
 
 
 def assert_apart(spans: list[Span], busy: dict[str, float], seconds: float) -> None:
-    """No two spans of a link overlap, and it was busy for as long as they take."""
+    """Assert disjoint spans per link, with busy seconds equal to their sum."""
     by_lane = defaultdict(list)
     for span in spans:
         by_lane[span.lane].append(span)
@@ -36,7 +36,7 @@ def assert_apart(spans: list[Span], busy: dict[str, float], seconds: float) -> N
         assert busy[lane] <= seconds + 1e-9
 
 
-# -- lanes of the disk -----------------------------------------------------------------------------------------
+# -- disk lanes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -46,7 +46,7 @@ def test_every_lane_of_the_disk_has_a_thread_of_its_own_once_it_has_work(overlap
     assert set(threading.enumerate()) == before
     tickets = {name: getattr(lanes, name).submit(gate) for name, gate in gates.items()}
     for gate in gates.values():
-        gate.wait_begun()  # all of them at once
+        gate.wait_begun()  # all at once
     assert {thread.name for thread in set(threading.enumerate()) - before} == {f"offload {name}" for name in DISK}
     later = [getattr(lanes, name).submit(lambda name=name: ran.append(name)) for name in DISK]
     for gate in gates.values():
@@ -120,7 +120,7 @@ def test_lanes_of_a_link_share_its_throttle(open_threads, link, seed):
 
 
 def test_a_link_gives_no_time_twice_where_work_ends_in_another_order():
-    """Threads that sleep until their work is over wake up as a busy machine lets them."""
+    """On a busy machine, threads sleeping until the end of work may wake up in any order."""
     link = Link("nvme_read", Timeline(LANES), Throttle(latency_s=1.0))
     first, second, third, fourth = (Ticket("nvme_read") for _ in range(4))
     for ticket in (first, second, third):
@@ -151,7 +151,7 @@ def test_what_really_goes_on_at_once_is_shown_apart(open_threads, throttle):
 
 
 def test_a_link_is_busy_while_anything_goes_on_over_it(monkeypatch):
-    """Also in what a long piece takes around a short one; and never twice at the same time."""
+    """Includes a long piece's time around a short one, and counts no moment twice."""
     timeline, chance = Timeline(LANES), random.Random(5)
     for throttle in (None, Throttle(latency_s=0.5)):
         link, now, under_way, busy = Link("nvme_read", timeline, throttle), 0.0, [], []
@@ -209,7 +209,7 @@ def test_work_that_fails_frees_its_link(open_threads):
     within(lanes.activation_write.cancel)
 
 
-# -- updates that are given up ---------------------------------------------------------------------------------
+# -- cancelled updates -----------------------------------------------------------------------------------------
 
 
 UPDATES = ("update_read", "update", "update_write")

@@ -1,4 +1,4 @@
-"""Passes by turns: their order, what ends them, and that no thread stays."""
+"""Passes in turn: order, ends, and no thread left over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Told(Exception):
 def by_turns(
     num_passes: int, lengths: list[int], failing: tuple[int, int] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Return what passes of these lengths have noted, in order, and who handed over to whom."""
+    """Run passes with these numbers of turns. Return (notes in order, switches from pass to pass)."""
     noted, switches = [], []
     lockstep: Lockstep[int] = Lockstep(lambda leaves, comes: switches.append(f"{leaves}{comes}"))
 
@@ -53,7 +53,7 @@ def by_turns(
 
 
 def ended(lockstep: Lockstep[Any]) -> None:
-    """Assert that no function runs any more, and no thread stays."""
+    """Assert that no pass is running and no thread is left."""
     lockstep.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("pass ")]
 
@@ -93,7 +93,7 @@ def test_a_failure_ends_all_of_them_one_by_one(failing: tuple[int, int]) -> None
 
 
 def test_an_interrupt_while_another_pass_runs_ends_all_at_a_border() -> None:
-    """It comes to the main thread, which waits for its turn: the pass that has it finds out."""
+    """The main thread receives the signal while waiting for a turn; the running pass detects the interrupt."""
     noted: list[str] = []
     lockstep: Lockstep[None] = Lockstep(lambda leaves, comes: None)
 
@@ -107,8 +107,8 @@ def test_an_interrupt_while_another_pass_runs_ends_all_at_a_border() -> None:
         until = time.monotonic() + PATIENCE_S
         try:
             while time.monotonic() < until:
-                # Python hears of a signal that comes just before the main thread waits once that has its turn, or of
-                # the next one.
+                # Python handles a signal shortly before a wait only at the next turn of the main thread, or at the next
+                # signal.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 for _ in range(1000):
                     interrupts.look()
@@ -127,7 +127,9 @@ def test_an_interrupt_while_another_pass_runs_ends_all_at_a_border() -> None:
 def test_an_exception_at_any_line_of_the_main_thread_leaves_none_behind(
     line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the submissions of passes, while they end, or as the turn is handed over. Break: wait without a look."""
+    """The exception comes between submissions, at the end, or during a switch. Break: wait without
+    `interrupts.look`.
+    """
     lockstep: Lockstep[int] = Lockstep(lambda leaves, comes: None)
     place: Any = {"submit": ThreadPoolExecutor, "wait": lockstep_module, "leave": lockstep}[line]
     name, calls = "_leave" if line == "leave" else line, itertools.count()
@@ -154,7 +156,9 @@ def test_an_exception_at_any_line_of_the_main_thread_leaves_none_behind(
 
 @pytest.mark.parametrize("num_signals", [1, 2, 3])
 def test_interrupts_at_any_moment_leave_none_behind(num_signals: int) -> None:
-    """One is taken at a border, and a second one at once: wherever it comes, all end before it is seen."""
+    """The first signal interrupts at a safe point, a second one at once. In both cases all passes end before the caller
+    sees the exception.
+    """
     main, num_ended = threading.main_thread().ident or 0, 0
 
     def interrupt(delay_s: float, over: threading.Event) -> None:

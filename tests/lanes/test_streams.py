@@ -1,4 +1,4 @@
-"""Lanes of a GPU, played: which device their threads use, how the host waits, and how many events there are."""
+"""Lanes on a simulated GPU: current device per thread, host waits and event counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lanes(accelerator: CudaAccelerator) -> Iterator[StreamLanes]:
 
 @pytest.mark.parametrize("name", LANES)
 def test_the_thread_of_every_lane_sets_its_device_first(played: PlayedModule, lanes: StreamLanes, name: str) -> None:
-    """Its waits for what was enqueued elsewhere would make a context on another GPU."""
+    """Otherwise waits for work in other lanes would create a context on another GPU."""
     copied = lanes.h2d.submit(nothing)
     ticket = getattr(lanes, name).submit(nothing, reads=(copied, *lanes.mark()))
     lanes.wait([ticket])
@@ -69,7 +69,7 @@ def test_the_host_sleeps_while_it_waits_for_an_event(
 
 
 class Later:
-    """An event that comes when it is waited for."""
+    """Event completed only by a wait."""
 
     came_at: float | None = None
 

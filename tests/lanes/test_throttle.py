@@ -1,4 +1,4 @@
-"""How slow lanes are made, as it is written in a configuration."""
+"""Throttles for lanes, as written in a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wakeups: nobody misses one, nobody is woken for what others wait for, and a finalizer may end lanes anywhere."""
+"""Wake-ups: none is lost, none is needless, and a finalizer may close lanes at any point."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_who_waits_is_woken_once_by_the_last_ticket():
     wait_until_done(threading.Lock(), tickets)
 
 
-# -- nobody misses one -----------------------------------------------------------------------------------------
+# -- no lost wake-up -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seed", "slow"), [(1, False), (2, True), (3, False)])
 def test_random_work_keeps_a_topological_order(open_threads, seed, slow):
-    """Eight lanes, work that names any work before it; three threads submit it and wait for some of it."""
+    """Eight lanes with work after any earlier work. Three threads submit, and wait for some of the tickets."""
     throttle = {lane: Throttle(latency_s=2e-4) for lane in LANES} if slow else None
     lanes, chance, number = open_threads(throttle), random.Random(seed), itertools.count()
     tickets: list[tuple[str, Ticket, list[Ticket]]] = []
@@ -67,7 +67,7 @@ def test_random_work_keeps_a_topological_order(open_threads, seed, slow):
 
     def submit(chance: random.Random) -> None:
         for _ in range(700):
-            with mutex:  # one order of submission, so that what a lane was given first is known
+            with mutex:  # one submission order, so the order per lane is known
                 name, key = chance.choice(NAMES), len(tickets)
                 before = [
                     ticket for _, ticket, _ in chance.sample(tickets[-60:], min(len(tickets), chance.randrange(4)))
@@ -127,11 +127,11 @@ def test_a_ticket_wakes_only_those_who_wait_for_it(open_threads):
                 heard.append(name)
 
         before, lane._bell = lane._bell, Counted()
-        before.ring()  # from now on it waits for the other
+        before.ring()  # from now on the lane waits on the new bell
     time.sleep(MOMENT_S)
     heard.clear()
     within(lambda: lanes.wait([lanes.d2h.submit(nothing)]))
-    lanes.update.submit(gates["update"], reads=[held])  # may not begin
+    lanes.update.submit(gates["update"], reads=[held])  # must not begin
     queued = lanes.update.submit(nothing)
     for _ in range(20):
         within(lambda: lanes.wait([lanes.d2h.submit(nothing)]))
@@ -149,7 +149,7 @@ def test_a_ticket_wakes_only_those_who_wait_for_it(open_threads):
 
 
 def busy_lanes() -> tuple[Lanes, list[Ticket]]:
-    """Lanes of which one sleeps, one has idled, and one waits for what never comes."""
+    """Return lanes: one asleep, one idle, one waiting for a ticket that never ends."""
     lanes, begun = Lanes(overlap=True, throttle={"d2h": Throttle(latency_s=FOREVER_S)}), threading.Event()
     tickets = [lanes.d2h.submit(begun.set), lanes.h2d.submit(nothing)]
     tickets += [lanes.update.submit(nothing, reads=[Ticket("nobody's")]), lanes.fetch_read.submit(nothing)]
@@ -159,7 +159,7 @@ def busy_lanes() -> tuple[Lanes, list[Ticket]]:
 
 
 class Owner:
-    """Is found by the collector alone, as an engine is."""
+    """In a reference cycle, so only the garbage collector frees the object, like an engine."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.itself = self
@@ -183,7 +183,7 @@ def test_a_finalizer_ends_lanes_while_its_thread_holds_their_lock():
 
 
 def finalize(patch: pytest.MonkeyPatch, lanes: Lanes) -> None:
-    """Collect, once, what ends the lanes."""
+    """Run the finalizer once."""
     patch.undo()
     owner = Owner(lanes)
     del owner
@@ -200,7 +200,7 @@ def test_a_finalizer_ends_lanes_in_the_midst_of_their_work(monkeypatch):
 @pytest.mark.parametrize("name", ["h2d", "update"])
 @pytest.mark.parametrize("when", ["before the wait", "as it looks"])
 def test_a_finalizer_ends_lanes_in_the_thread_that_is_about_to_wait(name, when, monkeypatch):
-    """It has seen that there is nothing to do, or nothing that may begin."""
+    """The thread has just seen an empty queue, or only work that must not begin."""
     before = set(threading.enumerate())
     lanes, tickets = busy_lanes()
     lane: Any = getattr(lanes, name)
@@ -224,6 +224,6 @@ def test_a_finalizer_ends_lanes_in_the_thread_that_is_about_to_wait(name, when, 
         monkeypatch.setattr(lane, "_bell", Late())
     else:
         monkeypatch.setattr(lane, "_next", looks)
-    bell.ring()  # it looks again
+    bell.ring()  # the lane looks again
     assert eventually(lambda: set(threading.enumerate()) <= before)
     assert all(ticket.is_done for ticket in tickets)

@@ -1,4 +1,4 @@
-"""Blocks of `offload.bench step`: what a step leaves to be done later is seen at its cost."""
+"""Blocks in `offload.bench step` include the cost of work left after a step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SEEN_S, HIDDEN_S, PLAIN_S, HIDDEN_BYTES = 1.0, 9.0, 10.0, 90
 
 
 class Machine:
-    """Its clock is the work that was done. Work that was left goes on when anybody computes or waits, at the expense of
-    whoever does.
+    """Machine with work as clock. Leftover work continues during any computation or wait, and costs this caller
+    time.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def machine() -> Iterator[Machine]:
 
 
 def contenders(machine: Machine, waits: bool) -> list[Contender]:
-    """Return two that do the same work, one of them in a thread after its step has returned."""
+    """Return two contenders with equal work. One works in a thread after the step returns."""
 
     def hide(_batch: object) -> None:
         machine.now_s += SEEN_S
@@ -96,7 +96,7 @@ def test_hidden_work_is_seen(machine: Machine) -> None:
 
 
 def test_the_work_was_hidden(machine: Machine) -> None:
-    """Where the end of a block does not wait, the same contender looks many times as fast, and the other one slow."""
+    """Without a wait at the block end, the hiding contender looks many times faster, and the plain one slower."""
     found = results(machine, contenders(machine, waits=False))
     assert found["hiding (test)"]["value"] == pytest.approx(1e3 * SEEN_S)
     assert found["hiding (test)"]["ratio"] > 10
@@ -118,7 +118,7 @@ def test_the_order_of_blocks() -> None:
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    """The machine gets slower by half every round; one contender is twice as fast as the other in each of them."""
+    """The machine slows down by half every round. In each round one contender is twice as fast."""
     made = [Contender("slow", print, none_left), Contender("fast", print, none_left, "slow")]
     seconds = [[4.0, 8.0, 16.0], [2.0, 4.0, 8.0]]
     ticks = []
@@ -168,7 +168,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         row = found[f"{name} {group}"].fields()
         assert row["reference"] == "plain PyTorch"
         assert (row["slowdown"] > 0, row["pairs"], row["steps_in_a_block"]) == (True, 3, 2)
-        # Weights are read again for a backward, where the ring of updates does not hold them still.
+        # the backward reads weights again, unless the update ring still has them
         assert (row["nvme_read_bytes"] >= row["nvme_write_bytes"] > 0) == ("nvme" in name)
         assert row["d2h_bytes"] > 0
         assert row["peak_device_bytes"] > 0

@@ -1,4 +1,4 @@
-"""What the ideal is asked about steps on an accelerator, from what was seen of them."""
+"""Inputs for the ideal schedule, taken from observed accelerator steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEP = [
 
 
 def later(spans: list[Span], slower: float) -> list[Span]:
-    """Return a step that began later and took longer."""
+    """Return the same step, shifted in time and slowed down."""
     return [Span(lane, name, 100 + slower * begin, 100 + slower * end) for lane, name, begin, end in spans]
 
 
@@ -49,7 +49,7 @@ def test_each_piece_takes_what_it_took_at_its_fastest() -> None:
     work = lanes.seen_work([later(STEP, 2.0), STEP, later(STEP, 1.5)], SIZES, 30, "none")
     assert work.units == {"a": Unit(10, 1.0, 2.0, 1.0, 1.0), "head": Unit(20, 1.0, 1.0, 4.0, 4.0)}
     assert [use.seconds for use in work.uses] == pytest.approx([2.0, 6.0, 4.0, 1.0])
-    assert ideal(work).seconds == pytest.approx(16.0)  # "a" lands, is updated and comes up before the next step
+    assert ideal(work).seconds == pytest.approx(16.0)  # "a": gradient copy, update and H2D copy before the next step
 
 
 def test_a_step_that_recorded_is_left_out_and_uses_take_what_the_device_was_busy() -> None:
@@ -59,7 +59,7 @@ def test_a_step_that_recorded_is_left_out_and_uses_take_what_the_device_was_busy
 
 @pytest.mark.slow
 def test_a_played_device_gives_every_row_its_ideal() -> None:
-    """Of one way of clipping, which has the most on its lanes: how a row is made of them is the same for all."""
+    """Only speculative clipping, with the most lane work, is run: all modes build a row alike."""
     words = ["--layers", "6", "--rounds", "1", "--steps", "2", "--tokens", "4096", "--devices", "H200, PCIe 5"]
     words += ["--modes", "speculative"]
     command = [sys.executable, "-m", "benchmarks.played", *words]

@@ -1,4 +1,4 @@
-"""`benchmarks.overlap`: what it computes from measurements, and that it asks an engine for the right ones."""
+"""`benchmarks.overlap`: results computed from measurements, and the engine settings requested."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Model(nn.Module):
 
 @dataclass
 class Shop:
-    """Makes engines that take no time but on a clock of their own: 1.05 of the ideal, or one thing after the other."""
+    """Create engines on a simulated clock, at 1.05 times the ideal or fully serial."""
 
     now: float = 100.0
     made: list[FakeEngine] = field(default_factory=list)
     fails: bool = False
-    hides: float = 0.0  # this share of a throttled step is done after it has returned
+    hides: float = 0.0  # share of a throttled step done after the return
 
     def clock(self) -> float:
         return self.now
@@ -90,7 +90,7 @@ class FakeEngine:
             self.left_s += self.shop.hides * seconds
         times = SimpleNamespace(busy_seconds=0.5, exposed_seconds=0.25)
         lanes = dict.fromkeys(("compute", "h2d", "d2h", "update"), times)
-        more = {"corrected": corrected} if self.clip == "speculative" else {}  # an older result has no such field
+        more = {"corrected": corrected} if self.clip == "speculative" else {}  # an older result lacks this field
         return SimpleNamespace(grad_norm=NORM, lanes=lanes, **more)
 
     def finish(self) -> None:
@@ -142,13 +142,13 @@ def make_bench(shop: Shop) -> overlap.Bench:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "hides"), [(0.25, 0.0), (2.0, 0.0), (0.25, 0.9)])
 def test_a_row(shop, ratio, hides):
-    """What is done after a step has returned counts as well."""
+    """Work after a step's return counts as well."""
     shop.hides = hides
     made = make_bench(shop)
     for case in overlap.cases([ratio]):
         result = made.row(case)
         row = result.fields()
-        # A clock that starts at 100 s and adds milliseconds is good to a few units in the ninth digit.
+        # A clock starting at 100 s with millisecond increments is accurate to a few units in the ninth digit.
         assert row["compute_seconds"] == pytest.approx(COMPUTE_S, rel=1e-6)
         assert row["over_ideal"] == pytest.approx(SLOWDOWN, rel=1e-4)
         assert row["within_ideal"]
@@ -221,7 +221,7 @@ def test_compute_uses():
     spans = [
         Span("compute", "backward a", 7.0, 10.0),
         Span("compute", "forward a", 1.0, 3.0),
-        Span("h2d", "fetch a", 0.0, 1.5),  # half a second of it inside the forward
+        Span("h2d", "fetch a", 0.0, 1.5),  # half a second inside the forward
         Span("compute", "forward norm", 5.0, 6.0),
         Span("update", "update a", 9.5, 12.0),
         Span("h2d", "fetch b", 3.25, 4.0),

@@ -1,6 +1,6 @@
-"""The schedule of fetches: an independent replay of random ones, the fewest fetches that there can be, and its timing.
+"""The fetch schedule: random schedules replayed, minimal fetch counts, and timing.
 
-A *place* here is room for one of several cargoes of equal size.
+A *place* has room for one cargo; cargoes have equal sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZE = 512
 
 @dataclass(frozen=True)
 class Pass:
-    """What `build` is asked."""
+    """Arguments for `build`."""
 
     uses: tuple[Use, ...]
     room: Room
@@ -48,7 +48,7 @@ def offsets(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def replay(asked: Pass, schedule: Schedule) -> dict[int, int]:
-    """Check a schedule by doing what it says; return where cargoes lie at its end that are good for the next pass."""
+    """Check a schedule by replay. Return the offsets of cargoes valid for the next pass."""
     uses, room, lying = schedule.uses, asked.room, dict(asked.held)
     assert uses == tuple(asked.uses)
     assert len(schedule.before) == len(uses)
@@ -61,7 +61,7 @@ def replay(asked: Pass, schedule: Schedule) -> dict[int, int]:
         cargo = uses[now].cargo
         assert cargo in lying or not room.sizes[cargo] or not uses[now].reads, "compute finds what it needs"
         if needed(asked, cargo, now + 1) == math.inf:
-            lying.pop(cargo, None)  # its update follows
+            lying.pop(cargo, None)  # an update follows
     assert not {use.cargo for use in uses if use.backward} & asked.trained & set(lying)
     return lying
 
@@ -79,7 +79,7 @@ def check_fetch(asked: Pass, lying: Mapping[int, int], fetch: Fetch, now: int) -
     assert 0 <= begin < end <= room.capacity
     overwritten = {
         cargo for cargo, offset in lying.items() if offset < end and begin < offset + room.sizes[cargo]
-    }  # so that no two ever overlap
+    }  # no two cargoes ever overlap
     counted_out = set(fetch.evicts) - overwritten
     assert overwritten <= set(fetch.evicts) <= set(lying)
     assert len(fetch.evicts) == len(set(fetch.evicts))
@@ -93,7 +93,9 @@ def check_fetch(asked: Pass, lying: Mapping[int, int], fetch: Fetch, now: int) -
 
 
 def needed(asked: Pass, cargo: int, now: int) -> float:
-    """Return when a cargo that lies there is needed next, counting on into the next pass."""
+    """Return the time of the next read of a loaded cargo, counted into the next pass. Infinite: never, or changed by an
+    update.
+    """
     times = [time for time, use in enumerate(asked.uses) if use.cargo == cargo and use.reads]
     later = [time for time in times if time >= now]
     if later:
@@ -103,14 +105,14 @@ def needed(asked: Pass, cargo: int, now: int) -> float:
 
 
 def uses_of(cargoes: st.SearchStrategy[int]) -> st.SearchStrategy[Use]:
-    """Forwards, backwards, and backwards that read no weights."""
+    """Forwards, backwards, and backwards without weight reads."""
     kinds = st.sampled_from([(False, True), (True, True), (True, False)])
     return st.builds(lambda cargo, kind: Use(cargo, *kind), cargoes, kinds)
 
 
 @st.composite
 def passes(draw: st.DrawFn) -> Pass:
-    """Cargo 0 has no bytes; the others have any."""
+    """Cargo 0 has zero bytes; the other sizes are random."""
     num_cargoes = draw(st.integers(1, 6))
     sizes = (0, *(draw(st.integers(1, 5)) for _ in range(num_cargoes)))
     cargoes = st.integers(0, num_cargoes)
@@ -150,7 +152,7 @@ def test_every_schedule_keeps_the_rules_and_so_do_those_of_the_passes_after_it(a
 
 
 def fewest(order: Sequence[int], num_places: int, held: Iterable[int] = ()) -> int:
-    """Return the fewest fetches, on demand, by trying everything that may be let go."""
+    """Return the fewest fetches on demand, by trying every eviction."""
     held = sorted(held)
     costs = {
         frozenset(kept): 0
@@ -174,7 +176,7 @@ def fewest(order: Sequence[int], num_places: int, held: Iterable[int] = ()) -> i
 
 @st.composite
 def equal_passes(draw: st.DrawFn) -> tuple[Pass, int]:
-    """Draw a pass over cargoes of one size, and how many places they have: by bytes, or by count."""
+    """Draw a pass over equal cargoes, and the number of places, limited by bytes or by count."""
     num_cargoes = draw(st.integers(1, 5))
     uses = tuple(draw(st.lists(uses_of(st.integers(1, num_cargoes)), min_size=1, max_size=14)))
     num_places = draw(st.integers(1, num_cargoes))
@@ -243,7 +245,7 @@ def test_what_holds_everything_fetches_everything_once(asked):
 @given(roomy_passes())
 def test_what_holds_everything_fetches_later_what_an_update_changed_to_where_it_was(asked):
     forward = tuple(Use(cargo, False) for cargo in dict.fromkeys(use.cargo for use in asked.uses))
-    asked = replace(asked, uses=forward + forward + asked.uses)  # all lie there before any is read for the last time
+    asked = replace(asked, uses=forward + forward + asked.uses)  # load all cargoes before any has its last read
     first = asked.build()
     asked = replace(asked, held=replay(asked, first), homes=dict(offsets(first)))
     second = asked.build()
@@ -252,23 +254,23 @@ def test_what_holds_everything_fetches_later_what_an_update_changed_to_where_it_
     assert sorted(offsets(second)) == sorted((cargo, asked.homes[cargo]) for cargo in updated)
 
 
-# -- passes that repeat ------------------------------------------------------------------------------------------
+# -- repeated passes ---------------------------------------------------------------------------------------------
 
 
 def sweep(num_units: int) -> tuple[Use, ...]:
-    """Return a step over units of their own cargo: forward in order, backward in reverse."""
+    """Return a step over units with separate cargoes: forward in order, backward in reverse."""
     units = range(1, num_units + 1)
     return (*(Use(unit, False) for unit in units), *(Use(unit, True) for unit in reversed(units)))
 
 
 def rooms(num_units: int, num_places: int) -> list[Room]:
-    """Return room for so many units: by bytes, and by count."""
+    """Return room for `num_places` units, limited by bytes and by count."""
     sizes = (0, *[SIZE] * num_units)
     return [Room(sizes, SIZE * num_places, None), Room(sizes, SIZE * (num_units + 1), num_places)]
 
 
 def repeat(num_units: int, room: Room, lookahead: int, trained: Iterable[int], num_passes: int) -> list[Schedule]:
-    """Return the schedules of passes that follow each other, each from where the one before it left the device."""
+    """Return schedules for consecutive passes, each starting from the device state left by the previous pass."""
     held: dict[int, int] = {}
     homes: dict[int, int] = {}
     schedules = []
@@ -308,7 +310,7 @@ def test_steps_soon_repeat_themselves(num_units, kind):
 )
 @example((12, 6, 2, {1, 3, 5, 7, 9, 11}), 0)
 def test_steps_never_thrash(case, which):
-    """Where only some are trained, places may rotate, but every step after the first fetches equally much."""
+    """With some cargoes frozen, places may rotate, but every step after the first has equally many fetches."""
     num_units, num_places, lookahead, trained = case
     schedules = repeat(num_units, rooms(num_units, num_places)[which], lookahead, trained, 8)
     counts = [len(fetches(schedule)) for schedule in schedules]
@@ -320,8 +322,8 @@ def test_steps_never_thrash(case, which):
 
 
 def seconds(schedule: Schedule, forward_s: float, backward_s: float, fetch_s: float) -> float:
-    """Return when compute is done, from a device that is empty: a fetch begins once it is issued, the fetch before it
-    is over, and what it overwrites is no longer read.
+    """Return the end of compute, starting with an empty device. A fetch begins once issued, after the previous fetch,
+    and after the last read of evicted cargoes.
     """
     now = link_free = 0.0
     there: dict[int, float] = {}
@@ -351,7 +353,7 @@ def test_looking_further_ahead_is_never_slower(case, times, which):
 
 
 def test_looking_ahead_hides_the_fetches():
-    """Six units, two places, everything takes a second: all but the first fetch is beside compute."""
+    """Six units, two places, one second for everything: all fetches except the first overlap compute."""
     for room in rooms(6, 2):
         asked = [Pass(sweep(6), room, lookahead, trained=frozenset(range(1, 7))).build() for lookahead in (0, 1)]
         assert seconds(asked[0], 1, 1, 1) == 12 + (12 - 2)
@@ -369,14 +371,14 @@ def test_two_places_for_three_units():
         (Fetch(c, 0, (a,), 2),),
         (),
         (),
-        (Fetch(a, 0, (), 5),),  # c's backward is over, and it will be another by the next step
+        (Fetch(a, 0, (), 5),),  # the backward of c has ended, and an update follows
         (),
     )
 
 
 def test_what_a_backward_does_not_read_is_not_fetched_for_it():
-    """The first of three units is an embedding, and each is updated as soon as its backward is over: the third one
-    comes in the place of the embedding, whose weights nobody needs any more.
+    """Three units, the first an embedding, each updated right after the backward. The third unit replaces the
+    embedding, since no use needs the embedding weights any more.
     """
     uses = (*sweep(3)[:-1], Use(1, True, reads=False))
     for places in (2, 4):

@@ -1,4 +1,4 @@
-"""The ideal list schedule: cases worked by hand, its rules on random work, bounds that no schedule can beat."""
+"""The ideal list schedule: manual cases, rules on random work, and bounds for every schedule."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chain(num_units: int, forward_s: float, backward_s: float, unit: Unit, **mor
 def llama(
     num_units: int, slots: int, h2d_s: float, d2h_s: float, update_s: float, mode: str, corrected: int = 0
 ) -> Work:
-    """Make a step of one second of compute, a quarter of it forward, whose lanes take so much in total."""
+    """Make a step with one second of compute, a quarter in the forward, and these total seconds per lane."""
     n = num_units
     unit = Unit(1, h2d_s / (2 * n - slots), d2h_s / n, update_s / n, update_s / n)
     return chain(n, 0.25 / n, 0.75 / n, unit, capacity=slots, mode=mode, num_corrected=corrected)
@@ -61,7 +61,7 @@ def actions(run: Ideal, step: int) -> list[tuple[str, str | None, float, float]]
 def test_one_unit_is_a_chain(mode):
     work = chain(1, 1, 3, Unit(1, fetch_s=2, land_s=5, update_s=7, correct_s=11), mode=mode, num_corrected=1)
     run = ideal(work)
-    # Its landing is the last one, so that the norm is known before the update: nothing to correct.
+    # This copy is the last, so the norm is known before the update: no correction.
     assert run.seconds == pytest.approx(1 + 3 + 5 + 7 + 2)
     assert run.busy_s == pytest.approx({"compute": 4, "d2h": 5, "update": 7, "h2d": 2})
     assert serial_seconds(work) == 18 + 11 * (mode == "speculative")
@@ -72,7 +72,7 @@ def test_states_of_one_unit_go_up_and_down_in_tiles(mode):
     unit = Unit(1, fetch_s=2, land_s=5, update_s=4, correct_s=9, up_s=8, down_s=4)
     work = chain(1, 1, 3, unit, mode=mode, num_corrected=1)
     run = ideal(work)
-    # Landed at 9; up at 11, 13, 15 and 17; the last tile is updated at 18, and down at 19.
+    # Gradients arrive at 9; states up at 11, 13, 15 and 17; last tile updated at 18, down at 19.
     assert run.seconds == pytest.approx(19 + 2)
     assert run.busy_s == pytest.approx({"compute": 4, "d2h": 9, "update": 4, "h2d": 10})
     assert serial_seconds(work) == 27 + (9 + 12) * (mode == "speculative")
@@ -81,14 +81,15 @@ def test_states_of_one_unit_go_up_and_down_in_tiles(mode):
 def test_states_go_up_beside_others_that_come_down():
     unit = Unit(1, up_s=4, down_s=4, update_s=4)
     run = ideal(chain(2, 1, 1, unit, mode="deferred"))
-    # The norm is known at 4. a: up at 8, updated at 9, down at 10; b: 12, 13, 14; backward to 17.
+    # Norm at 4. a: up at 8, updated at 9, down at 10; b: 12, 13, 14; backward to 17.
     assert run.seconds == pytest.approx(17 - 4)
 
 
 def test_two_units_without_clipping():
     work = chain(2, 1, 3, Unit(1, fetch_s=2, land_s=1, update_s=1))
     run = simulate(work, Policy(1, "never", "need"))
-    # Two slots: both stay for their backward. b lands and is updated behind a's backward, but a is fetched first.
+    # With two slots both units stay until the backward. b arrives and is updated during a's backward, but a is fetched
+    # first.
     assert actions(run, 6) == [
         ("fetch", "a", -2, 0),
         ("forward", "a", 0, 1),
@@ -102,7 +103,7 @@ def test_two_units_without_clipping():
         ("update", "a", 10, 11),
     ]
     assert run.seconds == pytest.approx(13)
-    # A fetch that need not wait goes past the one that must: forward 0 to 2, backward to 8, b updated at 7, a at 10.
+    # A fetch without a wait overtakes a waiting one: forward 0 to 2, backward to 8, b updated at 7, a at 10.
     skipping = simulate(work, Policy(1, "always", "need"))
     assert ("fetch", "b", 7 - 12, 9 - 12) in actions(skipping, 6)
     assert skipping.seconds == pytest.approx(12)
@@ -111,7 +112,8 @@ def test_two_units_without_clipping():
 
 def test_deferred_updates_wait_and_run_in_forward_order():
     run = ideal(chain(2, 1, 3, Unit(1, fetch_s=2, land_s=1, update_s=4), mode="deferred"))
-    # a: landed 0, updated 4, fetched 6, forward 7; b: updated 8, fetched 10, forward 11, backward 14; a: 17, landed 18.
+    # a: arrived 0, updated 4, fetched 6, forward 7; b: updated 8, fetched 10, forward 11, backward 14; a: 17, arrived
+    # 18.
     assert run.seconds == pytest.approx(18)
     updates = [span for span in run.spans if span.action == "update" and span.step == 6]
     assert [span.unit for span in updates] == ["a", "b"]
@@ -119,9 +121,10 @@ def test_deferred_updates_wait_and_run_in_forward_order():
 
 def test_a_block_begins_and_ends_with_nothing_pending():
     work = chain(2, 1, 3, Unit(1, fetch_s=2, land_s=1, update_s=4), mode="deferred")
-    # Both are up. a: forward 1; b: 2, backward 5; a: 8, landed 9, updated 13, fetched 15; b: updated 17, fetched 19.
+    # Both start in slots. a: forward 1; b: 2, backward 5; a: 8, arrived 9, updated 13, fetched 15; b: updated 17,
+    # fetched 19.
     assert ideal(work, 1, as_block=True).seconds == pytest.approx(19)
-    # The second step begins with a at 15, and takes the 18 of the steady state.
+    # The second step begins with a at 15 and takes 18, as in the steady state.
     two = ideal(work, 2, as_block=True)
     assert two.seconds == pytest.approx((19 + 18) / 2)
     assert two.busy_s == pytest.approx({"compute": 8, "d2h": 2, "update": 8, "h2d": 4})
@@ -178,21 +181,21 @@ def test_the_last_units_of_forward_serve_backward():
     for slots in (1, 2, 3, 5, 6):
         work = chain(6, 1, 1, Unit(1, fetch_s=0.01), capacity=slots)
         assert ideal(work).busy_s["h2d"] == pytest.approx(0.01 * (12 - slots))
-        # Who looks further ahead than there are slots evicts nothing for it that is needed earlier.
+        # A look-ahead beyond the slots evicts nothing with an earlier use.
         assert simulate(work, Policy(6)).busy_s["h2d"] == pytest.approx(0.01 * (12 - slots))
 
 
 def test_sizes_in_bytes():
     work = chain(3, 1, 1, Unit(100, fetch_s=0.5), capacity=250)
     work = dataclasses.replace(work, units={**work.units, "c": Unit(20, fetch_s=0.1)})
-    # All but a's and b's sum to less than the capacity with c: a and b and c are 220.
+    # All fetches except a's and b's are saved if a, b and c fit together: 220 bytes.
     assert ideal(work).busy_s["h2d"] == pytest.approx(1.1)
     assert ideal(dataclasses.replace(work, capacity=219)).busy_s["h2d"] == pytest.approx(1.6)
 
 
 def test_the_known_figure():
-    """Forward a quarter of compute but half of the fetches: with h2d equal to compute, 1.28x of it (simulated before
-    this was written).
+    """The forward has a quarter of compute but half the fetches. With h2d equal to compute, a step takes 1.28 times
+    compute (a simulation older than this code).
     """
     assert ideal(llama(32, 3, 1.0, 0.0, 0.0, "deferred")).seconds == pytest.approx(1.28, abs=0.01)
     assert 1.27 < ideal(llama(16, 2, 1.0, 0.05, 0.05, "deferred")).seconds < 1.33
@@ -235,7 +238,7 @@ POLICIES = st.builds(
 NUM_STEPS = 4
 
 
-@given(works(least=1), POLICIES)  # what takes no time has no order to check
+@given(works(least=1), POLICIES)  # work without duration has no order
 def test_every_schedule_keeps_the_rules(work, policy):
     check(work, simulate(work, policy, NUM_STEPS), policy)
     block = simulate_block(work, policy, NUM_STEPS)
@@ -244,7 +247,7 @@ def test_every_schedule_keeps_the_rules(work, policy):
 
 
 def check(work: Work, run: Ideal, policy: Policy) -> None:
-    """Replay what was scheduled, with nothing of the simulation's own state."""
+    """Replay the schedule without any state of the simulation."""
     names, spans = [use.unit for use in work.uses], run.spans
     by_lane = defaultdict(list)
     for span in spans:
@@ -289,13 +292,13 @@ def check(work: Work, run: Ideal, policy: Policy) -> None:
     for before, after in zip(backward, backward[work.num_gradient_buffers :], strict=False):
         assert after.begin_s >= done["land", before.unit, before.step].end_s
 
-    # Weights: what a use reads was fetched after the update of the step before, and is whole and there until it ends.
+    # Weights: fetched after the previous step's update, before the use, and kept whole until the use ends.
     for span in by_lane["h2d"]:
         if span.step:
             assert span.begin_s >= final_s[span.unit, span.step - 1]
             if work.mode == "speculative":
                 assert span.begin_s >= norm_s[span.step - 1]
-    stays = []  # from the beginning of each fetch to the end of the last use before the next fetch of the same
+    stays = []  # from the begin of each fetch to the last use before the next fetch of the same unit
     for span in by_lane["h2d"]:
         again = [s.begin_s for s in by_lane["h2d"] if (s.unit, s.step) == (span.unit, span.step) and s is not span]
         until = min((s for s in again if s > span.begin_s), default=math.inf)
@@ -341,9 +344,7 @@ def test_every_schedule_with_states_on_their_way_keeps_the_rules(work, policy, s
 
 
 def lower_bound(work: Work) -> float:
-    """Return what no schedule can beat: the largest lane, and the longest chains from one wait of the host to the
-    next.
-    """
+    """Return a lower bound for all schedules: the largest lane, and the longest chains between two host waits."""
     first, last = work.units[next(u.unit for u in work.uses if u.unit)], work.units[work.uses[-1].unit or ""]
     lanes = (
         math.fsum(use.seconds for use in work.uses),
@@ -354,11 +355,11 @@ def lower_bound(work: Work) -> float:
         math.fsum(unit.down_s for unit in work.units.values()),
     )
     assert first is last, "what comes first in forward comes last in backward"
-    leading = 0.0 if work.uses[0].unit else work.uses[0].seconds  # runs beside the first update and fetch
+    leading = 0.0 if work.uses[0].unit else work.uses[0].seconds  # overlaps the first update and fetch
     cycle = lanes[0] - leading + last.land_s + max(leading, last.update_s + first.fetch_s)
-    # Every unit lands before the step ends, and the last backward cannot begin before others have left the buffers.
+    # All gradients arrive before the step ends, and the last backward cannot begin before others leave the buffers.
     landing = math.fsum(use.seconds for use in work.uses if not use.is_backward) + lanes[2]
-    # All but the deferred updates of the units that forward needs late.
+    # Everything except deferred updates needed late in the forward.
     path = 0.0
     if work.mode == "deferred":
         updated = fetched = forward = 0.0
@@ -385,8 +386,8 @@ def test_between_the_bounds(work):
 @examples(30)
 @given(works(equal=True))
 def test_more_slots_are_hardly_ever_slower(work):
-    """A list schedule takes what is ready, and may lose a little by that (Graham's anomalies): 38 s with five slots for
-    37 s with four was found.
+    """A list schedule takes any ready work, and may lose a little time (Graham's anomalies). Observed: 38 s with five
+    slots, 37 s with four.
     """
     times = [ideal(dataclasses.replace(work, capacity=slots), 6).seconds for slots in range(1, 6)]
     assert all(more <= 1.1 * fewer for fewer, more in itertools.pairwise(times))
@@ -425,7 +426,7 @@ def test_time_has_no_unit(work, factor):
     assert ideal(other, 6).seconds == pytest.approx(factor * ideal(work, 6).seconds)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------
+# -- refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A driver that registers host memory by CUDA's rules, and a device on the CPU that copies by them."""
+"""Simulated driver with CUDA's rules for registered host memory, and a CPU device that copies under these rules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ALREADY_REGISTERED, NOT_REGISTERED, OUT_OF_MEMORY = 712, 713, 2
 
 
 class PlayedDriver:
-    """Ranges that are registered must not overlap, a copy lies in one of them or touches none, memory is not unmapped
-    before it is unregistered, and whoever launches something next finds the last error.
+    """Registered ranges must not overlap. A copy stays in one range or outside all. Memory is unregistered before
+    unmapping. The next launch raises the last error.
     """
 
     def __init__(self) -> None:
         self.ranges: dict[int, int] = {}
-        self.registered: list[int] = []  # the sizes of all that ever were
+        self.registered: list[int] = []  # sizes of all registrations ever made
         self.calls: list[str] = []
         self.limit_bytes: int | None = None
         self.last_error = 0
@@ -59,7 +59,7 @@ class PlayedDriver:
         assert not error, f"an innocent launch raised error {error}"
 
     def copy(self, tensor: torch.Tensor) -> None:
-        """Check memory that is copied from or to."""
+        """Check the memory of a copy."""
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         touched = [(start, size) for start, size in self.ranges.items() if start < end and begin < start + size]
         assert not touched or touched[0][0] <= begin <= end <= sum(touched[0]), "invalid argument: more than one range"
@@ -70,7 +70,7 @@ class PlayedDriver:
 
 
 class PlayedDevice(CpuDevice):
-    """Ordinary memory in the part of a device that copies from pinned memory."""
+    """Ordinary memory acting as a device with copies from pinned memory."""
 
     def __init__(self, pinning: Pinning, driver: PlayedDriver) -> None:
         super().__init__(Ledger("device"), copies_aside=False)
@@ -84,7 +84,7 @@ class PlayedDevice(CpuDevice):
 
 
 def is_mapped(address: int, num_bytes: int) -> bool:
-    """Return whether every page of a range is mapped."""
+    """Return whether every page in a range is mapped."""
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
     num_pages = -(-(address + num_bytes - first) // mmap.PAGESIZE)
     mincore: Callable[..., int] = ctypes.CDLL(None).mincore

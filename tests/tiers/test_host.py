@@ -1,4 +1,4 @@
-"""Arenas: mappings of exactly the size that was planned, carved without gaps."""
+"""Arenas: mappings with exactly the planned size, divided without gaps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_tensors_begin_on_a_page():
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc/self/smaps")
 @pytest.mark.parametrize("num_bytes", [(5 << 20) + 4096, (33 << 20) + 1])
 def test_the_mapping_has_the_size_that_was_asked_for(num_bytes: int):
-    """Not the next power of two, as torch's pinned allocator would; and nothing is resident before it is written."""
+    """The size is not rounded to a power of two, unlike torch's pinned allocator. Pages become resident at the first
+    write.
+    """
     before = address_space(), resident()
     arena = Arena(num_bytes)
     flat = arena.take(num_bytes, torch.uint8)

@@ -1,4 +1,4 @@
-"""What is held against what may be: to the byte."""
+"""Held bytes against the budget, exact to the byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parameter in pieces, in regions of several units: nothing depends on where it is cut."""
+"""A parameter cut into pieces over several units: results do not depend on the cuts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERT = 8 * 48
 
 
 class Stack:
-    """The store of one stacked parameter, whose rows 0 to 5 units have as they are given."""
+    """Store with one stacked parameter. `rows`: row ranges per unit, within 0 to 5."""
 
     def __init__(self, rows: Sequence[Sequence[tuple[int, int]]], rule: AdamW, precision: str) -> None:
         self.infos = [ParameterInfo(0, "experts", SHAPE, True, precision, bf16_source=False)]
@@ -36,7 +36,7 @@ class Stack:
         self.values = self.store.values
 
     def update(self, gradient: torch.Tensor) -> None:
-        """Make one update, in which all pieces received a gradient."""
+        """Run one update with gradients for all pieces."""
         for state in self.store.states:
             flat = torch.zeros(state.region.numel)
             for position, piece in enumerate(state.region.pieces):
@@ -69,7 +69,7 @@ def test_a_parameter_in_pieces_is_written_and_read_as_a_whole_one(precision: str
     ids=["fp32", "split", "bf16 states", "int8 states"],
 )
 def test_updates_have_the_same_bits_wherever_a_parameter_is_cut(rule: AdamW, precision: str) -> None:
-    """Those too that draw numbers (states in bf16): they draw by the element of the parameter."""
+    """Includes rules that draw random numbers (bf16 states): draws depend on the element index in the parameter."""
     value, found = torch.randn(SHAPE), []
     for rows in (WHOLE, CUT):
         stack = Stack(rows, rule, precision)

@@ -1,4 +1,4 @@
-"""Host memory that is registered with a driver: in which pieces, for how long, and what becomes of a refusal."""
+"""Registered host memory: pieces, lifetime, and refused registrations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_arena_without_a_driver_is_not_pinned() -> None:
 
 
 def test_a_large_arena_is_registered_in_pieces_in_which_its_tensors_lie_whole(driver: PlayedDriver) -> None:
-    sizes = [3, 3, 3, 20, 1, 1, 5, 5]  # pages, of which a piece has 8 where it can
+    sizes = [3, 3, 3, 20, 1, 1, 5, 5]  # in pages; a piece has 8 if possible
     arena = Arena(sum(sizes) * PAGE, Pinning(driver, 8 * PAGE))
     flats = [arena.take(size * PAGE, torch.uint8) for size in sizes]
     assert [size // PAGE for size in driver.ranges.values()] == [6, 3, 20, 7, 5]
@@ -56,7 +56,7 @@ def test_a_large_arena_is_registered_in_pieces_in_which_its_tensors_lie_whole(dr
 
 
 def test_pieces_begin_on_pages(driver: PlayedDriver) -> None:
-    """Two registrations do not share a page, though their tensors may."""
+    """Registrations never share a page, although tensors may."""
     sizes = [PAGE + 8, PAGE - 8, PAGE + 8, PAGE, PAGE - 8, PAGE]
     arena = Arena(sum(sizes), Pinning(driver, 2 * PAGE))
     for size in sizes:
@@ -163,7 +163,7 @@ def test_a_fork_does_not_copy_pinned_pages(driver: PlayedDriver) -> None:
     assert "dc" in flags.split(), "the kernel's name for MADV_DONTFORK"
 
 
-# -- who has arenas ------------------------------------------------------------------------------------------
+# -- arena owners --------------------------------------------------------------------------------------------
 
 
 def test_a_store_replaces_and_closes_what_it_registered(driver: PlayedDriver) -> None:

@@ -1,4 +1,4 @@
-"""A buffer whose stretches are taken in turn, against a map of who had each byte last."""
+"""Ring buffer slices, compared with a map from each byte to the last user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def taken(ring: Ring, num_bytes: int) -> RingSlice:
 
 
 def used(stretch: RingSlice) -> list[Ticket]:
-    """Fill a stretch, read it, let it go."""
+    """Fill, read and release a slice."""
     tickets = [Ticket("d2h"), Ticket("update")]
     stretch.fence.fill(tickets[0])
     stretch.fence.read(tickets[1])

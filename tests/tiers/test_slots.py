@@ -1,4 +1,4 @@
-"""The slot through which units stream, over a store on each tier."""
+"""The device slot for streamed units, over a store on each tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = {"a": [(40, 30), (7,)], "b": [(64, 64), (1,), ()]}
 
 
 class Bench:
-    """Two units, their store and their slot."""
+    """Two units with a store and a slot."""
 
     def __init__(self, tier: str = "cpu", precision: str = "fp32", device_memory: int | None = None) -> None:
         self.infos: list[ParameterInfo] = []
@@ -61,7 +61,7 @@ class Bench:
         return tuple(region for region in self.regions if region.units == (unit,))
 
     def fetch(self, regions: tuple[Region, ...]) -> None:
-        """Fetch on demand, to the beginning of the slot."""
+        """Fetch on demand to the slot's start."""
         cargo = self.slots.cargo_of(regions)
         if self.slots.cargo_bytes(cargo) and cargo not in self.slots.held():
             self.slots.fetch(cargo, 0)
