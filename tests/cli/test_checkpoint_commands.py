@@ -223,8 +223,8 @@ def first(folder: Path) -> Path:
 
 NORM = "model.norm.weight"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "header": (lambda folder: flip(first(folder), 12), "damaged or no safetensors file"),
-    "truncated": (lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-4]), "its header tells of"),
+    "header": (lambda folder: flip(first(folder), 12), "damaged or not a safetensors file"),
+    "truncated": (lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-4]), "its header describes"),
     "missing": (lambda folder: first(folder).unlink(), "which model.safetensors.index.json names"),
     "moved": (lambda folder: in_index(folder, lambda names: names.update({NORM: first(folder).name})), f"lacks {NORM}"),
     "unnamed": (lambda folder: in_index(folder, lambda names: names.pop(NORM)), f"does not name {NORM}"),

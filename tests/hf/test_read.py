@@ -276,10 +276,10 @@ def test_other_rules_of_transformers_are_noticed(folder: Path, monkeypatch: pyte
     from offload.hf.names import CannotStream
 
     monkeypatch.setattr(core_model_loading, "rename_source_key", lambda name, rules: (name, None))
-    with pytest.raises(CannotStream, match="LlamaForCausalLM are read part by part: TypeError"):
+    with pytest.raises(CannotStream, match="read the weights of LlamaForCausalLM one parameter at a time: TypeError"):
         read(LlamaForCausalLM, folder)
     monkeypatch.delattr(core_model_loading, "rename_source_key")
-    with pytest.raises(CannotStream, match="converts weights otherwise"):
+    with pytest.raises(CannotStream, match="has another interface"):
         read(LlamaForCausalLM, folder)
 
 
@@ -303,7 +303,7 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"no weights.*only adapter\.safetensors"):
         read(LlamaForCausalLM, folder)
     (folder / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is no index"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is not a valid index"):
         read(LlamaForCausalLM, folder)
 
 

@@ -72,7 +72,7 @@ def test_a_model_and_rows_that_are_given_train_as_those_of_files(
     assert all(torch.equal(one[name], other[name]) for name in other)
     written = Config.load(own.dir / "config.yaml")
     assert (written.model.path, written.data.source) == ("python:LlamaForCausalLM", (source,))
-    with pytest.raises(ConfigError, match=r"python:LlamaForCausalLM, a model that was given in Python"):
+    with pytest.raises(ConfigError, match=r"python:LlamaForCausalLM, so the run trained a model built in Python"):
         Trainer(
             {**settings, "run": {"dir": str(tmp_path / "none")}, "model": {"path": written.model.path}}, data=ROWS
         ).run()

@@ -337,7 +337,7 @@ def test_an_export_that_fails_in_any_way_leaves_the_states(
     def failing(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    for name, write, told in (("taken", taking, "is no earlier export"), ("broken", failing, "on purpose")):
+    for name, write, told in (("taken", taking, "is not an earlier export"), ("broken", failing, "on purpose")):
         monkeypatch.setattr(WholeModel, "write", lambda _self, *given, write=write: write(*given))
         with pytest.raises((ConfigError, RuntimeError), match=told):
             run(name, checkpoint__every=None)
