@@ -101,7 +101,7 @@ class _Loader(yaml.SafeLoader):
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
                 raise ValueError(
-                    f"{name} stands twice, in line {lines[name]} and in line {line}; leave one of them out"
+                    f"{name} is set twice, in line {lines[name]} and in line {line}; leave one of them out"
                 )
             lines[name] = line
         return super().construct_mapping(node, deep)

@@ -75,8 +75,9 @@ class OffloadAccelerator(Accelerator):
         if len(given) > 1 or model is None or self.engine is not None:
             raise ConfigError(
                 f"prepare() was given {len(given)} optimizers{'' if model else ', not with the model that they train'}"
-                f"{' after an engine was made' if self.engine else ''}: an OffloadAccelerator has one engine, of one "
-                "model. Call prepare(model, optimizer, ...) once; another model that trains wants a process of its own."
+                f"{' after an engine was made' if self.engine else ''}: an OffloadAccelerator has a single "
+                "engine, for a single model. Call prepare(model, optimizer, ...) once; train another model in another "
+                "process."
             )
         own = self.engage(model, optimizer)
         for scheduler in objects:
@@ -98,8 +99,8 @@ class OffloadAccelerator(Accelerator):
         rule = given or rule_of_optimizer(optimizer, model)
         if given and len({rate_of(group) for group in optimizer.param_groups}) > 1:
             raise ConfigError(
-                f"offload has the rule {given.title}, and groups of the optimizer have learning rates of their own: "
-                "give those as groups of the rule, groups=((pattern, {'lr_scale': ...}), ...)."
+                f"offload has the rule {given.title}, but the groups of the optimizer have different learning rates, "
+                "which would be ignored: give them as groups of the rule, groups=((pattern, {'lr_scale': ...}), ...)."
             )
         is_bf16 = self.mixed_precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters())
         defaults = {"max_grad_norm": None, "precision": "bf16" if is_bf16 else "fp32", "device": str(self.device)}
@@ -133,7 +134,9 @@ class OffloadAccelerator(Accelerator):
             return
         kwargs.pop("learning_rate", None)  # for LOMO in Trainer; the optimizer has the rate
         if kwargs:
-            raise ConfigError(f"accelerator.backward was given {next(iter(kwargs))}, which an engine does not have.")
+            raise ConfigError(
+                f"accelerator.backward was given {next(iter(kwargs))}, an argument that an engine does not support."
+            )
         self.engine.backward(loss / self.gradient_accumulation_steps / self.engine.world_size)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -144,27 +147,29 @@ class OffloadAccelerator(Accelerator):
         if not own.has_gradients:
             return torch.tensor(math.nan if own.result is None else own.result.grad_norm)  # nothing to clip
         if norm_type != 2:
-            raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
+            raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm only.")
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not given:
             warn(
-                "clip_grad_norm_ was given no parameters, perhaps by an iterator that an earlier call has exhausted: "
-                "nothing is clipped in this step, as without an engine. Give it model.parameters() each time."
+                "clip_grad_norm_ was given no parameters, perhaps from an exhausted iterator, so nothing is clipped in "
+                "this step (as in plain PyTorch). Give model.parameters() in each call."
             )
             return torch.tensor(0.0)
         trained = sum(len(group["params"]) for group in own.param_groups)
         if len(given) < trained or max_norm <= 0:
             raise ConfigError(
-                f"clip_grad_norm_ was given {len(given)} parameters, and max_norm={max_norm}: an engine clips all "
-                f"{trained} that it trains, by the norm of them all, to more than 0. Give it model.parameters(); "
-                "without the call nothing is clipped."
+                f"clip_grad_norm_ was given {len(given)} parameters and max_norm={max_norm}: an engine clips all "
+                f"{trained} trainable parameters by their common norm, to a max_norm above 0. Give model.parameters(); "
+                "leave the call out for no clipping."
             )
         own.clip_next(0.0 if max_norm == float("inf") else float(max_norm))
         return torch.tensor(own.engine.grad_norm())
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self.engine is not None:
-            raise ConfigError("clip_grad_value_: an engine clips to a norm; call clip_grad_norm_.")
+            raise ConfigError(
+                "clip_grad_value_ is not supported, because an engine clips to a norm: call clip_grad_norm_."
+            )
         super().clip_grad_value_(parameters, clip_value)
 
     def _own_optimizer(self) -> OffloadOptimizer | None:
@@ -239,8 +244,8 @@ class _NoWeights:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ConfigError(
-            "a hook of save_state was given the weights of the engine's model, and reads them: they are saved in "
-            f"{FOLDER}/, and not all in memory. Pop them from the list, and call model.save_pretrained(folder), or "
+            "a hook of save_state reads the weights of the engine's model, which are not all in memory; they are saved "
+            f"in {FOLDER}/. Remove them from the list, and call model.save_pretrained(folder), or "
             "accelerator.get_state_dict(model) on all ranks before save_state."
         )
 
@@ -260,12 +265,12 @@ def _check_same(model: nn.Module, given: Mapping[str, Any], strict: bool = True,
     for name in own:
         if name in given and not torch.equal(own[name].cpu(), given[name].to("cpu", own[name].dtype)):
             raise ConfigError(
-                f"a hook of load_state gives {name} other values than {FOLDER}/ has, by which the engine goes on: "
-                "leave the loading to it, or begin anew with a model that was loaded before prepare()."
+                f"a hook of load_state loads other values for {name} than the engine has loaded from {FOLDER}/: leave "
+                "loading to the engine, or load the model before prepare() and begin a new run."
             )
     unexpected = [name for name in given if name not in own]
     if strict and unexpected:
-        raise ConfigError(f"a hook of load_state gives {unexpected[0]}, which the model does not have.")
+        raise ConfigError(f"a hook of load_state loads {unexpected[0]}, but the model has no such weight.")
     return _IncompatibleKeys([name for name in own if name not in given], unexpected)
 
 
@@ -287,10 +292,10 @@ def refuse_others(accelerator: Accelerator) -> None:
     wrong = [name for name, is_on in what.items() if is_on]
     if wrong:
         raise ConfigError(
-            f"accelerate is set up for {', '.join(wrong)}, which does not go with an engine: it shares out the states "
-            "over ranks itself, which save together to a folder that all machines share, computes in fp32 or bf16, and "
-            "compiles blocks with inductor as it is. Start with torchrun or python, mixed_precision 'no' or 'bf16', "
-            "and without the others."
+            f"accelerate is set up for {', '.join(wrong)}, which an engine does not support: an engine shards the "
+            "states over ranks itself, saves into a folder shared by all machines, computes in fp32 or bf16, and "
+            "compiles with inductor in the default mode. Start with torchrun or python, mixed_precision 'no' or "
+            "'bf16', and without these settings."
         )
 
 
@@ -325,25 +330,28 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
     spread = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if len(spread) > 1 or "disk" in spread:
         raise ConfigError(
-            f"the model was loaded with a device_map over {', '.join(sorted(spread))}, and moves its weights itself: "
-            "load it without (device_map=None; of TRL's trainers model_init_kwargs={'device_map': None}), or give the "
-            "Trainer the model instead of its name."
+            f"the model was loaded with a device_map over {', '.join(sorted(spread))}, so accelerate's hooks move its "
+            "weights: load it without (device_map=None; in TRL's trainers model_init_kwargs={'device_map': None}), or "
+            "give the Trainer the model instead of its name."
         )
     options = dict(settings)
     unknown = set(options) - {field.name for field in fields(Settings)} - {"fill", "comm"}
     if unknown:
-        raise ConfigError(f"offload has {min(unknown)!r}, which is no setting of an engine: see help(offload.Engine).")
+        raise ConfigError(
+            f"offload has {min(unknown)!r}, which is not a setting of an engine: see help(offload.Engine)."
+        )
     placement = Placement.of(options.pop("placement", None) or Placement())
     empty = next((name for name, p in model.named_parameters() if p.is_meta and "fill" not in options), None)
     if empty is not None:
         raise ConfigError(
-            f"{empty} is on the device 'meta', where it has no values: load the model with from_pretrained (of one "
-            "that is begun anew, init_empty_weights and torch.device('meta') left out), or model.to_empty and fill it."
+            f"{empty} is on the device 'meta', where it has no values: load the model with from_pretrained (for a new "
+            "model leave out init_empty_weights and torch.device('meta')), or call model.to_empty and fill it."
         )
     half = next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None)
     if half is not None:
         raise ConfigError(
-            f"{half} is float16, in which no engine computes: load the model with dtype=torch.bfloat16, or float32."
+            f"{half} is float16, a dtype in which no engine computes: load the model with dtype=torch.bfloat16, or "
+            "float32."
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with generators_kept(torch.device(options.get("device") or device)):

@@ -61,8 +61,8 @@ def _stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
     values = np.zeros(0, np.float32) if file is None else np.fromfile(file, "<f4")
     if len(values) != num_rows:
         raise ConfigError(
-            f"{file or folders[0]} has {len(values):,} log-probabilities of the reference, and the data have "
-            f"{num_rows:,} answers: restore the checkpoint or the data, or begin another run.dir."
+            f"{file or folders[0]} has {len(values):,} log-probabilities of the reference model, but the data have "
+            f"{num_rows:,} answers: restore the checkpoint or the data, or begin a new run in another run.dir."
         )
     return values
 

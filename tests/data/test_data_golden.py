@@ -374,7 +374,7 @@ BAD: dict[str, tuple[str, bytes, str, int | None]] = {
     "utf-8": ("a.csv", b"text\nok\n\xff\nok\n", r"a\.csv:3 is not UTF-8", 2),
     "json": ("a.jsonl", b'{"text": "a"}\n{"text":\n{"text": "\xff"}\n{"text": "b"}', r"a\.jsonl:2 is not valid", 2),
     "type": ("a.jsonl", b'{"text": "ok"}\n{"text": 1}\n{"text": "ok"}\n', r"a\.jsonl:2: 'text' must be a string", 2),
-    "array": ("a.json", b'[{"text": "ok"}, {"text": "ok"} {"text": "ok"}]', r"after record 2 a comma or a bracket is expected, not '\{'", None),
+    "array": ("a.json", b'[{"text": "ok"}, {"text": "ok"} {"text": "ok"}]', r"a bracket is expected, not '\{'", None),
     "cut array": ("a.json", b'[{"text": "ok"}, {"text": "o', r"record 2 is not valid JSON", None),
     "gz": ("a.jsonl.gz", gzip.compress(b'{"text": "ok"}\n' * 99)[:-9], r"damaged or truncated \.gz file", None),
     "zst": ("a.jsonl.zst", _zstd(b'{"text": "ok"}\n' * 99)[:-9], r"damaged or truncated \.zst file", None),

@@ -383,12 +383,12 @@ def test_the_norm_so_far_does_not_depend_on_which_place_is_late(order: list[int]
 
 
 def test_what_cannot_be_updated_in_both_places_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"update is both, and offload.optimizer is cpu.*--offload.optimizer auto"):
+    with pytest.raises(ConfigError, match=r"update is both, but with offload.optimizer cpu.*--offload.optimizer auto"):
         Engine(build(llama), update="both")
     auto = Placement("cpu", "auto", optimizer_memory="100KiB")
-    with pytest.raises(ConfigError, match=r"update is both, and Muon updates .* --offload.update cpu or auto"):
+    with pytest.raises(ConfigError, match=r"update is both, but Muon updates .* --offload.update cpu or auto"):
         Engine(build(llama), Muon(), auto, update="both")
-    with pytest.raises(ConfigError, match=r"update is both, and train.delay is 1.* --offload.update cpu or auto"):
+    with pytest.raises(ConfigError, match=r"update is both, but train.delay 1.* --offload.update cpu or auto"):
         Engine(build(llama), AdamW(), auto, update="both", delay=1)
     with pytest.raises(ConfigError, match=r"optimizer_memory is .* and offload.optimizer is cpu"):
         Placement("cpu", "cpu", optimizer_memory="100KiB")

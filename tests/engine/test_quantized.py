@@ -108,8 +108,8 @@ def test_what_rests_and_moves_has_the_bytes_of_the_files(kind: str, tmp_path: Pa
             told = engine.told_frozen_weights
             its_codec, numel = coded[0].codec, sum(sum(region.sizes) for region in coded)
             assert saved > 0.7 * 4 * numel * (1 - its_codec.record_bytes / its_codec.block / 4)
-            assert f"frozen parameters rest in {coded[0].codec.name}, " in told
-            assert "; others as they are: base_model.model.model.embed_tokens.weight, " in told
+            assert f"frozen parameters are stored in {coded[0].codec.name}, " in told
+            assert "; others unquantized: base_model.model.model.embed_tokens.weight, " in told
         engine.close()
     (few, few_up), (all_, all_up) = held
     assert few < all_

@@ -329,7 +329,7 @@ def test_a_value_that_is_nan_is_refused_by_name(folder: Path) -> None:
 
     verify_folder(folder)
     edit(folder, spoil)
-    words = rf"model\.safetensors has NaN in {name} \(element 101 of \[48, 32\] is the first\)"
+    words = rf"model\.safetensors has NaN in {name} \(first at element 101 of \[48, 32\]\)"
     with pytest.raises(ConfigError, match=words):
         verify_folder(folder)
     built = build_model(ModelSection(path=str(folder)), seed=0)

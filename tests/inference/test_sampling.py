@@ -272,7 +272,7 @@ def test_a_module_that_reads_weights_at_rest_gives_nan_which_is_an_error(models:
             return output
 
         model.register_forward_hook(stray)
-        with pytest.raises(OffloadError, match=r"gives NaN.*--memory none"):
+        with pytest.raises(OffloadError, match=r"returns NaN.*--memory none"):
             sampler.write(PROMPT, GREEDY, lambda _text: None)
 
 

@@ -165,7 +165,7 @@ def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("secret:x:0\nbin:x:1\n", "no mapping of name, device"), ('a: [secret\nb: "x', "cannot be read: .*, line 2")],
+    [("secret:x:0\nbin:x:1\n", "not a mapping of name, device"), ('a: [secret\nb: "x', "cannot be read: .*, line 2")],
 )
 def test_what_stands_in_a_file_that_is_no_description_is_not_shown(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "x").write_text(text)

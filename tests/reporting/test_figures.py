@@ -190,7 +190,7 @@ def test_a_budget_with_room_and_faster_alternatives_of_the_plan_are_told(tmp_pat
     enough = parse_size(room.split()[1])
     assert enough is not None
     assert 3008 <= enough < 3500, "no less than the peak"
-    assert "more rows a micro-batch" in room
+    assert "more rows in a micro-batch" in room
     assert changes[-1] == "32 GiB more host memory"
     assert not {"slower", "no room"} & set(changes)
 
@@ -200,7 +200,7 @@ def test_a_run_far_slower_than_its_plan_is_told_so_before_anything_else(tmp_path
     for planned, told in ((0.25, True), (0.8, False)):
         path = write_run(tmp_path / str(planned), lines, plan={**PLAN, "step_seconds": planned})
         first = [each.why for each in advise(Recorded.read(path), figures_of(path))][:1]
-        assert any("4 times what the plan says" in why for why in first) == told
+        assert any("4 times as long as planned" in why for why in first) == told
 
 
 def test_a_budget_is_only_said_to_be_too_large_where_it_was_set_and_more_of_it_is_not_advised(tmp_path: Path) -> None:

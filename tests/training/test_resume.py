@@ -382,7 +382,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: p
     assert seen == [[]]
     assert steps_of(result.dir) == ["step-7", "step-6", "step-3"]
     assert [int(each) for each in re.findall(r"step (\d+)  saved ", output)] == [3, 6, 7]
-    assert "training stood still for" in output
+    assert "training stopped for" in output
     assert learnt(found) == learnt(wanted)
     for each in (7, 6, 3):
         verify(result.dir / f"checkpoints/step-{each}")
@@ -473,7 +473,7 @@ def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_p
 
     with Reader(path) as reader, Save(tmp_path / "alone") as save, Writer(save.path, 0, {}) as writer:
         save.commit({}, [writer.finish()], {"engine": reader.meta["engine"], "meta": {}})
-    with pytest.raises(ConfigError, match=r"engine\.save_checkpoint wrote it outside of a run"):
+    with pytest.raises(ConfigError, match=r"was written by engine\.save_checkpoint outside of a run"):
         run("new", **{"checkpoint.resume": str(tmp_path / "alone")})
 
 
