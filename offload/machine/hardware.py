@@ -181,7 +181,7 @@ class _Description:
         values = _LEFT_OUT | self._known(found, "", Hardware)
         device = self._device(values["device"])
         if values["device_bytes"] is None and device != "cpu":
-            raise self._error("device_bytes", None, "the memory of a device, which only a CPU is without")
+            raise self._error("device_bytes", None, "the memory of the device, required for all devices but a CPU")
         rates = self._known(values["rates"], "rates.", Rates)
         flops = self._keys(rates["flops_per_s"], "rates.flops_per_s.", _PRECISIONS, _PRECISIONS)
         figures = [each.name for each in (*fields(Hardware), *fields(Rates))]

@@ -83,7 +83,7 @@ def _measured(run: Run, comm: Comm, say: Say) -> np.ndarray:
                 found = _read(kept, [end - begin for _, begin, end in spans])
         num_found = int(comm.gather_objects(len(found), "what is known of the reference")[0])
         if num_found < len(spans):
-            some = f", of which {sum(map(len, found)):,} are known" if num_found else ""
+            some = f", of which {sum(map(len, found)):,} are already computed" if num_found else ""
             say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{some} ...")
         told_at, loss = time.monotonic(), LogProbs()
         for name, begin, end in spans[num_found:]:

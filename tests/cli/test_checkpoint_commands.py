@@ -289,7 +289,7 @@ def test_generate_writes_to_stdout_the_same_from_everywhere(made: Path, call: Ca
     monkeypatch.setattr(generate, "say", (told := []).append)
     for more in ((), ("--chat",)):
         call(generate, made / "hf", *words, "0", *more)
-    assert ["add --chat" in text for text in told if "at once" in text] == [True, False]
+    assert ["add --chat" in text for text in told if "no text" in text] == [True, False]
 
 
 @pytest.mark.parametrize(

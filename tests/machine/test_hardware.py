@@ -135,7 +135,7 @@ def test_a_machine_with_other_values(tmp_path: Path) -> None:
         ({"name": ..., "rates_launch_s": ...}, ["lacks name"]),
         ({"rates_launch_s": ...}, ["lacks rates.launch_s"]),
         ({"rates": ...}, ["lacks rates"]),
-        ({"device_bytes": ...}, ["device_bytes is None", "only a CPU"]),
+        ({"device_bytes": ...}, ["device_bytes is None", "all devices but a CPU"]),
         ({"device": "gpu"}, ["device is 'gpu'", '"cuda" or "cpu"']),
         ({"device": "cuda:1"}, ["device is 'cuda:1'", "without a number"]),
         ({"device": 5}, ["device is 5"]),
