@@ -33,7 +33,7 @@ def environment(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
 def test_it_is_measured_once_and_the_fastest_placement_is_taken(train: Train, folder: Path, tiny: list[str]) -> None:
     found = train(*tiny, *SLOW_LINK, "--run.dir", "found")
     assert found.returncode == 0, found.stderr
-    assert "measuring this machine, once" in found.stdout
+    assert "measuring this machine once" in found.stdout
     assert "placement, chosen by a search: --offload.parameters device --offload.optimizer cpu" in found.stdout
     text = (folder / "found/config.yaml").read_text()
     assert "parameters: device  # resolved" in text

@@ -112,7 +112,7 @@ def test_rank_slices_form_the_batch(build: Build, packing: bool) -> None:
             assert all(set(part) == set(whole) for part in slices)
             sizes = [len(part["labels"]) for part in slices]
             assert max(sizes) - min(sizes) <= 1
-    with pytest.raises(ConfigError, match=r"train\.batch_size is 6, and there are 7 ranks.*--train\.batch_size to 7"):
+    with pytest.raises(ConfigError, match=r"train\.batch_size is 6, but there are 7 ranks.*--train\.batch_size to 7"):
         dataset.batch(0, 0, 7)
 
 

@@ -202,7 +202,7 @@ def test_what_an_adapters_folder_has_of_the_base_is_taken(tmp_path: Path, how: d
             "on a GPU",
         ),
         ({"config": {"r": 4}}, "has no peft_type"),
-        ({"config": {"peft_type": "LORA", "rank": 4}}, "with rank .*, which LoraConfig of peft .* does not have"),
+        ({"config": {"peft_type": "LORA", "rank": 4}}, "with rank .*, but LoraConfig of peft .* has no such field"),
         ({"config": "nowhere.json"}, "lora.config is nowhere.json, which cannot be read as JSON"),
         ({"adapter": "nowhere"}, "lora.adapter is nowhere, which is no folder"),
     ],

@@ -216,7 +216,7 @@ def test_what_cannot_be_late_is_refused(settings, match):
 
 
 def test_a_rule_whose_gradients_do_not_wait_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.delay is 1.*LOMO.*do not wait"):
+    with pytest.raises(ConfigError, match=r"train\.delay is 1.*LOMO.*keeps no gradients for a later step"):
         Engine(build(llama), LOMO(), delay=1, placement=Placement(**HOST))
 
 

@@ -285,7 +285,7 @@ def test_what_is_approximate_is_told() -> None:
 def test_what_cannot_be_is_refused() -> None:
     for wrong, said in (
         ({"link_weights": "nf4"}, "offload.link_weights is 'nf4'.*exact, int8"),
-        ({"link_weights": "int8", "delay": 1}, "train.delay is 1.*--train.delay 0, or --offload.link_weights exact"),
+        ({"link_weights": "int8", "delay": 1}, "train.delay 1 .*--train.delay 0, or --offload.link_weights exact"),
         ({"link_weights": "int8", "optimizer": MeZO(lr=1e-3)}, "MeZO updates the copied weights on the device"),
     ):
         with pytest.raises(ConfigError, match=said):

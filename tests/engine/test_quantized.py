@@ -135,7 +135,7 @@ def test_checkpoints_have_what_is_trained_and_are_those_of_any_such_base(tmp_pat
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     folder = quantized(tmp_path / "base", "fp8")
     built = build_model(ModelSection(path=str(folder)), seed=0)
-    with pytest.raises(ConfigError, match=r"q_proj.weight is in few bits .*block fp8.*would be trained.*lora.rank"):
+    with pytest.raises(ConfigError, match=r"q_proj.weight is quantized in .*block fp8.*not frozen.*lora.rank"):
         engine_of(built)
     with pytest.raises(ConfigError, match=r"frozen_weights is nf4, and .* is in few bits .*frozen_weights exact"):
         engine_of(adapted(folder), frozen_weights="nf4")

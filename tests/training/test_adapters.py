@@ -318,7 +318,7 @@ def test_it_begins_from_an_adapter(run: Any, base: Path) -> None:
     assert_same(again.export, first.export)
     other, _, _ = run("other", model__path=str(base), lora__rank=2)
     shutil.copy(first.export / "adapter_config.json", other.export)
-    with pytest.raises(ConfigError, match="is an adapter of another model"):
+    with pytest.raises(ConfigError, match="so it is an adapter of another one"):
         run("bad", model__path=str(base), lora__adapter=str(other.export))
 
 

@@ -107,7 +107,7 @@ def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: 
         assert generate_command([str(path), "--adapter", str(result.export), *more]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
-    with pytest.raises(ConfigError, match=r"which is in few bits in the model's folder .*lora.rank 16"):
+    with pytest.raises(ConfigError, match=r"which is quantized in the model's folder .*lora.rank 16"):
         run("whole", model__path=str(base), train__steps=2)
 
 
