@@ -69,7 +69,7 @@ def test_a_tied_parameter_is_found_by_any_of_its_names_and_what_finds_nothing_is
     assert model.norm.weight.requires_grad
     with pytest.raises(ConfigError, match="'tabel'.*none of the 4 parameter names .such as"):
         freeze(Tied(), ["tabel"])
-    with pytest.raises(ConfigError, match="all 4 parameters: there is nothing to train"):
+    with pytest.raises(ConfigError, match="all 4 parameter names, so nothing is left to train"):
         freeze(Tied(), ["weight", "bias"])
 
 
