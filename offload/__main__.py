@@ -11,16 +11,16 @@ from offload.errors import ConfigError, nearest, shorten
 
 COMMANDS = {
     "train": "train a model whose states do not fit the device",
-    "data": "the data as a run would train on them: sources, lengths, rows with what is trained",
-    "report": "a page about a run: curves, where a step's time goes, memory, what to change",
-    "plan": "forecast memory and time of a run, on this machine or from a specification",
-    "export": "a checkpoint as a Hugging Face folder",
+    "data": "show the training data of a run: sources, lengths, rows with the trained tokens marked",
+    "report": "write a page about a run: curves, the time within a step, memory, settings to change",
+    "plan": "predict memory and step time of a run, on this machine or one from a description",
+    "export": "write a checkpoint as a Hugging Face folder",
     "generate": "continue a text with a model that may be larger than memory",
     "verify": "check checkpoints and Hugging Face folders for damage",
-    "parity": "compare offloaded with resident training, bit for bit, on your model",
-    "doctor": "show hardware, limits and active code paths of this machine",
-    "replay": "recompute the final weights of a run without gradients from the log",
-    "bench": "measure this machine: kernels, links, disks, and other implementations",
+    "parity": "check that offloaded training equals training in plain PyTorch, on your own model",
+    "doctor": "show this machine's hardware and libraries, and the kernels and I/O engine in use",
+    "replay": "rebuild the final weights of a run without gradients from its log",
+    "bench": "measure offload on this machine against hardware limits and other libraries",
 }
 _MODULES = {"data": "look"}  # other commands have the module name; offload.data is a package
 
@@ -28,11 +28,11 @@ GREETING = """\
 offload trains a Hugging Face model that does not fit the device, as if it did.
 
   offload train                      a small model on real text: two minutes, nothing to download
-  offload plan --model.preset 8b     what a run would hold and take, before there is one
+  offload plan --model.preset 8b     memory and step time, before the run
   offload train --model.path FOLDER --data.source 'notes/*.txt'     your own model and text
-  offload data --data.source 'notes/*.txt'     what of it would be trained on, to look at first
-  offload report RUN                 where a step's time went, as a page
-  offload doctor                     what this machine has
+  offload data --data.source 'notes/*.txt'     the training data, to look at first
+  offload report RUN                 a page about a run and its steps
+  offload doctor                     hardware and libraries of this machine
 
 All commands; python -m offload.COMMAND is the same:
 """
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int | None:
     if not words or words[0] in ("--help", "-h"):
         print(GREETING)
         print("\n".join(f"  {name:9} {summary}" for name, summary in COMMANDS.items()))
-        print("\noffload COMMAND --help tells of a command, offload --version of the version.")
+        print("\noffload COMMAND --help describes a command; offload --version shows the version.")
         return 0
     name = words[0]
     if name not in COMMANDS:

@@ -37,8 +37,8 @@ def parse_device(name: str | None, flag: str = "offload.device") -> torch.device
         return None if name is None else torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"{flag} is {name!r}, which torch takes for no device; give cpu, cuda, cuda:1, ..., or nothing for the "
-            f"accelerator that there is."
+            f"{flag} is {name!r}, which torch does not accept as a device; give cpu, cuda, cuda:1, ..., or leave it "
+            "out to use the machine's accelerator."
         ) from error
 
 
@@ -56,15 +56,15 @@ def own_accelerator(
             warn(why)
         return None
     if asked is not None and asked.type not in {each.device.type for each in found}:
-        there = f"{found[0].device.type} alone" if found else "nothing but the CPU"
+        there = f"{found[0].device.type} alone" if found else "only the CPU"
         raise ConfigError(f"{flag} is {name}, and torch finds {there}: give cpu, or nothing.")
     index = None if asked is None else asked.index
     if index is None:  # a process starts on device 0, so 0 is no explicit selection
         index = torch.accelerator.current_device_index() or int(environ.get("LOCAL_RANK") or 0) % len(found)
     if index >= len(found):
         raise ConfigError(
-            f"{flag} is {name}, and torch finds {len(found)} of this kind: give {found[0].device.type}:0 "
-            f"to {found[-1].device}."
+            f"{flag} is {name}, but torch finds {len(found)} of this kind: give {found[0].device.type}:0 to "
+            f"{found[-1].device}."
         )
     return found[index]
 
@@ -81,14 +81,14 @@ def unusable_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> str | No
         driver = re.search(r"\d+\.\d+[.\d]*", version.read_text()) if maker == "NVIDIA" and version.exists() else None
         built = getattr(torch.version, runtime)
         return (
-            f"This machine has the driver of an {maker} GPU{f' ({driver[0]})' if driver else ''}, and torch "
-            f"{torch.__version__} finds no GPU, so the CPU computes. That torch was built "
+            f"This machine has the driver of an {maker} GPU{f' ({driver[0]})' if driver else ''}, but torch "
+            f"{torch.__version__} finds no GPU, so the CPU computes. This torch was built "
             + (
                 f"for {runtime.upper()} {built}: the driver may be too old for it, or may not be given to this process."
                 if built
                 else f"without {runtime.upper()}: install one that has it."
             )
-            + " The device cpu asks for the CPU, and says nothing."
+            + " Set the device to cpu to avoid this warning."
         )
     return None
 

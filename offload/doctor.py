@@ -139,9 +139,9 @@ def _limits(about: dict[str, Any]) -> list[tuple[str, str]]:
     names |= {"nvme_read": "reading from disk", "nvme_write": "writing to disk"}
     parts = ", ".join(f"{names[lane]} {seconds:.3g} s" for lane, seconds in bounds["seconds"].items())
     hides = (
-        f"compute takes as long with {bounds['num_tokens']:,} tokens a step, and hides it with more"
+        f"compute takes as long with {bounds['num_tokens']:,} tokens a step, and hides it with more tokens"
         if about["hardware"]["device"] != "cpu" or bounds["lane"].startswith("nvme")
-        else "nothing hides it, since the same cores compute"
+        else "nothing hides it, because the same cores compute"
     )
     return [
         ("bounds", "\n".join(sorted((limit["text"] for limit in about["limits"]), key=about["bound_by"].__ne__))),

@@ -122,8 +122,8 @@ def too_few_rows(batch_size: int, world_size: int, shared_by: int = 1) -> str:
     """Return the error text for too few rows: fewer per step than ranks, or than rank groups sharing rows."""
     each = "rank" if shared_by == 1 else f"group of {shared_by} ranks (train.sequence_parallel)"
     return (
-        f"train.batch_size is {batch_size}, and there are {world_size} ranks: every {each} needs a row of its own; set "
-        f"--train.batch_size to {world_size // shared_by} or more, or start {batch_size * shared_by} ranks at most."
+        f"train.batch_size is {batch_size}, but there are {world_size} ranks, and every {each} needs its own row; set "
+        f"--train.batch_size to {world_size // shared_by} or more, or start at most {batch_size * shared_by} ranks."
     )
 
 

@@ -54,27 +54,32 @@ def main(words: list[str]) -> int:
     quiet_transformers()
     folder = chosen_checkpoint(given, say)
     if out.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"{out} lies in the checkpoint {folder}, which may hold nothing else; give another folder.")
+        raise ConfigError(
+            f"{out} lies in the checkpoint {folder}, which must not hold other files; give another folder."
+        )
     dtype, is_adapter = DTYPES[options.dtype], has_adapter(folder)
     if options.merge and not is_adapter:
-        raise ConfigError(f"--merge is given, and {folder} has no adapter but a whole model: leave it out.")
+        raise ConfigError(f"--merge is given, but {folder} has a whole model and no adapter: leave it out.")
     for flag, is_given in (("--base", options.base is not None), ("--onto", options.onto != "trained")):
         if is_given and not options.merge:
-            raise ConfigError(f"{flag} is given without --merge, and the adapter alone needs no base: leave it out.")
+            raise ConfigError(
+                f"{flag} is given without --merge, but writing only the adapter needs no base: leave it out."
+            )
     if is_adapter and not options.merge:
         if dtype is not None:
             raise ConfigError(
-                "--dtype is given, and an adapter is written as it was trained: leave it out, or --merge."
+                "--dtype is given, but an adapter keeps the dtype in which it was trained: leave it out, or merge with "
+                "--merge."
             )
         num_bytes = export_adapter(folder, out)
-        print(f"{out}: an adapter of {format_bytes(num_bytes)}, read back and the same.")
+        print(f"{out}: an adapter of {format_bytes(num_bytes)}, read back and unchanged.")
         return 0
     if options.merge:
         done = export_merged(folder, out, options.base, dtype, shard_bytes, onto_original=options.onto == "original")
     else:
         done = export_stored(folder, out, dtype, shard_bytes)
     files = counted(len(done.files), "file")
-    print(f"{done.folder}: {format_bytes(done.num_bytes)} of weights in {files}, read back and the same.")
+    print(f"{done.folder}: {format_bytes(done.num_bytes)} of weights in {files}, read back and unchanged.")
     return 0
 
 

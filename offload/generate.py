@@ -118,10 +118,10 @@ def main(words: list[str]) -> int:
 
 def _no_text(*, lacks_template: bool) -> str:
     if not lacks_template:
-        return "note: the model ended its text at once."
+        return "note: the model returned no text."
     return (
-        "note: the model ended its text at once. The folder has a chat template, and a chat model expects a prompt in "
-        "it: add --chat."
+        "note: the model returned no text. The folder has a chat template, and a chat model expects a prompt in it: "
+        "add --chat."
     )
 
 

@@ -45,12 +45,12 @@ def main(words: list[str]) -> int:
     num_steps, same_order, as_json = _steps(own["steps"]), is_on(own, "same-order"), is_on(own, "json")
     if 0 < (every := config.lora.restart_every) < num_steps:
         raise ConfigError(
-            f"--steps is {num_steps}, and the resident side does not restart its adapter after {every} steps, as "
-            f"lora.restart_every says: set --steps to at most {every}."
+            f"--steps is {num_steps}, but the resident side cannot restart its adapter (lora.restart_every is "
+            f"{every}): set --steps to at most {every}."
         )
     if config.offload.link_gradients != "exact":
         raise ConfigError(
-            f"offload.link_gradients is {config.offload.link_gradients}, and the resident side is one process, which "
+            f"offload.link_gradients is {config.offload.link_gradients}, but the resident side is one process and "
             "sends no gradients: set --offload.link_gradients exact."
         )
     if num_ranks > 1:
@@ -76,9 +76,9 @@ def main(words: list[str]) -> int:
 def _check_rule(config: Config) -> None:
     if not config.has_gradients:
         raise ConfigError(
-            "optimizer.name is mezo, which makes no backward, and the resident side trains by one: their steps are not "
-            "the same training. python -m offload.replay BASE_FOLDER RUN makes the weights of such a run again, bit "
-            "for bit; tests/engine/test_zeroth_order.py compares its steps with MeZO in plain PyTorch."
+            "optimizer.name is mezo, which has no backward, but the resident side trains by backward. python -m "
+            "offload.replay BASE_FOLDER RUN repeats such a run bit for bit; tests/engine/test_zeroth_order.py compares "
+            "its steps with MeZO in plain PyTorch."
         )
 
 
@@ -102,8 +102,8 @@ def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> V
             if "deterministic implementation" not in str(error):
                 raise
             tell(
-                f"note: {str(error).partition(',')[0]}. So it runs as it is, beside attention in plain products, and "
-                "may give other bits in every run."
+                f"note: {str(error).partition(',')[0]}. So this operation runs as it is, with attention in plain "
+                "matrix products, and may give other bits in every run."
             )
             with _repeatable(strictly=False):
                 verdict = check()
@@ -152,8 +152,8 @@ def show(verdict: Verdict) -> None:
     apart = "every bit is equal"
     if differing:
         apart = (
-            f"{differing:,} elements of {counted(len(weights.differing), 'parameter')} differ, by "
-            f"{weights.largest:.3g} at most; as a whole by {weights.distance:.1e} of the way that they have gone"
+            f"{differing:,} elements of {counted(len(weights.differing), 'parameter')} differ, by at most "
+            f"{weights.largest:.3g}; together by {weights.distance:.1e} of the change in training"
         )
     print(f"weights: {weights.num_elements:,} elements of {counted(weights.num_parameters, 'parameter')}: {apart}")
     for text in verdict.notes:
@@ -162,16 +162,19 @@ def show(verdict: Verdict) -> None:
         print(f"the order of sums differs: {text}")
     if verdict.tolerance is not None:
         numbers, of_weights = verdict.tolerance["numbers"], verdict.tolerance["weights"]
-        print(f"judged by a tolerance: losses and norms within {numbers:g}, weights within {of_weights:g} of their way")
+        print(
+            f"judged by a tolerance: losses and norms within {numbers:g}, weights within {of_weights:g} of their "
+            "change in training"
+        )
     if verdict.first is not None and not verdict.is_bit_equal:
         print(f"first difference: {verdict.first}")
     elif not verdict.is_equal:
         print(
-            "compared after each step nothing differs: it depends on what goes on between steps. Please report this, "
-            "with the command."
+            "a comparison after each step finds no difference, so the difference depends on the timing between steps. "
+            "Please report this, with the command."
         )
     if not verdict.is_equal and not verdict.in_same_order:
-        print("where a layer uses an input in several places, --same-order sums as the engine does.")
+        print("if a layer uses an input in several places, --same-order sums in the engine's order.")
     print(f"parity: {_summary(verdict)}")
 
 

@@ -73,8 +73,8 @@ def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Ha
         hardware = hardware.with_(rates=replace(hardware.rates, network_bytes_per_s=rate))
     if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
         raise ConfigError(
-            f"the run is on {hardware.num_machines} machines, and how fast their network is, is not known: give "
-            "--link, such as --link 25Gbit, or rates.network_bytes_per_s in the description of --hardware."
+            f"the run is on {hardware.num_machines} machines, but their network rate is unknown: give --link, such as "
+            "--link 25Gbit, or rates.network_bytes_per_s in the description of --hardware."
         )
     return hardware
 
@@ -109,7 +109,7 @@ def heading(found: Forecast) -> Iterator[str]:
 
     machines, ranks = found.hardware.num_machines, ""
     if found.total_ranks > 1:
-        where = f" on {machines} machines, which hold {found.num_replicas} of the model" if machines > 1 else ""
+        where = f" on {machines} machines, with {found.num_replicas} copies of the model" if machines > 1 else ""
         ranks = f", {counted(found.total_ranks, 'rank')}{where}; of one of them:"
     length = int(found.config.data.sequence_length or 0)
     rows = f"{counted(found.config.train.num_rows, 'row')} of {counted(length, 'token')} a step"
@@ -165,7 +165,7 @@ def verdict(found: Forecast) -> Iterator[str]:
         yield "it fits."
         return
     yield shortage(found)
-    yield f"the smallest change that fits: {found.fix}" if found.fix else "no single setting changes that: see --help."
+    yield f"the smallest change that fits: {found.fix}" if found.fix else "no single setting makes it fit: see --help."
     if found.fix_bytes:
         held = (f"{NAMES[tier]} {format_bytes(num_bytes)}" for tier, num_bytes in found.fix_bytes.items())
         yield f"with that change: {', '.join(held)}"

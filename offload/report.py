@@ -35,7 +35,7 @@ class Options:
 def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.report", description=DESCRIPTION)
     if not options.runs:
-        raise ConfigError("no run is given; name its folder, which is --run.dir of train: offload report RUN.")
+        raise ConfigError("no run is given; name its folder, the --run.dir of train: offload report RUN.")
     from offload.reporting.page import as_json, read_views, write_page
 
     views = read_views([Path(each).expanduser() for each in options.runs])

@@ -50,9 +50,7 @@ def main(words: list[str]) -> int:
     elif (path / "config.json").exists() or any(path.glob("*.safetensors*")):
         report.check(path, is_stored=False)
     else:
-        raise ConfigError(
-            f"{path} holds neither checkpoints nor a Hugging Face model; see --help for what can be verified."
-        )
+        raise ConfigError(f"{path} holds neither checkpoints nor a Hugging Face model; see --help for the formats.")
     if options.json:
         print(json.dumps(report.content(), indent=2))
     return 0 if all(each["whole"] for each in report.checked) else 1
@@ -80,7 +78,7 @@ class _Report:
 
     def end(self, newest_whole: str | None) -> None:
         """Record the checkpoint from which the run would resume."""
-        self._say(f"the newest that is whole: {newest_whole}" if newest_whole else "none is whole")
+        self._say(f"the newest undamaged one: {newest_whole}" if newest_whole else "all are damaged")
         self._ends = {"newest_whole": newest_whole}
 
     def content(self) -> dict[str, Any]:

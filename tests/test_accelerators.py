@@ -108,10 +108,10 @@ def test_a_device_may_be_named_or_be_the_one_that_the_thread_has_chosen(
 @pytest.mark.parametrize(
     ("name", "count", "match"),
     [
-        ("gpu", 1, "offload.device is 'gpu', which torch takes for no device"),
+        ("gpu", 1, "offload.device is 'gpu', which torch does not accept as a device"),
         ("cuda:3", 3, r"finds 3 of this kind: give cuda:0 to cuda:2"),
         ("xpu", 1, "finds cuda alone"),
-        ("cuda", 0, "nothing but the CPU: give cpu, or nothing"),
+        ("cuda", 0, "only the CPU: give cpu, or nothing"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(machine: Any, name: str, count: int, match: str) -> None:

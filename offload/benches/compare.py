@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> Compared:
     mine, its = (_by_key(document["results"]) for document in (before, after))
     if not mine.keys() & its.keys():
         raise ConfigError(
-            f"{arguments.before} and {arguments.after} have no number in common: give two files of one benchmark."
+            f"{arguments.before} and {arguments.after} have no result in common: give two files of the same benchmark."
         )
     return Compared(
         [_pair(key, mine[key], its[key]) for key in mine if key in its],
@@ -124,13 +124,13 @@ def _read(path: Path) -> dict[str, Any]:
             ):
                 raise ValueError(f"name {result['name']!r}, unit {result['unit']!r}, value {number}")
         if not all(isinstance(found.get(part, {}), dict) for part in _CONDITIONS):
-            raise ValueError(f"{' and '.join(_CONDITIONS)} are no mappings")
+            raise ValueError(f"{' and '.join(_CONDITIONS)} are not mappings")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} holds no results of a benchmark ({type(error).__name__}: {shorten(str(error))}); give what a "
-            "benchmark printed with --json."
+            f"{path} is not the result of a benchmark ({type(error).__name__}: {shorten(str(error))}); give a file "
+            "that a benchmark printed with --json."
         ) from None
     return dict(found)
 

@@ -312,8 +312,8 @@ def _two_files(folder: Path, size: int) -> Iterator[tuple[Path, Path]]:
     free = shutil.disk_usage(folder).free
     if free < 2 * size + GIB // 16:
         raise ConfigError(
-            f"--size is {format_bytes(size)} and two such files are made, but {folder} has {format_bytes(free)} free; "
-            f"use a smaller --size or another --dir."
+            f"--size is {format_bytes(size)} for each of two files, but {folder} has {format_bytes(free)} free; use a "
+            "smaller --size or another --dir."
         )
     with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=folder) as inside, IoEngine("python") as engine:
         paths = (Path(inside) / "read.bin", Path(inside) / "write.bin")

@@ -120,7 +120,7 @@ def offer(folder: Path, reason: str, path: Path | None = None) -> CheckpointErro
     path: file at fault, if known. Reads the other checkpoints to verify them.
     """
     good, _ = Checkpoints(folder.parent).newest_that_verifies(but=folder.name)
-    found = f"The last good one is {good}." if good else "There is no other one beside it that is good."
+    found = f"The last good one is {good}." if good else "There is no other good one beside it."
     return CheckpointError(f"{reason} {found}", path or folder)
 
 
@@ -157,13 +157,13 @@ def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
     checkpoints = checkpoints_of(path)
     if checkpoints is None:
         what = "holds no checkpoint" if path.exists() else "does not exist"
-        raise ConfigError(f"{path} {what}; give RUN/checkpoints/step-N, or RUN for the newest one that is whole.")
+        raise ConfigError(f"{path} {what}; give RUN/checkpoints/step-N, or RUN for its newest undamaged one.")
     good, damaged = checkpoints.newest_that_verifies(verify_shown)
     for folder, reason in damaged:
-        say(f"{folder.name} is left out: {reason}")
+        say(f"{folder.name} is skipped: {reason}")
     if good is None:
-        raise CheckpointError(f"none of the {len(damaged)} checkpoints in {checkpoints.path} is whole.", path)
-    say(f"the newest checkpoint that is whole: {good}")
+        raise CheckpointError(f"all {len(damaged)} checkpoints in {checkpoints.path} are damaged.", path)
+    say(f"the newest undamaged checkpoint: {good}")
     return good
 
 

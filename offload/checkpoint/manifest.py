@@ -180,7 +180,7 @@ class Manifest(BaseModel):
             raise CheckpointError(f"{path} is empty.", path)
         rest = data[len(_HEAD) + _DIGITS :]
         if data != _HEAD + checksum(rest).encode() + rest:
-            raise CheckpointError(f"{path} is damaged or was edited: it does not agree with its own checksum.", path)
+            raise CheckpointError(f"{path} is damaged or was edited: its checksum does not match.", path)
         try:
             fields = json.loads(data)
             del fields["checksum"]
@@ -188,8 +188,8 @@ class Manifest(BaseModel):
             if kind != _FORMAT or version != _VERSION:
                 newer = isinstance(version, int) and version > _VERSION
                 raise CheckpointError(
-                    f"{path} is of {kind} version {version}, and this program reads {_FORMAT} version {_VERSION}"
-                    + ("; a newer program wrote it: use that one." if newer else "."),
+                    f"{path} has the format {kind} version {version}, but this program reads {_FORMAT} version "
+                    f"{_VERSION}" + ("; use the newer program that wrote it." if newer else "."),
                     path,
                 )
             manifest = cls.model_validate(fields)
@@ -197,21 +197,21 @@ class Manifest(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"]))
-            raise CheckpointError(f"{path} is not a manifest: {place}: {first['msg']}.", path) from None
+            raise CheckpointError(f"{path} is not a valid manifest: {place}: {first['msg']}.", path) from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{path} is not a manifest: {error}.", path) from None
+            raise CheckpointError(f"{path} is not a valid manifest: {error}.", path) from None
         return manifest
 
     def _check(self) -> None:
         """Raise ValueError if the manifest contradicts itself or names files outside the folder."""
         for name in self.attached:
             if not _ATTACHED_NAME.fullmatch(name) or name == MANIFEST or name in self.files:
-                raise ValueError(f"{name!r} is not the name of an attached file")
+                raise ValueError(f"{name!r} is not a valid name of an attached file")
         for name, file in self.files.items():
             if not _FILE_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is not the name of a data file")
+                raise ValueError(f"{name!r} is not a valid name of a data file")
             if len(file.checksums) != -(-file.num_bytes // file.chunk_bytes):
                 raise ValueError(f"{name} has {file.num_bytes} bytes and {len(file.checksums)} checksums")
         used = dict.fromkeys(self.files, 0)
@@ -226,11 +226,11 @@ class Manifest(BaseModel):
                 for begin, end, file_name, offset in found.slices:
                     num_bytes = (end - begin) * width
                     if file_name not in self.files or offset + num_bytes > self.files[file_name].num_bytes:
-                        raise ValueError(f"elements {begin} to {end} of {what} are beyond the end of {file_name}")
+                        raise ValueError(f"elements {begin} to {end} of {what} lie beyond the end of {file_name}")
                     used[file_name] += num_bytes
         for name, num_bytes in used.items():
             if num_bytes != self.files[name].num_bytes:
-                raise ValueError(f"the slices in {name} have {num_bytes} bytes of its {self.files[name].num_bytes}")
+                raise ValueError(f"the slices in {name} cover {num_bytes} of its {self.files[name].num_bytes} bytes")
 
 
 class RankManifest(BaseModel):
@@ -255,7 +255,7 @@ def gather(
         files.update(part.files)
         for name, plane, found in part.slices:
             if (name, plane) not in slices:
-                raise ValueError(f"a rank wrote {plane} of {name}, which is not to be in the checkpoint")
+                raise ValueError(f"a rank wrote {plane} of {name}, which does not belong into the checkpoint")
             slices[name, plane].append(found)
     parameters = {
         name: Parameter(
@@ -292,7 +292,7 @@ def name_of(dtype: torch.dtype) -> str:
     """Return the manifest name for a dtype. Raises ValueError for an unsupported one."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_OF:
-        raise ValueError(f"a checkpoint holds no {name}; it may be one of {', '.join(DTYPE_OF)}")
+        raise ValueError(f"a checkpoint cannot hold {name}; supported are {', '.join(DTYPE_OF)}")
     return name
 
 
@@ -303,10 +303,12 @@ def check_span(contents: Contents, name: str, plane: str, begin: int, tensor: to
     if entry is None or dtype is None:
         raise ValueError(f"there is no {plane} of {name} in the checkpoint")
     if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"{plane} of {name} goes by contiguous {dtype} on the cpu, not {tensor.dtype}")
+        raise ValueError(
+            f"{plane} of {name} needs a contiguous {dtype} tensor on the cpu, not {tensor.dtype} on {tensor.device}"
+        )
     if not 0 <= begin <= begin + tensor.numel() <= entry.count(plane):
         raise ValueError(
-            f"elements {begin} to {begin + tensor.numel()} of {plane} of {name} were asked for; it has "
+            f"elements {begin} to {begin + tensor.numel()} of {plane} of {name} were requested; it has "
             f"{entry.count(plane)}"
         )
 
@@ -325,9 +327,9 @@ def _check_cover(what: str, slices: Sequence[Slice], numel: int) -> None:
         if found.end <= found.begin:
             raise ValueError(f"{what} has an empty slice at {found.begin}")
         if found.begin > at:
-            raise ValueError(f"elements {at} to {found.begin} of {what} are nowhere")
+            raise ValueError(f"elements {at} to {found.begin} of {what} are missing")
         if found.begin < at:
-            raise ValueError(f"elements {found.begin} to {min(at, found.end)} of {what} are twice")
+            raise ValueError(f"elements {found.begin} to {min(at, found.end)} of {what} are stored twice")
         at = found.end
     if at != numel:
-        raise ValueError(f"{what} has {numel} elements, and {at} of them are in slices")
+        raise ValueError(f"{what} has {numel} elements, but its slices have {at}")

@@ -35,8 +35,8 @@ class Save:
         """Raises DiskError. Raises ConfigError if `target` exists and is no checkpoint; the folder stays."""
         if foreign := foreign_names(target):
             raise ConfigError(
-                f"{target} holds {', '.join(foreign[:3])}, so it is not a checkpoint, and saving one there would "
-                "delete that; give another folder."
+                f"{target} holds {', '.join(foreign[:3])}, so it is not a checkpoint, and saving a checkpoint there "
+                "would delete this; give another folder."
             )
         self.target = target
         self._attached: dict[str, Attached] = {}
@@ -104,7 +104,7 @@ class Save:
         with as_disk_errors("the look at what another rank has written", path):
             found = path.lstat().st_size
         if found != num_bytes:
-            raise DiskError(f"{path} has {found} bytes where {num_bytes} were written.", 0, path)
+            raise DiskError(f"{path} has {found} bytes, but {num_bytes} were written.", 0, path)
 
 
 def foreign_names(folder: Path) -> list[str]:

@@ -83,11 +83,11 @@ class Reader:
             self.contents: dict[str, Entry] = self._manifest.contents()
             self.attached = {name: folder / name for name in self._manifest.attached}
             if extra := sorted(names - self._manifest.files.keys() - self.attached.keys() - {MANIFEST}):
-                raise CheckpointError(f"{folder / extra[0]} does not belong to the checkpoint.", folder / extra[0])
+                raise CheckpointError(f"{folder / extra[0]} is not a file of the checkpoint.", folder / extra[0])
             for name, attached in self._manifest.attached.items():
                 if checksum(_read_all(folder, fd, name, attached.num_bytes)) != attached.checksum:
                     path = folder / name
-                    raise CheckpointError(f"{path} is damaged: it does not agree with its checksum.", path)
+                    raise CheckpointError(f"{path} is damaged: its checksum does not match.", path)
             self.num_bytes_of = {name: file.num_bytes for name, file in self._manifest.files.items()}
             self.absent = self.num_bytes_of.keys() - names if in_part else set()
             self._folder_fd = fd
@@ -263,7 +263,7 @@ class Reader:
                 done += count
         if checksum(buffer.data[:size]) != file.checksums[index]:
             raise CheckpointError(
-                f"{path} is damaged: the {size} bytes at offset {offset} do not agree with their checksum.", path
+                f"{path} is damaged: the checksum of the {size} bytes at offset {offset} does not match.", path
             )
 
 

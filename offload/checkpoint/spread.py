@@ -61,7 +61,7 @@ def spread(comm: Comm, folders: Sequence[Path]) -> dict[Path, str]:
         best = min(missing, key=lambda look: len(missing[look]), default=None)
         if best is None or missing[best]:
             name = MANIFEST if best is None else missing[best][0]
-            broken[folder] = f"{folder / name} is on the disk of no machine."
+            broken[folder] = f"{folder / name} is missing on the disks of all machines."
             continue
         lacking = [rank for rank, look in enumerate(looks) if look is None or look.mark != best.mark]
         if lacking:
@@ -92,7 +92,7 @@ def bring(comm: Comm, reader: Reader, wanted: Collection[str]) -> None:
         source = next((rank for rank, names in enumerate(has) if name in names), None)
         if source is None:
             missing = reader.path / name
-            raise common(CheckpointError(f"{missing} is on the disk of no machine.", missing))
+            raise common(CheckpointError(f"{missing} is missing on the disks of all machines.", missing))
         with _copied(comm, reader.path, {name: reader.num_bytes_of[name]}, source, takers) as partial:
             if partial is not None:
                 with as_disk_errors("the publishing", reader.path):

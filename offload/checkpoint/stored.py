@@ -138,19 +138,19 @@ def read_stored(
         reader = opened.enter_context(Reader(folder, in_part=in_part))
         if CONFIG in reader.attached:
             raise ConfigError(
-                f"{folder} has an adapter and no model: `python -m offload.export {folder} OUT` writes it to OUT as "
-                "PEFT saves it, for `python -m offload.generate BASE --adapter OUT`, and with --merge the whole model."
+                f"{folder} has an adapter without its base model: `python -m offload.export {folder} OUT` writes it to "
+                "OUT as PEFT saves it, for `python -m offload.generate BASE --adapter OUT`, and with --merge the whole "
+                "model."
             )
         if reader.meta.get("engine", {}).get("trained_only"):
             raise ConfigError(
-                f"{folder} has trained parameters alone, such as an adapter's: what was frozen is where the model came "
-                "from. Load it with engine.load_checkpoint into an engine over that model, and export it with "
-                "engine.export."
+                f"{folder} has only trained parameters, such as an adapter's, without the frozen weights. Load it with "
+                "engine.load_checkpoint into an engine over the original model, and export it with engine.export."
             )
         if "config.json" not in reader.attached:
             raise ConfigError(
-                f"{folder} has no config.json: it is of a model that is not transformers', which cannot be built "
-                "here. Load it with engine.load_checkpoint, and export it with engine.export."
+                f"{folder} has no config.json, because its model is not a transformers model, so the model cannot be "
+                "built here. Load the checkpoint with engine.load_checkpoint, and export it with engine.export."
             )
         config = configuration(folder)
         in_bf16 = any(entry.planes.get("weights") == torch.bfloat16 for entry in reader.contents.values())
@@ -207,10 +207,10 @@ def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:
         if name not in state:
             wrong.append(f"the model has no {name}")
         elif tuple(state[name].shape) != entry.shape:
-            wrong.append(f"{name} is {list(entry.shape)} there and {list(state[name].shape)} in the model")
+            wrong.append(f"{name} is {list(entry.shape)} in the checkpoint and {list(state[name].shape)} in the model")
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ConfigError(
-            f"{reader.path} does not fit the model of its own config.json as transformers {transformers.__version__} "
-            f"builds it: {'; '.join(wrong[:3])}{more}. Use the version of transformers that it was trained with."
+            f"{reader.path} does not fit the model that transformers {transformers.__version__} builds from its "
+            f"config.json: {'; '.join(wrong[:3])}{more}. Use the version of transformers with which it was trained."
         )

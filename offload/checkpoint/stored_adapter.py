@@ -43,8 +43,8 @@ def export_adapter(folder: Path, out: Path) -> int:
     with offering_another(folder), Reader(folder) as reader:
         if changed := reader.changed:
             raise ConfigError(
-                f"{folder} has an adapter over a base of which {len(changed)} weights have been changed "
-                "(lora.restart_every): over the base's files it would be another model. Export it with --merge."
+                f"{folder} has an adapter over a base with {len(changed)} changed weights (lora.restart_every), so the "
+                "adapter does not fit the original base. Export it with --merge."
             )
         adaptation = Adaptation.stored(folder)
         model = adaptation.over_shapes(empty_model(ModelSection(), configuration(folder)))
@@ -79,9 +79,9 @@ def export_merged(
         opened.callback(beneath.close)
         if plain.quantized and onto_original:
             raise ConfigError(
-                f"--onto is original, and {plain.folder} has its weights in few bits "
-                f"({next(iter(plain.quantized.values())).name}): there are no others that it could be merged into. "
-                "Merge --onto trained, or put the adapter alone (no --merge) over the model that those are made of."
+                f"--onto is original, but the weights in {plain.folder} are quantized "
+                f"({next(iter(plain.quantized.values())).name}), so there are no original values to merge into. Merge "
+                "--onto trained, or put the adapter (exported without --merge) over the unquantized model."
             )
         names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
         adaptation = Adaptation.stored(folder)
@@ -95,13 +95,13 @@ def export_merged(
         coded = {} if onto_original else _coded(reader, adapted.model, names)
         if coded and dtype is not None:
             raise ConfigError(
-                f"--dtype is given, and the adapter of {folder} was trained over its base as codes have it: leave "
-                "--dtype out, or merge --onto original."
+                f"--dtype is given, but the adapter of {folder} was trained over the dequantized values of its base: "
+                "leave --dtype out, or merge --onto original."
             )
         merged = MergedWeights(plain, adapted.model, names, trained, coded)
         if not merged.changes():
             raise ConfigError(
-                f"merging the adapter of {folder} changes no weight of its base: it was not trained, or its changes "
+                f"merging the adapter of {folder} changes no base weight: the adapter was not trained, or its changes "
                 "are lost in the precision of the weights. Export it without --merge, or with --dtype fp32."
             )
         total = sum(parameter.nbytes for parameter in plain.model.parameters())

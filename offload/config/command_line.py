@@ -260,5 +260,5 @@ def is_on(own: Mapping[str, str | None], name: str) -> bool:
     """Tell whether a flag from `parse_command` is on; a flag alone counts as true. Raises ConfigError."""
     text = own[name]
     if text not in (None, "true", "false"):
-        raise ConfigError(f"--{name} is {text!r}; it is given alone, or with true or false.")
+        raise ConfigError(f"--{name} is {text!r}; write it without a value, or with true or false.")
     return text == "true"

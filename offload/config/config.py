@@ -233,12 +233,12 @@ class Config(BaseModel):
                 copy._origins[key] = origin
         if changed:
             is_rule = any(each.partition(" ")[0] in _OF_STATES for each in changed)
-            how = " Another update rule, or width of its states, goes on from the weights with --optimizer.reset."
+            how = " Another update rule or state format starts from the weights with --optimizer.reset."
             anew = how if is_rule else ""
             raise ConfigError(
-                f"{'; '.join(changed)} in the run that {where} belongs to: that may not change. Leave "
-                f"{'it' if len(changed) == 1 else 'them'} out to go on with that run, or set --run.dir to a new folder "
-                f"to begin another one.{anew}"
+                f"{'; '.join(changed)} in the run of {where}: a resumed run cannot change "
+                f"{'this' if len(changed) == 1 else 'these'}. Leave {'it' if len(changed) == 1 else 'them'} out to "
+                f"resume that run, or set --run.dir to a new folder to begin another one.{anew}"
             )
         copy.check()
         return copy
@@ -266,14 +266,14 @@ class Config(BaseModel):
         if None in weights and any(weights):
             lacking = self.data.sources[weights.index(None)]["path"]
             raise ConfigError(
-                f"data.sources gives {lacking} no weight, and others have one: give each source a weight, or none."
+                f"data.sources gives no weight to {lacking}, but weights to others: give each source a weight, or none."
             )
         for key in _NAMES_OF_FILES:
             for name in _names_in(self.get(key)):
                 if not _can_be_a_file(name):
                     raise ConfigError(
-                        f"{key} is {_show(name)}, which no file or folder can be called: a part of a path has 255 "
-                        f"bytes at most, and no zero byte; set --{key} to another one."
+                        f"{key} is {_show(name)}, which is not a valid file name: a part of a path has at most 255 "
+                        f"bytes, and no zero byte; set --{key} to another one."
                     )
         if not (may_go_on and self._finds_run()):
             self._check_combinations()
@@ -305,7 +305,7 @@ class Config(BaseModel):
             and train.max_seconds is not None
         ):
             raise ConfigError(
-                f"optimizer.schedule is {self.optimizer.schedule}, which needs to know the last step, but only "
+                f"optimizer.schedule is {self.optimizer.schedule}, which needs the number of the last step, but only "
                 "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
                 "--optimizer.schedule constant."
             )
@@ -317,7 +317,7 @@ class Config(BaseModel):
         is_named = self.origin("data.source") != "default" or bool(self.data.sources)
         if self.train.method != "sft" and not is_named:
             raise ConfigError(
-                f"train.method is {self.train.method}, and data.source is not set: name files of rows with a prompt, a "
+                f"train.method is {self.train.method}, but data.source is not set: name files of rows with a prompt, a "
                 "chosen and a rejected answer."
             )
         if self.model.path is not None and not is_named:
@@ -408,9 +408,9 @@ def _check_ranks(config: Config, world_size: int) -> None:
     num_groups, size = config.train.num_groups(world_size), config.train.sequence_parallel
     if num_groups * size != world_size:
         raise ConfigError(
-            f"train.sequence_parallel is {size}, and there are {world_size} ranks, which make no whole number of "
-            f"groups: set --train.sequence_parallel to a divisor of {world_size}, or start a multiple of {size}, by "
-            "--gpus or --nproc-per-node."
+            f"train.sequence_parallel is {size}, but {world_size} ranks cannot be divided into groups of {size}: set "
+            f"--train.sequence_parallel to a divisor of {world_size}, or start a multiple of {size}, by --gpus or "
+            "--nproc-per-node."
         )
     if config.train.batch_size < num_groups:
         raise ConfigError(too_few_rows(config.train.batch_size, world_size, size))
@@ -429,45 +429,43 @@ def _check_method(config: Config) -> None:
     method, data, size = config.train.method, config.data, config.train.sequence_parallel
     if size > 1 and method != "sft":
         raise ConfigError(
-            f"train.sequence_parallel is {size}, and train.method is {method}, whose loss is of whole rows: set "
-            "--train.sequence_parallel 1, or --train.method sft."
+            f"train.sequence_parallel is {size}, but the loss of train.method {method} compares whole sequences, which "
+            "cannot be split over ranks: set --train.sequence_parallel 1, or --train.method sft."
         )
     for key, having in _OF_METHODS.items():
         if method not in having and config.get(key) != TrainSection.model_fields[key.partition(".")[2]].default:
             raise ConfigError(
-                f"{key} is {_show(config.get(key))}, and train.method {method} has no such setting; leave it out, or "
+                f"{key} is {_show(config.get(key))}, but train.method {method} has no such setting; leave it out, or "
                 f"set --train.method {' or '.join(having)}."
             )
     formats = [data.format, *(str(each["type"]) for each in (*data.sources, *data.eval_source) if "type" in each)]
     if method == "sft":
         if "preference" in formats:
             raise ConfigError(
-                "data.format is preference, pairs of a chosen and a rejected answer, and train.method is sft, which "
-                "learns from one text: set --train.method dpo, orpo or reward."
+                "data.format is preference, pairs of a chosen and a rejected answer, but train.method sft learns from "
+                "single texts: set --train.method dpo, orpo or reward."
             )
         return
     if (other := next((each for each in formats if each not in ("auto", "preference")), None)) is not None:
         raise ConfigError(
-            f"data.format is {other}, and train.method {method} learns from pairs of answers: set --data.format "
+            f"data.format is {other}, but train.method {method} learns from pairs of answers: set --data.format "
             "preference (rows of prompt, chosen, rejected), or --train.method sft."
         )
     if data.packing and config.origin("data.packing") not in ("default", "resolved"):
         raise ConfigError(
-            f"data.packing is true, and train.method is {method}: an answer has a row of its own, beside the one it is "
-            "compared with. Leave data.packing out, or set it to false."
+            f"data.packing is true, but train.method {method} compares pairs of answers, each in a separate row. Leave "
+            "data.packing out, or set it to false."
         )
     if data.packing_isolated is True:
-        raise ConfigError(
-            f"data.packing_isolated is true, and train.method is {method}, whose rows are not packed: leave it out."
-        )
+        raise ConfigError(f"data.packing_isolated is true, but train.method {method} does not pack rows: leave it out.")
     if data.group_by_length is True:
         raise ConfigError(
-            f"data.group_by_length is true, and train.method is {method}, whose pairs of rows are batched in a mixed "
-            "order: leave it out."
+            f"data.group_by_length is true, but train.method {method} needs its pairs of rows in a mixed order: leave "
+            "it out."
         )
     if data.train_on_prompt and method != "orpo":
         raise ConfigError(
-            f"data.train_on_prompt is true, and train.method {method} compares answers alone: leave it out."
+            f"data.train_on_prompt is true, but train.method {method} compares only answers: leave it out."
         )
 
 
@@ -494,7 +492,7 @@ def _check_rule(config: Config) -> None:
         if not any(key in OFFERS[each].keys for each in rules) and value != OptimizerSection.model_fields[key].default:
             having = [name for name, offer in OFFERS.items() if key in offer.keys]
             raise ConfigError(
-                f"optimizer.{key} is {_show(value)}, and {rule} has no such setting; leave it out, or set "
+                f"optimizer.{key} is {_show(value)}, but {rule} has no such setting; leave it out, or set "
                 f"--optimizer.name {' or '.join(having)}."
             )
     if (
@@ -503,22 +501,22 @@ def _check_rule(config: Config) -> None:
         and config.origin("train.max_grad_norm") != "default"
     ):
         raise ConfigError(
-            f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, and {rule} has no gradients to clip: leave "
+            f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, but {rule} has no gradients to clip: leave "
             "it out, or set it to none."
         )
     if not config.has_gradients and config.train.noise_scale:
-        raise ConfigError(f"train.noise_scale is true, and {rule} has no gradients that scatter: leave it out.")
+        raise ConfigError(f"train.noise_scale is true, but {rule} has no gradients to measure: leave it out.")
     if config.optimizer.master == "bf16" and config.train.precision == "fp32":
         raise ConfigError(
-            "optimizer.master is bf16, and train.precision is fp32, in which compute uses all bits of the weights: "
-            "set --train.precision bf16, or leave --optimizer.master out."
+            "optimizer.master is bf16, but train.precision fp32 computes with all 32 bits of the weights: set "
+            "--train.precision bf16, or leave --optimizer.master out."
         )
     states = config.optimizer.states
     if (rule != "adamw" or states != "fp32") and config.train.clip == "speculative":
         lacking = rule if states == "fp32" else f"{rule} with states in {states}"
         raise ConfigError(
-            f"train.clip is speculative, which corrects updates once the norm is known, and {lacking} has no "
-            "correction: set --train.clip deferred or auto."
+            "train.clip is speculative, which updates before the norm is known and corrects the updates afterwards, "
+            f"but {lacking} cannot be corrected: set --train.clip deferred or auto."
         )
 
 
@@ -535,18 +533,18 @@ def _check_adapter(config: Config) -> None:
     restarts = [name for name in others if name.startswith("lora.restart_")]
     if others and not config.adapts:
         raise ConfigError(
-            f"{others[0]} is {_show(config.get(others[0]))}, and there is no adapter: set --lora.rank, such as 8, or "
+            f"{others[0]} is {_show(config.get(others[0]))}, but there is no adapter: set --lora.rank, such as 8, or "
             "leave it out."
         )
     described = wholes + [name for name in others if name not in restarts]
     if wholes and len(described) > 1:
         raise ConfigError(
-            f"{wholes[0]} is {_show(config.get(wholes[0]))}, which describes an adapter as a whole, and {described[1]} "
+            f"{wholes[0]} is {_show(config.get(wholes[0]))}, a complete description of an adapter, but {described[1]} "
             "is set too: leave one of them out."
         )
     if restarts and not lora.restart_every:
         raise ConfigError(
-            f"{restarts[0]} is {_show(config.get(restarts[0]))}, and the adapter never restarts: set "
+            f"{restarts[0]} is {_show(config.get(restarts[0]))}, but the adapter never restarts: set "
             "--lora.restart_every, such as 1000, or leave it out."
         )
     if lora.restart_every:
@@ -562,16 +560,19 @@ def _check_frozen(config: Config) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"optimizer.freeze has {pattern!r}, which is no regular expression: {error}.") from None
+            raise ConfigError(
+                f"optimizer.freeze has {pattern!r}, which is not a valid regular expression: {error}."
+            ) from None
     if config.adapts:
         raise ConfigError(
-            f"{given}, and an adapter trains, beneath which the model is frozen as a whole: leave it out."
+            f"{given}, but an adapter is configured, and all weights of its base are frozen anyway: leave it out."
         )
     for key, own, other in (("parameters", "files", "cpu"), ("frozen_weights", config.offload.frozen_weights, "exact")):
         if config.get(f"offload.{key}") == own != other:
             raise ConfigError(
-                f"{given}, and offload.{key} is {own}: weights that rest so are in no checkpoint, and those of a model "
-                f"that trains in part have them all. Set --offload.{key} {other}, or train an adapter (--lora.rank)."
+                f"{given}, but offload.{key} is {own}: checkpoints of a partly frozen model contain all weights, but "
+                f"with this setting the frozen ones cannot be saved. Set --offload.{key} {other}, or train an adapter "
+                "(--lora.rank)."
             )
 
 
@@ -586,29 +587,30 @@ def _check_best(config: Config) -> None:
     key = next((key for key, is_set in asked.items() if is_set), None)
     if key is not None and not train.eval_every:
         raise ConfigError(
-            f"{key} is {_show(config.get(key))}, and train.eval_every is 0, so that the only evaluation is that of the "
-            "end: set --train.eval_every, such as 100."
+            f"{key} is {_show(config.get(key))}, but train.eval_every is 0, so the only evaluation is at the end: set "
+            "--train.eval_every, such as 100."
         )
     if key is not None and config.data.eval_share == 0 and not config.data.eval_source:
         raise ConfigError(
-            f"{key} is {_show(config.get(key))}, and data.eval_share is 0, so that there is nothing to evaluate: set "
+            f"{key} is {_show(config.get(key))}, but data.eval_share is 0, so there is nothing to evaluate: set "
             "--data.eval_share, such as 0.02, or --data.eval_source."
         )
     if train.early_stopping_min_delta and train.early_stopping_patience is None:
         raise ConfigError(
-            f"train.early_stopping_min_delta is {train.early_stopping_min_delta:g}, and no run stops early: set "
+            f"train.early_stopping_min_delta is {train.early_stopping_min_delta:g}, but early stopping is off: set "
             "--train.early_stopping_patience, such as 3, or leave it out."
         )
     if checkpoint.export_best and not (checkpoint.export and checkpoint.keep_best):
         other = "export" if not checkpoint.export else "keep_best"
         raise ConfigError(
-            f"checkpoint.export_best is true, and checkpoint.{other} is false: set --checkpoint.{other} true, or leave "
+            f"checkpoint.export_best is true, but checkpoint.{other} is false: set --checkpoint.{other} true, or leave "
             "it out."
         )
     if checkpoint.export_best and config.lora.restart_every:
         raise ConfigError(
-            "checkpoint.export_best is true, and the adapter restarts (lora.restart_every), so that its base has "
-            "changed since: leave it out, and export that checkpoint by `python -m offload.export --merge`."
+            "checkpoint.export_best is true, but the adapter restarts (lora.restart_every), and each restart changes "
+            "the base, so an earlier adapter no longer fits it: leave it out, and export that checkpoint by `python -m "
+            "offload.export --merge`."
         )
 
 
@@ -621,19 +623,19 @@ def _check_restarts(config: Config) -> None:
     ):
         if config.get(key) not in wanted:
             raise ConfigError(
-                f"lora.restart_every is {every}, and {key} is {config.get(key)}: a restart changes weights of the "
-                f"base, which cannot be written there. Set --{key} {wanted[-1]}, or leave --lora.restart_every out."
+                f"lora.restart_every is {every}, but a restart changes base weights, and with {key} {config.get(key)} "
+                f"these cannot be written. Set --{key} {wanted[-1]}, or leave --lora.restart_every out."
             )
     if config.offload.link_weights != "exact":
         raise ConfigError(
-            f"lora.restart_every is {every}, and offload.link_weights is {config.offload.link_weights}: a restart, and "
-            "the export, merge the exact adapter into the base, and the run has computed with codes of the adapter. "
-            "Set --offload.link_weights exact, or leave --lora.restart_every out."
+            f"lora.restart_every is {every}, but with offload.link_weights {config.offload.link_weights} the run "
+            "computes with a quantized adapter, while a restart and the export merge the exact one. Set "
+            "--offload.link_weights exact, or leave --lora.restart_every out."
         )
     if config.optimizer.states == "int8" and 0 < config.lora.restart_prune < 1:
         raise ConfigError(
-            f"lora.restart_prune is {config.lora.restart_prune:g}, and optimizer.states is int8, of which a share "
-            "cannot be set to zero: set --lora.restart_prune 1, or --optimizer.states bf16."
+            f"lora.restart_prune is {config.lora.restart_prune:g}, but a part of int8 states cannot be set to zero "
+            "(optimizer.states int8): set --lora.restart_prune 1, or --optimizer.states bf16."
         )
     if warmup is not None and warmup > every:
         raise ConfigError(
@@ -716,7 +718,7 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
         )
         if twice := flat.keys() & own.keys():
             raise ConfigError(
-                f"{twice.pop()} is set twice, in its section and by its whole name; leave one of them out."
+                f"{twice.pop()} is set twice, within its section and by its full name; leave one of them out."
             )
         flat.update(own)
     return flat

@@ -101,7 +101,7 @@ class _Loader(yaml.SafeLoader):
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
                 raise ValueError(
-                    f"{name} stands twice, in line {lines[name]} and in line {line}; leave one of them out"
+                    f"{name} is set twice, in line {lines[name]} and in line {line}; leave one of them out"
                 )
             lines[name] = line
         return super().construct_mapping(node, deep)
@@ -114,9 +114,9 @@ def read_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(f"it is not YAML: {shorten(' '.join(str(error).split()))}") from None
     except RecursionError:
-        raise ValueError("it is not YAML that can be read: it is nested too deeply") from None
+        raise ValueError("it cannot be read as YAML: it is nested too deeply") from None
     except Exception as error:  # a tag unsuited to the value fails with the error type of the conversion
-        raise ValueError(f"it is not YAML that can be read: {shorten(str(error))}") from None
+        raise ValueError(f"it cannot be read as YAML: {shorten(str(error))}") from None
 
 
 def _as_yaml(value: Any) -> Any:

@@ -123,8 +123,8 @@ class Template:
         for key, named in said.items():
             if not self._writes(key):
                 raise BadRow(
-                    f"{chat.where} has {named}, and the tokenizer's chat template does not write it: use a tokenizer "
-                    "whose template does, write it into a 'content', or leave it out."
+                    f"{chat.where} has {named}, but the tokenizer's chat template drops it: use a tokenizer with "
+                    "another chat template, write it into a 'content', or leave it out."
                 )
         if "tool_calls" not in said:
             return chat
@@ -193,16 +193,15 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
     if text.startswith(before):  # the generation prompt adds text that the template drops later, e.g. "<think>"
         if chat.options and prompt != template.render(replace(chat, options={}), index, is_answer)[0]:
             raise BadRow(
-                f"{chat.where}: with {dict(chat.options)} of 'chat_template_kwargs' the chat template begins an answer "
-                "with a text that is not in the conversation afterwards, so nothing would be trained behind it: leave "
-                "the variable out, or write the text into the answers."
+                f"{chat.where}: with 'chat_template_kwargs' {dict(chat.options)} the chat template begins an answer "
+                "with text that the finished conversation lacks, so the trained tokens cannot be found: leave the "
+                "variable out, or write the text into the answers."
             )
         return max(len(before), _num_common(prompt, text)), text, marks
     raise ConfigError(
-        f"{chat.where}: the tokenizer's chat template writes what comes before message {index + 1}, an answer, "
-        "differently once the answer is there, so the assistant's tokens cannot be found. Set "
-        "data.train_on_prompt=true to train on all of it, or use a tokenizer whose template has "
-        "{% generation %} marks."
+        f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, an answer, when the "
+        "answer is added, so the assistant's tokens cannot be found. Set data.train_on_prompt=true to train on all "
+        "tokens, or use a tokenizer with {% generation %} marks in its template."
     )
 
 
@@ -211,8 +210,8 @@ def _left_out(template: Template, chat: Chat, whole: str) -> Spans:
     parts = [_find_message(template, chat, index) for index, mark in chat.marks.items() if not mark]
     if not all(whole.startswith(text) for _, text, _ in parts):
         raise BadRow(
-            f"{chat.where}: the chat template rewrites earlier turns, so a message that is marked as not trained has "
-            "no place in the whole conversation: set data.train_on_prompt=false, or leave the mark out."
+            f"{chat.where}: the chat template rewrites earlier turns, so the text of a message marked as not trained "
+            "cannot be found in the conversation: set data.train_on_prompt=false, or leave the mark out."
         )
     return [(start, len(text)) for start, text, _ in parts]
 

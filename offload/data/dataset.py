@@ -184,7 +184,7 @@ class Dataset:
         without targets (labels -100), so all ranks have equally many batches.
         """
         if batch_size < 1:
-            raise ConfigError(f"An eval batch of {batch_size} rows is none; it must have at least 1.")
+            raise ConfigError(f"An eval batch must have at least 1 row, not {batch_size}.")
         name = next(iter(self.evals), "") if name is None else name
         found = self.evals.get(name, self.eval)
         num_batches = -(-found.num_rows // batch_size)
@@ -260,14 +260,14 @@ class Dataset:
             if state.get(key) != own[key]:
                 hint = " (isolated: --data.packing_isolated true)" if "isolated" in (own[key], state.get(key)) else ""
                 raise ConfigError(
-                    f"{section}.{key} is {own[key]} and was {state.get(key)} when the run began{hint}: the batches "
-                    "would be others. Set it back, or begin another run.dir."
+                    f"{section}.{key} is {own[key]} and was {state.get(key)} when the run began{hint}: batches would "
+                    "differ. Set it back, or begin a new run in another run.dir."
                 )
         if state.get("fingerprint") != own["fingerprint"]:
             raise ConfigError(
-                "The training data is not what the run began with: the tokens differ, by the files, their format, the "
-                "tokenizer, data.eval_share, data.train_on_prompt or the weights of sources. Restore them, or begin "
-                "another run.dir."
+                "The training data has changed since the run began: the tokens differ, because of the files, their "
+                "format, the tokenizer, data.eval_share, data.train_on_prompt or the weights of sources. Restore them, "
+                "or begin a new run in another run.dir."
             )
 
 
@@ -408,17 +408,18 @@ def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
                 other, same = trained.setdefault(mark, (each, file))
                 if other.holds_out(same) != each.holds_out(file):
                     raise ConfigError(
-                        f"data.sources has {both_names(file, same)} in {other.source} and in {each.source}: of what "
-                        f"data.eval_share={each.eval_share} holds out in one, the other would train on a part. Name "
-                        "the file in one source (weight says how often), or set --data.eval_share 0."
+                        f"{both_names(file, same)} is in two entries of data.sources, {other.source} and "
+                        f"{each.source}: rows held out for evaluation in one entry (data.eval_share={each.eval_share}) "
+                        "would be trained on in the other. Name the file in one source (weight says how often), or set "
+                        "--data.eval_share 0."
                     )
     for each in held:
         for file in each.files:
             for other, same in (trained[mark] for mark in file.place.marks if mark in trained):
                 raise ConfigError(
-                    f"data.eval_source {each.source} has {both_names(file, same)}, which is trained on too "
-                    f"(data.source {other.source}): its loss would say nothing. Name other files, or hold out a part "
-                    "of the training data by --data.eval_share."
+                    f"data.eval_source {each.source} has {both_names(file, same)}, which data.source {other.source} "
+                    "trains on: an eval loss on training data says nothing. Name other files, or hold out a part of "
+                    "the training data by --data.eval_share."
                 )
 
 

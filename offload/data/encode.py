@@ -217,8 +217,8 @@ class _Maker:
             return [Encoded(record.where, asked.in_eval, record.ids, trained, record.closes)]
         if isinstance(record, Chat) and record.pictures:
             raise ConfigError(
-                f"{record.where} has a picture, and none of the first rows of its source has one, so that it was taken "
-                "for one of text alone: put a row with a picture first."
+                f"{record.where} has a picture, but the first rows of its source have none, and decide whether the "
+                "source has pictures: put a row with a picture first."
             )
         if isinstance(record, Preference):
             return [self._answer(asked, record.chosen), self._answer(asked, record.rejected)]
@@ -242,8 +242,9 @@ class _Maker:
             (segments, *more), framed = self._renderer.documents(record), False
             if more:
                 raise BadRow(
-                    f"{record.where}: the chat template writes an answer differently once another one follows, so a "
-                    "preference over several answers is no single text: give all but the last as the prompt."
+                    f"{record.where}: the chat template changes an answer when another one follows, so several answers "
+                    "in 'chosen' or 'rejected' cannot be written as one text: move all answers but the last into "
+                    "'prompt'."
                 )
         return _Draft(record.where, asked.in_eval, asked.measured, segments, framed, may_be_empty=True)
 

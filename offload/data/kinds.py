@@ -53,17 +53,17 @@ _FIRST_BYTES = {
 _DOCUMENTS = {
     b"%PDF": "a PDF document: extract its text first, such as by `pdftotext IN.pdf OUT.txt`",
     b"\xd0\xcf\x11\xe0": "an office document: save its text first, as a .txt file",
-    b"\x89PNG": "a picture, which rows of a chat name (data.format messages)",
-    b"\xff\xd8\xff": "a picture, which rows of a chat name (data.format messages)",
+    b"\x89PNG": "a picture; rows of conversations name pictures (data.format messages)",
+    b"\xff\xd8\xff": "a picture; rows of conversations name pictures (data.format messages)",
     b"SQLite format": "a database: export its rows first, as .csv or .jsonl",
-    b"GGUF": "a model, and no text",
+    b"GGUF": "model weights, not text",
 }
 """Files often mistaken for text, by their first bytes."""
 _NUM_FIRST = max(map(len, (*_FIRST_BYTES, *_DOCUMENTS, FIRST_BYTES)))
 _OFFICE = {".docx", ".xlsx", ".pptx", ".odt", ".epub"}
 _UNPACK = (
-    "a packed file of a kind that is not read (.gz and .zst are). Unpack it first (bunzip2, unxz, unzip, tar -x) and "
-    "give what was in it"
+    "a compressed file or archive in an unsupported format (.gz and .zst are supported). Unpack it first (bunzip2, "
+    "unxz, unzip, tar -x) and give the unpacked files"
 )
 _DATA_SET_FILES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)([-_.]?\d.*)?")
@@ -91,8 +91,8 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
         raise ConfigError(f"{named} is {_UNPACK}.")
     if suffix in PACKINGS and kind in (_COLUMNS, _TOKENS):
         raise ConfigError(
-            f"{named} is a packed file of {kind}, which is read from any place in it: unpack it first "
-            f"({PACKINGS[suffix]} {place}), and give what was in it."
+            f"{named} is a compressed file of {kind}, which need random access: unpack it first ({PACKINGS[suffix]} "
+            f"{place}), and give the unpacked file."
         )
     with place.open() as stream:  # once: each open of a URL is a request
         start = stream.read(_NUM_FIRST)
@@ -109,27 +109,33 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
             f"`iconv -f {begins} -t UTF-8 IN > OUT`."
         )
     if begins == ".parquet" and suffix != ".parquet":
-        raise ConfigError(f"{named} begins as a parquet file (columns), and is named as another: call it NAME.parquet.")
+        raise ConfigError(
+            f"{named} begins as a parquet file (columns), but its name ends otherwise: rename it to NAME.parquet."
+        )
     if begins == ".arrow" and suffix not in CONTAINERS["arrow"]:
-        raise ConfigError(f"{named} begins as an Arrow file (columns), and is named as another: call it NAME.arrow.")
+        raise ConfigError(
+            f"{named} begins as an Arrow file (columns), but its name ends otherwise: rename it to NAME.arrow."
+        )
     if begins in PACKINGS and suffix != begins:
         raise ConfigError(
-            f"{named} begins as a packed file, and is not named as one: call it NAME{begins}, such as "
+            f"{named} begins as a {begins} file, but its name ends otherwise: rename it to NAME{begins}, such as "
             f"{place.name.name}{begins}, or unpack it ({PACKINGS[begins]})."
         )
     if begins and begins in UNREAD_SUFFIXES:
         raise ConfigError(f"{named} is {_UNPACK}.")
     if suffix in PACKINGS and begins != suffix and place.num_bytes:
-        raise ConfigError(f"{named} does not begin as a {suffix} file: give it its right ending, or pack it anew.")
+        raise ConfigError(
+            f"{named} does not begin as a {suffix} file: correct the ending of its name, or compress it again."
+        )
     if data_format == "preference" and kind == "text" and not _may_be_records(start):
         raise ConfigError(
             f"{named} is a text, and train.method dpo, orpo and reward train on pairs of answers: give rows with the "
             "keys prompt, chosen and rejected (.jsonl, .json, .csv, .parquet), or set --train.method sft."
         )
     if kind == _COLUMNS and not place.num_bytes:
-        raise ConfigError(f"{named} is an empty file, which is no {suffix} file: write it anew, or leave it out.")
+        raise ConfigError(f"{named} is empty, so it is no valid {suffix} file: write it again, or leave it out.")
     if suffix == ".parquet" and begins != ".parquet":
-        raise ConfigError(f"{named} does not begin as a parquet file (PAR1): it is damaged, or another format.")
+        raise ConfigError(f"{named} does not begin as a parquet file (PAR1): it is damaged, or has another format.")
 
 
 def check_choice(source: str, paths: Sequence[PurePath], *, is_folder: bool, setting: str = "data.source") -> None:
@@ -140,8 +146,8 @@ def check_choice(source: str, paths: Sequence[PurePath], *, is_folder: bool, set
     own = sorted(path for path in paths if path.name in _DATA_SET_FILES)
     if is_folder and own:
         raise ConfigError(
-            f"{setting}={source!r} is a folder that a data set keeps for itself ({own[0].name} is there), and not one "
-            "that datasets' save_to_disk has written. Name the files that are meant, or write it by "
+            f"{setting}={source!r} is an internal folder of the `datasets` library ({own[0].name} is in it), not the "
+            "output of save_to_disk. Name the data files, or write the data set by "
             "`datasets.load_dataset(...).save_to_disk(FOLDER)` and give that folder."
         )
     kinds: dict[str, list[PurePath]] = {}
@@ -156,9 +162,9 @@ def check_choice(source: str, paths: Sequence[PurePath], *, is_folder: bool, set
         what = "is a folder with" if is_folder else "matches"
         base = source.rstrip("/") + "/**" if is_folder else "FOLDER"
         raise ConfigError(
-            f"{setting}={source!r} {what} files of several kinds: {listed}. Ambiguous: name them, "
-            f"by a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...), which "
-            "takes those files alone."
+            f"{setting}={source!r} {what} files of several kinds: {listed}. Only one kind can be read: select files by "
+            f"a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...) to read the files of "
+            "one format."
         )
 
 
@@ -170,8 +176,8 @@ def left_out(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -
     listed = [f"{number} {suffix}" for suffix, number in found.most_common(_NUM_NAMED)]
     more = ", ..." if len(found) > _NUM_NAMED else ""
     return (
-        f"{counted(found.total(), 'file')} of {source} {'is' if found.total() == 1 else 'are'} not read, by the "
-        f"ending: {', '.join(listed)}{more}. A glob takes any."
+        f"{counted(found.total(), 'file')} of {source} {'is' if found.total() == 1 else 'are'} not read, because of "
+        f"the ending: {', '.join(listed)}{more}. A glob reads any ending."
     )
 
 
@@ -196,9 +202,9 @@ def of_split(source: str, paths: Sequence[PurePath], split: str | None, setting:
     if "train" in splits and len(splits) > 1 and not is_text:
         listed = ", ".join(str(found[0].relative_to(source)) for _, found in sorted(splits.items()))
         raise ConfigError(
-            f"{setting}={source!r} is a folder with splits of its own: {listed}. All of them would be trained on: "
-            f"name those that are meant, such as {str(splits['train'][0])!r}, or in data.sources its split; "
-            "data.eval_share holds out a part of them."
+            f"{setting}={source!r} is a folder with several splits: {listed}. Without a choice the run would train on "
+            f"all of them: name the files of one split, such as {str(splits['train'][0])!r}, or its split in "
+            "data.sources; data.eval_share holds out a part."
         )
     return list(paths)
 

@@ -32,7 +32,7 @@ def load_processor(path: str | None) -> Any:
     """
     from transformers import AutoProcessor
 
-    needs = "the data have pictures, which the processor in the model's folder makes tensors of; "
+    needs = "the data have pictures, so a processor in the model's folder must turn them into tensors; "
     if path is None:
         raise ConfigError(f"{needs}set --model.path to a folder with config.json, tokenizer and processor.")
     folder = Path(path).expanduser()
@@ -40,21 +40,27 @@ def load_processor(path: str | None) -> Any:
     try:
         made: Any = AutoProcessor.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except ImportError as error:
-        raise MissingLibraryError(f"{needs}that of {path} cannot be loaded: {shorten(_line(error))}") from error
+        raise MissingLibraryError(
+            f"{needs}the processor of {path} cannot be loaded: {shorten(_line(error))}"
+        ) from error
     except Exception as error:  # transformers raises many exception types for a folder without a processor
-        raise ConfigError(f"{needs}none can be loaded from {path}: {shorten(_line(error))}") from error
+        raise ConfigError(f"{needs}no processor can be loaded from {path}: {shorten(_line(error))}") from error
     if getattr(made, "image_processor", None) is None or not isinstance(getattr(made, "image_token", None), str):
         raise ConfigError(
-            f"{needs}{path} has none that takes pictures in a text (processor_config.json or preprocessor_config.json, "
-            f"whose class has an image_token): {type(made).__name__} was found. Give the folder of a model that has."
+            f"{needs}{path} has only a {type(made).__name__}, and no processor for text with pictures "
+            "(processor_config.json or preprocessor_config.json, of a class with an image_token). Give the folder of a "
+            "model with such a processor."
         )
     if not made.tokenizer.is_fast:
-        raise ConfigError(f"{needs}its tokenizer in {path} is not a fast one (tokenizer.json), and tells no offsets.")
+        raise ConfigError(
+            f"{needs}its tokenizer in {path} is not a fast one (tokenizer.json), and so returns no character offsets. "
+            "Give a model with a fast tokenizer."
+        )
     made.chat_template = made.chat_template or made.tokenizer.chat_template
     if not made.chat_template:
         raise ConfigError(
-            f"{needs}that of {path} has no chat template, which says where in a text a picture stands: put one into "
-            "chat_template.jinja there."
+            f"{needs}the processor of {path} has no chat template, so the position of a picture in the text is "
+            "unknown: put a template into chat_template.jinja there."
         )
     made.tokenizer.pad_token = made.tokenizer.pad_token or made.tokenizer.eos_token  # batch rows are padded
     return made
@@ -110,20 +116,21 @@ class PicturedMaker:
         number = text.count(self._place)
         if number > len(images) or (number < len(images) and not is_part):
             raise BadRow(
-                f"{where} has {counted(len(images), 'picture')}, and the chat template writes {number} places for them "
-                f"({self._place}): a message says that itself, or the template is none for pictures."
+                f"{where} has {counted(len(images), 'picture')}, but the rendered conversation has {number} "
+                f"placeholders for pictures ({self._place}): a message contains this placeholder as text, or the chat "
+                "template does not support pictures."
             )
         try:
             made = processed(self._processor, [text], [images[:number]], return_offsets_mapping=True)
             widths = [self._width(image) for image in images[:number]]
         except Exception as error:  # processors raise any exception, e.g. for a picture of one pixel
-            raise BadRow(f"{where}: the processor refuses it: {shorten(_line(error))}") from error
+            raise BadRow(f"{where}: the processor refuses this row: {shorten(_line(error))}") from error
         offsets: list[tuple[int, int]] = made["offset_mapping"][0]
         written = _with_widths(segments, self._place, widths)
         if max(end for _, end in offsets) > sum(len(text) for text, _ in written):
             raise ConfigError(
-                f"{where}: {type(self._processor).__name__} writes more around a conversation than in the places of "
-                "its pictures, so that answers cannot be found in its tokens; give a model with another processor."
+                f"{where}: {type(self._processor).__name__} adds text outside of the picture placeholders, so the "
+                "answers cannot be found among the tokens; give a model with another processor."
             )
         ids, trained = np.asarray(made["input_ids"][0], np.int64), trained_tokens(offsets, written)
         return Encoded(
@@ -172,8 +179,9 @@ class PictureInputs:
         inputs: dict[str, torch.Tensor] = dict(made)
         if not np.array_equal(inputs.pop("input_ids").numpy(), ids):
             raise ConfigError(
-                "the processor makes other tokens of rows in a batch than of each alone, when the data were prepared: "
-                "batches of it cannot be trained on. Set --train.batch_size to the number of ranks for a row each."
+                "the processor returns other tokens for rows in a batch than for each row alone (as prepared), so "
+                "larger batches cannot be trained on. Set --train.batch_size to the number of ranks, for one row on "
+                "each."
             )
         return inputs
 
@@ -194,8 +202,8 @@ def _again(picture: Picture) -> Any:
     data = picture.read()
     if digest_of(data) != picture.digest:
         raise ConfigError(
-            f"the picture {picture.path} is not the one that it was when the data were prepared: put that back, or "
-            "give it another name in the data, which are prepared anew then."
+            f"the picture {picture.path} has changed since the data were prepared: restore the file, or rename it in "
+            "the data, so that they are prepared again."
         )
     return decoded(data, picture.name)
 

@@ -70,7 +70,7 @@ def decoded(data: bytes, name: str) -> Any:
     try:
         return load_image(pillow.open(io.BytesIO(data)))
     except Exception as error:  # Pillow raises OSError, ValueError, SyntaxError and others
-        raise BadRow(f"the picture {name} is damaged, or no picture that Pillow reads: {error}.") from error
+        raise BadRow(f"the picture {name} is damaged, or has a format that Pillow cannot read: {error}.") from error
 
 
 class Places:
@@ -106,8 +106,8 @@ class Places:
         """Raise BadRow for pictures without a placeholder."""
         if self._column:
             raise BadRow(
-                f"{self._where} has {self._num_listed} images and places for {len(self.found)}: each has to stand in a "
-                f"message, as {PLACE} in its text or as a part {{'type': 'image'}}."
+                f"{self._where} has {self._num_listed} images but {len(self.found)} placeholders: put each image into "
+                f"a message, as {PLACE} in its text or as a part {{'type': 'image'}}."
             )
 
     def _part(self, part: Any, where: str) -> dict[str, str]:
@@ -120,8 +120,8 @@ class Places:
         if value is None:
             if not self._column:
                 raise BadRow(
-                    f"{where} has a place for a picture more than the {self._num_listed} images of its row: name the "
-                    "picture in the part as 'path', or add it to the column 'images'."
+                    f"{where} has more placeholders than its row has images ({self._num_listed}): name the picture in "
+                    "the part as 'path', or add it to the column 'images'."
                 )
             value = self._column.popleft()
         if part.get("type") == "image_url" and isinstance(value, dict):
@@ -135,12 +135,17 @@ class Places:
             return Picture(str(value.get("path") or f"picture {len(self.found) + 1}"), None, value["bytes"])
         path = value.get("path") if isinstance(value, dict) else value
         if not isinstance(path, str) or not path:
-            raise BadRow(f"{where}: a picture is a path, or bytes in a column of `datasets`, not {value!r:.80}.")
+            raise BadRow(f"{where}: a picture must be a path, or bytes in a column of `datasets`, not {value!r:.80}.")
         if "://" in path or path.startswith("data:"):
-            raise BadRow(f"{where}: the picture {path:.80} is no file of this machine: download it, and name its path.")
+            raise BadRow(
+                f"{where}: the picture {path:.80} is not on this machine: download it, and give the path of the file."
+            )
         place = Path(path).expanduser()
         if not place.is_absolute() and self._folder is None:
-            raise BadRow(f"{where}: the picture {path} is relative to no file: give its whole path.")
+            raise BadRow(
+                f"{where}: the picture {path} has a relative path, but the row comes from no file: give an absolute "
+                "path."
+            )
         return Picture(path, place if self._folder is None else (self._folder / place).absolute())
 
 

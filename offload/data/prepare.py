@@ -190,10 +190,10 @@ class Preparation:
             )
         if is_pretrained:
             raise ConfigError(
-                f"{model_path or 'the model'} has pretrained weights and no tokenizer (tokenizer.json or the like), "
-                "and one that is trained on the data would make noise of its embeddings: set --data.tokenizer to a "
-                "folder or hub name, that of the one that the model was trained with, or --model.init random to "
-                "train from nothing."
+                f"{model_path or 'the model'} has pretrained weights but no tokenizer (tokenizer.json or the like), "
+                "and the pretrained embeddings are useless with a new tokenizer trained on the data: set "
+                "--data.tokenizer to a folder or hub name with the model's own tokenizer, or set --model.init random "
+                "to train from random weights."
             )
         hashes = [each.files_hash for each in self._found]
         key = hashes[0] if len(hashes) == 1 else hash_text(" ".join(hashes))
@@ -204,8 +204,9 @@ class Preparation:
         for each in self._found:
             if others := each.formats - RENDERED_FORMATS:
                 raise ConfigError(
-                    f"{each.source.setting} {each.source} has the format {', '.join(sorted(others))}, and others have "
-                    "pictures: these are trained on beside conversations alone. Write its rows as messages."
+                    f"{each.source.setting} {each.source} has the format {', '.join(sorted(others))}, but other "
+                    "sources have pictures, and sources with pictures can only be mixed with conversations. Write "
+                    "these rows as messages."
                 )
 
     def _check_ends(self, found: Found, tokenizer: Any) -> None:
@@ -215,14 +216,14 @@ class Preparation:
         named = f"{found.source.setting} {found.source}"
         if found.formats & {"prompt-completion", "preference"} and not found.renders:
             raise ConfigError(
-                f"{named} has prompts and answers as texts, and the tokenizer has no EOS token, so that no answer "
-                "would have an end: set eos_token in tokenizer_config.json in the folder of the tokenizer, or write "
-                "the rows as messages, which the chat template ends."
+                f"{named} has prompts and answers as texts, but the tokenizer has no EOS token to end an answer: set "
+                "eos_token in tokenizer_config.json in the folder of the tokenizer, or write the rows as messages, "
+                "which the chat template ends."
             )
         if found.formats & {"text", "jsonl"}:
             self.notes.append(
-                f"The tokenizer has no EOS token: nothing marks the end of a text of {named}, and texts that are "
-                "packed into a row run together."
+                f"The tokenizer has no EOS token: nothing marks the end of a text of {named}, so packed texts run into "
+                "each other without a separator."
             )
 
     def tokens(self, found: Found, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
@@ -300,8 +301,8 @@ class Preparation:
             wrong = highest if highest >= self._vocab_size else int(part.ids.min())
             token = f" ({tokenizer.convert_ids_to_tokens(wrong)!r})" if tokenizer is not None and wrong >= 0 else ""
             raise ConfigError(
-                f"{part.where} holds the token id {wrong}{token}; the model's vocabulary has {self._vocab_size}. Use "
-                "the tokenizer that belongs to the model (data.tokenizer), or a model with a larger vocab_size."
+                f"{part.where} holds the token id {wrong}{token}, but the model's vocabulary has {self._vocab_size}. "
+                "Use the model's own tokenizer (data.tokenizer), or a model with a larger vocab_size."
             )
 
 

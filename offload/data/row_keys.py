@@ -47,9 +47,9 @@ class RowKey(NamedTuple):
     """True for a value without effect on the training."""
 
 
-_RENAME = "if it is meant, name it: --data.columns '{{{}: {}}}'"
-_NOT_READ = "that medium is not trained on: leave the key out"
-_ANSWER_IS_BAD = "it says that the answer is a bad one: leave such rows out, or write preferences (chosen, rejected)"
+_RENAME = "to train on it, map it: --data.columns '{{{}: {}}}'"
+_NOT_READ = "video and audio are not trained on: leave the key out"
+_ANSWER_IS_BAD = "it marks a bad answer: leave such rows out, or write preferences (chosen, rejected)"
 
 ROW_KEYS = (
     RowKey("input", frozenset({"alpaca"}), frozenset({"preference"}), "write it into 'prompt'"),
@@ -72,7 +72,13 @@ ROW_KEYS = (
     RowKey("functions", frozenset(), _ALL, "write each as {'type': 'function', 'function': ...} under 'tools'"),
     RowKey("available_tools", frozenset(), _ALL, _RENAME.format("tools", "available_tools")),
     RowKey("system_prompt", frozenset(), _ALL, _RENAME.format("system", "system_prompt")),
-    RowKey("weight", frozenset(), _ALL, "rows have one weight: leave it out, or give a source its own", _is_one),
+    RowKey(
+        "weight",
+        frozenset(),
+        _ALL,
+        "all rows have the same weight: leave it out, or set a weight for the whole source",
+        _is_one,
+    ),
     RowKey("label", frozenset(), _ALL, _ANSWER_IS_BAD, _is_not_false),
     RowKey("kto_tag", frozenset(), _ALL, _ANSWER_IS_BAD, _is_not_false),
     RowKey("labels", _TOKENS),
@@ -80,15 +86,15 @@ ROW_KEYS = (
     RowKey("completion_mask", _TOKENS),
     RowKey("assistant_masks", _TOKENS),
     RowKey("loss_mask", _TOKENS),
-    RowKey("position_ids", frozenset(), _TOKENS, "write one document a row, unpacked", _is_one_document),
-    RowKey("seq_lengths", frozenset(), _TOKENS, "write one document a row, unpacked", _is_one_document),
+    RowKey("position_ids", frozenset(), _TOKENS, "write one document in each row, without packing", _is_one_document),
+    RowKey("seq_lengths", frozenset(), _TOKENS, "write one document in each row, without packing", _is_one_document),
 )
 
 MARKS = ("weight", "train", "training", "trainable", "loss")
 """Message keys with 1 or true for a trained message, 0 or false for an untrained one."""
 _REFUSED_MARKS = {
-    "train_detail": "a message is trained as a whole or not at all: cut it into messages",
-    "loss_scale": "tokens that are trained have one weight: use 'weight' 0 or 1",
+    "train_detail": "a message is trained as a whole or not at all: split it into several messages",
+    "loss_scale": "all trained tokens have the same weight: use 'weight' 0 or 1",
 }
 TEMPLATE_KEYS: Mapping[str, Callable[[str], Any]] = {
     "tool_calls": lambda text: [
@@ -125,13 +131,13 @@ def mark_of(message: Mapping[str, Any], where: str) -> bool | None:
     """Return True for a message marked as trained, False for untrained, None without a mark. Raises BadRow."""
     for key, fix in _REFUSED_MARKS.items():
         if not _is_empty(message.get(key)):
-            raise BadRow(f"{where} has {key!r}, which is not honoured: {fix}.")
+            raise BadRow(f"{where} has {key!r}, which is not supported: {fix}.")
     found = {key: message[key] for key in MARKS if message.get(key) is not None}
     for key, value in found.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise BadRow(f"{where}: {key!r} is {value!r:.40}; a message is trained (1, true) or not (0, false).")
     if len(set(map(bool, found.values()))) > 1:
-        raise BadRow(f"{where} says both that it is trained and that it is not: {found}.")
+        raise BadRow(f"{where} has marks for trained and for not trained at the same time: {found}.")
     return bool(next(iter(found.values()))) if found else None
 
 

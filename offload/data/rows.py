@@ -138,8 +138,8 @@ def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
         if number:
             if sign != ",":
                 raise ConfigError(
-                    f"{path} is not valid JSON: behind record {number} comes {sign or 'the end of the file'!r}, and a "
-                    "comma or a bracket is expected. One record a line is expected, or one array of records."
+                    f"{path} is not valid JSON: after record {number} a comma or a bracket is expected, not "
+                    f"{sign or 'the end of the file'!r}. One record a line is expected, or one array of records."
                 )
             at += 1
             next_sign()
@@ -161,8 +161,8 @@ def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
     at += 1
     if next_sign():
         raise ConfigError(
-            f"{path} is not valid JSON: it goes on behind the array. One record a line is expected, or one array of "
-            "records."
+            f"{path} is not valid JSON: there is more text after the array. One record a line is expected, or one "
+            "array of records."
         )
 
 
@@ -182,7 +182,7 @@ def _header(file: SourceFile, reader: Any) -> list[str]:
     try:
         names: list[str] = next((fields for fields in reader if fields), [])
     except csv.Error as error:
-        raise ConfigError(f"{file.place}:1 is no header of a {file.container} file: {error}.") from error
+        raise ConfigError(f"{file.place}:1 is not a valid header of a {file.container} file: {error}.") from error
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"{file.place}:1 names the column {twice[0]!r} twice: rename one of them.")
@@ -205,9 +205,9 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
                     raise ConfigError(
                         f"{where} {longer if 'limit' in reason else ''}opens a quote that never closes, so the rest of "
                         'the file would be one field: double the quotes inside of a field ("" for "), or take the '
-                        "quote out."
+                        "quote."
                     ) from error
-                yield where, BadRow(f"{where} is no row of a {file.container} file: {reason}.")
+                yield where, BadRow(f"{where} is not a valid row of a {file.container} file: {reason}.")
                 continue
             if not fields:
                 continue
@@ -215,7 +215,7 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
                 yield (
                     where,
                     BadRow(
-                        f"{where} has {counted(len(fields), 'field')}, and the header names "
+                        f"{where} has {counted(len(fields), 'field')}, but the header has "
                         f"{counted(len(names), 'column')} ({', '.join(names[:8])})."
                     ),
                 )
@@ -244,7 +244,7 @@ def _open_parquet(file: SourceFile) -> Any:
             page_checksum_verification=True,
         )
     except Exception as error:  # pyarrow raises OSError, ValueError and others
-        raise ConfigError(f"{place} is no parquet file that can be read, or half of one: {error}.") from error
+        raise ConfigError(f"{place} is not a readable parquet file, or is truncated: {error}.") from error
 
 
 def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
@@ -266,7 +266,7 @@ def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
             except Exception as error:  # see _open_parquet
                 raise ConfigError(
                     f"{file.place}: row group {group} (rows {first:,} to {first + about.num_rows - 1:,}) is damaged, "
-                    f"from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file anew, or leave it out."
+                    f"from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file again, or leave it out."
                 ) from error
             if batch is None:
                 break
@@ -288,9 +288,7 @@ def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:
         stream = arrow.ipc.open_stream(source)
         return stream.schema, iter(stream)
     except Exception as error:  # see _open_parquet
-        raise ConfigError(
-            f"{place} is no Arrow file (IPC, as a file or a stream) that can be read: {error}."
-        ) from error
+        raise ConfigError(f"{place} is not a readable Arrow file (IPC, as a file or a stream): {error}.") from error
 
 
 def _arrow_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
@@ -302,7 +300,7 @@ def _arrow_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
         except Exception as error:  # see _open_parquet
             raise ConfigError(
                 f"{file.place} is damaged from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file "
-                "anew, or leave it out."
+                "again, or leave it out."
             ) from error
         if batch is None:
             return
@@ -317,7 +315,7 @@ def _data_set_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
         try:
             piece = rows[first : first + step]
         except Exception as error:  # see _open_parquet
-            raise ConfigError(f"{file.place} is damaged from row {first:,} on: {error}. Save it anew.") from error
+            raise ConfigError(f"{file.place} is damaged from row {first:,} on: {error}. Save it again.") from error
         yield from _rows_of(piece, str(file.place), first)
 
 

@@ -22,8 +22,8 @@ def from_folder(folder: Path, split: str | None, setting: str) -> DataSet:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # a damaged folder raises any exception
         raise ConfigError(
-            f"{setting}: {folder} is a folder of save_to_disk that cannot be loaded: {type(error).__name__}: {error}. "
-            "Save it anew."
+            f"{setting}: {folder} was written by save_to_disk, but cannot be loaded: {type(error).__name__}: {error}. "
+            "Save it again."
         ) from error
     rows, of = _split_of(loaded, split, str(folder), setting)
     inside = folder / of if isinstance(loaded, dict) else folder
@@ -48,8 +48,8 @@ def from_hub(path: str, name: str | None, revision: str | None, split: str | Non
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
             f"{at} does not exist here (looked for {Path(path).absolute()}), and cannot be loaded from the hub: "
-            f"{reason[:300]}. Give a file, a folder or a glob; or look at the name, the revision, the split and the "
-            "network. With HF_HUB_OFFLINE=1 what was downloaded before is taken."
+            f"{reason[:300]}. Give a file, a folder or a glob; or check the name, the revision, the split and the "
+            "network. With HF_HUB_OFFLINE=1 only earlier downloads are used."
         ) from error
     rows, of = _split_of(loaded, split, path, setting)
     num_bytes = int(rows.data.nbytes)
@@ -61,7 +61,7 @@ def _split_of(loaded: Any, split: str | None, where: str, setting: str) -> tuple
     if not isinstance(loaded, dict):
         own = str(loaded.split or "")
         if split is not None and own not in ("", split) and "[" not in split:
-            raise ConfigError(f"{setting}: {where} is the split {own!r}, and {split!r} is asked for.")
+            raise ConfigError(f"{setting}: {where} holds the split {own!r}, but the split {split!r} is requested.")
         return loaded, split or ""
     splits = list(loaded)
     if split is None and len(splits) == 1:

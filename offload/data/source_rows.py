@@ -76,9 +76,8 @@ class SourceRows:
         source, num_tokens = self.found.source, self.num_tokens
         skipped = "".join(f" {text}." for text in self._left_out())
         return (
-            f"{source.setting}={list(source.paths)!r} has {counted(num_tokens, 'token')} and none of them can be "
-            f"trained; one row needs a trained token after another token within "
-            f"data.sequence_length={sequence_length}. "
+            f"{source.setting}={list(source.paths)!r} has {counted(num_tokens, 'token')} but none to train on: a row "
+            f"needs a trained token after another token within data.sequence_length={sequence_length}. "
             + ("Give more data." if num_tokens < 2 else "Raise --data.sequence_length, or set data.train_on_prompt.")
             + skipped
             + "".join(f" {example}" for example in self.tokens.bad[:1])
@@ -151,12 +150,12 @@ class SourceRows:
         if tokens.num_bad:
             examples = " ".join(tokens.bad)
             bad = counted(tokens.num_bad, "row")
-            notes.append(f"left out, since it cannot be read (data.on_bad_row skip): {bad}. {examples}")
+            notes.append(f"left out, since unreadable (data.on_bad_row skip): {bad}. {examples}")
         if tokens.num_empty:
             notes.append(f"left out, without text: {counted(tokens.num_empty, 'document')}.")
         if tokens.num_split:
             notes.append(
-                f"made into one document for each answer, as the chat template rewrites earlier turns: "
+                "split into one document for each answer, since the chat template rewrites earlier turns: "
                 f"{counted(tokens.num_split, 'conversation')}."
             )
         if self.num_truncated:
@@ -167,8 +166,8 @@ class SourceRows:
             )
         if self.num_too_long:
             notes.append(
-                f"left out, with pictures and longer than data.sequence_length={self.train.sequence_length}, since no "
-                f"picture is cut: {counted(self.num_too_long, 'document')}."
+                "left out, since documents with pictures are not cut, and longer than "
+                f"data.sequence_length={self.train.sequence_length}: {counted(self.num_too_long, 'document')}."
             )
         if without_target := sum(rows.num_without_target for rows in self.layouts):
             notes.append(f"left out, without a trained token: {counted(without_target, 'row')}.")

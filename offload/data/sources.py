@@ -137,7 +137,7 @@ def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFil
     if named_again:
         more = f", and {len(named_again) - _MOST_NAMED} more" if len(named_again) > _MOST_NAMED else ""
         shown = ", ".join(named_again[:_MOST_NAMED])
-        notes.append(f"{source.setting} {source} names files twice, and each is read once: {shown}{more}.")
+        notes.append(f"{source.setting} {source} names some files twice; each is read once: {shown}{more}.")
     return files
 
 
@@ -199,8 +199,8 @@ def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> l
     if not paths:
         suffixes = " ".join(sorted(_suffixes(source.format)))
         raise ConfigError(
-            f"{source.setting}={path!r} is a folder without a file to read: for data.format={source.format} the "
-            f"endings looked for are {suffixes}. Name the files by a glob such as '{folder / '*.log'}' to read other "
+            f"{source.setting}={path!r} is a folder without a file to read: for data.format={source.format} only files "
+            f"ending in {suffixes} are read. Name the files by a glob such as '{folder / '*.log'}' to read other "
             "endings."
         )
     if note := left_out(path, inside, meant):
@@ -235,8 +235,8 @@ def _find_builtin(path: str, source: Source) -> list[SourceFile]:
     paths = [p for p in paths if p.stat().st_size]
     if not paths:
         raise ConfigError(
-            f"{source.setting}={path}: this Python keeps no .py sources under {root}. Give files of your own as "
-            "data.source."
+            f"{source.setting}={path}: this Python installation has no .py sources under {root}. Set data.source to "
+            "your own files."
         )
     resolved = "text" if path == STDLIB else STDLIB_CHAT
     return [
@@ -277,7 +277,7 @@ def _file(place: Place, name: str, source: Source) -> SourceFile:
     if isinstance(place, LocalFile) and not os.access(place.path, os.R_OK):
         raise ConfigError(f"{source.setting}: {place} cannot be read (permission denied).")
     if source.name or source.revision:
-        raise ConfigError(f"{source.setting}: {place} is a file, which has no name or revision: leave them out.")
+        raise ConfigError(f"{source.setting}: {place} is a file, and a file has no name or revision: leave them out.")
     check_file(place, source.format, source.setting)
     container, data_format = container_of(place.name), source.format
     if data_format == "text":

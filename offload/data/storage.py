@@ -158,10 +158,10 @@ def opened(place: Place) -> Iterator[io.BufferedReader]:
         with place.open() as stream, _unpacking(place, stream) as reader:
             yield reader
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{place} is a damaged .gz file, or half of one: {error}. Pack it anew.") from error
+        raise ConfigError(f"{place} is a damaged or truncated .gz file: {error}. Compress it again.") from error
     except OSError as error:
         if error.errno is None and place.name.suffix.lower() == ".zst":
-            raise ConfigError(f"{place} is a damaged .zst file, or half of one: {error}. Pack it anew.") from error
+            raise ConfigError(f"{place} is a damaged or truncated .zst file: {error}. Compress it again.") from error
         reason = errno_text(error.errno) if error.errno else str(error)
         raise ConfigError(f"{place} cannot be read: {reason}.") from error
 
@@ -218,6 +218,6 @@ def remote_files(url: str, setting: str) -> tuple[list[RemoteFile], str]:
         raise MissingLibraryError(f"{setting}={url!r}: {error}") from error
     except Exception as error:  # each protocol raises different exception types
         raise ConfigError(
-            f"{setting}={url!r} cannot be reached: {type(error).__name__}: {error}. Look at the name, the network and "
-            "the credentials of its protocol."
+            f"{setting}={url!r} cannot be reached: {type(error).__name__}: {error}. Check the name, the network and "
+            "the credentials for its protocol."
         ) from error

@@ -196,7 +196,7 @@ class DataView:
         if source.num_cut_off:
             share = source.num_cut_off / source.num_tokens
             return f"{longer}: {counted(source.num_cut_off, 'token')}, {share:.1%} of all, are cut off"
-        return f"{longer}, to go on in other rows: no token is cut off"
+        return f"{longer}, continued in further rows: no token is cut off"
 
 
 def told_rows(view: DataView) -> str:

@@ -102,8 +102,8 @@ class _Worker:
             made = pickle.load(stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise ConfigError(
-                f"A process that tokenizes ended with exit code {self._process.wait()} (below 0: a signal; -9 is often "
-                "a lack of memory). Set --data.num_workers to fewer, or to 0 to tokenize in this process."
+                f"A tokenizer process ended with exit code {self._process.wait()} (a negative code is a signal; -9 "
+                "often means too little memory). Set --data.num_workers lower, or to 0 to tokenize in this process."
             ) from error
         if isinstance(made, OffloadError):
             raise made

@@ -27,8 +27,8 @@ def check_dirs(dirs: Sequence[str | Path]) -> list[Path]:
         key = (status.st_dev, status.st_ino)
         if key in found:
             raise ConfigError(
-                f"offload.nvme_dir has {found[key]} and {given}, which are the same directory: what is striped over "
-                "them would be on one disk. Give --offload.nvme_dir each directory once."
+                f"offload.nvme_dir has {found[key]} and {given}, which are the same directory, so striping would use "
+                "one disk only. Give --offload.nvme_dir each directory once."
             )
         found[key] = str(given)
         places.append(place)
@@ -50,10 +50,10 @@ def check_space(places: Sequence[Path], num_bytes: int) -> None:
         raise DoesNotFitError(
             f"the run needs {format_bytes(need)} ({need} bytes) under {', '.join(map(str, here))} and that file system "
             f"has {format_bytes(free)} ({free} bytes) free, {format_bytes(need - free)} ({need - free} bytes) too "
-            f"little; all of the nvme tier is {num_bytes} bytes, striped evenly over {len(places)} "
-            f"{'directory' if len(places) == 1 else 'directories'}. Nothing was made. Free space (the files of other "
-            "runs have no names: `lsof +L1` shows them), set --offload.nvme_dir to directories on larger or on more "
-            "disks, or let the nvme tier hold less with --offload.nvme_memory."
+            f"little; the whole nvme tier has {num_bytes} bytes, striped evenly over {len(places)} "
+            f"{'directory' if len(places) == 1 else 'directories'}. Nothing was created. Free space (files of other "
+            "runs have no names: `lsof +L1` shows them), set --offload.nvme_dir to directories on larger or more "
+            "disks, or make the nvme tier smaller with --offload.nvme_memory."
         )
 
 
@@ -81,8 +81,8 @@ def _check_dir(given: str) -> tuple[Path, os.stat_result]:
     except FileNotFoundError:
         several = " (Several directories are separated by spaces.)" if "," in given else ""
         raise ConfigError(
-            f"offload.nvme_dir is {given}, which does not exist, and it is not made for you: where a disk should be "
-            f"mounted there but is not, the files would fill the disk below. Mount it, or `mkdir -p "
+            f"offload.nvme_dir is {given}, which does not exist, and it is not created for you: if a disk is missing "
+            "from its mount point, the files would fill the disk below. Mount it, or `mkdir -p "
             f"{shlex.quote(str(path))}`, or set --offload.nvme_dir to another directory.{several}"
         ) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME for an unknown user
@@ -99,7 +99,7 @@ def _check_dir(given: str) -> tuple[Path, os.stat_result]:
     if kind in _IN_MEMORY:
         raise ConfigError(
             f"offload.nvme_dir is {given}, which is on {kind}: that is memory, not a disk, so the nvme tier would use "
-            "up what it is there to save. Set --offload.nvme_dir to a directory on a disk, or put these states on the "
+            "up the memory it should save. Set --offload.nvme_dir to a directory on a disk, or put these states on the "
             "cpu tier."
         )
     _try_to_write(given, path)

@@ -80,7 +80,7 @@ def with_fix(forecaster: Forecaster, found: Forecast) -> Forecast:
     notes = found.notes
     for key, step in (("train.batch_size", "of fewer rows"), ("train.max_grad_norm", "without clipping")):
         if key in fix:
-            notes = (*notes, f"a step {step} is other training: nothing else was found that fits.")
+            notes = (*notes, f"a step {step} changes the training: no other change was found that makes the run fit.")
     fixed = _placed(forecaster, found, fix) if fix else None
     held = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
     return replace(found, fix=flags(fix), fix_bytes=held, notes=notes)

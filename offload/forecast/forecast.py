@@ -266,19 +266,17 @@ class Forecaster:
             refusal, prepared = str(error), plan(machine, checks=False)
         work, notes = self._work(config, prepared, ranks.size), list[str]()
         if isinstance(work, str):
-            notes.append(f"what a step adds is not known: {work}.")
+            notes.append(f"the memory and time added by a step are unknown: {work}.")
         if hardware.shares_memory:
-            notes.append("the device computes in the host's memory: what is moved to the host is no memory won.")
+            notes.append("the device uses the host's memory: moving states to the host frees no memory.")
         if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
-            notes.append(
-                f"how fast the network of {hardware.name} is, is not known: a step is told as if it took no time."
-            )
+            notes.append(f"the network rate of {hardware.name} is unknown: the step time does not include the network.")
         known = None if isinstance(work, str) else work
         if known is not None:
             notes += told_experts(prepared.structure, known)
         memory, timing = footprint(prepared, known, hardware, self.num_ranks), None
         if not hardware.rates.has_disk and any(each.tier == "nvme" for each in memory.allocations):
-            notes.append(f"how fast a disk of {hardware.name} is, is not known, and so is no step.")
+            notes.append(f"the disk rate of {hardware.name} is unknown, so there is no step time.")
             times = False
         if known is not None and times:
             try:
@@ -287,7 +285,7 @@ class Forecaster:
                 if "allocate memory" not in str(error):
                     raise
                 notes.append(
-                    "what a step takes is not known: one piece of what it holds is more than this machine has."
+                    "there is no step time, because the simulation needs a buffer larger than this machine's memory."
                 )
         return Forecast(
             config,

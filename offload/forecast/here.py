@@ -46,7 +46,7 @@ def forecast_run(
         hardware, is_measured = _in(network, _unmeasured(machine)), False
     found = forecaster.tell(config, hardware, times=is_measured)
     if is_open(found) and not is_measured:
-        say("measuring this machine, once, to choose where the states are to be ...")
+        say("measuring this machine once, to choose where to store the states ...")
         found = forecaster.tell(config, _in(network, this_hardware(config)))
     found = with_fix(forecaster, place(forecaster, found))
     for text in (*placed(found), *slow_precision(forecaster, found)):
@@ -66,7 +66,7 @@ def placed(found: Forecast) -> Iterator[str]:
     """Yield a line about the placement the search has chosen, if any."""
     if found.placed and found.timing is not None:
         instead = f" instead of {found.unplaced_seconds:.3g}" if found.unplaced_seconds else ""
-        yield f"placement, by search: {found.placed}, {found.timing.step_seconds:.3g} s a step{instead}"
+        yield f"placement, chosen by a search: {found.placed}, {found.timing.step_seconds:.3g} s a step{instead}"
 
 
 def slow_precision(forecaster: Forecaster, found: Forecast) -> Iterator[str]:
@@ -75,7 +75,7 @@ def slow_precision(forecaster: Forecaster, found: Forecast) -> Iterator[str]:
         now, other = found.timing, forecaster.tell(changed(found.config, change), found.hardware)
         if now and other.fits and other.timing and other.timing.step_seconds < _MUCH_FASTER * now.step_seconds:
             yield (
-                f"note: this machine computes bf16 slowly: by the plan {now.step_seconds:.3g} s a step, and "
+                f"note: this machine computes bf16 slowly: the plan predicts {now.step_seconds:.3g} s a step, and "
                 f"{other.timing.step_seconds:.3g} with {flags(change)}."
             )
 
@@ -121,7 +121,7 @@ def hidden_from(timing: Timing) -> str:
     """Return a sentence about the token count needed to hide transfers behind compute; empty if no count is enough."""
     tokens = round(timing.tokens_per_second * timing.step_seconds)
     least = timing.hides_from_tokens
-    return "" if least is None else f"transfers hide behind compute above {least:,} tokens a step; this has {tokens:,}"
+    return "" if least is None else f"compute hides transfers above {least:,} tokens a step; this step has {tokens:,}"
 
 
 def of_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:
@@ -130,5 +130,5 @@ def of_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:
     budget, is_shared = tiers[tier]["budget_bytes"], tiers[tier] in both and len(both) > 1
     if budget is None or (is_shared and tier == "pinned"):
         return ""
-    together = f", with what is pinned {format_bytes(sum(each['bytes'] for each in both))}" if is_shared else ""
+    together = f", with pinned memory {format_bytes(sum(each['bytes'] for each in both))}" if is_shared else ""
     return f"{together} of {format_bytes(budget)}"

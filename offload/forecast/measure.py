@@ -106,7 +106,7 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workloa
             more = _run(model, batch, prepared, micro_rows + 1, tiles)
             workload = replace(workload, calls=tuple(_of_all_rows(workload.calls, more.calls, micro_rows, batch.rows)))
     except UnknownValueError as error:
-        raise CannotMeasureError(f"{type(model).__name__} asks for {error}, which shapes do not tell") from error
+        raise CannotMeasureError(f"{type(model).__name__} reads {error}, but a forecast has only shapes") from error
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise CannotMeasureError(f"{type(model).__name__} on meta: {type(error).__name__}: {error}") from error
     finally:
@@ -488,7 +488,9 @@ class _Nobody:
     """Owner of weights cut into row blocks. Only the blocks are computed with, so the whole weight has no values."""
 
     def values_of(self, info: ParameterInfo) -> NoReturn:
-        raise ValueError(f"{info.name} is cut in blocks of rows, and read otherwise than by linear and embedding")
+        raise ValueError(
+            f"{info.name} is cut into blocks of rows, but read by another operation than linear and embedding"
+        )
 
     def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
         """Do nothing: no data can be lost here."""

@@ -95,8 +95,9 @@ def told_experts(structure: Structure, workload: Workload) -> list[str]:
     saves = "no bytes are saved" if tokens >= border else f"{1 - hit / num_experts:.0%} of their bytes are saved"
     told = (
         f"experts are streamed: those of a layer ({format_bytes(layer_bytes)}) need not be on the device at once. For "
-        f"{tokens} tokens a micro-batch about {hit:.0f} of {num_experts} come up, so that {saves}; they are from below "
-        f"{border} tokens where a router spreads them evenly, and from below several times as many where it does not."
+        f"{tokens} tokens in a micro-batch about {hit:.0f} of {num_experts} are copied to the device, so {saves}. "
+        f"Streaming saves bytes below {border} tokens if the router spreads tokens evenly, and below several times as "
+        "many if not."
     )
     return [told]
 

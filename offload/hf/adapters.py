@@ -94,12 +94,13 @@ class Adaptation:
         if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
             lacking = CONFIG if not (folder / CONFIG).is_file() else WEIGHTS
             what = f"has no {lacking}" if folder.is_dir() else "is no folder"
-            raise ConfigError(f"{said} is {folder}, which {what}: give a folder of an adapter as PEFT saves it.")
+            raise ConfigError(f"{said} is {folder}, which {what}: give the folder of an adapter as PEFT saves it.")
         config = _read_config(folder / CONFIG, said)
         if (init := str(getattr(config, "init_lora_weights", ""))) in ("corda", "lora_ga") or "niter" in init:
             raise ConfigError(
-                f"{said} is {folder}, over a base that {init} has changed by random numbers or data, which are not "
-                "known: convert it (path_initial_model_for_weight_conversion of PEFT's save_pretrained)."
+                f"{said} is {folder}, whose initialization {init} changed the base weights by random numbers or data "
+                "that the folder does not record: convert it (path_initial_model_for_weight_conversion of PEFT's "
+                "save_pretrained)."
             )
         return cls(config, folder)
 
@@ -127,8 +128,8 @@ class Adaptation:
         init = getattr(config, "init_lora_weights", None)
         if init in _OF_DATA and self.folder is None:
             raise ConfigError(
-                f"lora.config asks for init_lora_weights {init}, which PEFT makes of rows of data by a function of "
-                "its own, before a run: use pissa or olora, which need the weights alone."
+                f"lora.config asks for init_lora_weights {init}, which PEFT computes from rows of data by a separate "
+                "function before a run: use pissa or olora, which need only the weights."
             )
         if init in _OF_DATA:
             init = True
@@ -136,8 +137,8 @@ class Adaptation:
             config.init_lora_weights = True
         if trains and (config.is_prompt_learning or config.peft_type == "ADALORA"):
             raise ConfigError(
-                f"lora.config asks for {getattr(config.peft_type, 'value', config.peft_type)}: kinds that learn a "
-                "prompt, or move their ranks between steps, train in OffloadTrainer, not from the command line."
+                f"lora.config asks for {getattr(config.peft_type, 'value', config.peft_type)}: adapters that learn a "
+                "prompt, or change their ranks between steps, train in OffloadTrainer, not from the command line."
             )
         offer = _offer(built.model)
         _check_targets(built.model, config, offer)
@@ -149,8 +150,8 @@ class Adaptation:
                 config_of(model).init_lora_weights = init
             if changed := reads.changed:
                 raise ConfigError(
-                    f"the adapter's initial values change weights of the base ({changed[0]}), and not by a product "
-                    "that is taken out of weights in files, as pissa and olora do where --model.path has weights: set "
+                    f"the adapter's initialization changes the base weight {changed[0]} in a way that cannot be "
+                    "repeated on the base's files (only pissa and olora can, with weights in --model.path): set "
                     "--lora.init default, gaussian or orthogonal, or leave init_lora_weights out of the file of "
                     "lora.config."
                 )
@@ -159,8 +160,8 @@ class Adaptation:
                 reads.take_back()
                 if trains and (changed := reads.changed):
                     raise ConfigError(
-                        f"{self.folder} has weights of the base ({changed[0]}) that differ from the base's own: merge "
-                        "them, or put the adapter over the base that it was trained over."
+                        f"{self.folder} changes the base weight {changed[0]}, and base weights are frozen in training: "
+                        "merge the adapter into its base, or set --model.path to the base that it was trained over."
                     )
         if not trains:
             model.requires_grad_(False)
@@ -190,9 +191,9 @@ class Adaptation:
         """Raise ConfigError if the initialization changes base weights and the base is read from its own files."""
         if self._takes_out and tier == "files":
             raise ConfigError(
-                f"the adapter's first values ({self.config.init_lora_weights}) are taken out of weights of the base, "
-                "and with --offload.parameters files the base stays as its files have it: set --offload.parameters cpu "
-                "or nvme, or --lora.init default, gaussian or orthogonal."
+                f"--lora.init {self.config.init_lora_weights} changes base weights, but --offload.parameters files "
+                "reads them unchanged from the model's files: set --offload.parameters cpu or nvme, or --lora.init "
+                "default, gaussian or orthogonal."
             )
 
     def taken_from(self, model: nn.Module) -> set[nn.Parameter]:
@@ -260,7 +261,10 @@ def put_over(
     adapted: Any = over.model
     inner: nn.Module = adapted.get_base_model()
     if not any(True for _ in outermost(adapted)):
-        raise ConfigError(f"{folder} holds an adapter of kind {kind_of(adapted)}, beside the model: it cannot write.")
+        raise ConfigError(
+            f"{folder} holds an adapter of kind {kind_of(adapted)}, which has no modules in the model (such as a "
+            "learned prompt): generation does not support this kind."
+        )
     names = {id(parameter): name for name, parameter in adapted.named_parameters()}
     outer = {name: names[id(parameter)] for name, parameter in inner.named_parameters()}
     values: dict[str, Source] = {name: Held(parameter.detach()) for name, parameter in inner.named_parameters()}
@@ -303,7 +307,9 @@ def write_adapter(
             save_file({name: value.contiguous() for name, value in wanted.items()}, made / WEIGHTS, {"format": "pt"})
         found = load_file(made / WEIGHTS)
         if found.keys() != wanted.keys() or not all(torch.equal(found[name], wanted[name]) for name in wanted):
-            raise OffloadError(f"{made / WEIGHTS} is not what was written when it is read back: use another disk.")
+            raise OffloadError(
+                f"{made / WEIGHTS} differs from what was written when it is read back: use another disk."
+            )
         for name, data in files.items():
             (made / name).write_bytes(data)
         return sum(value.nbytes for value in found.values())
@@ -323,8 +329,8 @@ def _rounds(section: LoraSection) -> int:
         return 0
     if section.use_dora:
         raise ConfigError(
-            "lora.init is loftq, and lora.use_dora is true, whose norms are those of the weights before: leave one of "
-            "them out."
+            "lora.init is loftq and lora.use_dora is true: DoRA's norms come from the unquantized weights, and do not "
+            "fit LoftQ's initial values. Leave one of the two out."
         )
     return int(section.init.partition("_")[2] or 1)
 
@@ -348,12 +354,13 @@ def _read_config(path: Path, said: str) -> Any:
         raise ConfigError(f"{said} is {path}, which cannot be read as JSON: {error}.") from None
     if not isinstance(values, dict) or "peft_type" not in values:
         raise ConfigError(
-            f"{said} is {path}, which names no peft_type, such as LORA: give a file as save_pretrained of PEFT writes."
+            f"{said} is {path}, which has no peft_type, such as LORA: give an adapter_config.json as PEFT's "
+            "save_pretrained writes it."
         )
     if values.get("init_lora_weights") == "loftq":
         raise ConfigError(
-            f"{said} is {path}, with init_lora_weights loftq, which PEFT computes with bitsandbytes, on a GPU, over "
-            "codes of its own: leave the file out, and set --lora.init loftq, with --offload.frozen_weights nf4."
+            f"{said} is {path}, with init_lora_weights loftq, which PEFT computes with bitsandbytes on a GPU, for "
+            "another quantized base: leave the file out, and set --lora.init loftq with --offload.frozen_weights nf4."
         )
     values.pop("runtime_config", None)
     try:
@@ -362,13 +369,13 @@ def _read_config(path: Path, said: str) -> Any:
             config = PeftConfig.from_peft_type(**values)
     except (ValueError, TypeError, KeyError) as error:
         reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
-        raise ConfigError(f"{said} is {path}, of which no PeftConfig can be made: {reason}.") from error
+        raise ConfigError(f"{said} is {path}, but PEFT cannot build a PeftConfig from it: {reason}.") from error
     known = {field.name for field in fields(config)} | {"peft_version"}
     if unknown := sorted(values.keys() - known):
         has = f"{type(config).__name__} of peft {version('peft')}"
         raise ConfigError(
-            f"{said} is {path}, with {unknown[0]}{nearest(unknown[0], sorted(known))}, which {has} does not have: "
-            "leave it out, or use the version of peft that wrote it."
+            f"{said} is {path}, with {unknown[0]}{nearest(unknown[0], sorted(known))}, but {has} has no such field: "
+            "leave it out, or use the version of peft that wrote the file."
         )
     return config
 
@@ -386,12 +393,12 @@ def _load(model: Any, folder: Path) -> None:
         found: Any = peft.set_peft_model_state_dict(model, values)
     except (RuntimeError, KeyError) as error:  # shapes differ, or a saved module lacks a key
         reason = shorten(" ".join(str(error).split()))
-        raise ConfigError(f"{folder} is an adapter of another model: {reason}") from error
+        raise ConfigError(f"{folder} does not fit this model, so it is an adapter of another one: {reason}") from error
     own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     lacking = sorted(own.intersection(found.missing_keys))
     if found.unexpected_keys or lacking:
         what = f"has {found.unexpected_keys[0]}" if found.unexpected_keys else f"lacks {lacking[0]}"
-        raise ConfigError(f"{folder} is an adapter of another model: it {what}.")
+        raise ConfigError(f"{folder} does not fit this model, so it is an adapter of another one: it {what}.")
 
 
 def _wrapped(model: nn.Module, config: Any, offer: str) -> Any:
@@ -403,8 +410,8 @@ def _wrapped(model: nn.Module, config: Any, offer: str) -> Any:
     except (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         reason = shorten(" ".join(str(error).split())).rstrip(".")
         if isinstance(error, AttributeError) and getattr(config, "target_parameters", None):
-            reason += " (which of initial values only --lora.init default and gaussian do without)"
-        raise ConfigError(f"the adapter cannot be put over {type(model).__name__}: {reason}. {offer}") from error
+            reason += " (only --lora.init default and gaussian initialize such parameters)"
+        raise ConfigError(f"PEFT cannot add the adapter to {type(model).__name__}: {reason}. {offer}") from error
 
 
 def _check_targets(model: nn.Module, config: Any, offer: str) -> None:

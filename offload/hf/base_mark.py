@@ -50,9 +50,9 @@ class BaseMark:
         """
         if self.mark != was["mark"]:
             raise ConfigError(
-                f"{where} holds an adapter of {told(was)} (mark {was['mark'][:12]}), and {self.name} is another model, "
-                f"or was changed since (mark {self.mark[:12]}): set {flag} to the weights that the adapter was trained "
-                "over."
+                f"{where} holds an adapter trained over {told(was)} (mark {was['mark'][:12]}), but {self.name} is "
+                f"another model, or has changed since (mark {self.mark[:12]}): set {flag} to the weights that the "
+                "adapter was trained over."
             )
 
 
@@ -101,6 +101,6 @@ def base_config(
         return load_model_config(section)
     except ConfigError as error:
         raise ConfigError(
-            f"{where} holds an adapter alone, and its base, {told(was)}, is not where it was; set {flag} to where it "
+            f"{where} holds only an adapter, and its base {told(was)} is no longer there; set {flag} to where the base "
             f"is now. {error}"
         ) from error

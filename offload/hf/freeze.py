@@ -21,13 +21,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         found = [parameter for name, parameter in named if re.search(pattern, name)]
         if not found:
             raise ConfigError(
-                f"optimizer.freeze has {pattern!r}, which is found in none of the {len(named)} parameters' names, such "
-                f"as {named[len(named) // 2][0]}: fix the expression, or leave it out."
+                f"optimizer.freeze has {pattern!r}, but none of the {len(named)} parameter names (such as "
+                f"{named[len(named) // 2][0]}) matches: fix the expression, or leave it out."
             )
         for parameter in found:
             parameter.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
-            f"optimizer.freeze is {' '.join(patterns)}, which is found in the names of all {len(named)} parameters: "
-            "there is nothing to train. Leave one of its expressions out."
+            f"optimizer.freeze is {' '.join(patterns)}, which matches all {len(named)} parameter names, so nothing is "
+            "left to train. Leave one of the expressions out."
         )

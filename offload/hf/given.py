@@ -31,8 +31,8 @@ class GivenModel:
             raise ConfigError(f"the model is a {type(self.model).__name__}; it should be a torch.nn.Module.")
         if hasattr(self.model, "peft_config"):
             raise ConfigError(
-                "the model has an adapter of PEFT in it: name the folder of its base as model.path, and describe the "
-                "adapter by lora.rank, lora.config or lora.adapter."
+                "the model has a PEFT adapter in it already: set model.path to the folder of its base, and describe "
+                "the adapter by lora.rank, lora.config or lora.adapter."
             )
         names = inspect.signature(self.model.forward).parameters
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
@@ -40,8 +40,8 @@ class GivenModel:
         if lacking and not takes_all:
             raise ConfigError(
                 f"{type(self.model).__name__}.forward does not take {' and '.join(lacking)}: a run calls the model "
-                "with input_ids and labels, and trains on the loss that it returns. For other batches there is "
-                "offload.Engine, with a loop of your own."
+                "with input_ids and labels, and trains on the returned loss. For other batches use offload.Engine in "
+                "your own loop."
             )
 
     @property
@@ -69,7 +69,7 @@ class GivenModel:
             return copy.deepcopy(self.model.config)
         tables = [each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding)]
         if not tables:
-            raise ConfigError(f"{type(self.model).__name__} has no nn.Embedding, so it is no model of tokens.")
+            raise ConfigError(f"{type(self.model).__name__} has no nn.Embedding, so it cannot read tokens.")
         return PreTrainedConfig(vocab_size=max(tables))
 
     def kind(self, architecture: PreTrainedConfig) -> Kind:

@@ -54,8 +54,9 @@ def begin_at_loss(
             adapted.removed[names[weight]] = removed  # type: ignore[index]
     if not found:
         raise ConfigError(
-            "lora.init is loftq, and no adapted weight is put into codes by the run, whose loss the adapter would be: "
-            "set --offload.frozen_weights nf4 or int8, over a model that has weights, or --lora.init default."
+            "lora.init is loftq, but none of the adapted weights is quantized by this run, so there is no quantization "
+            "error to compensate: set --offload.frozen_weights nf4 or int8, with a pretrained model, or --lora.init "
+            "default."
         )
 
 

@@ -25,10 +25,10 @@ class LoraLayers:
         config = config_of(model)
         if kind_of(model) != "lora" or config.use_dora or config.lora_bias or config.init_lora_weights not in _INITS:
             raise ConfigError(
-                f"lora.restart_every is set, and the adapter is of kind {kind_of(model)} with use_dora "
+                f"lora.restart_every is set, but the adapter is of kind {kind_of(model)} with use_dora "
                 f"{getattr(config, 'use_dora', None)}, lora_bias {getattr(config, 'lora_bias', None)} and "
-                f"init_lora_weights {getattr(config, 'init_lora_weights', None)}: a LoRA alone restarts, without DoRA "
-                "and biases, from true, gaussian or orthogonal."
+                f"init_lora_weights {getattr(config, 'init_lora_weights', None)}: only a LoRA without DoRA and biases "
+                "can restart, with init_lora_weights true, gaussian or orthogonal."
             )
         from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, _ConvNd
 
@@ -41,18 +41,18 @@ class LoraLayers:
                 continue
             if not isinstance(layer, Linear | Embedding | _ConvNd):
                 raise ConfigError(
-                    f"lora.restart_every is set, and {where} is adapted by a {type(layer).__name__}, whose delta is "
-                    "not merged into one weight: leave it out of --lora.target_modules and --lora.target_parameters."
+                    f"lora.restart_every is set, but a restart cannot merge the {type(layer).__name__} of {where} into "
+                    f"one base weight: leave {where} out of --lora.target_modules and --lora.target_parameters."
                 )
             names = [name for name, parameter in named if parameter is layer.get_base_layer().weight]
             if len(names) > 1:
                 raise ConfigError(
-                    f"lora.restart_every is set, and {' and '.join(names)} are one weight: a delta that is merged into "
-                    "it would change both. Leave its modules out of --lora.target_modules."
+                    f"lora.restart_every is set, but {' and '.join(names)} share one weight: merging the adapter of "
+                    "one would change both. Leave these modules out of --lora.target_modules."
                 )
             self._layers[names[0]] = next(name for name, each in twin.named_modules() if each is layer), layer
         if not self._layers:
-            raise ConfigError("lora.restart_every is set, and no module has a LoRA: set --lora.target_modules.")
+            raise ConfigError("lora.restart_every is set, but no module has a LoRA: set --lora.target_modules.")
 
     @property
     def weights(self) -> list[str]:

@@ -91,8 +91,8 @@ class MergedWeights:
             targets = [self._targets[target] for target in self._of(places)]
             if len(places) > 1 and any(isinstance(target, LoraLayer) for target in targets):
                 raise ConfigError(
-                    f"the adapter cannot be merged: {' and '.join(places)} are one weight, and the adapter is over "
-                    f"{', '.join(self._of(places))} as if they were not. Export it without --merge."
+                    f"the adapter cannot be merged: {' and '.join(places)} share one weight, but the adapter changes "
+                    f"only {', '.join(self._of(places))}. Export it without --merge."
                 )
             if any(isinstance(target, ModulesToSaveWrapper) for target in targets):
                 for place in places[1:]:
@@ -157,7 +157,7 @@ def _check_mergeable(model: Any, targets: dict[str, Any]) -> None:
     can_merge = all(hasattr(t, "merge") or hasattr(t, "unload_and_optionally_merge_module") for t in targets.values())
     try:
         if not targets or not can_merge:
-            raise ValueError(f"an adapter of kind {kind_of(model)} stays beside the model")
+            raise ValueError(f"an adapter of kind {kind_of(model)} has no weights to merge into the model")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.base_model._check_merge_allowed()
@@ -190,7 +190,9 @@ def fill_adapter(
     """
     found, own = {}, model.state_dict(keep_vars=True)
     if lost := values.keys() - own.keys():
-        raise ConfigError(f"the adapter has {min(lost)}, for which the model of this version of peft has no place.")
+        raise ConfigError(
+            f"the adapter has {min(lost)}, but the model has no such parameter with this version of peft."
+        )
     with torch.no_grad():
         for name, here in own.items():
             if name in values and id(here) in names:

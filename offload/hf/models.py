@@ -66,7 +66,7 @@ class BuiltModel:
 def configuration(folder: Path) -> PreTrainedConfig:
     """Return the model configuration in a folder. Raises ConfigError."""
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json, so what model it holds is not known.")
+        raise ConfigError(f"{folder} has no config.json, so the model class is unknown.")
     return _read_configuration(folder, str(folder / "config.json"))
 
 
@@ -77,9 +77,9 @@ def _read_configuration(path: Path, said: str) -> PreTrainedConfig:
     except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: any fault in a config.json
         if "trust_remote_code" in str(error):
             raise ConfigError(
-                f"{said} is that of a model with code of its own (auto_map), which no command runs. Train it in Python "
-                "by offload.integrations.transformers.OffloadTrainer, or offload.Engine, over the model that "
-                "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) gives."
+                f"{said} belongs to a model with its own Python code (auto_map), which commands never run. Train it in "
+                "Python by offload.integrations.transformers.OffloadTrainer, or offload.Engine, with the model from "
+                "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)."
             ) from error
         raise ConfigError(f"{said} cannot be read: {_brief(error)}") from error
 
@@ -101,8 +101,8 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
     path = locate(section)
     if section.path is not None and path is None:
         raise ConfigError(
-            f"model.path is {section.path}, a model that was given in Python: give it to offload.Trainer(model=...) "
-            "again, or set --model.path to a folder."
+            f"model.path is {section.path}, so the run trained a model built in Python: pass that model to "
+            "offload.Trainer(model=...) again, or set --model.path to a folder."
         )
     if path is None:
         shape = dict(PRESETS[section.preset or "tiny"])
@@ -127,10 +127,8 @@ def locate(section: ModelSection) -> Path | None:
     try:
         return Path(snapshot_download(section.path, allow_patterns=wanted, local_files_only=not is_online))
     except Exception as error:  # not on the hub, not allowed, not in the local cache, no network, ...
-        reason = _brief(error) if is_online else "it was not downloaded before, and the hub cannot be reached"
-        raise ConfigError(
-            f"{missing(section.path)} As the name of a hub model it cannot be had either: {reason}."
-        ) from error
+        reason = _brief(error) if is_online else "there is no earlier download, and the hub cannot be reached"
+        raise ConfigError(f"{missing(section.path)} As the name of a hub model: {reason}.") from error
 
 
 def is_pretrained(section: ModelSection, path: Path | None) -> bool:
@@ -187,7 +185,7 @@ def _check_position_table(model: nn.Module, sequence_length: int) -> None:
 
 def _too_long(sequence_length: int, limit: int) -> str:
     return (
-        f"data.sequence_length is {sequence_length}, but the model has positions for {limit} tokens "
+        f"data.sequence_length is {sequence_length}, but the model has positions for only {limit} tokens "
         f"(max_position_embeddings); set --data.sequence_length to {limit} or less."
     )
 
@@ -325,7 +323,9 @@ def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
         raise
     except Exception as error:  # any failure from a constructor that reads values
         where = section.path or f"preset {section.preset or 'tiny'}"
-        raise ConfigError(f"the model {where} cannot be built without memory: {_brief(error)}") from error
+        raise ConfigError(
+            f"the model {where} cannot be built on the meta device (without memory): {_brief(error)}"
+        ) from error
     return typing.cast(nn.Module, model.train())
 
 
@@ -360,11 +360,11 @@ def _load(
     except CannotStream as error:
         if quantization_of(config) is not None:
             raise ConfigError(
-                f"the weights of {path} are in few bits, and cannot be read part by part: {error} Give the folder of "
-                "the model that it was made from."
+                f"the weights of {path} are quantized, and cannot be read one parameter at a time: {error} Give the "
+                "folder of the unquantized model."
             ) from error
         warn(
-            f"the weights of {path} are read by transformers, which holds all of them in memory at once "
+            f"the weights of {path} are read by transformers, whole into memory "
             f"({format_bytes(sum(file.stat().st_size for file in weight_files(path)))}): {error}"
         )
         return load_whole(auto, path, config, dtype, options)
@@ -418,7 +418,7 @@ def _notes(report: LoadReport) -> Iterator[str]:
             "row is the mean of the others."
         )
     for names, what in (
-        (report.untied, "not tied, though the configuration ties them: they have other values in the files"),
+        (report.untied, "not tied, although the configuration ties them: their values in the files differ"),
         (report.missing, "not in the files, and initialised at random"),
         (report.unexpected, "not read: the model has no place for them"),
     ):

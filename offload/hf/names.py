@@ -59,7 +59,7 @@ class Conversion:
         try:
             whole = self._convert(everything, (tensors[name] for name in self.sources))
         except (AttributeError, TypeError) as error:
-            raise CannotStream(f"{first} cannot be made by itself: {type(error).__name__}: {error}") from error
+            raise CannotStream(f"{first} cannot be made separately: {type(error).__name__}: {error}") from error
         except Exception as error:  # an operation rejects misfit tensors
             raise ValueError(f"{_some(self.sources)} cannot become {first}: {type(error).__name__}: {error}") from error
         self._names = {said: rename(said) for said in whole}
@@ -144,8 +144,8 @@ def plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Readi
         return _plan_reading(model, tensors, loading, mapping)
     except (AttributeError, KeyError, TypeError) as error:
         raise CannotStream(
-            f"transformers {transformers.__version__} cannot say how the weights of {type(model).__name__} are read "
-            f"part by part: {type(error).__name__}: {error}"
+            f"transformers {transformers.__version__} does not say how to read the weights of {type(model).__name__} "
+            f"one parameter at a time: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -189,8 +189,8 @@ def plan_writing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple
         return _plan_writing(model, tensors, loading)
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise CannotStream(
-            f"transformers {transformers.__version__} cannot say how the weights of {type(model).__name__} are written "
-            f"part by part: {error}"
+            f"transformers {transformers.__version__} does not say how to write the weights of {type(model).__name__} "
+            f"one parameter at a time: {error}"
         ) from error
 
 
@@ -221,7 +221,7 @@ def _plan_writing(
         conversions.append(Conversion(model, first, rule, members, tensors, rename))
     made = {name: shape for conversion in conversions for name, shape in conversion.outputs.items()}
     if made != {name: tuple(tensor.shape) for name, tensor in whole.items()}:
-        raise ValueError("the parts give other names or shapes than the whole")
+        raise ValueError("reading the weights in parts results in other names or shapes than reading them at once")
     order = {name: position for position, name in enumerate(tensors)}
     return sorted(conversions, key=lambda conversion: order[conversion.sources[0]]), list(whole)
 
@@ -237,7 +237,7 @@ def untied(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torc
             tensors.pop(name, None)
         return remove(dict(tensors), model)
     except (AttributeError, RuntimeError, TypeError) as error:
-        raise CannotStream(f"tied weights of {type(model).__name__} are not told apart: {error}") from error
+        raise CannotStream(f"the tied weights of {type(model).__name__} cannot be determined: {error}") from error
 
 
 def separate(model: nn.Module, name: str) -> None:
@@ -282,8 +282,8 @@ def use_conversions(model: nn.Module, used: Mapping[str, Any]) -> None:
     lacking = [description for description in wanted if description not in known]
     if lacking:
         raise CannotStream(
-            f"the weights of {type(model).__name__} were read by a rule that transformers {transformers.__version__} "
-            f"does not have: {lacking[0]}."
+            f"the weights of {type(model).__name__} were read by a conversion that transformers "
+            f"{transformers.__version__} does not have: {lacking[0]}."
         )
     model._weight_conversions = [known[description] for description in wanted]  # type: ignore[assignment]
 
@@ -354,7 +354,9 @@ def _internals() -> tuple[Any, Any]:
         ):
             getattr(module, name)
     except (ImportError, AttributeError) as error:
-        raise CannotStream(f"transformers {transformers.__version__} converts weights otherwise: {error}.") from error
+        raise CannotStream(
+            f"the weight conversion of transformers {transformers.__version__} has another interface: {error}."
+        ) from error
     return core_model_loading, conversion_mapping
 
 

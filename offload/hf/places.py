@@ -70,8 +70,8 @@ def _check_file(path: Path, name: str) -> None:
         raise ConfigError(f"model.path is {name}, {_of_gguf(path)}.")
     if path.suffix in _WEIGHTS:
         raise ConfigError(
-            f"model.path is {name}, a file of weights: set --model.path to its folder, {path.parent}, which has to "
-            "hold config.json too."
+            f"model.path is {name}, a file of weights: set --model.path to its folder, {path.parent}, with a "
+            "config.json beside the weights."
         )
     check_json(path, name)
 
@@ -79,8 +79,8 @@ def _check_file(path: Path, name: str) -> None:
 def _without_config(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return (
-            "which holds an adapter of PEFT and no model: set --lora.adapter to it, and --model.path to the model that "
-            "it is of"
+            "which holds a PEFT adapter and no model: set --lora.adapter to this folder, and --model.path to its base "
+            "model"
         )
     if (gguf := next(iter(sorted(folder.glob("*.gguf"))), None)) is not None:
         return f"a folder without config.json, and {gguf.name} in it is {_of_gguf(gguf)}"
@@ -90,7 +90,7 @@ def _without_config(folder: Path) -> str:
 def _of_gguf(path: Path) -> str:
     code = GGUF_TO_FOLDER.replace("DIR", repr(str(path.parent))).replace("FILE", repr(path.name))
     return (
-        f"a GGUF file, whose weights are rounded for inference and are no Hugging Face folder. Make one, "
-        f"with the package gguf: `import torch; from transformers import AutoModelForCausalLM, AutoTokenizer, "
-        f"GgufConfig; {code}`, and set --model.path to OUT"
+        "a GGUF file, with weights rounded for inference. Convert it to a Hugging Face folder with the package gguf: "
+        f"`import torch; from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig; {code}`, and set "
+        "--model.path to OUT"
     )

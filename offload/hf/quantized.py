@@ -158,9 +158,9 @@ def method_of(quantization: Mapping[str, Any]) -> str:
 def refuse_training(name: str, how: str) -> ConfigError:
     """Return the error for quantized weights that would be trained."""
     return ConfigError(
-        f"{name} is in few bits in the model's folder ({how}), and would be trained: a step is mostly smaller than "
-        "what its codes tell apart. Train an adapter over it (--lora.rank 16, or requires_grad=False before Engine()), "
-        "or give the folder of the model that it was made from."
+        f"{name} is quantized in the model's folder ({how}) but not frozen: most updates are smaller than the distance "
+        "between two quantized values, and would be lost. Train an adapter over it (--lora.rank 16, or "
+        "requires_grad=False before Engine()), or give the folder of the unquantized model."
     )
 
 
@@ -211,7 +211,7 @@ class GptOss(Format):
     ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
         codes, exponents = its["_blocks"], its["_scales"]
         if len(codes.shape) != 4 or codes.shape[3] != 16 or codes.shape[:3] != exponents.shape:
-            raise _unknown(codes, f"of shape {list(codes.shape)} where [experts, columns, blocks, 16] is known")
+            raise _unknown(codes, f"has shape {list(codes.shape)}, not [experts, columns, blocks, 16]")
         num, columns, blocks, _ = codes.shape
         found = codec.Mxfp4(32 * blocks, columns, rounding(dtype))
         parts = [Part(member, size) for member, size in zip((exponents, codes), found.fields, strict=True)]
@@ -235,7 +235,7 @@ class BitsAndBytes(Format):
         super().__init__(quantization)
         kind = quantization.get("bnb_4bit_quant_type", "fp4") if quantization.get("load_in_4bit") else "int8"
         if kind != "nf4":
-            raise ConfigError(f"in {kind} of bitsandbytes")
+            raise ConfigError(f"as {kind} of bitsandbytes")
 
     def made_of(
         self, its: Mapping[str, Member], dtype: torch.dtype
@@ -250,7 +250,11 @@ class BitsAndBytes(Format):
         if sizes != (64, 256) or not all(
             torch.allclose(member.value(), table, rtol=1e-6, atol=1e-9) for member, table in tables
         ):
-            raise _unknown(codes, f"in blocks of {sizes[0]} and {sizes[1]}, where 64 and 256, with QLoRA's tables, are")
+            raise _unknown(
+                codes,
+                f"has blocks of {sizes[0]} and {sizes[1]} values, where only 64 and 256 with QLoRA's tables are "
+                "supported",
+            )
         if len(tables) == 1:
             found = Grid("nf4", codec.NF4, 256, 64, (1, 64), torch.float32, rounds)
             return shape, found, [Part(its[".weight.absmax"], found.fields[0]), Part(codes, found.fields[1])]
@@ -278,7 +282,7 @@ class CompressedTensors(Format):
         for group in groups.values():
             weights = group.get("weights") or {}
             if not weights.get("symmetric", True):
-                raise ConfigError("as whole numbers with zero points (asymmetric) of compressed-tensors")
+                raise ConfigError("as integers with zero points (asymmetric) of compressed-tensors")
             if weights.get("num_bits", 8) not in (4, 8) or weights.get("actorder"):
                 how = "with actorder" if weights.get("actorder") else f"with {weights['num_bits']} bits"
                 raise ConfigError(f"{how} of compressed-tensors")
@@ -288,19 +292,25 @@ class CompressedTensors(Format):
     ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
         scales = its[self.mark]
         if ".weight_zero_point" in its and its[".weight_zero_point"].value().any():
-            raise _unknown(its[".weight_zero_point"], "a zero point that is not 0, where none is")
+            raise _unknown(its[".weight_zero_point"], "has a zero point other than 0")
         rounds = scales.dtype, dtype
         if ".weight_packed" not in its:
             codes = its[".weight"]
             numbers: codec.Numbers = codec.FLOAT8 if codes.dtype == torch.float8_e4m3fn else codec.INT8
             if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
-                raise _unknown(codes, f"{codes.dtype} with a scale, where int8 and float8_e4m3fn are")
+                raise _unknown(
+                    codes, f"has dtype {codes.dtype} with a scale, where only int8 and float8_e4m3fn are supported"
+                )
             block = next(filter(None, self._blocks), None)
             return _grid(f"{numbers.said} (compressed-tensors)", numbers, codes, codes.shape, scales, block, rounds)
         codes, shape = its[".weight_packed"], tuple(its[".weight_shape"].value().tolist())
         bits = 32 * codes.shape[-1] // shape[-1]
         if shape[-1] % 8 or bits not in (4, 8):
-            raise _unknown(codes, f"of rows of {shape[-1]} numbers in {codes.shape[-1]} words, where 4 or 8 bits are")
+            raise _unknown(
+                codes,
+                f"has rows of {shape[-1]} values in {codes.shape[-1]} words, where only 4 or 8 bits a value are "
+                "supported",
+            )
         numbers = codec.INT4 if bits == 4 else codec.PACKED8
         return _grid(f"{numbers.said} (compressed-tensors)", numbers, codes, shape, scales, None, rounds)
 
@@ -334,9 +344,14 @@ def _grid(
     if block and not is_one and (-(-rows // block[0]), -(-width // block[1])) == grid:
         tile = block[0], block[1]
     elif not is_one and (rows % grid[0] or width % grid[1]):
-        raise _unknown(scales, f"of shape {list(scales.shape)} for {list(shape)}, which are no equal blocks: those are")
+        raise _unknown(
+            scales,
+            f"has shape {list(scales.shape)} for a weight of shape {list(shape)}, not one for each of equal blocks",
+        )
     if width % 2 or (len(shape) > 2 and shape[-2] % tile[0]):
-        raise _unknown(codes, f"of shape {list(shape)}, where an even width and whole blocks of a matrix are")
+        raise _unknown(
+            codes, f"has shape {list(shape)}, where only an even width and whole blocks in each matrix are supported"
+        )
     record = tile[0] * -(-_ROWS // tile[0])
     found = Grid(said, numbers, record, width, tile, scales.dtype, rounding(*rounds))
     its_scales = Same(scales.value().view(-1).view(torch.uint8)) if is_one else Part(scales, found.fields[0])
@@ -345,8 +360,8 @@ def _grid(
 
 def _unknown(member: Member, what: str) -> ConfigError:
     return ConfigError(
-        f"tensor {member.key} in {member.file.path} is {what} known. What is known: {_KNOWN}. Give the folder of the "
-        "model that it was made from."
+        f"the quantized tensor {member.key} in {member.file.path} {what}. Supported: {_KNOWN}. Give the folder of the "
+        "unquantized model."
     )
 
 
@@ -355,12 +370,12 @@ def format_of(folder: Path, quantization: Mapping[str, Any]) -> Format:
     method = method_of(quantization)
     try:
         if method not in FORMATS:
-            raise ConfigError("in another way")
+            raise ConfigError("in an unknown format")
         return FORMATS[method](quantization)
     except ConfigError as error:
         raise ConfigError(
-            f"the model in {folder} is quantized ({method}) {error}: that is not read. What is known: {_KNOWN}. Give "
-            "the folder of the model that it was made from, or let transformers dequantize it once: "
+            f"the model in {folder} is quantized ({method}) {error}, which is not supported. Supported: {_KNOWN}. Give "
+            "the folder of the unquantized model, or let transformers dequantize it once: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).dequantize(), and save_pretrained."
         ) from None
 
@@ -390,17 +405,21 @@ def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, 
                 shape, codec_, parts = format_.made_of(members, dtype)
             except KeyError as error:
                 raise ConfigError(
-                    f"{folder} has {stem}{format_.mark}, and no {stem}{error.args[0]}: download it whole."
+                    f"{folder} has {stem}{format_.mark} but no {stem}{error.args[0]}: download the folder again."
                 ) from None
             name = stem + format_.weight
             found[name] = TensorInCodes(codec_, parts, {name: Entry(dtype, shape, 0, 0)})
     for name, file in found.items():
         dtype = file.entries[name].dtype
         if dtype.is_floating_point and dtype not in FLOATS:
-            why = "its configuration does not say how" if quantization is None else "no scales belong to it"
+            why = (
+                "its configuration does not name the format"
+                if quantization is None
+                else "no scales belong to this tensor"
+            )
             raise ConfigError(
-                f"tensor {name} in {file.path} is {str(dtype).removeprefix('torch.')}: the model is quantized, and "
-                f"{why}. What is known: {_KNOWN}. Give the folder of the model that it was made from."
+                f"tensor {name} in {file.path} is {str(dtype).removeprefix('torch.')}: the model is quantized, but "
+                f"{why}. Supported: {_KNOWN}. Give the folder of the unquantized model."
             )
     return found
 

@@ -90,7 +90,7 @@ class FolderWeights:
         self._files = open_folder(weight_files(folder), folder, None) if files is None else files
         state = model.state_dict(keep_vars=True)
         if not all(isinstance(value, torch.Tensor) for value in state.values()):
-            raise CannotStream(f"{type(model).__name__} keeps more than tensors in its state.")
+            raise CannotStream(f"{type(model).__name__} has more than tensors in its state_dict.")
         self._sources, unexpected, shapes = find_sources(model, folder, self._files)
         grown = self._check_shapes(state, _embeddings(model) if grow else set())
         self._settle_dtypes(state)
@@ -179,8 +179,9 @@ class FolderWeights:
         if wrong:
             more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ConfigError(
-                f"the weights in {self._folder} do not fit its configuration: {'; '.join(wrong[:3])}{more}. Set the "
-                "sizes in config.json to those of the files, or give the folder that the configuration belongs to."
+                f"the weights in {self._folder} do not fit its configuration: {'; '.join(wrong[:3])}{more}. Change the "
+                "sizes in config.json to those in the files, or give a folder whose configuration and files belong "
+                "together."
             )
         return grown
 
@@ -324,7 +325,7 @@ def read_model(
     `from_pretrained` itself can load the folder.
     """
     if getattr(config, "transformers_weights", None) or getattr(type(config), "extra_files", ()):
-        raise CannotStream(f"the configuration in {folder} names files of its own for the weights.")
+        raise CannotStream(f"the configuration in {folder} names separate weight files, which are not supported.")
     files = open_folder(weight_files(folder), folder, quantization_of(config))
     held = config.dtype or first_dtype(folder, files)
     with DeferredInit(seed) as deferred:
@@ -346,12 +347,12 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{index} is no index of weights ({type(error).__name__}: {error}).") from None
+        raise ConfigError(f"{index} is not a valid index of weight files ({type(error).__name__}: {error}).") from None
     lacking = [name for name in names if not (folder / name).is_file()]
     if lacking:
         raise ConfigError(
-            f"{folder} lacks {lacking[0]}, which {index.name} names ({len(lacking)} of {len(names)} files are not "
-            "there). Download the rest."
+            f"{folder} lacks {lacking[0]}, which {index.name} names ({len(lacking)} of {len(names)} files are "
+            "missing). Download the rest."
         )
     return [folder / name for name in names]
 
@@ -365,8 +366,8 @@ def _no_weights(folder: Path) -> str:
             + ". Give a folder that save_pretrained has written, or set --model.init random."
         )
     return (
-        f"{folder} has its weights as pytorch_model.bin, which can run any code when it is read, and is not read by "
-        f"parts. {conversion(str(folder), f'{folder}-safetensors')}"
+        f"{folder} has its weights as pytorch_model.bin, a format that can run any code when it is read, and cannot be "
+        f"read in parts. {conversion(str(folder), f'{folder}-safetensors')}"
     )
 
 

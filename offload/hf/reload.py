@@ -81,9 +81,9 @@ def check_made_alike(engine: Any, batch: Callable[[], Batch], precision: str) ->
     said = str(dtype).removeprefix("torch.")
     name, (_, _, value) = next(iter(differing.items()))
     raise ConfigError(
-        f"the model that was given computes with another {name} ({_told(before[name])}) than the one that is loaded "
-        f"from its export ({_told(value)}; {said}): logits differ by {distance:.3g}, of {allowed:.1e} allowed. Make it "
-        f"with from_pretrained(..., dtype=torch.{said}), or set --train.precision to the dtype in which it was made."
+        f"the given model computes with another {name} ({_told(before[name])}) than the model loaded from its export "
+        f"({_told(value)}; {said}): logits differ by {distance:.3g}, of {allowed:.1e} allowed. Make it with "
+        f"from_pretrained(..., dtype=torch.{said}), or set --train.precision to the dtype in which it was made."
     )
 
 
@@ -103,10 +103,10 @@ def reason_not_to_reload(folder: Path, base_bytes: int, budget_bytes: int | None
     """
     num_bytes = base_bytes + sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if budget_bytes is not None and num_bytes > budget_bytes:
-        return f"it has {format_bytes(num_bytes)} in memory, and offload.host_memory is {format_bytes(budget_bytes)}"
+        return f"it needs {format_bytes(num_bytes)} of memory, and offload.host_memory is {format_bytes(budget_bytes)}"
     available = memory().get("available_bytes")
     if available is not None and num_bytes * 1.2 > available:
-        return f"it has {format_bytes(num_bytes)} and {format_bytes(available)} of memory are free"
+        return f"it needs {format_bytes(num_bytes)}, and {format_bytes(available)} of memory are free"
     return None
 
 
@@ -139,9 +139,9 @@ def check_logits(model: Any, probe: Probe, precision: str) -> str:
     scale = probe.logits.abs().max().item()
     if not difference <= allowed:
         raise OffloadError(
-            f"the exported model gives other logits than the trained one: they differ by {difference:.3g} where the "
-            f"largest is {scale:.3g} (allowed for {precision}: {TOLERANCE[precision]:g} of it). The export should not "
-            "be used."
+            f"the exported model gives other logits than the trained one: they differ by {difference:.3g}, with "
+            f"{scale:.3g} as the largest logit (allowed for {precision}: {TOLERANCE[precision]:g} of that). Do not use "
+            "the export."
         )
     return f"logits equal within {difference:.1e} (largest {scale:.3g}; allowed {allowed:.1e})"
 

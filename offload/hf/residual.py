@@ -75,7 +75,7 @@ def as_plain_lora(
     """
     if config.use_rslora and (config.rank_pattern or config.alpha_pattern):
         raise ConfigError(
-            "the adapter cannot be exported for the base's own weights: PEFT does not convert use_rslora with "
+            "the adapter cannot be converted for the original base weights: PEFT does not convert use_rslora with "
             "rank_pattern or alpha_pattern. Merge it (offload export RUN OUT --merge)."
         )
     found, beneath = dict(values), model.get_base_model()

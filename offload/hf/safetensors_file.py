@@ -96,7 +96,7 @@ class _PlainBytes:
                 code = error.errno or errno.EIO
                 raise DiskError(f"{self._path} cannot be read: {errno_text(code)}.", code, self._path, offset) from None
             if not count:
-                message = f"{self._path} ends at byte {offset + done}: it was cut since it was opened."
+                message = f"{self._path} ends at byte {offset + done}: it was truncated after it was opened."
                 raise DiskError(message, 0, self._path, offset + done)
             done += count
 
@@ -131,8 +131,8 @@ class TensorFile:
         if entry.dtype in _WITH_NAN and found.numel() and found.max().isnan():
             first = begin + int(found.isnan().nonzero()[0])
             raise ConfigError(
-                f"{self.path} has NaN in {name} (element {first} of {list(entry.shape)} is the first): nothing can be "
-                "trained or written with that. Copy or download the folder again, or repair that tensor."
+                f"{self.path} has NaN in {name} (first at element {first} of {list(entry.shape)}): neither training "
+                "nor export works with NaN. Copy or download the folder again, or repair that tensor."
             )
         return found
 
@@ -163,7 +163,9 @@ class TensorFile:
         found = TensorFile(self.path, opened)
         if found.entries != self.entries:
             found.close()
-            raise ConfigError(f"{self.path} was replaced by another file while a model was made of it: begin again.")
+            raise ConfigError(
+                f"{self.path} was replaced by another file while the model was built from it: begin again."
+            )
         return found
 
     def close(self) -> None:
@@ -194,15 +196,15 @@ class TensorFile:
         end = 8 + length
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != end or entry.end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
-                raise self._damaged(f"the place of {name} contradicts its shape or its neighbours")
+                raise self._damaged(f"the position of {name} contradicts its shape or its neighbours")
             end = entry.end
         if end != self._num_bytes:
-            raise self._damaged(f"its header tells of {end} bytes, the file has {self._num_bytes}")
+            raise self._damaged(f"its header describes {end} bytes, but the file has {self._num_bytes}")
         return entries
 
     def _damaged(self, reason: str) -> ConfigError:
         refuse_pointers(self.path)
-        return ConfigError(f"{self.path} is damaged or no safetensors file: {reason}. Copy or download it again.")
+        return ConfigError(f"{self.path} is damaged or not a safetensors file: {reason}. Copy or download it again.")
 
 
 def _entry(value: Mapping[str, Any], start: int) -> Entry:
@@ -211,7 +213,7 @@ def _entry(value: Mapping[str, Any], start: int) -> Entry:
     shape = tuple(value["shape"])
     begin, end = value["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError("a shape or an offset is not a count")
+        raise ValueError("a shape or an offset is not a whole number of at least 0")
     return Entry(DTYPES[value["dtype"]], shape, start + begin, start + end)
 
 
@@ -256,7 +258,7 @@ class TensorFileWriter:
     def finish(self) -> Written:
         """Sync the file to disk and close. Raises DiskError."""
         missing = self.entries.keys() - self._hashes.keys()
-        assert not missing, f"{self.path}: not written: {sorted(missing)}"
+        assert not missing, f"{self.path}: never written: {sorted(missing)}"
         try:
             os.fsync(self._file.fileno())
         except OSError as error:

@@ -42,7 +42,7 @@ def _verify_adapter(folder: Path) -> str:
         kind = str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["peft_type"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{folder / CONFIG} is no adapter's configuration ({type(error).__name__}: {error})."
+            f"{folder / CONFIG} is not a valid adapter configuration ({type(error).__name__}: {error})."
         ) from None
     if not (folder / WEIGHTS).is_file():
         raise ConfigError(f"{folder} has no {WEIGHTS}.")
@@ -61,9 +61,9 @@ def _check_index(folder: Path, found: dict[str, Path]) -> None:
     named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     for name, file in named.items():
         if found.get(name) != folder / file:
-            raise ConfigError(f"{folder / file} lacks {name}, which {index.name} says is there.")
+            raise ConfigError(f"{folder / file} lacks {name}, although {index.name} places it there.")
     if extra := sorted(found.keys() - named.keys()):
-        raise ConfigError(f"{index} does not name {extra[0]}, which is in {found[extra[0]].name}.")
+        raise ConfigError(f"{index} does not list {extra[0]}, which is in {found[extra[0]].name}.")
 
 
 def _compared(folder: Path) -> str:
@@ -77,7 +77,7 @@ def _compared(folder: Path) -> str:
     with closing(weights):
         name = type(model).__name__
         if wanted and wanted != name:
-            return f"not compared with the configuration: {wanted} is no language model that is trained here"
+            return f"not compared with the configuration: {wanted} is not a language model that offload can train"
         if missing := sorted(weights.report.missing):
             raise ConfigError(f"{folder} lacks {len(missing)} of the parameters of {name}, for example {missing[0]}.")
         extra = sorted(weights.report.unexpected)

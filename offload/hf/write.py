@@ -101,7 +101,7 @@ class _Plan:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         state: dict[str, Any] = model.state_dict(keep_vars=True)
         if not all(isinstance(value, torch.Tensor) for value in state.values()):
-            raise ConfigError(f"{type(model).__name__} keeps more than tensors in its state: it cannot be exported.")
+            raise ConfigError(f"{type(model).__name__} has more than tensors in its state_dict: it cannot be exported.")
         self.main_dtype = dtype or _dtype_of(model)
         is_kept = stays_fp32(model, self.main_dtype)
         first: dict[int, str] = {}
@@ -126,7 +126,7 @@ class _Plan:
         unknown = set(dtypes.values()) - set(DTYPES.values())
         if unknown:
             raise ConfigError(
-                f"{type(model).__name__} has tensors of {unknown.pop()}, which safetensors does not have."
+                f"{type(model).__name__} has tensors of {unknown.pop()}, a dtype that safetensors does not have."
             )
 
     def reader(self, source: str, get: Get) -> Read:
@@ -220,8 +220,8 @@ def _write_own(model: nn.Module, folder: Path) -> None:
             save(made, state_dict={})
         except Exception as error:
             warn(
-                f"{type(model).__name__} has a save_pretrained of its own, and it fails without weights "
-                f"({type(error).__name__}: {error}): the files that it adds are missing in {folder}."
+                f"{type(model).__name__} overrides save_pretrained, and its version fails without weights "
+                f"({type(error).__name__}: {error}): {folder} lacks the additional files of that version."
             )
         for path in Path(made).iterdir():
             if not path.name.endswith((".safetensors", ".safetensors.index.json")):
@@ -240,8 +240,8 @@ def _verify(written: Written) -> None:
     if wrong or not same:
         what = f"tensor {wrong[0]} differs" if wrong else "its header differs"
         raise OffloadError(
-            f"{written.path} is not as it was written: {what} when it is read back. The disk or the memory is faulty; "
-            "export to another disk."
+            f"{written.path} differs from what was written: {what} when it is read back. The disk or the memory is "
+            "faulty; export to another disk."
         )
 
 
@@ -251,13 +251,13 @@ def check_place(folder: Path, replace: bool) -> None:
     An earlier export is accepted with `replace`.
     """
     if folder.is_mount():
-        raise ConfigError(f"{folder} is where a disk is mounted, and cannot be renamed to; give a folder in it.")
+        raise ConfigError(f"{folder} is a mount point and cannot be renamed to; give a folder inside of it.")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not replace:
         raise ConfigError(f"{folder} exists; give a new name for the export, or remove it.")
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{folder} exists and is no earlier export; give a new name for this one.")
+        raise ConfigError(f"{folder} exists and is not an earlier export; give a new name for this one.")
 
 
 @contextmanager
@@ -287,7 +287,7 @@ def made_folder(folder: Path, replace: bool) -> Iterator[Path]:
         if old is not None and (own := _foreign(old, folder)):
             kept = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
             old.rename(kept)
-            warn(f"{folder} held {own[0]}, which no export has, and is now {kept}.")
+            warn(f"{folder} held {own[0]}, which no export has, and was renamed to {kept}.")
         elif old is not None:
             shutil.rmtree(old)
     except OSError as error:

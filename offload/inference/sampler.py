@@ -80,7 +80,9 @@ class Sampler:
         has_own = adapter is not None and adapter.is_dir() and tokenizer_folder(str(adapter)) is not None
         with_words = adapter if has_own else path
         if tokenizer_folder(str(with_words)) is None:
-            raise ConfigError(f"{path} has no tokenizer; put its tokenizer.json and tokenizer_config.json there.")
+            raise ConfigError(
+                f"{path} has no tokenizer; put the model's tokenizer.json and tokenizer_config.json there."
+            )
         self._path = path
         self.tokenizer = load_tokenizer(str(with_words))
         with ExitStack() as opened:
@@ -120,13 +122,13 @@ class Sampler:
             start = self.tokenizer.bos_token_id
             start = self.tokenizer.eos_token_id if start is None else start
             if start is None:
-                raise ConfigError("--prompt is empty, and the tokenizer has no token that begins a text; give some.")
+                raise ConfigError("--prompt is empty, and the tokenizer has no token to begin a text; give a prompt.")
             found = [start]
         rows = vocab_size(self.model.config)
         if max(found) >= rows:
             raise ConfigError(
-                f"the tokenizer of {self._path} gives token {max(found)}, and the model has {rows}: it is another "
-                "model's."
+                f"the tokenizer of {self._path} returns token {max(found)}, but the model has only {rows}: the "
+                "tokenizer belongs to another model."
             )
         return torch.tensor([found])
 
@@ -167,7 +169,7 @@ class Sampler:
         if limit is not None:
             if num_tokens >= limit:
                 raise ConfigError(
-                    f"the prompt has {counted(num_tokens, 'token')}, and the model has positions for {limit}."
+                    f"the prompt has {counted(num_tokens, 'token')}, but the model has positions for only {limit}."
                 )
             config.max_new_tokens = min(choices.max_new_tokens, limit - num_tokens)
         given = {"temperature": choices.temperature, "top_p": choices.top_p, "top_k": choices.top_k}
@@ -217,8 +219,9 @@ class _NoNaN(LogitsProcessor):
     def __call__(self, _tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if torch.isnan(scores).any():
             raise OffloadError(
-                "the model gives NaN instead of probabilities: its weights have NaN in them, its numbers overflow (try "
-                "--dtype fp32), or a module reads weights of another one that is not in memory (try --memory none)."
+                "the model returns NaN instead of probabilities: its weights contain NaN, its numbers overflow (try "
+                "--dtype fp32), or a module reads the weights of another module, which are not in memory then (try "
+                "--memory none)."
             )
         return scores
 

@@ -68,8 +68,9 @@ class OffloadAccelerator(Accelerator):
         if len(given) > 1 or model is None or self.engine is not None:
             raise ConfigError(
                 f"prepare() was given {len(given)} optimizers{'' if model else ', not with the model that they train'}"
-                f"{' after an engine was made' if self.engine else ''}: an OffloadAccelerator has one engine, of one "
-                "model. Call prepare(model, optimizer, ...) once; another model that trains wants a process of its own."
+                f"{' after an engine was made' if self.engine else ''}: an OffloadAccelerator has a single "
+                "engine, for a single model. Call prepare(model, optimizer, ...) once; train another model in another "
+                "process."
             )
         own = self.engage(model, optimizer)
         for scheduler in objects:
@@ -116,7 +117,9 @@ class OffloadAccelerator(Accelerator):
             return
         kwargs.pop("learning_rate", None)  # for LOMO in Trainer; the optimizer has the rate
         if kwargs:
-            raise ConfigError(f"accelerator.backward was given {next(iter(kwargs))}, which an engine does not have.")
+            raise ConfigError(
+                f"accelerator.backward was given {next(iter(kwargs))}, an argument that an engine does not support."
+            )
         self.engine.backward(loss / self.gradient_accumulation_steps / self.engine.world_size)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -128,7 +131,9 @@ class OffloadAccelerator(Accelerator):
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self.engine is not None:
-            raise ConfigError("clip_grad_value_: an engine clips to a norm; call clip_grad_norm_.")
+            raise ConfigError(
+                "clip_grad_value_ is not supported, because an engine clips to a norm: call clip_grad_norm_."
+            )
         super().clip_grad_value_(parameters, clip_value)
 
     def _own_optimizer(self) -> OffloadOptimizer | None:
@@ -203,8 +208,8 @@ class _NoWeights:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ConfigError(
-            "a hook of save_state was given the weights of the engine's model, and reads them: they are saved in "
-            f"{FOLDER}/, and not all in memory. Pop them from the list, and call model.save_pretrained(folder), or "
+            "a hook of save_state reads the weights of the engine's model, which are not all in memory; they are saved "
+            f"in {FOLDER}/. Remove them from the list, and call model.save_pretrained(folder), or "
             "accelerator.get_state_dict(model) on all ranks before save_state."
         )
 
@@ -224,12 +229,12 @@ def _check_same(model: nn.Module, given: Mapping[str, Any], strict: bool = True,
     for name in own:
         if name in given and not torch.equal(own[name].cpu(), given[name].to("cpu", own[name].dtype)):
             raise ConfigError(
-                f"a hook of load_state gives {name} other values than {FOLDER}/ has, by which the engine goes on: "
-                "leave the loading to it, or begin anew with a model that was loaded before prepare()."
+                f"a hook of load_state loads other values for {name} than the engine has loaded from {FOLDER}/: leave "
+                "loading to the engine, or load the model before prepare() and begin a new run."
             )
     unexpected = [name for name in given if name not in own]
     if strict and unexpected:
-        raise ConfigError(f"a hook of load_state gives {unexpected[0]}, which the model does not have.")
+        raise ConfigError(f"a hook of load_state loads {unexpected[0]}, but the model has no such weight.")
     return _IncompatibleKeys([name for name in own if name not in given], unexpected)
 
 
@@ -251,8 +256,8 @@ def refuse_others(accelerator: Accelerator) -> None:
     wrong = [name for name, is_on in what.items() if is_on]
     if wrong:
         raise ConfigError(
-            f"accelerate is set up for {', '.join(wrong)}, which does not go with an engine: it shares out the states "
-            "over ranks itself, which save together to a folder that all machines share, computes in fp32 or bf16, and "
-            "compiles blocks with inductor as it is. Start with torchrun or python, mixed_precision 'no' or 'bf16', "
-            "and without the others."
+            f"accelerate is set up for {', '.join(wrong)}, which an engine does not support: an engine shards the "
+            "states over ranks itself, saves into a folder shared by all machines, computes in fp32 or bf16, and "
+            "compiles with inductor in the default mode. Start with torchrun or python, mixed_precision 'no' or "
+            "'bf16', and without these settings."
         )

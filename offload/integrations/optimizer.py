@@ -91,8 +91,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not self.has_gradients:
             if not self._has_descended:
                 raise ConfigError(
-                    f"OffloadOptimizer.step was called, and {type(self.engine.optimizer).__name__} has no gradients to "
-                    "update from: call OffloadOptimizer.descend(batch) for a step, or train with OffloadTrainer."
+                    f"OffloadOptimizer.step was called, but {type(self.engine.optimizer).__name__} updates without "
+                    "gradients: call OffloadOptimizer.descend(batch) for a step, or train with OffloadTrainer."
                 )
             self._has_descended = False
             return
@@ -113,20 +113,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not self.has_gradients:
             return torch.tensor(math.nan if self.result is None else self.result.grad_norm)  # nothing to clip
         if norm_type != 2:
-            raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm.")
+            raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm only.")
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not given:
             warn(
-                "clip_grad_norm_ was given no parameters, perhaps by an iterator that an earlier call has exhausted: "
-                "nothing is clipped in this step, as without an engine. Give it model.parameters() each time."
+                "clip_grad_norm_ was given no parameters, perhaps from an exhausted iterator, so nothing is clipped in "
+                "this step (as in plain PyTorch). Give model.parameters() in each call."
             )
             return torch.tensor(0.0)
         trained = sum(len(group["params"]) for group in self.param_groups)
         if len(given) < trained or max_norm <= 0:
             raise ConfigError(
-                f"clip_grad_norm_ was given {len(given)} parameters, and max_norm={max_norm}: an engine clips all "
-                f"{trained} that it trains, by the norm of them all, to more than 0. Give it model.parameters(); "
-                "without the call nothing is clipped."
+                f"clip_grad_norm_ was given {len(given)} parameters and max_norm={max_norm}: an engine clips all "
+                f"{trained} trainable parameters by their common norm, to a max_norm above 0. Give model.parameters(); "
+                "leave the call out for no clipping."
             )
         self.clip_next(0.0 if max_norm == float("inf") else float(max_norm))
         return torch.tensor(self.engine.grad_norm())
@@ -149,9 +149,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Set the engine's learning rate from the groups. Raises ConfigError if loaded states are missing."""
         if self._missing:
             raise ConfigError(
-                f"the optimizer's state was loaded, of a run with {self._missing} updates, and the engine has made "
-                f"{self._updates}: its states are in the folder {FOLDER!r} of that checkpoint, and were not read. "
-                "Train with OffloadTrainer, or with the callback OffloadCallback, which read them; or call "
+                f"the loaded optimizer state belongs to a run with {self._missing} updates, but the engine has made "
+                f"{self._updates}: the engine's states, in the folder {FOLDER!r} of that checkpoint, were not loaded. "
+                "Train with OffloadTrainer or the callback OffloadCallback, which load them, or call "
                 "OffloadOptimizer.load(folder)."
             )
         self._follow()
@@ -166,7 +166,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Apply changed group settings to the engine. Raises ConfigError with the name of an unsupported change."""
         facts = self._facts()
         if len(facts) != len(self._fixed):
-            self._refuse(f"groups were {len(self._fixed)}, and are {len(facts)}")
+            self._refuse(f"number of groups was {len(self._fixed)}, and is {len(facts)}")
         for before, now in zip(self._fixed, facts, strict=True):
             for key in now:
                 if now[key] != before[key]:
@@ -175,7 +175,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         settings, decays = tuned = self._settings()
         if tuned != self._tuned:
             if any(each != settings[0] for each in settings):
-                self._refuse(f"settings are {settings}, no longer those of all groups")
+                self._refuse(f"settings are {settings}, no longer the same for all groups")
             changed = zip(self._names, decays, self._tuned[1], strict=True)
             self.engine.tune(settings[0], {name: now for names, now, old in changed if now != old for name in names})
             self._tuned = tuned
@@ -189,10 +189,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return base
 
     def _refuse(self, what: str) -> NoReturn:
-        more = f", by {' and '.join(self._follows)}" if self._follows else ""
+        more = f" and {' and '.join(self._follows)}" if self._follows else ""
         raise ConfigError(
-            f"the optimizer's {what}: an engine goes by the learning rate of its groups, in the ratio in which they "
-            f"were{more}. Whatever else is to be given before the engine is made."
+            f"the optimizer's {what}: once the engine is made, only learning rates (all in the same ratio){more} can "
+            "change. Set everything else before."
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
@@ -203,8 +203,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_fixed"):
             raise ConfigError(
-                "a parameter group was added to an OffloadOptimizer, whose engine holds the states of those that there "
-                "were: make the model, all of it, before the engine."
+                "a parameter group was added to an OffloadOptimizer, but the engine holds states only for the "
+                "parameters at its start: complete the model before making the engine."
             )
         super().add_param_group(param_group)
 
@@ -229,8 +229,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Load group settings, learning rates included. Raises ConfigError for another optimizer's state."""
         if "updates" not in state_dict or len(state_dict["param_groups"]) != len(self.param_groups):
             raise ConfigError(
-                "this optimizer state was not saved by an OffloadOptimizer over the same groups: moments of another "
-                "optimizer cannot be taken over. Begin with the weights alone."
+                "this optimizer state was not saved by an OffloadOptimizer over the same groups, and an engine cannot "
+                "read the moments of another optimizer. Load only the weights."
             )
         for group, its in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(its)
@@ -278,9 +278,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
 def _refuse_states(*_: Any) -> NoReturn:
     raise ConfigError(
-        "optimizer.state was used, and the states of the optimizer (moments, steps) are in the engine, which neither "
-        "shows nor resets them: engine.save_checkpoint(folder) or accelerator.save_state writes them. To begin with "
-        "none, close the engine (close(restore=True)) and train on with a new one."
+        "optimizer.state was used, but the states of the optimizer (moments, steps) are in the engine, and cannot be "
+        "read or reset here: engine.save_checkpoint(folder) or accelerator.save_state writes them. To begin without "
+        "moments, close the engine (close(restore=True)) and train on with a new one."
     )
 
 

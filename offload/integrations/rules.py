@@ -19,7 +19,7 @@ from offload.optim.rule import UpdateRule
 from offload.optim.sgd import SGD
 
 _OTHERS = (
-    "Or give a rule of offload's, such as offload.AdamW(lr=..., states='int8'), Adafactor, Muon or LOMO: "
+    "Or give one of offload's update rules, such as offload.AdamW(lr=..., states='int8'), Adafactor, Muon or LOMO: "
     "offload.wrap(model, rule), or offload=dict(optimizer=rule) of a Trainer or an accelerator."
 )
 
@@ -36,7 +36,9 @@ def _lion(args: Any, options: Mapping[str, str], states: str = "fp32") -> Update
 
 def _sgd(args: Any, options: Mapping[str, str]) -> UpdateRule:
     if float(options.get("dampening", 0)) or options.get("nesterov", "false").lower() in ("true", "1", "yes"):
-        raise ConfigError(f"optim_args is {args.optim_args!r}: SGD has neither dampening nor Nesterov's step here.")
+        raise ConfigError(
+            f"optim_args is {args.optim_args!r}: offload's SGD has neither dampening nor Nesterov momentum."
+        )
     return SGD(lr=args.learning_rate, momentum=float(options.get("momentum", 0)), weight_decay=args.weight_decay)
 
 
@@ -51,8 +53,8 @@ _NAMED: Mapping[str, Callable[[Any, Mapping[str, str]], UpdateRule]] = {
 }
 """transformers optimizer names with a rule of equal arithmetic. 8-bit variants use other quantization blocks."""
 _NOT_THE_SAME = {
-    "adafactor": "transformers' takes the learning rate as it is, and torch's, which offload has, times what a weight "
-    "is. ",
+    "adafactor": "transformers' Adafactor uses the learning rate unchanged; offload's, like torch's, multiplies it by "
+    "the RMS of the weights. ",
 }
 
 
@@ -65,8 +67,8 @@ def rule_of_arguments(args: Any, names: Iterable[str], decayed: Collection[str])
     name = getattr(args.optim, "value", args.optim)
     if name not in _NAMED:
         raise ConfigError(
-            f"optim is {name!r}, which has no update rule that does the same. {_NOT_THE_SAME.get(name, '')}Set optim "
-            f"to one of {', '.join(_NAMED)}. {_OTHERS}"
+            f"optim is {name!r}, and offload has no equivalent update rule. {_NOT_THE_SAME.get(name, '')}Set optim to "
+            f"one of {', '.join(_NAMED)}. {_OTHERS}"
         )
     items = [item.partition("=") for item in (args.optim_args or "").replace(" ", "").split(",") if item]
     if not all(value for _, _, value in items):
@@ -104,8 +106,8 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
     if made is None:
         known = ", ".join(f"torch.optim.{kind.__name__}" for kind in _TORCH)
         raise ConfigError(
-            f"the optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, which has no update rule that "
-            f"does the same. Give one of {known}. {_OTHERS}"
+            f"the optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, and offload has no equivalent "
+            f"update rule. Give one of {known}. {_OTHERS}"
         )
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -118,8 +120,8 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
         for key in optimizer.defaults.keys() - {"lr", "weight_decay"}:
             if group[key] != first[key]:
                 raise ConfigError(
-                    f"groups of the optimizer have {key} {first[key]!r} and {group[key]!r}: they may differ in lr and "
-                    "weight_decay."
+                    f"groups of the optimizer have {key} {first[key]!r} and {group[key]!r}: groups can differ only in "
+                    "lr and weight_decay."
                 )
         if group["weight_decay"] and "weight_decay" not in followed(optimizer):
             raise ConfigError(
@@ -127,7 +129,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
             )
     for key, allowed in PLAIN.items():
         if first.get(key, allowed) != allowed:
-            raise ConfigError(f"the optimizer has {key}={first[key]!r}, which no update rule has. {_OTHERS}")
+            raise ConfigError(f"the optimizer has {key}={first[key]!r}, which no update rule supports. {_OTHERS}")
     groups = [
         (
             _one_of(names[id(p)] for p in group["params"]),
@@ -140,8 +142,8 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own]
     if left:
         raise ConfigError(
-            f"{len(left)} parameters with requires_grad are not the optimizer's, first {left[0]}: freeze them "
-            "(requires_grad_(False)) before the optimizer is made, or give them to it."
+            f"{len(left)} parameters with requires_grad are not in the optimizer, first {left[0]}: freeze them "
+            "(requires_grad_(False)) before making the optimizer, or add them to it."
         )
     settings = {key: first[key] for key in made.steered}
     return made(lr=float(first["lr"]), **settings, weight_decay=0.0, decay_1d=True, groups=tuple(groups))
@@ -173,5 +175,8 @@ def _ratio(rate: float, base: float) -> float:
     if rate == base:
         return 1.0
     if not base:
-        raise ConfigError("the learning rate of the optimizer's first group is 0, and others have no ratio to it.")
+        raise ConfigError(
+            "the learning rate of the optimizer's first group is 0, so the other groups' rates are no multiples of it: "
+            "put a group with a positive rate first."
+        )
     return float(rate) / float(base)

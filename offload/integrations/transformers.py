@@ -84,8 +84,8 @@ class OffloadMixin(_Base):
         _adopt(self)
         if self.args.n_gpu > 1:
             warn(
-                f"{self.args.n_gpu} GPUs are visible, and one process: an engine uses one. Start with torchrun to use "
-                "all."
+                f"{self.args.n_gpu} GPUs are visible to one process, and an engine uses one of them. Start with "
+                "torchrun to use all."
             )
             self.args._n_gpu = 1
 
@@ -119,7 +119,8 @@ class OffloadMixin(_Base):
             own = self._open()
         if own.engine.model is not self.model:
             raise ConfigError(
-                "optimizers has an OffloadOptimizer over another model than the Trainer's: give that one."
+                "optimizers has an OffloadOptimizer over another model than the Trainer's: make it over the Trainer's "
+                "model."
             )
         self.engine, self.optimizer = own.engine, own
         self.accelerator.engine = self.engine
@@ -136,8 +137,8 @@ class OffloadMixin(_Base):
         self.accelerator._optimizers = [each for each in self.accelerator._optimizers if find_own(each) is None]
         if engine.model is self.model:
             warn(
-                "the Trainer's engine has given its model back (to another Trainer, or by close(restore=True)): its "
-                "moments are gone, and the next engine begins without any."
+                "the Trainer's engine has returned its model (to another Trainer, or by close(restore=True)): its "
+                "moments are lost, and the next engine begins without moments."
             )
         elif not engine.closed:
             engine.close()
@@ -151,14 +152,15 @@ class OffloadMixin(_Base):
             settings |= _without_rule(dict(given), self.model)
         if self.optimizer is not None and "optimizer" in settings:
             raise ConfigError(
-                f"the Trainer has a {type(self.optimizer).__name__}, and offload a rule, "
+                f"the Trainer has a {type(self.optimizer).__name__}, and offload has the update rule "
                 f"{settings['optimizer'].title}: leave one of them out."
             )
         for key, there in (("max_grad_norm", args.max_grad_norm), ("lr", args.learning_rate)):
             if key in settings and settings[key] != there:
                 raise ConfigError(
-                    f"offload has {key}={settings[key]!r}, and the Trainer's arguments {there!r}: it is theirs to say. "
-                    f"Set TrainingArguments.{'learning_rate' if key == 'lr' else key}."
+                    f"offload has {key}={settings[key]!r}, but the Trainer's arguments have {there!r}, and they "
+                    f"decide. Set TrainingArguments.{'learning_rate' if key == 'lr' else key}, and leave {key} out of "
+                    "offload."
                 )
             settings.pop(key, None)
         precision = "bf16" if args.bf16 or weights_dtype(self.model) is None else "fp32"
@@ -273,9 +275,9 @@ class OffloadMixin(_Base):
             return
         if (folder / "optimizer.pt").is_file() or self._is_engaged:
             raise ConfigError(
-                f"{folder} has no folder {FOLDER!r}: it was saved by another trainer, whose optimizer states an engine "
-                "cannot take over. Load its weights (from_pretrained) into the model that the Trainer is given, and "
-                "begin anew."
+                f"{folder} has no folder {FOLDER!r}: another trainer saved it, and an engine cannot read that "
+                "trainer's optimizer states. Load the weights (from_pretrained) into the Trainer's model, and begin a "
+                "new run."
             )
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -336,8 +338,9 @@ class OffloadCallback(TrainerCallback):
             trainer.accelerator.engine = own.engine
         if args.load_best_model_at_end and trainer is not None and not isinstance(trainer, OffloadMixin):
             raise ConfigError(
-                "load_best_model_at_end is set, and a plain Trainer would load the best weights into the model, whose "
-                "own are in an engine. Train with OffloadTrainer, or class X(OffloadMixin, ...), or set it to False."
+                "load_best_model_at_end is set, but a plain Trainer would load the best weights into the model, not "
+                "into the engine that trains it. Train with OffloadTrainer, or class X(OffloadMixin, ...), or set it "
+                "to False."
             )
         if own.misses_states:
             own.load(_checkpoint(args, state) / FOLDER)
@@ -374,8 +377,8 @@ def offload_optimizer_factory() -> Callable[..., OffloadOptimizer]:
 def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
-            f"offload_optimizer_factory: there are {dist.get_world_size()} ranks, for which a plain Trainer wraps the "
-            "model in DDP. Train with OffloadTrainer, or class X(OffloadMixin, ...)."
+            f"offload_optimizer_factory does not work over {dist.get_world_size()} ranks, because a plain Trainer "
+            "wraps the model in DDP. Train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
     give_back(model)
     trainer, given, model = _calling_trainer(model), model, uncompiled(model)
@@ -384,8 +387,8 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
     options = _without_rule(settings, model)
     if not options["optimizer"].has_gradients:
         raise ConfigError(
-            f"offload_optimizer_factory was given {type(options['optimizer']).__name__}, which makes a step of forward "
-            "passes alone, and a plain Trainer goes backward: train with OffloadTrainer, or class X(OffloadMixin, ...)."
+            f"offload_optimizer_factory was given {type(options['optimizer']).__name__}, which needs no backward, but "
+            "a plain Trainer calls backward in each step: train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
     if weights_dtype(model) is None or (trainer is not None and trainer.args.bf16):
         options.setdefault("precision", "bf16")
@@ -395,8 +398,8 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
         limit = trainer.args.max_grad_norm
         if (options.setdefault("max_grad_norm", limit) or None) != (limit or None):
             raise ConfigError(
-                f"offload_optimizer_factory was given max_grad_norm {options['max_grad_norm']}, and the Trainer's is "
-                f"{limit}: it is theirs to say. Leave it out, and set TrainingArguments.max_grad_norm."
+                f"offload_optimizer_factory was given max_grad_norm {options['max_grad_norm']}, but the Trainer's is "
+                f"{limit}, and it decides. Leave it out, and set TrainingArguments.max_grad_norm."
             )
         _put_callback_first(trainer)
         _adopt(trainer)
@@ -437,8 +440,8 @@ def _without_rule(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         return {**settings, "optimizer": without_decay(AdamW(**{"weight_decay": 0.0, **own}), names)}
     if not isinstance(rule, UpdateRule) or set(own) - {"lr"}:
         raise ConfigError(
-            f"offload_optimizer_factory was given optimizer={rule!r} and {sorted(own)}: a rule, such as "
-            "AdamW(lr=1e-4), has these itself."
+            f"offload_optimizer_factory was given optimizer={rule!r} and {sorted(own)}: an update rule, such as "
+            "AdamW(lr=1e-4), includes these settings."
         )
     whole: Any = rule
     return {**settings, "optimizer": replace(whole, **own)}
@@ -448,30 +451,30 @@ def refuse_arguments(args: Any) -> None:
     """Raise ConfigError for Trainer arguments without engine support."""
     why = {
         "fp16": "an engine computes in fp32 or bf16: set bf16=True",
-        "fp16_full_eval": "the weights are in the engine, in what it computes in: leave it out",
-        "bf16_full_eval": "the weights are in the engine, in what it computes in: leave it out, and set bf16=True",
-        "deepspeed": "an engine does what it does: start with torchrun or python",
-        "fsdp": "an engine shares out the states over ranks itself: start with torchrun",
-        "auto_find_batch_size": "it trains again with less after running out of memory, which an engine does not do: "
-        "set per_device_train_batch_size, and offload=dict(micro_batch_size=...)",
-        "parallelism_config": "an engine shares out the states over ranks, and rows, not heads or sequences",
-        "tpu_num_cores": "an engine has no TPU",
-        "save_on_each_node": "the first rank writes, and all ranks a checkpoint together: set output_dir to a folder "
-        "that all machines share",
+        "fp16_full_eval": "the engine holds the weights in its compute dtype: leave it out",
+        "bf16_full_eval": "the engine holds the weights in its compute dtype: leave it out, and set bf16=True",
+        "deepspeed": "an engine does the same itself: start with torchrun or python",
+        "fsdp": "an engine shards the states over ranks itself: start with torchrun",
+        "auto_find_batch_size": "it repeats training with smaller batches after running out of memory, which an "
+        "engine cannot: set per_device_train_batch_size, and offload=dict(micro_batch_size=...)",
+        "parallelism_config": "an engine shards states and rows over ranks, not heads or sequences",
+        "tpu_num_cores": "an engine does not run on TPUs",
+        "save_on_each_node": "rank 0 writes, and all ranks write a checkpoint together: set output_dir to a folder "
+        "shared by all machines",
     }
     for name, reason in why.items():
         if getattr(args, name, None):
-            raise ConfigError(f"{name} is {getattr(args, name)!r}, which does not go with an engine: {reason}.")
+            raise ConfigError(f"{name} is {getattr(args, name)!r}, which an engine does not support: {reason}.")
     for name, taken in (("torch_compile_backend", "inductor"), ("torch_compile_mode", "default")):
         if getattr(args, name) not in (None, taken):
             raise ConfigError(
-                f"{name} is {getattr(args, name)!r}, which does not go with an engine: it compiles blocks, with "
-                "inductor as it is. Leave that out; torch_compile=True is enough."
+                f"{name} is {getattr(args, name)!r}, but an engine compiles blocks with inductor in the default mode. "
+                "Leave it out; torch_compile=True is enough."
             )
     if args.save_only_model and args.load_best_model_at_end:
         raise ConfigError(
-            "save_only_model and load_best_model_at_end are set: an engine takes the best weights from its own states "
-            "in the checkpoint. Set save_only_model=False, with save_total_limit where there is little room."
+            "save_only_model and load_best_model_at_end are set, but an engine loads the best weights from its states "
+            "in the checkpoint. Set save_only_model=False, with save_total_limit to save space."
         )
 
 
@@ -480,9 +483,9 @@ def _refuse_other_losses(trainer: Any) -> None:
     args, rule = trainer.args, type(trainer.engine.optimizer).__name__
     if args.gradient_accumulation_steps > 1:
         raise ConfigError(
-            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and {rule} has no gradients: a step "
-            "measures the loss of one batch. Set per_device_train_batch_size to so many times as much; it is cut by "
-            "offload=dict(micro_batch_size=...)."
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but {rule} has no gradients to "
+            "accumulate: a step measures the loss of one batch. Multiply per_device_train_batch_size by it instead; "
+            "offload=dict(micro_batch_size=...) cuts the batch."
         )
     wrong = {
         "label_smoothing_factor": trainer.label_smoother is not None,
@@ -492,9 +495,9 @@ def _refuse_other_losses(trainer: Any) -> None:
     given = next((name for name, is_given in wrong.items() if is_given), None)
     if given is not None:
         raise ConfigError(
-            f"{given} is the Trainer's own loss, and a step of {rule} runs the model by turns, several times at once, "
-            "for the loss that it returns itself. Leave it out, let the model make its loss, or call "
-            "engine.step(batch, loss_fn) in a loop of your own."
+            f"{given} replaces the model's loss, but a step of {rule} uses the loss that the model returns, from "
+            "several interleaved passes. Leave it out and let the model compute its loss, or call engine.step(batch, "
+            "loss_fn) in your own loop."
         )
 
 
@@ -502,8 +505,8 @@ def weights_for_vllm(trainer: Any, vllm: Any) -> Iterator[tuple[str, torch.Tenso
     """Yield (name, weight) for TRL's vLLM: vLLM names, on the device, in the compute dtype. Collective."""
     if hasattr(trainer.model, "peft_config"):
         raise ConfigError(
-            "use_vllm with a PEFT model wants the adapter merged into the base for each generation, which an engine "
-            "streams, frozen: set use_vllm=False, or train the whole model."
+            "use_vllm with a PEFT model merges the adapter into the base for each generation, but an engine streams a "
+            "frozen base: set use_vllm=False, or train the whole model."
         )
     shown = dict(trainer.model.named_parameters())
     for name, value in trainer.engine.named_parameters():

@@ -162,8 +162,8 @@ def engaged(
     rule = rule_of_optimizer(old, model) if given is None and old is not None else given
     if given and old is not None and len({rate_of(group) for group in old.param_groups}) > 1:
         raise ConfigError(
-            f"offload has the rule {given.title}, and groups of the optimizer have learning rates of their own: "
-            "give those as groups of the rule, groups=((pattern, {'lr_scale': ...}), ...)."
+            f"offload has the rule {given.title}, but the groups of the optimizer have different learning rates, "
+            "which would be ignored: give them as groups of the rule, groups=((pattern, {'lr_scale': ...}), ...)."
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states = {} if old is None or given else {names[id(p)]: state for p, state in old.state.items() if id(p) in names}
@@ -216,25 +216,28 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
     spread = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if len(spread) > 1 or "disk" in spread:
         raise ConfigError(
-            f"the model was loaded with a device_map over {', '.join(sorted(spread))}, and moves its weights itself: "
-            "load it without (device_map=None; of TRL's trainers model_init_kwargs={'device_map': None}), or give the "
-            "Trainer the model instead of its name."
+            f"the model was loaded with a device_map over {', '.join(sorted(spread))}, so accelerate's hooks move its "
+            "weights: load it without (device_map=None; in TRL's trainers model_init_kwargs={'device_map': None}), or "
+            "give the Trainer the model instead of its name."
         )
     options = dict(settings)
     unknown = set(options) - {field.name for field in fields(Settings)} - {"fill", "comm"}
     if unknown:
-        raise ConfigError(f"offload has {min(unknown)!r}, which is no setting of an engine: see help(offload.Engine).")
+        raise ConfigError(
+            f"offload has {min(unknown)!r}, which is not a setting of an engine: see help(offload.Engine)."
+        )
     placement = Placement.of(options.pop("placement", None) or Placement())
     empty = next((name for name, p in model.named_parameters() if p.is_meta and "fill" not in options), None)
     if empty is not None:
         raise ConfigError(
-            f"{empty} is on the device 'meta', where it has no values: load the model with from_pretrained (of one "
-            "that is begun anew, init_empty_weights and torch.device('meta') left out), or model.to_empty and fill it."
+            f"{empty} is on the device 'meta', where it has no values: load the model with from_pretrained (for a new "
+            "model leave out init_empty_weights and torch.device('meta')), or call model.to_empty and fill it."
         )
     half = next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None)
     if half is not None:
         raise ConfigError(
-            f"{half} is float16, in which no engine computes: load the model with dtype=torch.bfloat16, or float32."
+            f"{half} is float16, a dtype in which no engine computes: load the model with dtype=torch.bfloat16, or "
+            "float32."
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with generators_kept(torch.device(options.get("device") or device)):

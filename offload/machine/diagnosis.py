@@ -57,18 +57,18 @@ def _describe_machine(machine: Hardware) -> dict[str, Any]:
         found["notes"].append(integrated_note(machine.name))
     if lockable is not None:
         found["notes"].append(
-            f"this user may lock {format_bytes(lockable)} of memory (`ulimit -l`): buffers of io_uring beyond that are "
-            "not registered, which costs some CPU time"
+            f"this user may lock {format_bytes(lockable)} of memory (`ulimit -l`): further io_uring buffers are not "
+            "registered, which costs some CPU time"
         )
     if len(found["node_bytes"]) > 1:
         found["notes"].append(
-            f"{len(found['node_bytes'])} NUMA nodes: ranks keep to the one near their GPU; a single one uses all, and "
-            "half of its copies cross over"
+            f"{len(found['node_bytes'])} NUMA nodes: ranks use the node near their GPU; a single rank uses all nodes, "
+            "and half of its copies cross between them"
         )
     for gpu in gpus:
         if gpu.get("pcie_lanes", 0) < gpu.get("pcie_most_lanes", 0):
             lanes, most = gpu["pcie_lanes"], gpu["pcie_most_lanes"]
-            found["notes"].append(f"{gpu['name']} has {lanes} of {most} PCIe lanes: another slot gives it all")
+            found["notes"].append(f"{gpu['name']} has {lanes} of {most} PCIe lanes: use a slot with all lanes")
     return found
 
 

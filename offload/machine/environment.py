@@ -43,7 +43,7 @@ def untested() -> str | None:
     if not others:
         return None
     tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
-    return f"offload is tested with {tested}; this is {' and '.join(others)}."
+    return f"offload is tested with {tested}; this machine has {' and '.join(others)}."
 
 
 def _release(version: str) -> tuple[int, ...]:

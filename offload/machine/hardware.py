@@ -106,7 +106,7 @@ class Hardware:
             raise ConfigError(f"the description {path} cannot be read: {_why(error)}.") from error
         if not isinstance(found, dict):
             known = ", ".join(each.name for each in fields(cls))
-            raise ConfigError(f"{path} describes no machine: it is no mapping of {known}; give another file.")
+            raise ConfigError(f"{path} does not describe a machine: it is not a mapping of {known}; give another file.")
         return _Description(path).hardware(found)
 
     def with_(self, **changes: Any) -> Hardware:
@@ -164,8 +164,8 @@ def _find(given: str) -> Path:
     name = "-".join(given.lower().replace("_", " ").split())
     if name not in described_names():
         raise ConfigError(
-            f"--hardware is {shorten(repr(given))}, which is neither a YAML file nor a machine that is known"
-            f"{nearest(name, described_names())}: give a file, or one of {', '.join(described_names())}."
+            f"--hardware is {shorten(repr(given))}, which is neither a YAML file nor a known "
+            f"machine{nearest(name, described_names())}: give a file, or one of {', '.join(described_names())}."
         )
     return _DESCRIBED / f"{name}.yaml"
 
@@ -181,7 +181,7 @@ class _Description:
         values = _LEFT_OUT | self._known(found, "", Hardware)
         device = self._device(values["device"])
         if values["device_bytes"] is None and device != "cpu":
-            raise self._error("device_bytes", None, "the memory of a device, which only a CPU is without")
+            raise self._error("device_bytes", None, "the memory of the device, required for all devices but a CPU")
         rates = self._known(values["rates"], "rates.", Rates)
         flops = self._keys(rates["flops_per_s"], "rates.flops_per_s.", _PRECISIONS, _PRECISIONS)
         figures = [each.name for each in (*fields(Hardware), *fields(Rates))]
@@ -222,10 +222,10 @@ class _Description:
             if key not in allowed:
                 near = nearest(str(key), allowed)
                 raise ConfigError(
-                    f"{self._path}: {prefix}{shorten(str(key))} is no key of a machine{near}; leave it out."
+                    f"{self._path}: {prefix}{shorten(str(key))} is not a key of a machine{near}; leave it out."
                 )
         if missing := [prefix + key for key in needed if found.get(key) is None]:
-            raise ConfigError(f"{self._path} lacks {', '.join(missing)}, without which there is no plan: add them.")
+            raise ConfigError(f"{self._path} lacks {', '.join(missing)}, needed for a plan: add them.")
         return found
 
     def _word(self, key: str, value: Any) -> str:
@@ -238,7 +238,7 @@ class _Description:
             found = parse_device(self._word("device", value))
             if found is not None and str(found) == found.type:
                 return found.type
-        raise self._error("device", value, 'what torch calls its kind, such as "cuda" or "cpu", without a number')
+        raise self._error("device", value, 'a device type of torch, such as "cuda" or "cpu", without a number')
 
     def _flag(self, key: str, value: Any) -> bool:
         if not isinstance(value, bool):

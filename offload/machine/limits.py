@@ -88,8 +88,8 @@ def least(limits: Sequence[Limit], num_sharing: int = 1) -> Limit:
 def integrated_note(name: str) -> str:
     """Return a note about devices using host memory."""
     return (
-        f"{name} computes in the host's memory: what is offloaded to the cpu tier takes the same bytes, and copies on "
-        "top. --offload.parameters device --offload.optimizer device is faster; nvme is what makes more room."
+        f"{name} uses the host's memory: states offloaded to the cpu tier take the same memory, plus copies. "
+        "--offload.parameters device --offload.optimizer device is faster; only nvme saves memory."
     )
 
 

@@ -99,7 +99,7 @@ def probe(
         if isinstance(kept, dict) and kept.get("about") == about and _are_sound(kept.get("rates"), names):
             return {**kept["rates"], "day": str(kept.get("day"))}
         if not measures:
-            raise LookupError("the rates of this machine were not measured yet")
+            raise LookupError("the rates of this machine are not measured yet")
         rates, day = measure(), time.strftime("%Y-%m-%d")
         if path is not None:
             keep_json(path, {"about": about, "day": day, "rates": rates})

@@ -313,12 +313,12 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         ranks = num_sharing if tier != "device" else 1
         share = f" for each of the {ranks} ranks that share it" if ranks > 1 else ""
         key = BUDGETS[tier]
-        step = " and what a step adds, which `python -m offload.plan` tells" if tier == "device" else ""
+        step = " plus the memory of a step, which `python -m offload.plan` shows" if tier == "device" else ""
         raise DoesNotFitError(
             f"{key} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
             f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {name_all(wanted)}. "
-            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{key} to {total * ranks}"
-            f"{step}{_fix(tier, plan)}."
+            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{key} to "
+            f"{total * ranks}{step}{_fix(tier, plan)}."
         )
 
 
@@ -342,10 +342,10 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
         stays, states = f"{SLOT} (all units stay)" in names, {name for name in names if not name.startswith(_PASSING)}
         parameters = "--offload.parameters cpu" if stays or "weights" in states else ""
         lower = " ".join(filter(None, [parameters, "--offload.optimizer cpu" if states else ""]))
-        ways += [f"place states lower with {lower}"] if lower else []
+        ways += [f"move states off the device with {lower}"] if lower else []
         ways += ["update states on the host with --offload.update cpu"] if UPDATE_RING in names else []
     else:
-        ways = [f"keep states higher with {_placed(_names(plan, tier), 'cpu')}", *_narrower(plan, tier)]
+        ways = [f"keep states off the disk with {_placed(_names(plan, tier), 'cpu')}", *_narrower(plan, tier)]
     return _joined(ways)
 
 
@@ -354,13 +354,15 @@ def without_host_memory(plan: Sequence[Allocation]) -> str:
     names, ways = _names(plan, "cpu"), list[str]()
     if _names(plan, "nvme"):
         if all(name.startswith("nvme") for name in names):
-            return ", which the tiles need that move to and from disk, however little stays in memory"
+            return ", the minimum for the buffers that move states to and from disk"
         lower = _placed(names, "nvme")
-        return _joined([f"let more of them go to disk with {lower}"] if lower else [])
+        return _joined([f"move more states to disk with {lower}"] if lower else [])
     ways += ["place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER"]
     ways += _narrower(plan, "cpu")
     if "gradients" in names:
-        ways += ["train without clipping (--train.max_grad_norm none frees the waiting gradients)"]
+        ways += [
+            "train without clipping (--train.max_grad_norm none frees the memory of gradients waiting for the norm)"
+        ]
     return _joined(ways)
 
 
@@ -409,8 +411,8 @@ def check_host(
     there = free_bytes + given_bytes
     ranks = f" for each of the {num_sharing} ranks that share it" if num_sharing > 1 else ""
     raise DoesNotFitError(
-        f"the plan needs {format_bytes(total)} ({total} bytes) of host memory and {format_bytes(there)} ({there} "
-        f"bytes) are there{ranks}, {format_bytes(total - there)} ({total - there} bytes) too few: {name_all(wanted)}. "
-        f"What bounds it is {bound}. Nothing was allocated. Make that {(total - there) * num_sharing} bytes more"
-        f"{without_host_memory(plan)}."
+        f"the plan needs {format_bytes(total)} ({total} bytes) of host memory, but only {format_bytes(there)} ({there} "
+        f"bytes) are available{ranks}, {format_bytes(total - there)} ({total - there} bytes) too few: "
+        f"{name_all(wanted)}. The limit is {bound}. Nothing was allocated. Provide {(total - there) * num_sharing} "
+        f"bytes more{without_host_memory(plan)}."
     )

@@ -116,8 +116,8 @@ class Plan:
         here = [region for region in trained if region.index in streamed]
         kept, all_bytes = (format_bytes(optimizer_bytes(its, self.layout.sharding)) for its in (here, trained))
         return (
-            f"updates of {len(here)} of {len(trained)} regions on the device, where {kept} of the {all_bytes} of "
-            "optimizer states rest, and of the others on the host"
+            f"updates of {len(here)} of {len(trained)} regions on the device, with {kept} of the {all_bytes} of "
+            "optimizer states, and of the others on the host"
         )
 
     def of(self, tier: str, name: str) -> Allocation:
@@ -142,12 +142,12 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
     if layout.files:
         size = sum(region.travelling_bytes for region in regions if region.index in layout.files)
         files = (
-            f"frozen weights of {format_bytes(size)} stay in the model's own files, of which a step reads at most "
-            f"{format_bytes(2 * size)}: what comes up for the forward, and again for the backward; they are read "
+            f"frozen weights of {format_bytes(size)} are read from the model's own files, at most "
+            f"{format_bytes(2 * size)} a step (once for the forward, once for the backward), "
             + (
-                "past the page cache"
+                "bypassing the page cache"
                 if layout.file_staging_bytes
-                else "through the page cache, which has room for them"
+                else "through the page cache, which is large enough"
             )
         )
     coded: dict[str, list[Region]] = {}
@@ -157,8 +157,8 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
     if not coded:
         return files
     parts = [
-        f"{len({index for region in its for index in region.parameters})} frozen parameters rest in {name}, "
-        f"{format_bytes(sum(region.travelling_bytes for region in its))} for "
+        f"{len({index for region in its for index in region.parameters})} frozen parameters are stored in {name}, "
+        f"{format_bytes(sum(region.travelling_bytes for region in its))}, and take "
         f"{format_bytes(sum(region.weight_bytes for region in its))} on the device"
         for name, its in coded.items()
     ]
@@ -166,7 +166,7 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
     small = [info for info in others if len(info.shape) < 2 or info.numel < LEAST_NUMEL]
     named = [info.name for info in others if info not in small]
     named += [f"{len(small)} vectors and small matrices"] if small else []
-    return "; ".join([*filter(None, [files]), *parts, f"others as they are: {', '.join(named) or 'none'}"])
+    return "; ".join([*filter(None, [files]), *parts, f"others unquantized: {', '.join(named) or 'none'}"])
 
 
 def num_replicas(settings: Settings, comm: Comm) -> int:
@@ -181,16 +181,17 @@ def gradient_codec(settings: Settings, comm: Comm) -> Codec:
     """
     if settings.link_gradients != EXACT.name and not settings.optimizer.has_gradients:
         raise ConfigError(
-            f"offload.link_gradients is {settings.link_gradients}, and {type(settings.optimizer).__name__} has no "
-            "gradients that would travel: set --offload.link_gradients exact."
+            f"offload.link_gradients is {settings.link_gradients}, but {type(settings.optimizer).__name__} has no "
+            "gradients to send: set --offload.link_gradients exact."
         )
     if num_replicas(settings, comm) > 1:
         return GRADIENT_CODECS[settings.link_gradients]
     if settings.link_gradients != EXACT.name and len(set(comm.machines)) > 1:
         raise ConfigError(
-            f"offload.link_gradients is {settings.link_gradients}, and one replica of the model is shared out over "
-            f"{len(set(comm.machines))} machines, whose ranks sum its gradients as they are: set --offload.replicas "
-            "auto (or a number of copies, with as many ranks on each machine), or --offload.link_gradients exact."
+            f"offload.link_gradients is {settings.link_gradients}, but one replica of the model is sharded over "
+            f"{len(set(comm.machines))} machines, and gradients within a replica are summed exactly: set "
+            "--offload.replicas auto (or a number of copies, with equally many ranks on each machine), or "
+            "--offload.link_gradients exact."
         )
     return EXACT
 
@@ -203,15 +204,15 @@ def told_links(regions: Sequence[Region], sharding: Sharding) -> str:
         coded_bytes, exact_bytes = sum(r.travelling_bytes for r in coded), sum(r.weight_bytes for r in coded)
         num_coded, num_trained = (sum(len(region.parameters) for region in its) for its in (coded, trained))
         said.append(
-            f"{num_coded} of {num_trained} trained parameters travel in {coded[0].link.name}, "
-            f"{format_bytes(coded_bytes)} for {format_bytes(exact_bytes)}, and the run computes with what "
-            "these stand for; the master weights are exact, and are what checkpoints and exports hold"
+            f"{num_coded} of {num_trained} trainable parameters are copied in {coded[0].link.name}, "
+            f"{format_bytes(coded_bytes)} instead of {format_bytes(exact_bytes)}, and the run computes with the "
+            "rounded values; master weights, checkpoints and exports are exact"
         )
     if sharding.gradients is not EXACT:
         said.append(
-            f"gradients travel between {sharding.num_replicas} replicas in {sharding.gradients.name}; what that leaves "
-            f"out of a step goes into the next one, for which each rank keeps "
-            f"{format_bytes(sum(map(sharding.error_bytes, regions)))}"
+            f"gradients are sent between {sharding.num_replicas} replicas in {sharding.gradients.name}; the rounding "
+            "error of a step is added to the next one, and takes "
+            f"{format_bytes(sum(map(sharding.error_bytes, regions)))} on each rank"
         )
     return f"approximate: {'; '.join(said)}" if said else ""
 
@@ -225,8 +226,8 @@ def sharding_of(settings: Settings, comm: Comm) -> Sharding:
     spreads = settings.replica_states == "shared" and between.size > 1
     if spreads and within.size == 1:
         raise ConfigError(
-            f"offload.replica_states is shared, and each of {between.size} replicas is a rank, which holds all its "
-            "weights: one copy that shares out states and gradients alone is the same. Set --offload.replicas 1 and "
+            f"offload.replica_states is shared, but each of {between.size} replicas is a single rank with all weights: "
+            "a single copy with sharded states and gradients does the same. Set --offload.replicas 1 and "
             "--offload.zero_stage 2, and leave offload.replica_states out."
         )
     gradients = gradient_codec(settings, comm)
@@ -293,8 +294,8 @@ def _make_plan(
         layout = in_files(layout, regions, budget_bytes(placement.host_memory), free.host_bytes)
         if not layout.files:
             raise ConfigError(
-                "offload.parameters is files, and no parameter is frozen: what is trained cannot rest in the model's "
-                "own files. Freeze what is to (requires_grad=False) before Engine(), or set --offload.parameters cpu."
+                "offload.parameters is files, but no parameter is frozen, and trained weights cannot stay in the "
+                "model's own files. Freeze some (requires_grad=False) before Engine(), or set --offload.parameters cpu."
             )
     workspace = max(
         (settings.optimizer.parts[r.rule].workspace_bytes(p.shape) for r in regions for p in r.pieces if r.by_matrix),
@@ -376,9 +377,9 @@ def _make_plan(
         update = "cpu" if update == "both" and not layout.streamed else update
     if settings.delay and (tiers[1] == "device" or any("weights" in layout.of(region) for region in regions)):
         raise ConfigError(
-            "train.delay is 1, which keeps the weights twice in the host's memory, as they were before and after an "
-            f"update, and they are {'on the device' if tiers[1] == 'device' else 'to be on disk'}: set --train.delay "
-            "0, or --offload.parameters cpu --offload.optimizer cpu (or nvme)."
+            "train.delay is 1, which needs the weights before and after an update in host memory, but they are stored "
+            f"{'on the device' if tiers[1] == 'device' else 'on disk'}: set --train.delay 0, or --offload.parameters "
+            "cpu --offload.optimizer cpu (or nvme)."
         )
     if not rings and not from_files:
         overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed)
@@ -403,7 +404,7 @@ def _make_plan(
     largest = max(whole, key=lambda unit: slot_bytes(unit, resident, layout))
     floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident, layout))} of weights). "
     if ahead and isinstance(settings.prefetch, int):
-        floor += f"Fetching {ahead} units ahead can be lowered with --offload.prefetch. "
+        floor += f"To use less, fetch fewer than {ahead} units ahead with --offload.prefetch. "
     budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}
     limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
     if checks:

@@ -130,31 +130,31 @@ class Settings:
         _check(self.precision, ("fp32", "bf16"), "train.precision")
         if self.precision == "fp32" and not self.optimizer.has_low:
             raise ConfigError(
-                "optimizer.master is bf16, and train.precision is fp32, in which compute uses all bits of the weights: "
-                "set --train.precision bf16, or leave --optimizer.master out."
+                "optimizer.master is bf16, but train.precision fp32 computes with all 32 bits of the weights: set "
+                "--train.precision bf16, or leave --optimizer.master out."
             )
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
         lacking = [type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct]
         if self.clip == "speculative" and lacking:
             raise ConfigError(
-                f"train.clip is speculative, which updates before the norm is known and corrects afterwards, and "
-                f"{lacking[0]} has no correction: set --train.clip deferred or auto."
+                "train.clip is speculative, which updates before the norm is known and corrects the updates "
+                f"afterwards, but {lacking[0]} cannot be corrected: set --train.clip deferred or auto."
             )
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
         below = self.placement.graphs in ("cpu", "nvme")
         if self.recompute == "never" and below and self.placement.graphs_memory is not None:
             raise ConfigError(
-                "offload.graphs_memory is set and train.recompute is never, with which all graphs wait below the "
-                "device: set --train.recompute always or auto, or leave offload.graphs_memory out."
+                "offload.graphs_memory is set, but with train.recompute never all saved autograd graphs are stored off "
+                "the device, without a limit: set --train.recompute always or auto, or leave offload.graphs_memory out."
             )
         _check(self.compile, ("never", "auto"), "train.compile")
         check_tile(self.sequence_tile)
         if self.placement.experts == "streamed":
             if self.sequence_tile not in ("none", "auto"):
                 raise ConfigError(
-                    f"offload.experts is streamed and train.sequence_tile is {self.sequence_tile}: experts "
-                    "would come up for each tile of a sequence. Set --train.sequence_tile none, or "
+                    f"offload.experts is streamed, but with train.sequence_tile {self.sequence_tile} the experts would "
+                    "be copied to the device for each tile of a sequence. Set --train.sequence_tile none, or "
                     "--offload.experts whole."
                 )
             # Blocks with streamed experts run their own code.
@@ -162,52 +162,54 @@ class Settings:
             object.__setattr__(self, "compile", "never")
         self._check_sequences()
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
-            raise ConfigError(f"offload.prefetch is {self.prefetch!r}; a number of units, at least 0, or auto.")
+            raise ConfigError(
+                f"offload.prefetch is {self.prefetch!r}; it must be a number of units, at least 0, or auto."
+            )
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
         _check(self.frozen_weights, tuple(CODECS), "offload.frozen_weights")
         if self.placement.parameters == "files" and self.frozen_weights != EXACT.name:
             raise ConfigError(
-                f"offload.parameters is files and offload.frozen_weights is {self.frozen_weights}: what rests in the "
-                "model's files is read as it is there. Set --offload.parameters cpu (or nvme), or "
+                f"offload.parameters is files, but offload.frozen_weights {self.frozen_weights} would change the "
+                "weights, and the model's files are read unchanged. Set --offload.parameters cpu (or nvme), or "
                 "--offload.frozen_weights exact."
             )
         _check(self.link_weights, (EXACT.name, INT8.name), "offload.link_weights")
         if self.link_weights != EXACT.name and (why := self._why_exact_links):
-            raise ConfigError(f"offload.link_weights is {self.link_weights}, and {why} --offload.link_weights exact.")
+            raise ConfigError(f"offload.link_weights is {self.link_weights}, but {why} --offload.link_weights exact.")
         _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
         _check_ranks(self)
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:
-            raise ConfigError(f"train.delay_after is {self.delay_after!r}; a number of steps, at least 0.")
+            raise ConfigError(f"train.delay_after is {self.delay_after!r}; it must be a number of steps, at least 0.")
         if self.delay_after and not self.delay:
             raise ConfigError(
-                f"train.delay_after is {self.delay_after}, and train.delay is 0, with which no update is late: set "
-                "--train.delay 1, or leave it out."
+                f"train.delay_after is {self.delay_after}, but train.delay is 0, so no update is delayed: set "
+                "--train.delay 1, or leave train.delay_after out."
             )
         if self.delay and (self.clip == "speculative" or self.placement.optimizer == "device"):
             wrong = "train.clip is speculative" if self.clip == "speculative" else "offload.optimizer is device"
             raise ConfigError(
-                f"train.delay is 1 and {wrong}: delayed updates are made on the host, once the norm is known. Set "
-                f"--train.delay 0, or --train.clip deferred and --offload.optimizer cpu."
+                f"train.delay is 1 and {wrong}, but delayed updates run on the host, after the norm is known. Set "
+                "--train.delay 0, or --train.clip deferred and --offload.optimizer cpu."
             )
         if self.delay and self.optimizer.drops_gradients:
             raise ConfigError(
-                f"train.delay is 1, and the gradients of {type(self.optimizer).__name__} do not wait for a later step: "
-                "set --train.delay 0, or another --optimizer.name."
+                f"train.delay is 1, but {type(self.optimizer).__name__} updates during the backward and keeps no "
+                "gradients for a later step: set --train.delay 0, or another --optimizer.name."
             )
         if self.delay and not self.optimizer.has_gradients:
             raise ConfigError(
-                f"train.delay is 1, and {type(self.optimizer).__name__} has no backward pass beside which an update "
-                "could run late: set --train.delay 0."
+                f"train.delay is 1, but {type(self.optimizer).__name__} has no backward pass to overlap with a delayed "
+                "update: set --train.delay 0."
             )
         if self.update in ("device", "both") and self.host_bound:
             raise ConfigError(
-                f"offload.update is {self.update}, and {self.host_bound}: set --offload.update cpu or auto."
+                f"offload.update is {self.update}, but {self.host_bound}: set --offload.update cpu or auto."
             )
         if self.update == "both" and self.placement.optimizer in ("cpu", "nvme"):
             raise ConfigError(
-                f"offload.update is both, and offload.optimizer is {self.placement.optimizer}, with which no states "
-                "rest on the device to be updated there: set --offload.optimizer auto, or --offload.update cpu or auto."
+                f"offload.update is both, but with offload.optimizer {self.placement.optimizer} no states are stored "
+                "on the device for updates there: set --offload.optimizer auto, or --offload.update cpu or auto."
             )
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and size < 1:
@@ -223,7 +225,7 @@ class Settings:
         """Raise ConfigError if the settings rule out sequence parallelism."""
         size = self.sequence_parallel
         if size < 1:
-            raise ConfigError(f"train.sequence_parallel is {size!r}; a number of ranks, at least 1.")
+            raise ConfigError(f"train.sequence_parallel is {size!r}; it must be a number of ranks, at least 1.")
         if size == 1:
             return
         graphs, name = self.placement.graphs, type(self.optimizer).__name__
@@ -231,31 +233,31 @@ class Settings:
             (
                 not self.optimizer.has_gradients,
                 f"optimizer.name is {name}",
-                "whose passes go by turns, in no order that ranks share",
+                "which interleaves several passes, in a different order on each rank",
                 "another --optimizer.name",
             ),
             (
                 self.compile != "never",
                 f"train.compile is {self.compile}",
-                "which would compile the exchange of attention",
+                "which cannot compile the communication between ranks in attention",
                 "--train.compile never",
             ),
             (
                 self.noise_scale,
                 "train.noise_scale is true",
-                "which takes what ranks have for samples of their own",
+                "which needs different samples on each rank",
                 "--train.noise_scale false",
             ),
             (
                 graphs in ("cpu", "nvme") and self.recompute != "never",
                 f"offload.graphs is {graphs}",
-                "of which each rank keeps as many as it has room for, and would make other exchanges than the others",
+                "with which ranks recompute different graphs, and wait for each other in attention forever",
                 "--train.recompute never, or --offload.graphs device",
             ),
         ):
             if is_wrong:
                 raise ConfigError(
-                    f"train.sequence_parallel is {size}, and {what}, {why}: set {fix}, or --train.sequence_parallel 1."
+                    f"train.sequence_parallel is {size}, but {what}, {why}: set {fix}, or --train.sequence_parallel 1."
                 )
         if self.recompute == "auto":
             object.__setattr__(self, "recompute", "always")
@@ -264,11 +266,11 @@ class Settings:
     def _why_exact_links(self) -> str:
         """Reason against quantized weight transfers, with the fix; empty if they are allowed."""
         if self.delay:
-            return (
-                "train.delay is 1, which keeps the weights from before an update as they are: set --train.delay 0, or"
-            )
+            return "train.delay 1 keeps exact weights from before an update: set --train.delay 0, or"
         if not self.optimizer.has_gradients:
-            return f"{type(self.optimizer).__name__} updates weights where they come up, in all their bits: set"
+            return (
+                f"{type(self.optimizer).__name__} updates the copied weights on the device, and needs them exact: set"
+            )
         return ""
 
     @property
@@ -281,9 +283,9 @@ class Settings:
     def host_bound(self) -> str:
         """Reason for updates on the host regardless of `update`; empty if there is none."""
         if self.delay:
-            return "train.delay is 1, which keeps the weights from before an update on the host"
+            return "train.delay 1 keeps the weights from before an update on the host"
         whole = next((type(rule).__name__ for rule in self.optimizer.parts if rule.by_matrix), "")
-        return f"{whole} updates parameters as a whole, which cannot stream in pieces" if whole else ""
+        return f"{whole} updates whole parameters, which cannot be streamed in pieces" if whole else ""
 
     @property
     def throttles(self) -> Mapping[str, Throttle]:
@@ -328,15 +330,15 @@ def _check_rule(given: Any) -> None:
     is_torch = isinstance(given, torch.optim.Optimizer)
     shown = f"a torch.optim.{type(given).__name__}" if is_torch else shorten(repr(given))
     raise ConfigError(
-        f"the optimizer is {shown}; it must be an update rule, such as offload.AdamW(lr=1e-4), and its learning rate "
-        "is engine.lr. (Settings as a whole are given by name: settings=...)"
+        f"the optimizer is {shown}; it must be an update rule, such as offload.AdamW(lr=1e-4), with its learning rate "
+        "in engine.lr. (To pass a Settings object, write settings=...)"
     )
 
 
 def check_max_grad_norm(norm: float | None) -> None:
     """Raise ConfigError unless the norm is None or finite and not negative."""
     if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
-        raise ConfigError(f"train.max_grad_norm is {norm!r}; a positive number, or none for no clipping.")
+        raise ConfigError(f"train.max_grad_norm is {norm!r}; it must be a positive number, or none for no clipping.")
 
 
 def check_tile(tile: int | str) -> None:
@@ -368,14 +370,16 @@ def _check_ranks(settings: Settings) -> None:
     """Raise ConfigError for invalid sharding and replica options."""
     _check(settings.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
     if settings.replicas != "auto" and (isinstance(settings.replicas, str) or settings.replicas < 1):
-        raise ConfigError(f"offload.replicas is {settings.replicas!r}; a number of copies, at least 1, or auto.")
+        raise ConfigError(
+            f"offload.replicas is {settings.replicas!r}; it must be a number of copies, at least 1, or auto."
+        )
     _check(settings.replica_states, ("whole", "shared"), "offload.replica_states")
     if settings.replica_states == "shared" and (settings.zero_stage < 3 or not settings.optimizer.has_gradients):
-        wrong = f"offload.zero_stage is {settings.zero_stage}, with which each rank holds all weights"
-        fix = "--offload.zero_stage 3, or --offload.replicas 1, whose states all ranks share out, and"
+        wrong = f"with offload.zero_stage {settings.zero_stage} each rank holds all weights"
+        fix = "--offload.zero_stage 3, or --offload.replicas 1 (all ranks then share the states), and"
         if settings.zero_stage == 3:
             wrong, fix = f"{type(settings.optimizer).__name__} has no gradients and no states", "another rule, or"
-        raise ConfigError(f"offload.replica_states is shared, and {wrong}: set {fix} --offload.replica_states whole.")
+        raise ConfigError(f"offload.replica_states is shared, but {wrong}: set {fix} --offload.replica_states whole.")
 
 
 def _check(value: object, allowed: tuple[object, ...], key: str) -> None:

@@ -35,7 +35,7 @@ def advise(run: Recorded, figures: Figures) -> tuple[Advice, ...]:
     if binding is not None:
         found = [_serial(binding)] if binding.is_serial else _lanes(run, binding)
         if binding.outside_s >= _WORTH * binding.step_s:
-            why = f"{_of(binding.outside_s, binding)} passes outside the engine: making of batches, records"
+            why = f"{_of(binding.outside_s, binding)} is spent outside the engine: making batches, writing records"
             found.append(Advice("Larger steps (--train.batch_size)", why, binding.outside_s))
         if not found and binding.lane == COMPUTE:
             found.append(_computes(run, binding))
@@ -50,9 +50,9 @@ def _slower_than_planned(figures: Figures) -> list[Advice]:
     taken = figures.binding.step_s
     return [
         Advice(
-            "Nothing else at work on this machine while it trains",
-            f"a step takes {ratio(taken / planned)} times what the plan says ({seconds_text(taken)}, plan "
-            f"{seconds_text(planned)}): other processes had the processor, the link or the disk, or the plan errs",
+            "Stop other work on this machine during training",
+            f"a step takes {ratio(taken / planned)} times as long as planned ({seconds_text(taken)}, plan "
+            f"{seconds_text(planned)}): other processes used the processor, the link or the disk, or the plan is wrong",
             taken - planned,
         )
     ]
@@ -66,8 +66,8 @@ def _serial(binding: Binding) -> Advice:
     lanes = sum(each.exposed_s for each in binding.lanes)
     return Advice(
         "A machine with a GPU",
-        f"on a CPU one thread does everything in turn, and {_of(lanes, binding)} is copies and updates; it hides "
-        "behind compute where lanes work beside it",
+        f"on a CPU one thread does all work in turn, and {_of(lanes, binding)} is copies and updates; with a GPU "
+        "these run beside compute",
         lanes,
     )
 
@@ -77,8 +77,10 @@ def _computes(run: Recorded, binding: Binding) -> Advice:
     if run.setting("train.precision") == "fp32" and (run.env.get("gpus") or []):
         return Advice("--train.precision bf16", f"{why}; it computes in fp32")
     if run.setting("train.recompute") == "always":
-        return Advice("--train.recompute auto", f"{why}; forwards are computed twice, also where their graphs fit")
-    return Advice("Nothing in offload's settings: this is what compute needs", why)
+        return Advice(
+            "--train.recompute auto", f"{why}; activations are recomputed, even those that would fit in memory"
+        )
+    return Advice("No offload setting helps: compute is the limit", why)
 
 
 def _lanes(run: Recorded, binding: Binding) -> list[Advice]:
@@ -100,15 +102,15 @@ def _remedy(run: Recorded, lane: LaneShare, binding: Binding) -> str:
     ways = []
     if lane.name in ("h2d", "d2h"):
         if run.setting("offload.device_memory") is not None and lane.busy_s < _FULL * binding.step_s:
-            ways.append("More --offload.device_memory: more weights stay, others come earlier")
+            ways.append("More --offload.device_memory: more weights stay on the device, others are fetched earlier")
     elif lane.name == "update":
         if run.setting("train.clip") == "deferred" and run.setting("train.max_grad_norm") is not None:
             ways.append("--train.clip speculative: updates begin in the backward")
         offer = OFFERS.get(str(run.setting("optimizer.name")))
         if offer is not None and "states" in offer.keys and run.setting("optimizer.states") == "fp32":
-            ways.append("--optimizer.states bf16: less to read and write")
+            ways.append("--optimizer.states bf16: fewer bytes to read and write")
     elif lane.name.startswith("nvme"):
-        ways.append("More --offload.host_memory: less rests on disk")
+        ways.append("More --offload.host_memory: fewer states on disk")
         ways.append("folders on more disks in --offload.nvme_dir")
     elif lane.name == "collective":
         ways.append("A lower --offload.zero_stage, if memory holds it")
@@ -128,8 +130,8 @@ def _memory(run: Recorded, figures: Figures, others: Sequence[Advice]) -> list[A
             used = f"the peak on {tier.name} is {format_bytes(tier.peak_bytes)} of {format_bytes(tier.budget_bytes)}"
             num_sharing = 1 if tier.name == "device" else int(number(run.env, "world_size") or 1)
             enough = format_bytes(1.05 * tier.peak_bytes * num_sharing).replace(" ", "")
-            rows = "; or use the rest for more rows a micro-batch" if tier.name == "device" else ""
-            found.append(Advice(f"--{key} {enough} would do{rows}", used))
+            rows = "; or use the rest for more rows in a micro-batch" if tier.name == "device" else ""
+            found.append(Advice(f"--{key} {enough} would be enough{rows}", used))
     return found
 
 
@@ -143,6 +145,6 @@ def _planned(figures: Figures) -> list[Advice]:
         if seconds is None or not each.get("fits") or (now is not None and seconds >= now):
             continue
         gain = "" if now is None else f" instead of {seconds_text(now)}"
-        why = f"by the plan a step would take {seconds_text(seconds)}{gain}"
+        why = f"the plan predicts {seconds_text(seconds)} a step{gain}"
         found.append(Advice(str(each.get("change")), why, None if now is None else now - seconds))
     return sorted(found, key=lambda each: -(each.saves_s or 0.0))[:_ALTERNATIVES]

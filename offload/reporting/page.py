@@ -132,7 +132,7 @@ def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
     Raises ConfigError and DiskError.
     """
     if len(views) > MOST_RUNS:
-        raise ConfigError(f"{len(views)} runs are given, and {MOST_RUNS} can be told apart on one page; give fewer.")
+        raise ConfigError(f"{len(views)} runs are given, but a page can show at most {MOST_RUNS}; give fewer.")
     path = out or views[0].run.path / ("report.html" if len(views) == 1 else "compare.html")
     check_path(path, "--out")
     write_html(path, render(views), "--out")
@@ -208,8 +208,9 @@ def _step_view(title: str, step: StepFigure | None, median: StepFigure | None = 
         said.append("The trace has no step to show.")
     elif step.shown.number != step.step:
         said.append(
-            f"The trace keeps the first, the last and the slowest steps, and not step {step.step}: the lanes are "
-            f"those of step {step.shown.number} ({seconds_text(step.shown.seconds)}), the kept one nearest in time."
+            f"The trace keeps only the first, the last and the slowest steps, without step {step.step}: the lanes "
+            f"shown are those of step {step.shown.number} ({seconds_text(step.shown.seconds)}), the kept step nearest "
+            "in time."
         )
     return StepView(title, step, rows(step.shown) if step.shown is not None else (), tuple(said))
 
@@ -237,10 +238,10 @@ def _parts(step: StepFigure) -> dict[str, float]:
 def _binds(binding: Binding) -> str:
     step, limit = seconds_text(binding.step_s), seconds_text(binding.limit_s)
     if binding.is_serial:
-        return f"One thread does everything in turn; of a step of {step}, {binding.lane} takes {limit}."
+        return f"One thread does all work in turn; of a step of {step}, {binding.lane} takes {limit}."
     return (
-        f"The bottleneck is {binding.lane}, which works for {limit} of a median step of {step}: a step takes "
-        f"{binding.times_limit:.2f} times what it alone needs."
+        f"The bottleneck is {binding.lane}, busy for {limit} of a median step of {step}: a step takes "
+        f"{binding.times_limit:.2f} times as long as {binding.lane} alone."
     )
 
 

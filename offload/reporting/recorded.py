@@ -68,11 +68,11 @@ class Recorded:
         """
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
-            raise ConfigError(f"{path} {what}; give the folder of a run, which is --run.dir of train.")
+            raise ConfigError(f"{path} {what}; give the folder of a run, the --run.dir of train.")
         if not any((path / name).is_file() for name in (METRICS, "plan.json", "env.json")):
             raise ConfigError(
-                f"{path} is no folder of a run: it has neither {METRICS} nor plan.json nor env.json; give the folder "
-                "that train printed after `run folder:`."
+                f"{path} is not the folder of a run: it has neither {METRICS} nor plan.json nor env.json; give the "
+                "folder that train printed after `run folder:`."
             )
         notes: list[str] = []
         env = _mapping(path / "env.json", json.loads, notes)
@@ -113,7 +113,7 @@ def _mapping(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
     else:
         if isinstance(found, Mapping):
             return found
-        notes.append(f"{path.name} holds no mapping.")
+        notes.append(f"{path.name} does not hold a mapping.")
     return {}
 
 
@@ -136,9 +136,9 @@ def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
         notes.append(f"{path.name} {'is missing' if isinstance(error, FileNotFoundError) else 'cannot be read'}.")
         return ()
     if num_torn:
-        notes.append(f"{path.name}: {counted(num_torn, 'line')} left out that cannot be read, as of a killed run.")
+        notes.append(f"{path.name}: {counted(num_torn, 'line')} left out as unreadable, perhaps from a killed run.")
     if not found:
-        notes.append(f"{path.name} has no step.")
+        notes.append(f"{path.name} has no steps.")
     return tuple(found[step] for step in sorted(found))
 
 
@@ -153,7 +153,7 @@ def _kept(path: Path, notes: list[str]) -> dict[int, KeptStep]:
             if each["ph"] == "X"
         ]
     except FileNotFoundError:
-        notes.append(f"{path.name} is missing: it is written when the steps end.")
+        notes.append(f"{path.name} is missing: a run writes it after its last step.")
         return {}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         notes.append(f"{path.name} cannot be read: {shorten(str(error))}")

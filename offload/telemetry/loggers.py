@@ -120,7 +120,8 @@ def check_loggers(names: Sequence[str]) -> None:
     for name in names:
         if name not in _KINDS:
             raise ConfigError(
-                f"run.report_to is {name!r}{nearest(name, _KINDS)}; it should be some of {', '.join(_KINDS)}, or none."
+                f"run.report_to is {name!r}{nearest(name, _KINDS)}; it should list some of {', '.join(_KINDS)}, or be "
+                "none."
             )
         if find_spec(name) is None:
             raise ConfigError(f"run.report_to is {name}, which is not installed: pip install {name}, or leave it out.")
@@ -158,7 +159,7 @@ class Loggers:
         except Exception as error:  # trackers raise anything
             self._open.pop(name, None)
             told = " ".join(f"{type(error).__name__}: {error}".split())
-            self._say(f"note: {name} (run.report_to) failed, and the run goes on without it: {told[:300]}")
+            self._say(f"note: {name} (run.report_to) failed, and the run continues without it: {told[:300]}")
 
 
 def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:

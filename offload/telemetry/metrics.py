@@ -34,7 +34,10 @@ class MetricsLog:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
-            warn(f"{self._file.name} cannot be written: {errno_text(error.errno or 0)}. Its lines wait in memory.")
+            warn(
+                f"{self._file.name} cannot be written: {errno_text(error.errno or 0)}. Its lines are kept in memory "
+                "until the next try."
+            )
 
     def amend(self, fields: Mapping[str, Any]) -> None:
         """Add fields to the last line, if there is one and the disk has room.

@@ -179,7 +179,7 @@ def make_run(
             data.check_state(start.data)
     steps, epochs = config.train.steps, config.train.epochs
     if steps and epochs and config.origin("train.steps") != "resolved":
-        say(f"note: train.steps is {steps}, which overrides train.epochs, {epochs:g}: leave one of them out.")
+        say(f"note: train.steps is {steps}, and overrides train.epochs, {epochs:g}: leave one of them out.")
     without_steps, config = config, config.resolve_steps(data.num_steps)
 
     def build_base() -> BuiltModel:
@@ -245,12 +245,12 @@ def make_run(
         say(text)
     if config.train.delay:
         first_late = config.train.delay_after + 1
-        say(f"updates come one step late, from step {first_late} on (train.delay 1): this is not the training without.")
+        say(f"updates are one step late, from step {first_late} on (train.delay 1): results differ from train.delay 0.")
     if config.train.compile != "never":
-        say("blocks are compiled in the first steps, in minutes; last bits differ from those of train.compile never.")
+        say("blocks are compiled in the first steps, which takes minutes; last bits differ from train.compile never.")
     if isinstance(config.train.sequence_tile, int):
         say(
-            f"modules that are functions of single tokens, which the first step finds out, run over tiles of "
+            "modules that compute each token separately (found in the first step) run over tiles of "
             f"{config.train.sequence_tile} tokens: gradients differ by the order of their sums."
         )
     meta = begin_at(start, made, say)
@@ -274,18 +274,18 @@ def _check_kind(kind: Kind, method: str) -> None:
     """Raise ConfigError if the training method does not fit the model kind."""
     if method != "sft" and kind.auto is None:
         raise ConfigError(
-            f"train.method is {method}, and the model that is given is none of transformers, whose outputs have "
-            "logits: give one of these, or train.method sft."
+            f"train.method is {method}, but the given model is not a transformers model, whose outputs have logits: "
+            "give a transformers model, or train.method sft."
         )
     if (kind.name == "reward") != (method == "reward"):
         raise ConfigError(
-            f"the model scores texts (num_labels 1), and train.method is {method}, which trains one that writes: set "
+            f"the model scores texts (num_labels 1), but train.method {method} needs a language model: set "
             "--train.method reward, or --model.path to a language model."
         )
     if method in ("dpo", "orpo") and kind.name != "causal":
         raise ConfigError(
-            f"train.method is {method}, and the model is a {kind.name} one: preferences between answers are learned by "
-            "causal language models (or with --train.method reward, to score answers)."
+            f"train.method is {method}, but the model is a {kind.name} one: only causal language models learn "
+            "preferences between answers this way. Set --train.method reward to score answers, or give a causal model."
         )
 
 
@@ -338,8 +338,8 @@ def _foretell(
             what = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
             hint = "" if config.run.debug else ", and --debug shows where"
             note(
-                f"there is no memory forecast, by a defect of the forecast ({what}): training goes on without "
-                f"one{hint}."
+                f"there is no memory forecast, because of a defect in the forecast ({what}): training continues "
+                f"without one{hint}."
             )
     decided = comm.gather_objects(decided, "placement")[0]
     if found is not None and not found.fits:

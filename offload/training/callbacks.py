@@ -135,8 +135,8 @@ def _state(callback: Any) -> Any:
         json.dumps(state)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"the state_dict() of the callback {type(callback).__name__} cannot be kept in a checkpoint: {error}. Let "
-            "it return what JSON has: numbers, texts, lists and mappings."
+            f"the state_dict() of the callback {type(callback).__name__} cannot be stored in a checkpoint: {error}. "
+            "Return only JSON values: numbers, texts, lists and mappings."
         ) from None
     return state
 
@@ -149,6 +149,6 @@ def _check(callback: Any) -> None:
         owner = next((kind for kind in type(callback).__mro__ if name in vars(kind)), type(callback))
         if owner.__module__ != "transformers.trainer_callback":  # the base class methods do nothing
             raise ConfigError(
-                f"the callback {type(callback).__name__} has {name}, which is never called{nearest(name, EVENTS)}: a "
-                f"run has {', '.join(EVENTS)}."
+                f"the callback {type(callback).__name__} has {name}, which is never called{nearest(name, EVENTS)}: the "
+                f"events of a run are {', '.join(EVENTS)}."
             )

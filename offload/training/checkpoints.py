@@ -82,7 +82,9 @@ class Saves:
         One rank per disk does the move.
         """
         for path in self._checkpoints.move_aside(self.last_step or 0) if self._keeps else ():
-            self._say(f"note: a checkpoint above step {self.last_step or 0} is now {path}; delete it if you like.")
+            self._say(
+                f"note: a checkpoint above step {self.last_step or 0} was renamed to {path}; delete it if you like."
+            )
 
     @property
     def is_time(self) -> bool:
@@ -171,7 +173,7 @@ class Saves:
                 num_bytes = sum(file.stat().st_size for file in under_way.path.iterdir())
                 self._say(
                     f"step {under_way.step}  saved {under_way.path} ({format_bytes(num_bytes)} in "
-                    f"{end - under_way.begin:.1f} s, of which training stood still for {stalled_s:.1f} s)"
+                    f"{end - under_way.begin:.1f} s; training stopped for {stalled_s:.1f} s)"
                 )
         self._callbacks.tell("on_save", checkpoint=under_way.path)
 

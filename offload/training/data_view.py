@@ -13,8 +13,8 @@ from offload.training.parts import build_data, objective, stages, told_data
 from offload.training.resume import ResumePoint
 
 _ASKS = (
-    "note: before the first step a run asks the model whether it keeps documents of a row apart; one that mixes them "
-    "gets a document a row, as by --data.packing false."
+    "note: before the first step a run tests whether the model keeps the documents of a row apart; a model that mixes "
+    "them gets one document in each row, as with --data.packing false."
 )
 
 

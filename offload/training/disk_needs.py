@@ -63,6 +63,6 @@ class DiskNeeds:
         if free < (wanted := self.export_bytes + num * self.states_bytes):
             yield (
                 f"note: {there}, and the export with up to {num} checkpoints of {format_bytes(self.states_bytes)} "
-                f"wants {format_bytes(wanted)}: some may not be saved. Make room, set --run.dir to a folder on another "
-                "disk, or lower --checkpoint.keep."
+                f"needs {format_bytes(wanted)}: some checkpoints may not be saved. Make room, set --run.dir to a "
+                "folder on another disk, or lower --checkpoint.keep."
             )

@@ -79,9 +79,9 @@ class Export:
         """
         reason = reload.reason_not_to_reload(self.path, self._base_bytes, self._budget_bytes)
         if not self._trained.library:
-            reason = "it is of a module of your own, whose state_dict it has"
+            reason = "the export is the state_dict of a custom module, not of a transformers model"
         if reason is not None:
-            self._say(f"the export is not loaded again for a check: {reason}.")
+            self._say(f"the export is not loaded again for a check, since {reason}.")
             return
         model, tokenizer = self._trained.load(self.path, self._build_base), self._data.tokenizer
         in_codes = self._link_weights != "exact"
@@ -141,12 +141,15 @@ def go_back(
     best, comm = stands.best, engine.comm
     if not config.checkpoint.export_best or best.step in (None, stands.num_done):
         return None
-    path, which = folder.checkpoints / f"step-{best.step}", f"step {best.step}, whose eval loss of {best.loss:.4f}"
+    path, which = (
+        folder.checkpoints / f"step-{best.step}",
+        f"step {best.step}, with the lowest eval loss ({best.loss:.4f})",
+    )
     if comm.any(comm.rank == 0 and not (path / MANIFEST).exists(), "whether the best states are there"):
-        say(f"note: there is no {path} of {which} is the lowest, so that the last weights are exported.")
+        say(f"note: there is no {path} of {which}, so the last weights are exported.")
         return None
     engine.load_checkpoint(path, reset=config.optimizer.reset)
-    say(f"back to {which} is the lowest")
+    say(f"back to {which}")
     return path
 
 

@@ -30,8 +30,8 @@ def settle(config: Any, model: Any, data: Any, eval_data: Any) -> tuple[Config, 
     if given is not None:
         if config.adapts:
             raise ConfigError(
-                "an adapter is asked for (lora), and a model is given in Python: its base has to be one that can be "
-                "found again; set model.path to its folder."
+                "an adapter is configured (lora) over a model given in Python, but a later load must find its base "
+                "again: set model.path to the folder of the base."
             )
         _put(config, "model.path", given.path)
         if config.data.tokenizer is None and given.tokenizer is not None:
@@ -51,4 +51,4 @@ def _put(config: Config, key: str, value: Any) -> None:
     was, default = config.get(key), config.SECTIONS[section].model_fields[field].get_default()
     setattr(getattr(config, section), field, value)
     if was not in (default, config.get(key)):
-        raise ConfigError(f"{key} is {was}, and another one is given to Trainer: leave one of them out.")
+        raise ConfigError(f"{key} is {was}, but Trainer got another one as an argument: leave one of them out.")

@@ -46,15 +46,15 @@ def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spare
             one, swapped, alone = in_row(a, b, c, d, e, f), in_row(b, a, c, d, e, f), last(c)
             noise = max(float((one - in_row(a, b, c, *rest)).abs().max()) for rest in ((f, d, e), (e, f, d)))
     except (TypeError, ValueError, RuntimeError) as error:  # no position argument, or no restarted positions
-        return f"the model does not take positions that begin anew ({' '.join(str(error).split())[:120]})"
+        return f"the model does not accept positions that restart within a row ({' '.join(str(error).split())[:120]})"
     finally:
         model.train(was_training)
     scale = float(one.abs().max())
     if (changes := float((one - swapped).abs().max())) > max(8 * noise, _ROUNDING * scale):
-        return f"a document's logits change by {changes / scale:.1g} of the largest with the documents before it"
+        return f"a document's logits depend on the documents before it (by {changes / scale:.1g} of the largest logit)"
     dtype = next(model.parameters()).dtype
     if (differs := float((one - alone).abs().max()) / scale) > min(256 * torch.finfo(dtype).eps, 0.1):
-        return f"a document's logits differ by {differs:.1g} of the largest from those of the document alone"
+        return f"a document's logits in a row differ from its logits alone (by {differs:.1g} of the largest logit)"
     return ""
 
 
@@ -67,6 +67,6 @@ def ask_whether_apart(engine: Engine, tokenizer: Any, vocab_size: int, comm: Com
 def not_apart(why: str) -> str:
     """Return the error text for a run with required isolation."""
     return (
-        f"data.packing_isolated is true, and {why}: documents of a row would see each other. Set --data.packing false "
-        "for a document a row, or --data.packing_isolated false."
+        f"data.packing_isolated is true, but {why}: documents in a row would not be isolated. Set --data.packing false "
+        "for one document in each row, or --data.packing_isolated false."
     )

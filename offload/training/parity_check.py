@@ -154,13 +154,13 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
         check_settings(config, comm.size)
         if config.train.method != "sft":
             raise ConfigError(
-                f"train.method is {config.train.method}, and a resident side has no loss but the model's own: compare "
-                "train.method sft with the same settings."
+                f"train.method is {config.train.method}, but the resident side can only train with the model's own "
+                "loss: compare train.method sft with the same settings."
             )
     found = _trained(config, num_steps, same_order, comm, say, looks=False)
     found.is_equal = not comm.any(not found.is_close, "whether both sides are equal")
     if not found.is_equal and found.tolerance is None:
-        say("something differs: both sides train once more, to be compared after each step.")
+        say("something differs: both sides train once more, with a comparison after each step.")
         found.first = _trained(config, num_steps, same_order, comm, lambda _text: None, looks=True).first
     return found
 
@@ -175,7 +175,7 @@ def _trained(config: Config, num_steps: int, same_order: bool, comm: Comm, say: 
         resident = None
         with as_one(comm, "making of the resident side"):
             if (most := run.config.train.steps) is not None and num_steps > most:
-                raise ConfigError(f"--steps is {num_steps}, and the run has {most}: set --train.steps as well.")
+                raise ConfigError(f"--steps is {num_steps}, but the run has only {most}: raise --train.steps as well.")
             if comm.rank == 0:
                 resident = _resident(run, same_order)
         sides = _Sides(run, resident, comm, same_order)
@@ -185,7 +185,7 @@ def _trained(config: Config, num_steps: int, same_order: bool, comm: Comm, say: 
             for step in done:
                 sides.train_resident(step, found)
             if len(done) < len(group):
-                say(f"the data are at their end before step {group[len(done)] + 1}.")
+                say(f"the data end before step {group[len(done)] + 1}.")
             if looks and found.first is None:
                 found.first = sides.compare().first
             if looks and comm.any(found.first is not None, "whether a side differs"):
@@ -266,15 +266,15 @@ class _Sides:
             numbers = self._resident.step(parts)
         except torch.OutOfMemoryError as error:
             raise DoesNotFitError(
-                f"the resident side has no memory for a step: {' '.join(str(error).split())[:300]} Lower "
-                "--train.batch_size or --data.sequence_length: the model it trains is whole on the device."
+                "the resident side has too little memory for a step, because it holds the whole model on the device: "
+                f"{' '.join(str(error).split())[:300]} Lower --train.batch_size or --data.sequence_length."
             ) from None
         draws = any(not torch.equal(one, other) for one, other in zip(before, _generators(device), strict=True))
         if draws and (self._comm.size > 1 or self._micro_rows):
             raise ConfigError(
-                "the model draws random numbers (dropout), and where ranks or micro-batches cut a batch these are "
-                "others than plain PyTorch's: there is nothing to compare. Leave out --gpus and "
-                "--train.micro_batch_size, or set the model's dropout to 0."
+                "the model draws random numbers (dropout), and ranks or micro-batches draw other numbers than plain "
+                "PyTorch for a whole batch, so nothing can be compared. Leave out --gpus and --train.micro_batch_size, "
+                "or set the model's dropout to 0."
             )
         return numbers
 
@@ -315,21 +315,21 @@ class _Sides:
         """Return the reasons for bit differences outside the engine's guarantees."""
         engine, found = self._engine, []
         if self._comm.size > 1:
-            found.append(f"{self._comm.size} ranks: each sums the gradients of its rows, and a part of the norm")
+            found.append(f"{self._comm.size} ranks: each sums the gradients of its own rows, and a part of the norm")
         if (size := self._run.config.train.sequence_parallel) > 1:
-            found.append(f"sequences that {size} ranks share: sums over tokens are cut")
+            found.append(f"sequences shared by {size} ranks: sums over tokens are split")
         if self._micro_rows:
-            found.append(f"micro-batches of {self._micro_rows} rows: each unit sums the gradients of its own")
+            found.append(f"micro-batches of {self._micro_rows} rows: the gradients of each are summed separately")
         if engine.head_chunks > 1:
             found.append(
-                f"the head in {engine.head_chunks} chunks: their losses and gradients are summed "
-                "(--train.head_chunk_bytes none makes the logits whole)"
+                f"the head in {engine.head_chunks} chunks: losses and gradients are summed chunk by chunk "
+                "(--train.head_chunk_bytes none computes all logits at once)"
             )
         if engine.max_grad_norm is not None:
             if engine.clip == "speculative":
                 found.append("speculative clipping: updates are corrected (--train.clip deferred is exact)")
             if engine.device.type != "cpu":
-                found.append("the norm is summed on the device, and clips (--train.max_grad_norm none is exact)")
+                found.append("the norm for clipping is summed on the device (--train.max_grad_norm none is exact)")
         return found
 
 
@@ -393,9 +393,9 @@ def _check_fit(held: Mapping[str, int], engine: Engine) -> None:
         if room is not None and needed > room:
             listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in its.items())
             raise DoesNotFitError(
-                f"parity needs the model resident beside the engine: {format_bytes(needed)} on the {tier} without "
-                f"activations ({listed}), and {format_bytes(room)} are free there. Use a smaller model of the same "
-                "family (--model.path of a config.json with fewer layers), or a machine with more memory."
+                f"parity needs memory for the resident model beside the engine: {format_bytes(needed)} on the {tier} "
+                f"without activations ({listed}), but {format_bytes(room)} are free there. Use a smaller model of the "
+                "same family (--model.path of a config.json with fewer layers), or a machine with more memory."
             )
 
 

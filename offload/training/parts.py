@@ -74,28 +74,28 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
     )
     if dataset.pictures is not None and config.train.micro_batch_size is not None and not dataset.one_picture_a_row:
         raise ConfigError(
-            f"train.micro_batch_size is {config.train.micro_batch_size}, and rows have no picture or several, which "
-            "are cut with the rows only where each has one: leave train.micro_batch_size out; where "
-            "memory is short, lower --train.batch_size."
+            f"train.micro_batch_size is {config.train.micro_batch_size}, but some rows have no picture or several, and "
+            "a batch with pictures can only be cut if each row has one: leave train.micro_batch_size out; if memory is "
+            "short, lower --train.batch_size."
         )
     return dataset
 
 
 _NO_ANSWERS = (
-    "the model is an encoder-decoder: its encoder reads the first half of a row and its decoder writes the second, so "
-    "that a prompt and an answer would be cut apart somewhere else than where the answer begins. Train it on batches "
-    "of your own, with the prompt as input_ids and the answer as labels, by offload.Engine or OffloadTrainer, or set "
-    "--data.train_on_prompt true, which takes each row as plain text."
+    "an encoder-decoder reads the first half of a row in its encoder and writes the second half in its decoder, and "
+    "this cut ignores the border between prompt and answer. Train on your own batches, with the prompt as input_ids "
+    "and the answer as labels, by offload.Engine or OffloadTrainer, or set --data.train_on_prompt true to train on "
+    "rows as plain text."
 )
 
 
 def _no_pictures(config: Config, kind: Kind) -> str:
     """Return the reason against training on rows with pictures, with a fix. Empty: allowed."""
     if kind.name != "causal":
-        return f"the model is a {kind.name} one: pictures are trained on with those that write on after them."
+        return f"the model is a {kind.name} one, but only causal language models are trained on pictures."
     for key in ("packing", "packing_isolated"):
         if getattr(config.data, key) is True and config.origin(f"data.{key}") not in ("default", "resolved"):
-            return f"data.{key} is true: a conversation with pictures has a row of its own. Leave data.{key} out."
+            return f"data.{key} is true, but rows with pictures are not packed. Leave data.{key} out."
     return ""
 
 
@@ -112,8 +112,8 @@ def _isolated(data: DataSection, kind: Kind) -> bool | None:
         return None if data.packing_isolated == "auto" else data.packing_isolated
     if data.packing_isolated is True:
         raise ConfigError(
-            f"data.packing_isolated is true, and the model is a {kind.name} one: documents of a row are kept apart in "
-            "causal language models alone. Set --data.packing false for a document a row."
+            f"data.packing_isolated is true, but the model is a {kind.name} one, and only causal language models can "
+            "keep the documents of a row apart. Set --data.packing false for one document in each row."
         )
     return False
 
@@ -123,8 +123,8 @@ def _grouped(config: Config) -> bool:
     data = config.data
     if data.group_by_length is True and data.packing:
         raise ConfigError(
-            "data.group_by_length is true, and rows are packed, which have one length: set --data.packing false for a "
-            "document a row, or leave data.group_by_length out."
+            "data.group_by_length is true, but packed rows all have the same length: set --data.packing false for one "
+            "document in each row, or leave data.group_by_length out."
         )
     return config.train.compile == "never" if data.group_by_length == "auto" else data.group_by_length
 

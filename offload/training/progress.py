@@ -121,7 +121,7 @@ class RunProgress:
             since = f"none of {best.num_since} evaluations since was {lower} (train.early_stopping_patience)"
             return since if best.mark is None else f"the eval loss was {best.mark:.4f} once, and {since}"
         is_late = self.num_done > 0 and limit is not None and self.elapsed_s >= limit
-        return f"the {limit:g} s of train.max_seconds are over" if is_late else ""
+        return f"train.max_seconds, {limit:g} s, has passed" if is_late else ""
 
     @property
     def eta_s(self) -> float | None:

@@ -158,7 +158,7 @@ def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
     tiles = f"\n{engine.told_tiles}." if engine.told_tiles else ""
     text = f"tiers: between steps {', '.join(shown)}{where}; run folder: {folder}{tiles}"
     if config.offload.nvme_dir and "nvme" not in held:
-        text += "\nnote: offload.nvme_dir is set, and nothing goes there: the tiers above have room for all of it."
+        text += "\nnote: offload.nvme_dir is set but unused: the tiers above have room for all states."
     return text
 
 
@@ -176,7 +176,7 @@ def told_streaming(last: Mapping[str, Any]) -> list[str]:
     states = "the host and disk" if has_disk else f"{format_bytes(host_bytes)} of states on the host"
     return [
         f"streamed: from {states}, through a device that held {sizes['peak_device_bytes']}",
-        f"moved: {sizes['h2d_bytes']} up and {sizes['d2h_bytes']} down{disk}, in the last step",
+        f"moved: {sizes['h2d_bytes']} to the device and {sizes['d2h_bytes']} to the host{disk}, in the last step",
     ]
 
 
@@ -184,8 +184,8 @@ def told_coarse(stands: RunProgress) -> list[str]:
     """Return a line about steps with coarse corrections. Empty: none."""
     text = (
         f"coarse: in {stands.num_coarse} of {stands.num_done} steps the gradients were clipped more than "
-        f"{COARSE_RATIO:g} times harder than their first updates had taken for granted; the corrections of these steps "
-        "are less exact than others. --train.clip deferred needs no corrections."
+        f"{COARSE_RATIO:g} times harder than their first updates had assumed; the corrections of these steps are less "
+        "exact than others. --train.clip deferred needs no corrections."
     )
     return [text] if stands.num_coarse else []
 

@@ -61,8 +61,8 @@ def _stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
     values = np.zeros(0, np.float32) if file is None else np.fromfile(file, "<f4")
     if len(values) != num_rows:
         raise ConfigError(
-            f"{file or folders[0]} has {len(values):,} log-probabilities of the reference, and the data have "
-            f"{num_rows:,} answers: restore the checkpoint or the data, or begin another run.dir."
+            f"{file or folders[0]} has {len(values):,} log-probabilities of the reference model, but the data have "
+            f"{num_rows:,} answers: restore the checkpoint or the data, or begin a new run in another run.dir."
         )
     return values
 
@@ -83,7 +83,7 @@ def _measured(run: Run, comm: Comm, say: Say) -> np.ndarray:
                 found = _read(kept, [end - begin for _, begin, end in spans])
         num_found = int(comm.gather_objects(len(found), "what is known of the reference")[0])
         if num_found < len(spans):
-            some = f", of which {sum(map(len, found)):,} are known" if num_found else ""
+            some = f", of which {sum(map(len, found)):,} are already computed" if num_found else ""
             say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{some} ...")
         told_at, loss = time.monotonic(), LogProbs()
         for name, begin, end in spans[num_found:]:

@@ -42,16 +42,17 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
     config = Config.load(run / "config.yaml")
     if config.has_gradients:
         raise ConfigError(
-            f"{run} was trained with --optimizer.name {config.optimizer.name}, whose steps need their gradients: only "
-            "runs with mezo can be replayed. Its weights are in its checkpoints."
+            f"{run} was trained with --optimizer.name {config.optimizer.name}, whose updates need gradients that the "
+            "log does not contain: only runs with mezo can be replayed. Take the weights from the checkpoints of "
+            f"{run}."
         )
     if config.lora.restart_every:
         raise ConfigError(
-            f"the adapter of {run} restarted after each {config.lora.restart_every} steps (lora.restart_every), which "
-            "its log does not tell: its weights are in its checkpoints."
+            f"the adapter of {run} restarted after each {config.lora.restart_every} steps (lora.restart_every), and "
+            f"the log does not contain the restarts: take the weights from the checkpoints of {run}."
         )
     if config.adapts and dtype != "auto":
-        raise ConfigError("--dtype is given, and an adapter is written as it was trained: leave it out.")
+        raise ConfigError("--dtype is given, but an adapter keeps the dtype in which it was trained: leave it out.")
     lines = _lines(folder.metrics)
     engine, removed = _open(base, config, is_marked=any("weights" in line for line in lines))
     with engine:
@@ -78,8 +79,8 @@ def _check_weights(engine: Engine, line: Mapping[str, Any], base: Path, run: Pat
     """Raise ConfigError if the logged fingerprint of the weights differs from the engine's before this step."""
     if line.get("weights") not in (None, engine.weights_mark()):
         raise ConfigError(
-            f"with {base}, the weights before step {line['step']} are not those that {run} had there: give the folder "
-            "that the run began with, or one of its own checkpoints."
+            f"with {base}, the weights before step {line['step']} differ from those in {run}: give the folder that the "
+            "run began with, or one of its own checkpoints."
         )
 
 
@@ -146,6 +147,6 @@ def _lines(path: Path) -> list[Mapping[str, Any]]:
                 break
             step = None
         if not isinstance(step, dict) or not isinstance(step.get("step"), int):
-            raise ConfigError(f"line {number} of {path} is no step, and without it what follows cannot be replayed.")
+            raise ConfigError(f"line {number} of {path} is not a step, so the steps after it cannot be replayed.")
         found.append(step)
     return found

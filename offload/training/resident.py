@@ -173,8 +173,8 @@ class Resident:
             if self._skips:
                 return norm
             raise ConfigError(
-                f"the resident side's gradients have the norm {norm} in step {self._num_done}: there is nothing to "
-                "compare. Lower --optimizer.lr, or set --train.on_nonfinite skip."
+                f"the resident side's gradients have the norm {norm} in step {self._num_done}, so nothing can be "
+                "compared. Lower --optimizer.lr, or set --train.on_nonfinite skip."
             )
         if is_late:  # the next step sees the updates before this one
             for index in range(len(self._infos)):

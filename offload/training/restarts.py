@@ -50,9 +50,9 @@ class RestartedAdapter(AdapterOverBase):
         for name in LoraLayers(adapted.model).weights if adapted.quantized else ():
             if (codec := adapted.quantized.get(adapted.model.get_parameter(name))) is not None:
                 raise ConfigError(
-                    f"lora.restart_every is {self.section.restart_every}, and {name} is in few bits in the model's "
-                    f"folder ({codec.name}): what a restart merges into it would be lost in its codes. Leave "
-                    "--lora.restart_every out, or give a folder of the model that is not quantized."
+                    f"lora.restart_every is {self.section.restart_every}, but {name} is quantized in the model's "
+                    f"folder ({codec.name}): rounding would lose the merged adapter. Leave --lora.restart_every out, "
+                    "or give a folder of the unquantized model."
                 )
         return adapted
 
@@ -90,8 +90,8 @@ class RestartedAdapter(AdapterOverBase):
             value.copy_(begun[name])
         engine.prune_moments(begun, self.section.restart_prune)
         yield (
-            f"step {step}  restart {number}: the adapter is merged into {len(layers.weights)} weights of the base, and "
-            f"begins anew; of its moments {100 * self.section.restart_prune:g}% are zero"
+            f"step {step}  restart {number}: the adapter is merged into {len(layers.weights)} base weights and "
+            f"initialized again; {100 * self.section.restart_prune:g}% of its moments are set to zero"
         )
 
     def write(

@@ -64,7 +64,7 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
         with as_one(comm, "look for checkpoints"):
             if own.keeps:  # the folder belongs to this run alone by now
                 for partial in Checkpoints(own.checkpoints).clear():
-                    say(f"note: {partial.name}, left by a process that was killed, is removed.")
+                    say(f"note: {partial.name}, left by a killed process, is removed.")
         broken = spread(comm, _seen(config)) if len(set(keeper)) > 1 else {}
         with as_one(comm, "look for a checkpoint"):
             found = _find(config, folder, broken) if folder is not None else None
@@ -84,8 +84,9 @@ def check_settings(config: Config, num_ranks: int) -> None:
     train = config.train
     if train.noise_scale and num_ranks == 1 and (train.micro_batch_size or train.batch_size) >= train.batch_size:
         raise ConfigError(
-            f"train.noise_scale is true, and the {train.batch_size} rows of a step are one part, whose gradients have "
-            "nothing to be compared with: set --train.micro_batch_size to fewer rows, or train over several ranks."
+            f"train.noise_scale is true, but the {train.batch_size} rows of a step are one part, and the noise scale "
+            "compares the gradients of several parts: set --train.micro_batch_size to fewer rows, or train over "
+            "several ranks."
         )
     if dirs := placement(config).dirs:
         check_dirs(dirs)
@@ -130,8 +131,8 @@ def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})
             continue
         if not {"step", "config", "data", "seconds"} <= meta.keys():
             raise ConfigError(
-                f"{folder} holds states and no position in a run: engine.save_checkpoint wrote it outside of a run. Go "
-                "on with it by engine.load_checkpoint, or export it and set --model.path to the export."
+                f"{folder} was written by engine.save_checkpoint outside of a run, and has no position in the data to "
+                "resume at. Resume by engine.load_checkpoint, or export it and set --model.path to the export."
             )
         resumed = config.resumed(meta["config"], str(folder))
         return ResumePoint(resumed, folders[number:], meta["data"], meta.get("base", {}), skipped)
@@ -149,8 +150,8 @@ def none_is_whole(folders: Sequence[Path], reasons: Sequence[str]) -> Checkpoint
     if len(folders) == 1:
         return offer(folders[0], reasons[-1])
     return CheckpointError(
-        f"none of the {len(folders)} checkpoints in {folders[0].parent} can be used: {' '.join(reasons)} Set "
-        "--checkpoint.resume to the path of another one, or --run.dir to a new folder to begin anew.",
+        f"none of the {len(folders)} checkpoints in {folders[0].parent} is usable: {' '.join(reasons)} Set "
+        "--checkpoint.resume to the path of another one, or --run.dir to a new folder to begin a new run.",
         folders[0].parent,
     )
 

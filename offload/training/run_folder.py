@@ -86,8 +86,8 @@ class RunFolder:
         if resume == "auto":
             why = "no checkpoint to go on from"
         raise ConfigError(
-            f"run.dir is {self.path}, which holds an earlier run ({', '.join(found)}), and {why}; it is left as it is. "
-            "Set --run.dir to a folder that is new or empty, or move that one away."
+            f"run.dir is {self.path}, which holds an earlier run ({', '.join(found)}), and {why}; nothing in it was "
+            "changed. Set --run.dir to a new or empty folder, or move that run away."
         )
 
     def _ended_early(self, found: Sequence[str]) -> bool:
@@ -124,8 +124,8 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"run.dir is {self.path}, in which another process trains now; wait for it, or set --run.dir to "
-                "another folder."
+                f"run.dir is {self.path}, where another process is training; wait for it, or set --run.dir to another "
+                "folder."
             ) from None
         except OSError:
             pass  # a file system without locks

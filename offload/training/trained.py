@@ -316,9 +316,9 @@ def refuse_growth(num_tokens: int, num_rows: int) -> None:
     """Raise ConfigError if the tokenizer has more tokens than a frozen embedding has rows."""
     if num_tokens > num_rows:
         raise ConfigError(
-            f"the tokenizer has {num_tokens:,} tokens, and the model's embedding {num_rows:,} rows, which are frozen "
-            "beneath an adapter: resize it first (resize_token_embeddings, then save_pretrained), set --model.path to "
-            "that folder and --lora.trainable_tokens to the new tokens, or --lora.modules_to_save to the embedding."
+            f"the tokenizer has {num_tokens:,} tokens, but the model's embedding has {num_rows:,} rows, frozen beneath "
+            "the adapter: resize it first (resize_token_embeddings, then save_pretrained), set --model.path to that "
+            "folder and --lora.trainable_tokens to the new tokens, or --lora.modules_to_save to the embedding."
         )
 
 

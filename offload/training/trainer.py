@@ -277,7 +277,7 @@ class Trainer:
         elif votes["over"]:
             self._say(f"{self._stands.why_over or 'a callback asks for it'}, so the run ends after step {step}.")
         elif votes["without"]:
-            self._say(f"the data are at their end after {counted(step, 'step')}.")
+            self._say(f"the data end after {counted(step, 'step')}.")
         else:
             return batch
         return None

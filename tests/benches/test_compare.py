@@ -98,7 +98,7 @@ WRONG = (
 )
 def test_what_holds_no_results_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ConfigError, match="holds no results"):
+    with pytest.raises(ConfigError, match="is not the result of a benchmark"):
         bench.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")])
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         bench.main(["compare", str(tmp_path / "b.json"), str(tmp_path / "a.json")])
@@ -106,7 +106,7 @@ def test_what_holds_no_results_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_files_of_different_benchmarks_are_refused(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{name}.json", *(result(f"{name}{k}", 1.0) for k in range(9))) for name in "ab"]
-    with pytest.raises(ConfigError, match=r"a\.json and .*b\.json have no number in common: give") as raised:
+    with pytest.raises(ConfigError, match=r"a\.json and .*b\.json have no result in common: give") as raised:
         bench.main(["compare", *files])
     assert raised.value.exit_code == 2
     assert "a0" not in str(raised.value)

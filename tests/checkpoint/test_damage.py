@@ -132,7 +132,7 @@ class TestFiles:
 @pytest.mark.parametrize("name", ["rank-2.bin", "notes.txt", ".manifest.json.swp", "rank-0.bin.1"])
 def test_extra_files(copy, name):
     (copy / name).touch()
-    assert_refused(copy, name, "does not belong")
+    assert_refused(copy, name, "is not a file of the checkpoint")
 
 
 def test_swapped_chunks(copy):
@@ -207,7 +207,7 @@ SENSELESS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "version 0": lambda fields: fields.update(version=0),
     "version 1.5": lambda fields: fields.update(version=1.5),
     "version None": lambda fields: fields.update(version=None),
-    "of other version": lambda fields: fields.update(format="other"),
+    "format other version": lambda fields: fields.update(format="other"),
     "Extra inputs": lambda fields: fields.update(more=1),
     "files: Field required": lambda fields: fields.pop("files"),
     "'version'": lambda fields: fields.pop("version"),
@@ -218,22 +218,22 @@ SENSELESS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "checksums": lambda fields: fields["files"]["rank-0.bin"]["checksums"].pop(),
     "unknown dtype 'float31'": lambda fields: embed(fields)["planes"]["low"].update(dtype="float31"),
     "has 6400 elements": lambda fields: embed(fields)["planes"]["low"]["slices"].pop(),
-    "nowhere": lambda fields: embed(fields)["planes"]["low"]["slices"][1].__setitem__(0, 3201),
-    "twice": lambda fields: embed(fields)["planes"]["low"]["slices"][1].__setitem__(0, 3199),
+    "are missing": lambda fields: embed(fields)["planes"]["low"]["slices"][1].__setitem__(0, 3201),
+    "stored twice": lambda fields: embed(fields)["planes"]["low"]["slices"][1].__setitem__(0, 3199),
     "beyond the end": lambda fields: embed(fields)["planes"]["low"]["slices"][0].__setitem__(3, 1 << 20),
     "beyond the end of rank-9": lambda fields: embed(fields)["planes"]["low"]["slices"][0].__setitem__(2, "rank-9.bin"),
-    "have": lambda fields: fields["parameters"].pop("frozen"),
-    "'../rank-0.bin' is not the name": lambda fields: rename_file(fields, "../rank-0.bin"),
-    "is not the name of a data file": lambda fields: rename_file(fields, "/etc/passwd"),
+    "cover": lambda fields: fields["parameters"].pop("frozen"),
+    "'../rank-0.bin' is not a valid name": lambda fields: rename_file(fields, "../rank-0.bin"),
+    "is not a valid name of a data file": lambda fields: rename_file(fields, "/etc/passwd"),
     "'manifest.json' is not": lambda fields: rename_file(fields, "manifest.json"),
     "'.hidden.bin' is not": lambda fields: rename_file(fields, ".hidden.bin"),
     "'a/b.bin' is not": lambda fields: rename_file(fields, "a/b.bin"),
-    "is not the name": lambda fields: rename_file(fields, "rank\x00.bin"),
+    "is not a valid name": lambda fields: rename_file(fields, "rank\x00.bin"),
     "'rank-0.bin' is not": lambda fields: fields["attached"].update({"rank-0.bin": fields["attached"]["config.json"]}),
     "'../config.json' is not": lambda fields: fields["attached"].update(
         {"../config.json": {"num_bytes": 0, "checksum": ""}}
     ),
-    "'manifest.json' is not the name of an": lambda fields: fields["attached"].update(
+    "'manifest.json' is not a valid name of an": lambda fields: fields["attached"].update(
         {MANIFEST: {"num_bytes": 0, "checksum": ""}}
     ),
 }
@@ -302,7 +302,7 @@ def test_the_last_good_one_is_offered(several):
     assert caught.value.path == asked / "rank-1.bin"
     for step in (30, 9, 2):
         (several.path / f"step-{step}" / "rank-0.bin").unlink()
-    with pytest.raises(CheckpointError, match="no other one"), offering_another(asked):
+    with pytest.raises(CheckpointError, match="no other good one"), offering_another(asked):
         verify(asked)
 
 

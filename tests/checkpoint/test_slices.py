@@ -148,12 +148,12 @@ def test_neighbouring_pieces_are_one_slice(tmp_path):
 @pytest.mark.parametrize(
     ("slices", "complaint"),
     [
-        ([(0, 4), (5, 10)], "elements 4 to 5 of weights of p are nowhere"),
-        ([(1, 10)], "elements 0 to 1 of weights of p are nowhere"),
-        ([(0, 6), (4, 10)], "elements 4 to 6 of weights of p are twice"),
-        ([(0, 10), (2, 3)], "elements 2 to 3 of weights of p are twice"),
-        ([(0, 9)], "weights of p has 10 elements, and 9 of them"),
-        ([], "weights of p has 10 elements, and 0 of them"),
+        ([(0, 4), (5, 10)], "elements 4 to 5 of weights of p are missing"),
+        ([(1, 10)], "elements 0 to 1 of weights of p are missing"),
+        ([(0, 6), (4, 10)], "elements 4 to 6 of weights of p are stored twice"),
+        ([(0, 10), (2, 3)], "elements 2 to 3 of weights of p are stored twice"),
+        ([(0, 9)], "weights of p has 10 elements, but its slices have 9"),
+        ([], "weights of p has 10 elements, but its slices have 0"),
     ],
 )
 def test_slices_cover_everything_once(tmp_path, slices, complaint):

@@ -138,5 +138,7 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest
         return config
 
     monkeypatch.setattr(stored, "configuration", other)
-    with pytest.raises(ConfigError, match=r"does not fit the model of its own config\.json.* in the model"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit the model that transformers .* builds from its config\.json.* in the model"
+    ):
         read_stored(trained.checkpoint)

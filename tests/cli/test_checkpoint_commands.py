@@ -93,10 +93,10 @@ def test_export_takes_the_newest_that_is_whole_and_says_which(given: str, run: P
     code = export.main([str(run.parent / given), str(run.parent / "out")])
     printed = capsys.readouterr()
     assert code == 0
-    assert "step-3 is left out: " in printed.err
+    assert "step-3 is skipped: " in printed.err
     assert "rank-0.bin is damaged" in printed.err
-    assert f"whole: {run / 'checkpoints' / 'step-2'}" in printed.err
-    assert "in 1 file, read back and the same" in printed.out
+    assert f"undamaged checkpoint: {run / 'checkpoints' / 'step-2'}" in printed.err
+    assert "in 1 file, read back and unchanged" in printed.out
     model = AutoModelForCausalLM.from_pretrained(run.parent / "out")
     assert model.num_parameters() > 0
     assert AutoTokenizer.from_pretrained(run.parent / "out").chat_template
@@ -117,7 +117,7 @@ def test_export_of_what_is_damaged_leaves_nothing(run: Path, call: Call) -> None
         call(export, run / "checkpoints" / "step-2", out)
     for step in (1, 3):
         (run / "checkpoints" / f"step-{step}" / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="none of the 3 checkpoints"):
+    with pytest.raises(CheckpointError, match="all 3 checkpoints"):
         call(export, run, out)
     assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
 
@@ -148,7 +148,7 @@ def damages() -> dict[str, tuple[Callable[[Path], object], str]]:
         "truncated": (truncate, "rank-0.bin was truncated"),
         "missing": (lambda step: (step / "rank-0.bin").unlink(), "rank-0.bin is missing"),
         "missing manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
-        "extra": (lambda step: (step / "notes.txt").write_text(""), "notes.txt does not belong to the checkpoint"),
+        "extra": (lambda step: (step / "notes.txt").write_text(""), "notes.txt is not a file of the checkpoint"),
     }
 
 
@@ -170,7 +170,7 @@ def test_verify_names_what_is_damaged_in_a_run(name: str, run: Path, call: Call)
         ]
         assert lines[2].startswith(f"{steps[2]}: DAMAGED: ")
         assert words in lines[2]
-        assert lines[3:] == [f"the newest that is whole: {steps[1]}"]
+        assert lines[3:] == [f"the newest undamaged one: {steps[1]}"]
     assert call(verify, steps[2])[0] == 1
     assert call(verify, steps[1])[0] == 0
 
@@ -223,11 +223,11 @@ def first(folder: Path) -> Path:
 
 NORM = "model.norm.weight"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "header": (lambda folder: flip(first(folder), 12), "damaged or no safetensors file"),
-    "truncated": (lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-4]), "its header tells of"),
+    "header": (lambda folder: flip(first(folder), 12), "damaged or not a safetensors file"),
+    "truncated": (lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-4]), "its header describes"),
     "missing": (lambda folder: first(folder).unlink(), "which model.safetensors.index.json names"),
     "moved": (lambda folder: in_index(folder, lambda names: names.update({NORM: first(folder).name})), f"lacks {NORM}"),
-    "unnamed": (lambda folder: in_index(folder, lambda names: names.pop(NORM)), f"does not name {NORM}"),
+    "unnamed": (lambda folder: in_index(folder, lambda names: names.pop(NORM)), f"does not list {NORM}"),
     "shape": (lambda folder: in_config(folder, intermediate_size=8), "do not fit"),
     "layers": (lambda folder: in_config(folder, num_hidden_layers=9), "of the parameters of LlamaForCausalLM"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
@@ -290,7 +290,7 @@ def test_generate_writes_to_stdout_the_same_from_everywhere(made: Path, call: Ca
     monkeypatch.setattr(generate, "say", (told := []).append)
     for more in ((), ("--chat",)):
         call(generate, made / "hf", *words, "0", *more)
-    assert ["add --chat" in text for text in told if "at once" in text] == [True, False]
+    assert ["add --chat" in text for text in told if "no text" in text] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_sources_are_read_in_axolotls_words_and_checked_by_themselves(tmp_path: 
         ("[{path: a, type: shargpt}]", "did you mean sharegpt"),
         ("[{path: a, weight: 0}]", "a number above 0"),
         ("[{weight: 1}]", "needs its path"),
-        ("[{path: a, weight: 1}, {path: b}]", "gives b no weight"),
+        ("[{path: a, weight: 1}, {path: b}]", "gives no weight to b"),
         ("[3]", "a path or a mapping"),
     ):
         with pytest.raises(ConfigError, match=f"data.sources.*{words}"):
@@ -225,7 +225,7 @@ class TestResumed:
     )
     def test_what_would_make_another_run_is_refused(self, key: str, value: Any) -> None:
         saved = Config().resolve(has_accelerator=False, max_positions=None).to_dict()
-        with pytest.raises(ConfigError, match=f"{key} is .* and was .* in the run that there belongs to"):
+        with pytest.raises(ConfigError, match=f"{key} is .* and was .* in the run of there"):
             Config.load(None, {key: value}).resumed(saved, "there")
 
     def test_epochs_are_counted_anew(self) -> None:
@@ -368,9 +368,9 @@ def test_rules_have_defaults_of_their_own(
 
 
 def test_what_a_rule_lacks_is_refused_unless_a_group_has_it() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.momentum is 0\.9, and lomo has no such .*name sgd or muon\."):
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum is 0\.9, but lomo has no such .*name sgd or muon\."):
         Config.load(None, {"optimizer.name": "lomo", "optimizer.momentum": 0.9})
-    with pytest.raises(ConfigError, match=r"optimizer\.d is 2\.0, and adamw has .*adafactor or adalomo"):
+    with pytest.raises(ConfigError, match=r"optimizer\.d is 2\.0, but adamw has .*adafactor or adalomo"):
         Config.load(None, {"optimizer.d": 2.0})
     config = Config.load(None, {"optimizer.d": 2.0, "optimizer.groups": "{mlp: {rule: adafactor, lr_scale: 2}}"})
     assert config.optimizer.groups == (("mlp", {"rule": "adafactor", "lr_scale": 2.0}),)

@@ -103,7 +103,7 @@ def targets(batch: dict[str, Any], row: int, width: int, objective: Objective) -
 
 
 def test_an_encoder_decoder_takes_no_answers(here: Path) -> None:
-    with pytest.raises(ConfigError, match=r"chats\.jsonl has the format messages, and the model is an encoder-decoder"):
+    with pytest.raises(ConfigError, match=r"chats\.jsonl has the format messages, and an encoder-decoder"):
         main(words(model="t5.json"))
 
 

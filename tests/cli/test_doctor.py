@@ -91,7 +91,7 @@ def test_a_gpu_s_rates_for_people(tmp_path, monkeypatch, capsys):
         "slow has 8 of 16 PCIe lanes",
     ):
         assert words in text
-    assert "computes in the host's memory" in text
+    assert "uses the host's memory" in text
     assert "writing to disk; compute takes as long with 100,000 tokens a step, and hides it" in text
 
 

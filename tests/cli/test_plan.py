@@ -212,7 +212,7 @@ def test_this_machine_needs_no_description(capsys: pytest.CaptureFixture[str], t
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL[:4]]) == 0
     shown = capsys.readouterr().out
-    for text in ("RTX 4090", "device", "exp avg sq", "step: ", "-bound", " tokens a step; this has ", "it fits."):
+    for text in ("RTX 4090", "device", "exp avg sq", "step: ", "-bound", " tokens a step; this step has ", "it fits."):
         assert text in shown
     gains = [float(gain) for gain in re.findall(r"^instead: .*: ([\d.]+)x$", shown, re.MULTILINE)]
     assert gains == sorted(gains, reverse=True)
@@ -253,7 +253,7 @@ def test_the_placement_is_the_one_that_train_takes(capsys: pytest.CaptureFixture
         assert taken["step_seconds"] == pytest.approx(given["step_seconds"])
         assert taken["placement"] is None, "there is nothing faster left"
     main([*tight])
-    assert f"placement, by search: {given['placement']}, " in capsys.readouterr().out
+    assert f"placement, chosen by a search: {given['placement']}, " in capsys.readouterr().out
 
 
 WITHOUT_AUTO = [
@@ -288,7 +288,7 @@ def test_plan_is_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--machines", "2"], "how fast their network is, is not known: give --link"),
+        (["--machines", "2"], "their network rate is unknown: give --link"),
         (["--machines", "0"], "--machines is '0'; it should be a whole number of machines"),
         (["--link", "fast"], '--link is .fast.; it should be a rate such as "25Gbit"'),
         (

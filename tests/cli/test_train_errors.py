@@ -67,7 +67,7 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--optimizer.master", "bf16"], ["optimizer.master is 'bf16'", "adamw", "--optimizer.name mezo"]),
         (
             ["--optimizer.name", "mezo", "--optimizer.master", "bf16", "--train.precision", "fp32"],
-            ["optimizer.master is bf16", "train.precision is fp32", "--train.precision bf16"],
+            ["optimizer.master is bf16", "train.precision fp32", "--train.precision bf16"],
         ),
         (["--optimizer.states", "int4"], ["optimizer.states", "'int4'", "'bf16' or 'int8'"]),
         (
@@ -95,7 +95,7 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--train.max_grad_norm", "inf"], ["train.max_grad_norm", "'inf'", "finite"]),
         (["--optimizer.groups", "{bias: {lr_scale: .inf}}"], ["optimizer.groups", "finite"]),
         (["--offload.throttle", "[" * 1500], ["offload.throttle", "nested too deeply"]),
-        (["--offload.throttle", "!!timestamp x"], ["offload.throttle", "not YAML that can be read"]),
+        (["--offload.throttle", "!!timestamp x"], ["offload.throttle", "cannot be read as YAML"]),
     ],
 )
 def test_a_wrong_command_line_is_explained(arguments: list[str], words: list[str]) -> None:
@@ -120,9 +120,9 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], words: list[str
         ("bogus:", ["bogus"]),
         ("[" * 1500, ["nested too deeply"]),
         ("train: {steps: &a [*a]}", ["train.steps", "integer"]),
-        ("!!int x", ["not YAML that can be read"]),
-        ("train: {steps: 2}\n\ntrain: {batch_size: 4}", ["train stands twice", "line 1", "line 3"]),
-        ("train: {steps: 2, steps: 4}", ["steps stands twice"]),
+        ("!!int x", ["cannot be read as YAML"]),
+        ("train: {steps: 2}\n\ntrain: {batch_size: 4}", ["train is set twice", "line 1", "line 3"]),
+        ("train: {steps: 2, steps: 4}", ["steps is set twice"]),
         ("train: {steps: 2}\ntrain.steps: 4", ["train.steps is set twice"]),
     ],
 )

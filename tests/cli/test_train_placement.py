@@ -33,8 +33,8 @@ def environment(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
 def test_it_is_measured_once_and_the_fastest_placement_is_taken(train: Train, folder: Path, tiny: list[str]) -> None:
     found = train(*tiny, *SLOW_LINK, "--run.dir", "found")
     assert found.returncode == 0, found.stderr
-    assert "measuring this machine, once" in found.stdout
-    assert "placement, by search: --offload.parameters device --offload.optimizer cpu" in found.stdout
+    assert "measuring this machine once" in found.stdout
+    assert "placement, chosen by a search: --offload.parameters device --offload.optimizer cpu" in found.stdout
     text = (folder / "found/config.yaml").read_text()
     assert "parameters: device  # resolved" in text
     told = json.loads((folder / "found/plan.json").read_text())
@@ -90,7 +90,7 @@ def test_a_defect_of_the_forecast_is_told_as_one(
     comm = open_comm("cpu")
     try:
         note = told(AssertionError("twice\n the same"))
-        assert "by a defect of the forecast (AssertionError: twice the same): training goes on" in note
+        assert "because of a defect in the forecast (AssertionError: twice the same): training continues" in note
         assert "--debug" in note
         assert not capsys.readouterr().err
         assert "--debug" not in told(AssertionError("twice"), debug=True)

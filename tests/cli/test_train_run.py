@@ -218,4 +218,4 @@ def test_two_processes_cannot_train_in_one_folder(
     with training(folder, environment, begin, words):
         second = train(*words)
     assert second.returncode == 2
-    assert "another process trains" in second.stderr
+    assert "another process is training" in second.stderr

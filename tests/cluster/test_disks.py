@@ -77,7 +77,7 @@ def test_checkpoints_on_disks_of_their_own_are_resumed_by_whoever_has_their_part
     shutil.rmtree(one / RUN / "step-4")
     (first, text), (second, other) = train([two, one], [*words, "--checkpoint.export", "true", "--train.steps", "6"])
     assert (first, second, other) == (0, 0, ""), text
-    assert "step-4/rank-0.bin is on the disk of no machine" in text
+    assert "step-4/rank-0.bin is missing on the disks of all machines" in text
     assert "resumed at step 2" in text
     assert weights(two) == weights(whole)
     assert (files(one, 6), files(two, 6)) == ({"rank-1.bin"}, {"rank-0.bin"})

@@ -112,7 +112,7 @@ def test_rank_slices_form_the_batch(build: Build, packing: bool) -> None:
             assert all(set(part) == set(whole) for part in slices)
             sizes = [len(part["labels"]) for part in slices]
             assert max(sizes) - min(sizes) <= 1
-    with pytest.raises(ConfigError, match=r"train\.batch_size is 6, and there are 7 ranks.*--train\.batch_size to 7"):
+    with pytest.raises(ConfigError, match=r"train\.batch_size is 6, but there are 7 ranks.*--train\.batch_size to 7"):
         dataset.batch(0, 0, 7)
 
 
@@ -243,7 +243,7 @@ def test_tokens_are_taken_as_they_are(build: Build, tmp_path: Path) -> None:
     assert dataset.tokenizer is None
     assert dataset.num_train_rows == 10
     assert min(rows_of(dataset.batch(0)) + rows_of(dataset.batch(1))) == tuple(range(10))
-    with pytest.raises(ConfigError, match=r"ids\.npy holds the token id 49; the model's vocabulary has 49"):
+    with pytest.raises(ConfigError, match=r"ids\.npy holds the token id 49, but the model's vocabulary has 49"):
         build(source=str(tmp_path / "ids.npy"), tokenizer=None, vocab_size=49)
     with pytest.raises(ConfigError, match=r"data\.packing=false makes a row of each document"):
         build(source=str(tmp_path / "ids.npy"), tokenizer=None, packing=False)
@@ -261,7 +261,7 @@ def test_the_tokenizer_is_the_given_one_the_models_or_a_trained_one(
     (Path(model) / "tokenizer_config.json").unlink()
     trained = build(tokenizer=None, model_path=model, vocab_size=300)
     assert len(trained.tokenizer) == 300
-    with pytest.raises(ConfigError, match=r"pretrained weights and no tokenizer.*--data\.tokenizer"):
+    with pytest.raises(ConfigError, match=r"pretrained weights but no tokenizer.*--data\.tokenizer"):
         build(tokenizer=None, model_path=model, is_pretrained=True)
     assert int(trained.batch(0)["input_ids"].max()) < 300
     assert not any("<|unknown|>" in note for note in trained.notes)
@@ -304,7 +304,10 @@ def test_a_tokenizer_without_chat_template_gets_one_for_conversations_alone(
 
 def test_what_a_folder_holds_besides_is_a_note(build: Build, tmp_path: Path) -> None:
     (tmp_path / "texts" / "drawing.svg").write_text("<svg/>")
-    assert build().notes[0] == f"1 file of {tmp_path}/texts is not read, by the ending: 1 .svg. A glob takes any."
+    assert (
+        build().notes[0]
+        == f"1 file of {tmp_path}/texts is not read, because of the ending: 1 .svg. A glob reads any ending."
+    )
 
 
 def test_answers_beyond_the_rows_want_longer_rows(build: Build, write_lines: Callable[..., Path], prose: str) -> None:
@@ -344,13 +347,13 @@ def test_another_state_is_refused_by_name(build: Build, tmp_path: Path) -> None:
         ({"packing": False}, r"data\.packing is False and was True"),
         ({"batch_size": 12}, r"train\.batch_size is 12 and was 6"),
         ({"seed": 1}, r"run\.seed is 1 and was 5"),
-        ({"eval_share": 0.3}, r"data is not what the run began with"),
+        ({"eval_share": 0.3}, r"data has changed since the run began"),
     ]
     for changes, words in cases:
         with pytest.raises(ConfigError, match=words):
             build(**changes).check_state(state)
     (tmp_path / "texts" / "00.txt").write_text("other")
-    with pytest.raises(ConfigError, match="data is not what the run began with"):
+    with pytest.raises(ConfigError, match="data has changed since the run began"):
         build().check_state(state)
 
 

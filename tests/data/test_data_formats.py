@@ -154,7 +154,7 @@ def test_prompt_completion(write_lines: Callable[..., Path]) -> None:
         (
             "messages",
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "message 1 has a place for a picture more than the 0 images of its row",
+            r"message 1 has more placeholders than its row has images \(0\)",
         ),
         (
             "messages",

@@ -164,27 +164,27 @@ ANSWER = {"role": "assistant", "content": "b"}
         ({"messages": about(["black"])}, r"rows.jsonl:2: the picture .*squares/black.png cannot be read: No such file"),
         (
             {"messages": [{"role": "user", "content": "<image>A"}, ANSWER], "images": ["rows.jsonl"]},
-            r"rows.jsonl:2: the picture rows.jsonl is damaged, or no picture that Pillow reads",
+            r"rows.jsonl:2: the picture rows.jsonl is damaged, or has a format that Pillow cannot read",
         ),
         (
             {"messages": [{"role": "user", "content": "<image>A"}, ANSWER], "images": ["squares/red.png"] * 2},
-            r"rows.jsonl:2 has 2 images and places for 1: each has to stand in a message",
+            r"rows.jsonl:2 has 2 images but 1 placeholders: put each image into a message",
         ),
         (
             {"messages": [{"role": "user", "content": "<image><image>"}, ANSWER], "images": ["squares/red.png"]},
-            r"rows.jsonl:2, message 1 has a place for a picture more than the 1 images of its row",
+            r"rows.jsonl:2, message 1 has more placeholders than its row has images \(1\)",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "https://a.b/c.png"}]}, ANSWER]},
-            r"the picture https://a.b/c.png is no file of this machine: download it",
+            r"the picture https://a.b/c.png is not on this machine: download it",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "path": 3}]}, ANSWER]},
-            r"a picture is a path, or bytes in a column of `datasets`, not 3",
+            r"a picture must be a path, or bytes in a column of `datasets`, not 3",
         ),
         (
             {"messages": [*about(["red"]), {"role": "user", "content": "What is <image>?"}]},
-            r"rows.jsonl:2 has 1 picture, and the chat template writes 2 places for them \(<image>\)",
+            r"rows.jsonl:2 has 1 picture, but the rendered conversation has 2 placeholders for pictures \(<image>\)",
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_what_is_longer_than_a_row_is_left_out_and_told(folders: dict[str, Path]
     data = prepared(path, folders["llava"], sequence_length=40)
     assert data.num_train_rows == 1
     assert (data.batch(0)["input_ids"] == data.tokenizer.convert_tokens_to_ids("<image>")).sum() == 4
-    assert any("data.sequence_length=40, since no picture is cut: 1 document." in note for note in data.notes)
+    assert any("data.sequence_length=40: 1 document." in note for note in data.notes)
 
 
 def test_a_mixture_with_chats_of_text_over_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_picture_that_has_changed_is_refused(folders: dict[str, Path], tmp_pat
     path = rows_file(tmp_path / "rows.jsonl", [{"messages": about(["red"])}])
     data = prepared(path, folders["llava"])
     square(tmp_path / "squares" / "red.png", "blue")
-    with pytest.raises(ConfigError, match=r"the picture .*red.png is not the one that it was when"):
+    with pytest.raises(ConfigError, match=r"the picture .*red.png has changed since the data were prepared"):
         data.batch(0)
 
 
@@ -253,7 +253,7 @@ def test_tokens_that_are_others_in_a_batch_are_refused(folders: dict[str, Path],
     assert documents is not None
     data.pictures.of(documents, ids)
     ids[0, 5] += 1
-    with pytest.raises(ConfigError, match="the processor makes other tokens of rows in a batch"):
+    with pytest.raises(ConfigError, match="the processor returns other tokens for rows in a batch"):
         data.pictures.of(documents, ids)
 
 
@@ -274,21 +274,21 @@ def test_what_does_not_go_is_refused(folders: dict[str, Path], tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"rows.jsonl has pictures, and train.method is dpo"):
         prepared(path, folders["llava"], no_pictures="train.method is dpo")
     (tmp_path / "text.jsonl").write_text('{"text": "A b c"}\n')
-    with pytest.raises(ConfigError, match=r"text.jsonl has the format jsonl, and others have pictures"):
+    with pytest.raises(ConfigError, match=r"text.jsonl has the format jsonl, but other sources have pictures"):
         prepared([path, tmp_path / "text.jsonl"], folders["llava"])
     own: Any = AutoProcessor.from_pretrained(folders["llava"])
     own.tokenizer.save_pretrained(tmp_path / "no processor")
-    with pytest.raises(ConfigError, match=r"the data have pictures, which the processor in the model's folder.*"):
+    with pytest.raises(ConfigError, match=r"the data have pictures, so a processor in the model's folder.*"):
         prepared(path, tmp_path / "no processor")
     own.chat_template = own.tokenizer.chat_template = None
     own.save_pretrained(tmp_path / "no template")
-    with pytest.raises(ConfigError, match=r"has no chat template, which says where in a text a picture stands"):
+    with pytest.raises(ConfigError, match=r"has no chat template, so the position of a picture in the text is unknown"):
         prepared(path, tmp_path / "no template")
     pair = {"prompt": "<image>A", "chosen": "b", "rejected": "c", "images": ["squares/red.png"]}
     with pytest.raises(ConfigError, match=r"pair.jsonl:1 has pictures, and preferences are learned between texts"):
         prepared(rows_file(tmp_path / "pair.jsonl", [pair]), folders["llava"], pairs=True)
     late = rows_file(tmp_path / "late.jsonl", [{"messages": texts(0)}] * 1000 + [{"messages": about(["red"])}])
-    with pytest.raises(ConfigError, match=r"late.jsonl:1001 has a picture, and none of the first rows"):
+    with pytest.raises(ConfigError, match=r"late.jsonl:1001 has a picture, but the first rows of its source have none"):
         prepared(late, folders["llava"])
 
 

@@ -30,7 +30,9 @@ def names(files: list[SourceFile]) -> list[str]:
 def test_a_folder_is_searched_in_order(folder: Path) -> None:
     notes: list[str] = []
     assert names(files_of(str(folder), "text", notes=notes)) == ["a.md", "b.txt", "sub/deep/c.py"]
-    assert notes == [f"3 files of {folder} are not read, by the ending: 1 .png, 1 .jsonl, 1 .npy. A glob takes any."]
+    assert notes == [
+        f"3 files of {folder} are not read, because of the ending: 1 .png, 1 .jsonl, 1 .npy. A glob reads any ending."
+    ]
     for name in ("sub/d.jsonl", "t.npy"):
         (folder / name).unlink()
     assert names(files_of(str(folder))) == ["a.md", "b.txt", "sub/deep/c.py"]
@@ -81,10 +83,10 @@ def test_what_is_not_there_is_named(folder: Path, source: str, words: list[str])
         ("a.txt b.npy", ["1 file of text (a.txt)", "1 file of token ids (b.npy)"]),
         ("a.txt b.csv c.png", ["1 file of table (b.csv)"]),
         ("dataset_info.json data-00000-of-00001.arrow", ["dataset_info.json", "save_to_disk"]),
-        ("data/part-0.parquet", ["part-0.parquet is an empty file"]),
-        ("text.txt.bz2", ["text.txt.bz2 is a packed file", "bunzip2"]),
-        ("train.jsonl test.jsonl", ["splits of its own: test.jsonl, train.jsonl", "'{folder}/train.jsonl'"]),
-        ("train/0.bin val/0.bin", ["splits of its own: train/0.bin, val/0.bin"]),
+        ("data/part-0.parquet", ["part-0.parquet is empty"]),
+        ("text.txt.bz2", ["text.txt.bz2 is a compressed file", "bunzip2"]),
+        ("train.jsonl test.jsonl", ["several splits: test.jsonl, train.jsonl", "'{folder}/train.jsonl'"]),
+        ("train/0.bin val/0.bin", ["several splits: train/0.bin, val/0.bin"]),
     ],
 )
 def test_a_folder_that_leaves_a_choice_or_cannot_be_read_is_refused(
@@ -110,7 +112,7 @@ def test_a_file_with_several_names_is_read_once_and_told(tmp_path: Path, monkeyp
         notes: list[str] = []
         assert names(files_of(["a.jsonl", other], notes=notes)) == ["a.jsonl"]
         (note,) = notes
-        assert "names files twice, and each is read once: " in note
+        assert "names some files twice; each is read once: " in note
         assert (f"{other} (the file a.jsonl)" in note) == (other in other_names)
 
 
@@ -127,14 +129,14 @@ def test_sources_have_test_files(tmp_path: Path) -> None:
         ("notes.txt", b"%PDF-1.7\n\xe2\xe3", "auto", "a PDF document: .*pdftotext"),
         ("notes.pdf", b"%PDF-1.7\n\xe2\xe3", "text", "a PDF document: .*pdftotext"),
         ("notes.docx", b"PK\3\4", "auto", "an office document or a book: .*pandoc"),
-        ("model.txt", b"GGUF", "auto", "a model, and no text"),
+        ("model.txt", b"GGUF", "auto", "model weights, not text"),
         ("notes.txt", b"Two answers.\n", "preference", "is a text, and train.method dpo.*prompt, chosen and rejected"),
         ("rows.csv", b"ARROW1", "auto", "begins as an Arrow file"),
-        ("text.txt", b"\x1f\x8b\x08", "text", "begins as a packed file"),
-        ("rows.jsonl", b"\x28\xb5\x2f\xfd", "auto", "begins as a packed file"),
-        ("rows.parquet.gz", b"\x1f\x8b\x08", "auto", "is a packed file of columns"),
-        ("ids.bin.zst", b"", "tokens", "is a packed file"),
-        ("text", b"PK\x03\x04", "auto", "is a packed file"),
+        ("text.txt", b"\x1f\x8b\x08", "text", "begins as a .gz file"),
+        ("rows.jsonl", b"\x28\xb5\x2f\xfd", "auto", "begins as a .zst file"),
+        ("rows.parquet.gz", b"\x1f\x8b\x08", "auto", "is a compressed file of columns"),
+        ("ids.bin.zst", b"", "tokens", "is a compressed file"),
+        ("text", b"PK\x03\x04", "auto", "is a compressed file"),
     ],
 )
 def test_a_file_that_would_be_read_as_what_it_is_not_is_refused(

@@ -173,7 +173,10 @@ def test_a_part_that_gets_no_gradient_is_shown_as_it_is():
     [
         ({"delay": 2}, r"train\.delay"),
         ({"delay": 1, "delay_after": -1}, r"train\.delay_after is -1"),
-        ({"delay_after": 3}, r"train\.delay_after is 3, and train\.delay is 0, .* --train\.delay 1, or leave it out"),
+        (
+            {"delay_after": 3},
+            r"train\.delay_after is 3, but train\.delay is 0, .* --train\.delay 1, or leave train\.delay_after out",
+        ),
         ({"delay": 1, "clip": "speculative"}, "train.clip is speculative"),
         ({"delay": 1, "placement": Placement("device", "device")}, "offload.optimizer is device"),
     ],
@@ -184,12 +187,12 @@ def test_what_cannot_be_late_is_refused(settings, match):
 
 
 def test_a_rule_whose_gradients_do_not_wait_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.delay is 1.*LOMO.*do not wait"):
+    with pytest.raises(ConfigError, match=r"train\.delay is 1.*LOMO.*keeps no gradients for a later step"):
         Engine(build(llama), LOMO(), delay=1, placement=Placement(**HOST))
 
 
 def test_weights_on_disk_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="twice in the host's memory.*to be on disk"):
+    with pytest.raises(ConfigError, match="before and after an update in host memory.*on disk"):
         Engine(build(llama), Lion(), delay=1, placement=Placement("nvme", "nvme", nvme_dir=str(tmp_path)))
 
 

@@ -184,12 +184,12 @@ def test_the_norm_so_far_does_not_depend_on_which_place_is_late(order: list[int]
 
 
 def test_what_cannot_be_updated_in_both_places_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"update is both, and offload.optimizer is cpu.*--offload.optimizer auto"):
+    with pytest.raises(ConfigError, match=r"update is both, but with offload.optimizer cpu.*--offload.optimizer auto"):
         Engine(build(llama), update="both")
     auto = Placement("cpu", "auto", optimizer_memory="100KiB")
-    with pytest.raises(ConfigError, match=r"update is both, and Muon updates .* --offload.update cpu or auto"):
+    with pytest.raises(ConfigError, match=r"update is both, but Muon updates .* --offload.update cpu or auto"):
         Engine(build(llama), Muon(), auto, update="both")
-    with pytest.raises(ConfigError, match=r"update is both, and train.delay is 1.* --offload.update cpu or auto"):
+    with pytest.raises(ConfigError, match=r"update is both, but train.delay 1.* --offload.update cpu or auto"):
         Engine(build(llama), AdamW(), auto, update="both", delay=1)
     with pytest.raises(ConfigError, match=r"optimizer_memory is .* and offload.optimizer is cpu"):
         Placement("cpu", "cpu", optimizer_memory="100KiB")
@@ -200,7 +200,7 @@ def test_what_cannot_be_updated_in_both_places_is_refused() -> None:
 def test_what_is_updated_where_is_told() -> None:
     with Engine(build(deep), **shared("cpu", Path())) as engine:
         count, kept = len(parts_of(engine).plan.layout.streamed), tier_bytes(engine, "device")
-        assert f"updates of {count} of 9 regions on the device, where" in engine.told_updates
+        assert f"updates of {count} of 9 regions on the device, with" in engine.told_updates
         assert sum(kept[name] for name in ("exp avg", "exp avg sq")) <= 300 << 10
         layout = parts_of(engine).plan.layout
         for region in parts_of(engine).regions:
@@ -257,7 +257,7 @@ def test_what_was_resolved_is_taken_again_by_a_rule_that_is_bound_to_the_host() 
     with Engine(build(llama), Muon(), where) as engine:
         resolved = engine.updates_on
     Engine(build(llama), Muon(), where, update=resolved).close()
-    with pytest.raises(ConfigError, match=r"update is device, and Muon updates .* --offload.update cpu or auto"):
+    with pytest.raises(ConfigError, match=r"update is device, but Muon updates .* --offload.update cpu or auto"):
         Engine(build(llama), Muon(), update="device")
 
 

@@ -188,7 +188,7 @@ def test_weights_are_what_an_export_and_a_restored_model_have(tmp_path: Path) ->
 def test_what_is_not_in_codes_is_named() -> None:
     engine = Engine(freeze(build(adapted), *MATRICES, "_tokens", "lm_head", "norm.weight"), frozen_weights="int8")
     assert engine.told_frozen_weights == (
-        "18 frozen parameters rest in int8, 86.6 KiB for 336 KiB on the device; others as they are: "
+        "18 frozen parameters are stored in int8, 86.6 KiB, and take 336 KiB on the device; others unquantized: "
         "model.embed_tokens.weight, lm_head.weight, 7 vectors and small matrices"
     )
     assert Engine(build(adapted)).told_frozen_weights == ""

@@ -310,7 +310,7 @@ def refused_over_machines() -> str:
 @cpu_only("ranks of one machine compute on GPUs of their own, whatever machines the test tells of")
 def test_what_is_approximate_is_told_and_what_cannot_be_is_refused() -> None:
     (said, _) = run(2, refused_over_machines)
-    assert "one replica of the model is shared out over 2 machines" in said
+    assert "one replica of the model is sharded over 2 machines" in said
     assert "--offload.replicas auto" in said
     for wrong, text in (
         ({"link_gradients": "nf4"}, "offload.link_gradients is 'nf4'.*exact, int8, int4"),
@@ -322,6 +322,6 @@ def test_what_is_approximate_is_told_and_what_cannot_be_is_refused() -> None:
     sharding = Sharding(replica=1, num_replicas=2, gradients=GRADIENT_CODECS["int4"])
     _, regions = layout("plain", 2, 2)
     assert told_links(regions, sharding) == (
-        "approximate: gradients travel between 2 replicas in int4; what that leaves out of a step goes into the next "
-        "one, for which each rank keeps 72 KiB"
+        "approximate: gradients are sent between 2 replicas in int4; the rounding error of a step is added to the next "
+        "one, and takes 72 KiB on each rank"
     )

@@ -228,8 +228,8 @@ def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
 def test_what_is_approximate_is_told() -> None:
     engine = Engine(model(), link_weights="int8", precision="bf16")
     assert engine.told_links == (
-        "approximate: 23 of 30 trained parameters travel in int8, 122 KiB for 236 KiB, and the run computes with what "
-        "these stand for; the master weights are exact, and are what checkpoints and exports hold"
+        "approximate: 23 of 30 trainable parameters are copied in int8, 122 KiB instead of 236 KiB, and the run "
+        "computes with the rounded values; master weights, checkpoints and exports are exact"
     )
     assert Engine(model()).told_links == ""
 
@@ -237,8 +237,8 @@ def test_what_is_approximate_is_told() -> None:
 def test_what_cannot_be_is_refused() -> None:
     for wrong, said in (
         ({"link_weights": "nf4"}, "offload.link_weights is 'nf4'.*exact, int8"),
-        ({"link_weights": "int8", "delay": 1}, "train.delay is 1.*--train.delay 0, or --offload.link_weights exact"),
-        ({"link_weights": "int8", "optimizer": MeZO(lr=1e-3)}, "MeZO updates weights where they come up"),
+        ({"link_weights": "int8", "delay": 1}, "train.delay 1 .*--train.delay 0, or --offload.link_weights exact"),
+        ({"link_weights": "int8", "optimizer": MeZO(lr=1e-3)}, "MeZO updates the copied weights on the device"),
     ):
         with pytest.raises(ConfigError, match=said):
             Engine(model(), **wrong)

@@ -136,7 +136,7 @@ def test_a_gradient_that_is_not_finite_is_found_before_anything_is_updated() -> 
 
 
 def test_speculative_clipping_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.clip is speculative.*LOMO has no correction"):
+    with pytest.raises(ConfigError, match=r"train\.clip is speculative.*LOMO cannot be corrected"):
         Engine(build(llama), LOMO(), clip="speculative")
 
 

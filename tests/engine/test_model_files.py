@@ -118,7 +118,7 @@ def test_no_copy_is_made_and_the_files_stay(tmp_path: Path) -> None:
     assert 0 < engine.counters.nvme_read_bytes <= 2 * whole
     assert engine.counters.nvme_write_bytes == 0
     assert not tier_bytes(engine, "nvme")
-    assert "stay in the model's own files, of which a step reads at most" in engine.told_frozen_weights
+    assert "are read from the model's own files, at most" in engine.told_frozen_weights
     engine.close()
     assert {path.name: sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()} == before
 
@@ -236,7 +236,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         Engine(model, placement=FILES)
     with pytest.raises(ConfigError, match="lm_head.weight is frozen and cannot be read from the model's files"):
         Engine(model, placement=FILES, fill=lambda _name, _module: None)
-    with pytest.raises(ConfigError, match="parameters is files and offload.frozen_weights is int8"):
+    with pytest.raises(ConfigError, match="parameters is files, but offload.frozen_weights int8"):
         engine_of(folder, placement=FILES, frozen_weights="int8")
     with pytest.raises(ConfigError, match="offload.optimizer is 'files'"):
         Placement(optimizer="files")

@@ -319,7 +319,7 @@ def test_the_budget_of_the_disk_is_kept(folder: Path) -> None:
     Engine(build(deep), placement=on_disk(folder, nvme_memory=needed)).close()
     with pytest.raises(DoesNotFitError, match=r"offload.nvme_memory.*1 bytes\) more.*Nothing was allocated"):
         Engine(build(deep), placement=on_disk(folder, nvme_memory=needed - 1))
-    with pytest.raises(DoesNotFitError, match=r"keep states higher with --offload.optimizer cpu[.,]"):
+    with pytest.raises(DoesNotFitError, match=r"keep states off the disk with --offload.optimizer cpu[.,]"):
         Engine(build(deep), placement=Placement(optimizer="nvme", nvme_dir=folder, nvme_memory="8KiB"))
 
 

@@ -109,8 +109,8 @@ def test_what_rests_and_moves_has_the_bytes_of_the_files(kind: str, tmp_path: Pa
             told = engine.told_frozen_weights
             its_codec, numel = coded[0].codec, sum(sum(region.sizes) for region in coded)
             assert saved > 0.7 * 4 * numel * (1 - its_codec.record_bytes / its_codec.block / 4)
-            assert f"frozen parameters rest in {coded[0].codec.name}, " in told
-            assert "; others as they are: base_model.model.model.embed_tokens.weight, " in told
+            assert f"frozen parameters are stored in {coded[0].codec.name}, " in told
+            assert "; others unquantized: base_model.model.model.embed_tokens.weight, " in told
         engine.close()
     (few, few_up), (all_, all_up) = held
     assert few < all_
@@ -136,7 +136,7 @@ def test_checkpoints_have_what_is_trained_and_are_those_of_any_such_base(tmp_pat
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     folder = quantized(tmp_path / "base", "fp8")
     built = build_model(ModelSection(path=str(folder)), seed=0)
-    with pytest.raises(ConfigError, match=r"q_proj.weight is in few bits .*block fp8.*would be trained.*lora.rank"):
+    with pytest.raises(ConfigError, match=r"q_proj.weight is quantized in .*block fp8.*not frozen.*lora.rank"):
         engine_of(built)
     with pytest.raises(ConfigError, match=r"frozen_weights is nf4, and .* is in few bits .*frozen_weights exact"):
         engine_of(adapted(folder), frozen_weights="nf4")

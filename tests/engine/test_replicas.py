@@ -135,8 +135,8 @@ def refused(**settings: Any) -> str:
 def test_states_are_shared_out_where_a_replica_is_cut() -> None:
     """The error names an alternative with the same effect."""
     for settings, texts in (
-        ({"replicas": 2}, ("each of 2 replicas is a rank", "--offload.replicas 1 and --offload.zero_stage 2")),
-        ({"zero_stage": 2}, ("offload.zero_stage is 2", "--offload.zero_stage 3")),
+        ({"replicas": 2}, ("each of 2 replicas is a single rank", "--offload.replicas 1 and --offload.zero_stage 2")),
+        ({"zero_stage": 2}, ("offload.zero_stage 2 each rank holds", "--offload.zero_stage 3")),
         ({"optimizer": MeZO(lr=1e-3)}, ("MeZO has no gradients", "--offload.replica_states whole")),
     ):
         for said in run(2, refused, replica_states="shared", **settings):

@@ -178,7 +178,7 @@ def test_what_cannot_be_shared_is_refused_by_its_numbers() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sequence_parallel": 0}, "train.sequence_parallel is 0; a number of ranks, at least 1."),
+        ({"sequence_parallel": 0}, "train.sequence_parallel is 0; it must be a number of ranks, at least 1."),
         ({"optimizer": MeZO()}, "optimizer.name is MeZO"),
         ({"compile": "auto"}, "train.compile is auto"),
         ({"noise_scale": True}, "train.noise_scale is true"),

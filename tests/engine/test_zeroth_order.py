@@ -483,7 +483,7 @@ def test_loops_with_gradients_are_refused() -> None:
         ({"optimizer": {"magnitude_quantile": 2}}, "magnitude_quantile"),
         ({"optimizer": {"num_perturbations": 0}}, "num_perturbations"),
         ({"optimizer": {"master": "fp16"}}, "optimizer.master is 'fp16'"),
-        ({"optimizer": {"master": "bf16"}}, "train.precision is fp32"),
+        ({"optimizer": {"master": "bf16"}}, "train.precision fp32"),
         ({"optimizer": {"groups": [("norm", {"rule": AdamW()})]}}, "another rule"),
     ],
 )

@@ -112,7 +112,7 @@ class TestRefusals:
 
 class TestSpace:
     def test_too_little(self, tmp_path):
-        with pytest.raises(DoesNotFitError, match=r"Nothing was made.*--offload.nvme_memory") as refusal:
+        with pytest.raises(DoesNotFitError, match=r"Nothing was created.*--offload.nvme_memory") as refusal:
             check_space([tmp_path], 1 << 60)
         assert str(1 << 60) in str(refusal.value)
         assert refusal.value.exit_code == 3

@@ -80,7 +80,9 @@ def test_a_plan_lists_what_an_engine_holds_and_says_what_streaming_buys(tmp_path
     assert streamed.timing.step_seconds > 0
     assert not [note for note in whole.notes if "experts" in note]
     (note,) = (note for note in streamed.notes if "experts" in note)
-    assert "For 16 tokens a micro-batch about 8 of 8 come up, so that 1% of their bytes are saved" in note
+    assert (
+        "For 16 tokens in a micro-batch about 8 of 8 are copied to the device, so 1% of their bytes are saved" in note
+    )
     model = AutoModelForCausalLM.from_config(MIXTURE)
     with Engine(model, AdamW(), Placement("cpu", "cpu", "cpu", experts="streamed")) as engine:
         mine = {name: size for tier, name, size in engine.allocations if tier == "device"}

@@ -106,7 +106,7 @@ def test_a_delta_of_one_side_of_a_tie_is_not_merged_into_both(tmp_path: Path) ->
     model: Any = families.build(families.gemma2)
     model.save_pretrained(base)
     folder = adapted(base, {"rank": 4, "target_modules": ["lm_head"]}, tmp_path)
-    with pytest.raises(ConfigError, match=r"embed_tokens.weight and lm_head.weight are one weight.*without --merge"):
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight and lm_head.weight share one weight.*without --merge"):
         merge(base, folder, tmp_path / "ours")
 
 
@@ -141,8 +141,10 @@ def test_what_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
     (tmp_path / "prefix.json").write_text(json.dumps({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}))
     section = ModelSection(path=str(tmp_path / "base"))
     adaptation = Adaptation.of(LoraSection(config=str(tmp_path / "prefix.json")), "causal")
-    with pytest.raises(ConfigError, match="asks for PREFIX_TUNING: kinds that learn a prompt"):
+    with pytest.raises(ConfigError, match="asks for PREFIX_TUNING: adapters that learn a prompt"):
         adaptation.over(build_model(section, seed=0), seed=0)
     over = adaptation.over(build_model(section, seed=0), seed=0, trains=False)
-    with pytest.raises(ConfigError, match="kind prefix_tuning stays beside the model. Export it without --merge"):
+    with pytest.raises(
+        ConfigError, match="kind prefix_tuning has no weights to merge into the model. Export it without --merge"
+    ):
         MergedWeights(build_model(section, seed=0), over.model, {}, {}.get, {})

@@ -304,7 +304,7 @@ def test_weights_that_are_tied_by_the_configuration_alone_stay_apart_with_a_note
     head = torch.ones(512, 64)
     built = resaved(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head}))
     (note,) = built.notes
-    assert note.startswith("1 of the weights are not tied, though the configuration ties them")
+    assert note.startswith("1 of the weights are not tied, although the configuration ties them")
     assert note.endswith("(lm_head.weight).")
     assert torch.equal(built.model.lm_head.weight, head)
     assert build_model(ModelSection(path=str(saved(tmp_path / "plain"))), seed=0).notes == ()
@@ -320,7 +320,7 @@ def test_what_cannot_be_read_by_parts_is_read_whole_with_a_warning(
     wanted = build_model(ModelSection(path=str(folder)), seed=0)
     fill_all(wanted)
     monkeypatch.setattr(models, "read_model", refuse)
-    with pytest.warns(UserWarning, match=r"all of them in memory at once \(4\.\d+ MiB\): other rules"):
+    with pytest.warns(UserWarning, match=r"whole into memory \(4\.\d+ MiB\): other rules"):
         built = build_model(ModelSection(path=str(folder)), seed=0)
     fill_all(built)
     for (name, mine), other in zip(built.model.named_parameters(), wanted.model.parameters(), strict=True):
@@ -359,7 +359,7 @@ def test_a_model_of_shapes_leaves_its_configuration_as_it_is() -> None:
 
 def test_an_adapter_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"an adapter of PEFT and no model: set --lora.adapter to it"):
+    with pytest.raises(ConfigError, match=r"a PEFT adapter and no model: set --lora.adapter to this folder"):
         load_model_config(ModelSection(path=str(tmp_path)))
 
 

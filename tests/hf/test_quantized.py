@@ -108,9 +108,9 @@ def _group(said: dict[str, Any]) -> dict[str, Any]:
 
 
 UNKNOWN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], None], str]] = {
-    "gptq": ("int4", lambda _, said: said.update(quant_method="gptq"), r"quantized \(gptq\) in another way"),
-    "fp4": ("nf4", lambda _, said: said.update(bnb_4bit_quant_type="fp4"), "in fp4 of bitsandbytes"),
-    "int8": ("nf4", lambda _, said: said.update(load_in_4bit=False), "in int8 of bitsandbytes"),
+    "gptq": ("int4", lambda _, said: said.update(quant_method="gptq"), r"quantized \(gptq\) in an unknown format"),
+    "fp4": ("nf4", lambda _, said: said.update(bnb_4bit_quant_type="fp4"), "as fp4 of bitsandbytes"),
+    "int8": ("nf4", lambda _, said: said.update(load_in_4bit=False), "as int8 of bitsandbytes"),
     "zero points": ("int4", lambda _, said: _group(said).update(symmetric=False), "with zero points"),
     "two bits": ("int4", lambda _, said: _group(said).update(num_bits=2), "with 2 bits"),
     "order": ("int4", lambda _, said: _group(said).update(actorder="group"), "with actorder"),
@@ -127,17 +127,17 @@ UNKNOWN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], dict[str, Any]]
     "no scales": (
         "fp8",
         lambda its, _: its.__delitem__("model.layers.0.mlp.up_proj.weight_scale_inv"),
-        "up_proj.weight in .*float8_e4m3fn: the model is quantized, and no scales belong to it",
+        "up_proj.weight in .*float8_e4m3fn: the model is quantized, but no scales belong to this tensor",
     ),
     "no codes": (
         "int4",
         lambda its, _: its.__delitem__("model.layers.0.mlp.up_proj.weight_packed"),
-        "up_proj.weight_scale, and no .*up_proj.weight: download it whole",
+        "up_proj.weight_scale but no .*up_proj.weight: download the folder",
     ),
     "grid": (
         "fp8",
         lambda its, _: its.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(5, 2)}),
-        r"of shape \[5, 2\] for \[96, 64\], which are no equal blocks",
+        r"has shape \[5, 2\] for a weight of shape \[96, 64\], not one for each",
     ),
 }
 
@@ -147,7 +147,7 @@ def test_what_is_not_known_is_refused_by_name(case: str, tmp_path: Path) -> None
     kind, change, said = UNKNOWN[case]
     folder = quantized(tmp_path / "base", kind)
     edit(folder, change)
-    with pytest.raises(ConfigError, match=f"{said}.*[Gg]ive the folder|download it whole"):
+    with pytest.raises(ConfigError, match=f"{said}.*[Gg]ive the folder|download the folder"):
         load(folder)
 
 

@@ -277,10 +277,10 @@ def test_other_rules_of_transformers_are_noticed(folder: Path, monkeypatch: pyte
     from offload.hf.names import CannotStream
 
     monkeypatch.setattr(core_model_loading, "rename_source_key", lambda name, rules: (name, None))
-    with pytest.raises(CannotStream, match="LlamaForCausalLM are read part by part: TypeError"):
+    with pytest.raises(CannotStream, match="read the weights of LlamaForCausalLM one parameter at a time: TypeError"):
         read(LlamaForCausalLM, folder)
     monkeypatch.delattr(core_model_loading, "rename_source_key")
-    with pytest.raises(CannotStream, match="converts weights otherwise"):
+    with pytest.raises(CannotStream, match="has another interface"):
         read(LlamaForCausalLM, folder)
 
 
@@ -305,7 +305,7 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"no weights.*only adapter\.safetensors"):
         read(LlamaForCausalLM, folder)
     (folder / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is no index"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is not a valid index"):
         read(LlamaForCausalLM, folder)
 
 
@@ -331,7 +331,7 @@ def test_a_value_that_is_nan_is_refused_by_name(folder: Path) -> None:
 
     verify_folder(folder)
     edit(folder, spoil)
-    words = rf"model\.safetensors has NaN in {name} \(element 101 of \[48, 32\] is the first\)"
+    words = rf"model\.safetensors has NaN in {name} \(first at element 101 of \[48, 32\]\)"
     with pytest.raises(ConfigError, match=words):
         verify_folder(folder)
     built = build_model(ModelSection(path=str(folder)), seed=0)

@@ -126,7 +126,7 @@ def test_an_adapter_writes_with_it(name: str, models: Any, tmp_path: Path) -> No
     for lacking in (next(name for name in whole if "lora_A" in name), next(name for name in whole if "token" in name)):
         its = {name: value for name, value in whole.items() if name != lacking}
         save_file(its, tmp_path / "adapter" / "adapter_model.safetensors")
-        with pytest.raises(ConfigError, match="is an adapter of another model"):
+        with pytest.raises(ConfigError, match="so it is an adapter of another one"):
             written(folder, GREEDY, None, adapter=tmp_path / "adapter")
 
 
@@ -270,7 +270,7 @@ def test_a_module_that_reads_weights_at_rest_gives_nan_which_is_an_error(models:
             return output
 
         model.register_forward_hook(stray)
-        with pytest.raises(OffloadError, match=r"gives NaN.*--memory none"):
+        with pytest.raises(OffloadError, match=r"returns NaN.*--memory none"):
             sampler.write(PROMPT, GREEDY, lambda _text: None)
 
 
@@ -316,7 +316,7 @@ def test_the_models_own_settings_hold_where_nothing_is_given(models: Any) -> Non
         assert (found.do_sample, found.temperature, found.top_p) == (True, 0.6, 0.5)
         assert not sampler._generation(Choices(temperature=0), 3).do_sample
         assert sampler._generation(Choices(max_new_tokens=100), 3).max_new_tokens == 61
-        with pytest.raises(ConfigError, match="64 tokens, and the model has positions for 64"):
+        with pytest.raises(ConfigError, match="64 tokens, but the model has positions for only 64"):
             sampler._generation(Choices(), 64)
 
 

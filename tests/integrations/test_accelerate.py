@@ -232,14 +232,14 @@ def test_what_does_not_go_with_an_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mixed_precision='fp16'"):
         OffloadAccelerator(mixed_precision="fp16", cpu=True, offload={})
     AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(ConfigError, match="save_on_each_node.*a folder that all machines share"):
+    with pytest.raises(ConfigError, match="save_on_each_node.*a folder shared by all machines"):
         OffloadAccelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path), save_on_each_node=True))
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
     model = llama()
     with pytest.raises(ConfigError, match="not with the model that they train"):
         accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ConfigError, match="20 parameters with requires_grad are not the optimizer's, first model"):
+    with pytest.raises(ConfigError, match="20 parameters with requires_grad are not in the optimizer, first model"):
         accelerator.prepare(model, torch.optim.AdamW(list(model.parameters())[:1]))
     with pytest.raises(ConfigError, match="nesterov=True"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1, momentum=0.9, nesterov=True))
@@ -251,7 +251,7 @@ def test_what_does_not_go_with_an_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="clip_grad_value_"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
     other = llama()
-    with pytest.raises(ConfigError, match="one engine, of one model"):
+    with pytest.raises(ConfigError, match="a single engine, for a single model"):
         accelerator.prepare(other, torch.optim.AdamW(other.parameters()))
 
 
@@ -312,7 +312,7 @@ def test_a_clip_of_some_parameters_or_to_nothing_is_refused(how: str) -> None:
     batch = {key: value[None] for key, value in rows(1)[0].items()}
     accelerator.backward(model(**batch).loss)
     given = model.lm_head.parameters() if how == "some" else model.parameters()
-    with pytest.raises(ConfigError, match="an engine clips all 21 that it trains"):
+    with pytest.raises(ConfigError, match="an engine clips all 21 trainable parameters"):
         accelerator.clip_grad_norm_(given, 0.0 if how == "zero" else 1.0)
 
 

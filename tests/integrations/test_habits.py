@@ -119,7 +119,7 @@ TRAINERS: dict[str, tuple[Any, dict[str, Any], str | None]] = {
     "create_optimizer": (OwnOptimizer, {}, None),
     "create_optimizer_and_scheduler": (OwnPair, {}, None),
     "get_optimizer_cls_and_kwargs": (Named, {}, None),
-    "another optimizer": (NamedOther, {}, "torch.optim.rmsprop.RMSprop, which has no update rule"),
+    "another optimizer": (NamedOther, {}, "torch.optim.rmsprop.RMSprop, and offload has no equivalent update rule"),
     "optimizers": (Trainer, {"pair": given_pair}, None),
     "optimizer_cls_and_kwargs": (
         Trainer,
@@ -173,7 +173,7 @@ class Twice(Trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the Trainer's engine has given its model back")
+@pytest.mark.filterwarnings("ignore:the Trainer's engine has returned its model")
 def test_a_subclass_of_the_offload_trainer_makes_its_optimizer_as_well(tmp_path: Path) -> None:
     """The optimizer is new for each train() and after an evaluation."""
     below: Any = type("Below", (Twice, OffloadTrainer), {"create_optimizer": OwnOptimizer.create_optimizer})
@@ -202,7 +202,7 @@ def test_a_model_of_one_trainer_goes_on_in_another(tmp_path: Path, is_collected:
             del trainer
             gc.collect()
         if trainers:
-            with nullcontext() if kind is Trainer else pytest.warns(UserWarning, match="its moments are gone"):
+            with nullcontext() if kind is Trainer else pytest.warns(UserWarning, match="its moments are lost"):
                 found.append(trainers[0].evaluate(rows(4))["eval_loss"])
         return found
 
@@ -288,18 +288,26 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
     "Adam's decay later": (lambda s: puts(weight_decay=0.1)(s.group), {"make": adam}, "weight_decay was 0, and is 0.1"),
     "eps": (lambda s: puts(eps=s.group["eps"] * 2)(s.group), {}, None),
     "decay of a group": (lambda s: puts(weight_decay=3.0)(s.group), {"make": lambda m: halves(m, eps=EPS)}, None),
-    "betas of a group": (lambda s: puts(betas=(0.0, 0.5))(s.group), {"make": halves}, "no longer those of all groups"),
+    "betas of a group": (
+        lambda s: puts(betas=(0.0, 0.5))(s.group),
+        {"make": halves},
+        "no longer the same for all groups",
+    ),
     "momentum later": (lambda s: puts(momentum=0.5)(s.group), {"make": sgd}, "keeps other moments"),
     "nesterov": (lambda s: puts(nesterov=True)(s.group), {"make": lambda m: sgd(m, momentum=0.5)}, "nesterov was Fal"),
     "fewer parameters": (lambda s: s.group["params"].pop(), {}, "params changed"),
-    "another group": (lambda s: s.optimizer.param_groups.append(s.group), {}, "groups were 1, and are 2"),
+    "another group": (lambda s: s.optimizer.param_groups.append(s.group), {}, "groups was 1, and is 2"),
     "a group unlike": (
         nothing,
         {"make": lambda m: adam_of(m, {}, {"amsgrad": True})},
         "groups of the optimizer have amsgrad False and True",
     ),
     "states before": (nothing, {"make": stepped}, None),
-    "rates of a rule": (nothing, {"make": two_rates, "offload": {"optimizer": SGD(lr=1e-2)}}, "have learning rates of"),
+    "rates of a rule": (
+        nothing,
+        {"make": two_rates, "offload": {"optimizer": SGD(lr=1e-2)}},
+        "have different learning rates",
+    ),
     "state emptied": (lambda s: s.optimizer.state.clear(), {}, "optimizer.state was used"),
     "state replaced": (lambda s: setattr(s.optimizer, "state", {}), {}, "optimizer.state was used"),
     "state read": (lambda s: s.optimizer.state[s.model[0].weight], {}, "are in the engine"),

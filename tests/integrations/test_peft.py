@@ -95,7 +95,7 @@ def test_an_adapter_over_a_base_in_few_bits(codec: str, tmp_path: Path) -> None:
     plain.train()
     offloaded.train()
     assert_same_run(offloaded, plain)
-    assert offloaded.engine.told_frozen_weights.startswith(f"14 frozen parameters rest in {codec}")
+    assert offloaded.engine.told_frozen_weights.startswith(f"14 frozen parameters are stored in {codec}")
     resumed.train(resume_from_checkpoint=str(tmp_path / "offloaded" / "checkpoint-2"))
     assert_same_run(resumed, plain)
 

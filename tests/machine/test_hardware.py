@@ -135,7 +135,7 @@ def test_a_machine_with_other_values(tmp_path: Path) -> None:
         ({"name": ..., "rates_launch_s": ...}, ["lacks name"]),
         ({"rates_launch_s": ...}, ["lacks rates.launch_s"]),
         ({"rates": ...}, ["lacks rates"]),
-        ({"device_bytes": ...}, ["device_bytes is None", "only a CPU"]),
+        ({"device_bytes": ...}, ["device_bytes is None", "all devices but a CPU"]),
         ({"device": "gpu"}, ["device is 'gpu'", '"cuda" or "cpu"']),
         ({"device": "cuda:1"}, ["device is 'cuda:1'", "without a number"]),
         ({"device": 5}, ["device is 5"]),
@@ -165,7 +165,7 @@ def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("secret:x:0\nbin:x:1\n", "no mapping of name, device"), ('a: [secret\nb: "x', "cannot be read: .*, line 2")],
+    [("secret:x:0\nbin:x:1\n", "not a mapping of name, device"), ('a: [secret\nb: "x', "cannot be read: .*, line 2")],
 )
 def test_what_stands_in_a_file_that_is_no_description_is_not_shown(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "x").write_text(text)

@@ -56,7 +56,7 @@ def test_the_least_that_a_plan_takes_is_what_there_must_be(
         ("host", ("cpu", "cpu"), MeZO(), {}, ["--offload.nvme_dir FOLDER."], ["--train.precision", "clipping"]),
         ("host", ("cpu", "nvme", "cpu"), AdamW(), {}, ["parameters nvme --offload.gradients nvme."], []),
         ("host", ("nvme", "nvme", "cpu"), AdamW(), {}, ["with --offload.gradients nvme."], ["--offload.parameters"]),
-        ("host", ("nvme", "nvme"), MeZO(), {}, ["which the tiles need"], ["--offload"]),
+        ("host", ("nvme", "nvme"), MeZO(), {}, ["minimum for the buffers"], ["--offload"]),
     ],
 )
 def test_a_budget_is_refused_with_the_advice_that_applies(
@@ -155,7 +155,7 @@ def test_a_run_beyond_a_group_s_limit_leaves_with_3(train: Enter, tmp_path: Path
     tree = second_version(tmp_path / "tree", {"/": ("max", 9 << 30, 0), "/job": (6 << 30, 3 << 30, 1 << 30)})
     said = train(f"limits._ROOT = Path({str(tree)!r})")
     assert "/sys/fs/cgroup/job/memory.max: 6 GiB, of which 4 GiB is left" in said
-    assert re.search(r"\(4294967296 bytes\) are there, .* too few: ", said)
+    assert re.search(r"\(4294967296 bytes\) are available, .* too few: ", said)
 
 
 @pytest.mark.slow

@@ -190,7 +190,7 @@ def test_a_budget_with_room_and_faster_alternatives_of_the_plan_are_told(tmp_pat
     enough = parse_size(room.split()[1])
     assert enough is not None
     assert 3008 <= enough < 3500, "no less than the peak"
-    assert "more rows a micro-batch" in room
+    assert "more rows in a micro-batch" in room
     assert changes[-1] == "32 GiB more host memory"
     assert not {"slower", "no room"} & set(changes)
 
@@ -200,7 +200,7 @@ def test_a_run_far_slower_than_its_plan_is_told_so_before_anything_else(tmp_path
     for planned, told in ((0.25, True), (0.8, False)):
         path = write_run(tmp_path / str(planned), lines, plan={**PLAN, "step_seconds": planned})
         first = [each.why for each in advise(Recorded.read(path), figures_of(path))][:1]
-        assert any("4 times what the plan says" in why for why in first) == told
+        assert any("4 times as long as planned" in why for why in first) == told
 
 
 def test_a_budget_is_only_said_to_be_too_large_where_it_was_set_and_more_of_it_is_not_advised(tmp_path: Path) -> None:
@@ -210,14 +210,16 @@ def test_a_budget_is_only_said_to_be_too_large_where_it_was_set_and_more_of_it_i
     path = write_run(tmp_path / "waits", waits, plan=plan)
     changes = [each.change for each in advise(Recorded.read(path), figures_of(path))]
     assert changes[0].startswith("More --offload.device_memory")
-    assert not any("would do" in change for change in changes), "the host's budget is the machine's"
+    assert not any("would be enough" in change for change in changes), "the host's budget is the machine's"
     config = {**CONFIG, "offload": {"device_memory": None, "host_memory": 100_000}}
     path = write_run(tmp_path / "set", waits, plan=plan, config=config)
     changes = [each.change for each in advise(Recorded.read(path), figures_of(path))]
-    assert [change for change in changes if "would do" in change] == ["--offload.host_memory 8.2KiB would do"]
+    assert [change for change in changes if "would be enough" in change] == [
+        "--offload.host_memory 8.2KiB would be enough"
+    ]
     (path / "env.json").write_text('{"world_size": 4}')
     changes = [each.change for each in advise(Recorded.read(path), figures_of(path))]
-    assert "--offload.host_memory 32.8KiB would do" in changes, "the ranks share it"
+    assert "--offload.host_memory 32.8KiB would be enough" in changes, "the ranks share it"
 
 
 def test_what_is_torn_missing_or_strange_is_told_and_the_rest_is_there(tmp_path: Path) -> None:
@@ -280,7 +282,7 @@ def test_what_is_no_run_is_one_clear_error(tmp_path: Path) -> None:
         ([], "no run is given"),
         ([str(tmp_path / "file")], "is a file"),
         ([str(tmp_path / "nowhere")], "does not exist"),
-        ([str(tmp_path)], "no folder of a run"),
+        ([str(tmp_path)], "not the folder of a run"),
     ):
         with pytest.raises(ConfigError, match=said):
             report.main(words)

@@ -157,7 +157,7 @@ def kill_and_go_on(run: Run, whole: Run, kills: Sequence[Kill], num_steps: int, 
     assert run.start().codes() == {0}, run.said()
     assert_went_on(run, step)
     for name in left:
-        assert f"note: {name}, left by a process that was killed, is removed." in run.said()
+        assert f"note: {name}, left by a killed process, is removed." in run.said()
 
     assert [line[0] for line in run.learnt()] == list(range(1, num_steps + 1))
     assert run.learnt() == whole.learnt()

@@ -78,7 +78,7 @@ def test_a_logger_that_fails_is_told_of_once_and_left_out(tmp_path: Path, monkey
 
     monkeypatch.setattr(SummaryWriter, "add_scalar", full)
     assert report("tensorboard", tmp_path, LINES) == [
-        "note: tensorboard (run.report_to) failed, and the run goes on without it: OSError: no space left"
+        "note: tensorboard (run.report_to) failed, and the run continues without it: OSError: no space left"
     ]
 
 

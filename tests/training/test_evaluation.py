@@ -94,7 +94,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(run: Any, j
     newest = {"checkpoint__every": 3, "checkpoint__keep": 1, "checkpoint__export_best": True}
     result, _, said = run("best", **settings, **newest)
     assert [path.name for path in Checkpoints(result.dir / "checkpoints").folders()] == ["step-12", "step-8"]
-    assert "back to step 8, whose eval loss of 3.9000 is the lowest" in said
+    assert "back to step 8, with the lowest eval loss (3.9000)" in said
     last, _, _ = run("all", **settings, checkpoint__export=True)
     assert [path.name for path in Checkpoints(last.dir / "checkpoints").folders()] == ["step-12", "step-8"]
     models = [AutoModelForCausalLM.from_pretrained(each.export) for each in (result, last)]
@@ -189,7 +189,7 @@ def test_a_resumed_run_stops_after_the_same_step(
     [
         ({"checkpoint.keep_best": True, "train.eval_every": 0}, r"train\.eval_every is 0.*such as 100"),
         ({"train.early_stopping_patience": 2, "data.eval_share": 0.0}, r"data\.eval_share is 0"),
-        ({"train.early_stopping_min_delta": 0.1}, r"no run stops early.*patience, such as 3"),
+        ({"train.early_stopping_min_delta": 0.1}, r"early stopping is off.*patience, such as 3"),
         ({"train.noise_scale": True, "optimizer.name": "mezo"}, "mezo has no gradients"),
         ({"checkpoint.export_best": True}, r"checkpoint\.keep_best is false: set --checkpoint\.keep_best true"),
     ],

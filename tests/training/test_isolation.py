@@ -61,10 +61,10 @@ def test_a_run_of_an_earlier_version_goes_on_with_rows_as_they_were(
 @pytest.mark.slow
 def test_a_model_that_mixes_documents_has_one_a_row(run: Any, chats: str) -> None:
     result, _, said = run("run", "mamba", data__source=chats)
-    assert "note: a document's logits change by" in said
+    assert "note: a document's logits depend on" in said
     assert "a document a row" in said.split("note: a document's")[1]
     assert "packing: false" in (result.dir / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match=r"packing_isolated is true, and a document's logits change by"):
+    with pytest.raises(ConfigError, match=r"packing_isolated is true, but a document's logits depend on"):
         run("other", "mamba", data__source=chats, data__packing_isolated=True)
     with pytest.raises(ConfigError, match=r"the model is a masked one"):
         run("third", "bert", data__source=chats, data__packing_isolated=True)

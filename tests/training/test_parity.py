@@ -113,7 +113,7 @@ def test_an_operation_without_a_repeatable_algorithm_is_named(
 
     monkeypatch.setattr(LlamaMLP, "forward", forward)
     assert parity.main(words(*HOST)) == 0
-    assert "note: put_ does not have a deterministic implementation. So it runs" in capsys.readouterr().out
+    assert "note: put_ does not have a deterministic implementation. So this operation runs" in capsys.readouterr().out
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
 
@@ -220,7 +220,7 @@ def test_what_differs_only_undisturbed_is_told_as_such(
     Broken(monkeypatch, {1})
     assert parity.main(words(*HOST)) == 1
     said = capsys.readouterr().out
-    assert "it depends on what goes on between steps" in said
+    assert "depends on the timing between steps" in said
     assert said.endswith("parity: offloaded and resident training differ over 3 steps\n")
 
 
@@ -249,7 +249,7 @@ def test_what_cannot_be_compared_is_refused(words: Callable[..., list[str]], mon
         (("--same-order", "maybe"), "--same-order is 'maybe'"),
         (("--same-ordre",), "did you mean same-order"),
         (("--offload.link_gradients", "int8"), r"link_gradients is int8.*one process.*--offload\.link_gradients exact"),
-        (("--optimizer.name", "mezo"), r"mezo, which makes no backward.*offload\.replay.*test_zeroth_order"),
+        (("--optimizer.name", "mezo"), r"mezo, which has no backward.*offload\.replay.*test_zeroth_order"),
     ],
 )
 def test_wrong_options_are_refused(given: tuple[str, ...], said: str) -> None:
@@ -298,7 +298,7 @@ def test_two_ranks_are_equal_within_the_order_of_sums(words: Callable[..., list[
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["equal"], found["ranks"], len(found["steps"])) == (True, 2, 3)
-    assert found["order_differs"] == ["2 ranks: each sums the gradients of its rows, and a part of the norm"]
+    assert found["order_differs"] == ["2 ranks: each sums the gradients of its own rows, and a part of the norm"]
     assert found["weights"]["distance"] < 1e-5
 
 

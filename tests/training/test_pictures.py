@@ -122,7 +122,7 @@ def test_what_does_not_go_is_refused(train: Any, rows: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows.jsonl has pictures, and data.packing_isolated is true"):
         train("isolated", data__packing_isolated=True)
     rows_file(rows, [{"messages": about(["red", "blue"])}] * 4)
-    with pytest.raises(ConfigError, match=r"train.micro_batch_size is 2, and rows have no picture or several"):
+    with pytest.raises(ConfigError, match=r"train.micro_batch_size is 2, but some rows have no picture or several"):
         train("parts", train__micro_batch_size=2)
 
 

@@ -224,7 +224,7 @@ def test_a_reward_model_is_no_language_model(run: Any, pairs: str) -> None:
     result, _, _ = run("reward", **asked(pairs, "reward", train__steps=1, checkpoint__export=True))
     config = json.loads((result.export / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
-    with pytest.raises(ConfigError, match="the model scores texts .* and train.method is dpo"):
+    with pytest.raises(ConfigError, match="the model scores texts .* but train.method dpo"):
         run("again", **asked(pairs, model__path=str(result.export)))
     with pytest.raises(ConfigError, match="train.method is orpo, and the model is a masked one"):
         run("masked", "bert", **asked(pairs, "orpo"))
@@ -286,7 +286,7 @@ def test_a_module_without_logits_is_refused(pairs: str, tmp_path: Path, monkeypa
             return self.embedding(input_ids).sum() * labels.numel()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(ConfigError, match="train.method is dpo, and the model that is given is none of transformers"):
+    with pytest.raises(ConfigError, match="train.method is dpo, but the given model is not a transformers model"):
         Trainer({"train": {"method": "dpo"}, "run": {"dir": str(tmp_path / "run")}}, model=Own(), data=pairs).run()
 
 
@@ -294,7 +294,7 @@ def test_a_module_without_logits_is_refused(pairs: str, tmp_path: Path, monkeypa
     ("settings", "said"),
     [
         ({"train.method": "dpo"}, "data.source is not set: name files of rows with a prompt, a chosen and a"),
-        ({"train.method": "dpo", "data.packing": True}, "data.packing is true, and train.method is dpo"),
+        ({"train.method": "dpo", "data.packing": True}, "data.packing is true, but train.method dpo"),
         ({"train.method": "dpo", "data.packing_isolated": True}, "data.packing_isolated is true"),
         ({"train.method": "dpo", "data.group_by_length": True}, "data.group_by_length is true"),
         ({"train.method": "dpo", "data.format": "messages"}, "set --data.format preference"),
@@ -304,7 +304,7 @@ def test_a_module_without_logits_is_refused(pairs: str, tmp_path: Path, monkeypa
             "train.method reward has no such setting; .*method dpo or orpo",
         ),
         ({"train.method": "orpo", "train.loss_type": "ipo"}, "train.method orpo has no such setting"),
-        ({"data.format": "preference"}, "train.method is sft, .*: set --train.method dpo, orpo or reward"),
+        ({"data.format": "preference"}, "train.method sft .*: set --train.method dpo, orpo or reward"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:

@@ -72,7 +72,7 @@ def test_a_model_and_rows_that_are_given_train_as_those_of_files(
     assert all(torch.equal(one[name], other[name]) for name in other)
     written = Config.load(own.dir / "config.yaml")
     assert (written.model.path, written.data.source) == ("python:LlamaForCausalLM", (source,))
-    with pytest.raises(ConfigError, match=r"python:LlamaForCausalLM, a model that was given in Python"):
+    with pytest.raises(ConfigError, match=r"python:LlamaForCausalLM, so the run trained a model built in Python"):
         Trainer(
             {**settings, "run": {"dir": str(tmp_path / "none")}, "model": {"path": written.model.path}}, data=ROWS
         ).run()
@@ -156,7 +156,7 @@ def test_a_module_of_ones_own_trains_is_resumed_and_exported(
     ).run()
     said = capsys.readouterr().out
     assert "frozen: 1,024 parameters" in said
-    assert "not loaded again for a check: it is of a module of your own" in said
+    assert "not loaded again for a check, since the export is the state_dict of a custom module" in said
 
     class Stops:
         def on_step_end(self, _config: Any, state: Any, _control: Any, **_more: Any) -> None:
@@ -275,7 +275,7 @@ def test_a_save_asked_for_after_the_last_step_is_made_and_of_what_json_has(
     keeps = Keeps()
     keeps.kept = {"seen": torch.zeros(2)}
     settings["run"]["dir"] += "-keeps"
-    with pytest.raises(ConfigError, match=r"callback Keeps cannot be kept .*Tensor"):
+    with pytest.raises(ConfigError, match=r"callback Keeps cannot be stored .*Tensor"):
         Trainer(settings, data=ROWS, callbacks=[keeps]).run()
 
 
@@ -291,7 +291,7 @@ def test_a_save_asked_for_after_the_last_step_is_made_and_of_what_json_has(
         ({"data": [{"text": object()}]}, "row 0 of data cannot be written as JSON: it holds a object"),
         ({"data": 3}, "data is a int; it should be a path, a list of rows"),
         ({"data": ROWS, "config": {"data": {"source": ["b.txt"]}}}, r"data\.source is .*b\.txt.*leave one of them out"),
-        ({"model": Small(), "config": {"lora": {"rank": 2}}}, r"an adapter is asked for .*set model\.path"),
+        ({"model": Small(), "config": {"lora": {"rank": 2}}}, r"an adapter is configured .*set model\.path"),
         ({"callbacks": TrainerCallback()}, "callbacks is a TrainerCallback; it should be a list"),
         (
             {"callbacks": [type("C", (), {"on_stepend": print})]},

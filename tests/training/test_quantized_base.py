@@ -57,7 +57,7 @@ def test_a_run_is_that_over_the_dequantised_base(run: Any, tmp_path: Path, kind:
     found, its = (load_file(each.export / "adapter_model.safetensors") for each in (result, wanted))
     assert all(torch.equal(found[name], its[name]) for name in its)
     name = {"fp8": "block fp8", "int4": "int4 (compressed-tensors)"}.get(kind, kind)
-    assert f"{4 if kind == 'mxfp4' else 14} frozen parameters rest in {name}, " in said
+    assert f"{4 if kind == 'mxfp4' else 14} frozen parameters are stored in {name}, " in said
     assert f"frozen: {base}" in said
     assert f"reloaded: by peft, from {result.export}: logits bit-equal" in said
 
@@ -73,7 +73,7 @@ def test_a_run_is_that_over_the_dequantised_base(run: Any, tmp_path: Path, kind:
     peft = PeftModel.from_pretrained(over, result.export).merge_and_unload().state_dict()
     values = load_file(merged / "model.safetensors")
     assert all(torch.equal(values[name], peft[name]) for name in values)
-    with pytest.raises(ConfigError, match=f"--onto is original, and {base} has its weights in few bits .*{kind}"):
+    with pytest.raises(ConfigError, match=f"--onto is original, but the weights in {base} are quantized .*{kind}"):
         export_command([str(result.dir), str(tmp_path / "no"), "--merge", "--onto", "original"])
 
 
@@ -107,7 +107,7 @@ def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: 
         assert generate_command([str(path), "--adapter", str(result.export), *more]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
-    with pytest.raises(ConfigError, match=r"which is in few bits in the model's folder .*lora.rank 16"):
+    with pytest.raises(ConfigError, match=r"which is quantized in the model's folder .*lora.rank 16"):
         run("whole", model__path=str(base), train__steps=2)
 
 
@@ -118,7 +118,7 @@ def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_pat
     settings = {"lora__init": "pissa", "train__steps": 2, "checkpoint__every": 2, **ADAPTER}
     result, lines, said = run("run", model__path=str(base), **settings)
     wanted, others, _ = run("plain", model__path=str(base.with_name("base-plain")), **settings)
-    assert "10 frozen parameters rest in int4" in said
+    assert "10 frozen parameters are stored in int4" in said
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]
     merged = [tmp_path / "merged", tmp_path / "wanted"]
     for each, out in zip((result, wanted), merged, strict=True):
@@ -143,7 +143,7 @@ def test_what_restarts_is_in_no_codes(run: Any, tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", "mxfp4")
     result, lines, said = run("run", **settings | {"model__path": str(base)})
     wanted, others, _ = run("plain", **settings | {"model__path": str(base.with_name("base-plain"))})
-    assert "4 frozen parameters rest in mxfp4" in said
+    assert "4 frozen parameters are stored in mxfp4" in said
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]
     found, its = (load_file(each.export / "model.safetensors") for each in (result, wanted))
     assert found.keys() == its.keys()

@@ -165,7 +165,7 @@ def test_what_ends_all_ranks_is_said_by_one(
 def test_a_rank_without_more_data_ends_the_run_cleanly_on_all(run: Run, folder: Path) -> None:
     first, second = run("ends", "ended")
     assert (first.code, first.err) == (second.code, second.err) == (0, "")
-    assert "the data are at their end after 2 steps" in first.out
+    assert "the data end after 2 steps" in first.out
     assert "done: 2 steps" in first.out
     assert len(losses(folder, "ended")) == 2
     assert (folder / "ended/hf/config.json").exists()

@@ -58,7 +58,7 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
         assert all((found[name] == wanted[name]).all() for name in wanted)
         assert found.keys() == wanted.keys()
     assert "after 6 steps" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="the weights before step 1 are not those"):
+    with pytest.raises(ConfigError, match="the weights before step 1 differ from those"):
         replay.main([str(part.export), str(part.dir), "--out", str(tmp_path / "other")])
     changed = lines_of(part.dir / "metrics.jsonl")
     changed[3]["rule"] = changed[0]["rule"][::-1]

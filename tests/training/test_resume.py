@@ -288,7 +288,7 @@ def test_other_data_make_another_run(run: Any, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("number", "numeral"))
     before = files(tmp_path / "run")
-    with pytest.raises(ConfigError, match="training data is not what the run began with"):
+    with pytest.raises(ConfigError, match="training data has changed since the run began"):
         run("run", **{"train.steps": 6})
     assert files(tmp_path / "run") == before
 
@@ -383,7 +383,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: p
     assert seen == [[]]
     assert steps_of(result.dir) == ["step-7", "step-6", "step-3"]
     assert [int(each) for each in re.findall(r"step (\d+)  saved ", output)] == [3, 6, 7]
-    assert "training stood still for" in output
+    assert "training stopped for" in output
     assert learnt(found) == learnt(wanted)
     for each in (7, 6, 3):
         verify(result.dir / f"checkpoints/step-{each}")
@@ -474,7 +474,7 @@ def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_p
 
     with Reader(path) as reader, Save(tmp_path / "alone") as save, Writer(save.path, 0, {}) as writer:
         save.commit({}, [writer.finish()], {"engine": reader.meta["engine"], "meta": {}})
-    with pytest.raises(ConfigError, match=r"engine\.save_checkpoint wrote it outside of a run"):
+    with pytest.raises(ConfigError, match=r"was written by engine\.save_checkpoint outside of a run"):
         run("new", **{"checkpoint.resume": str(tmp_path / "alone")})
 
 

@@ -28,7 +28,7 @@ from tests.telemetry.reader import read_trace
 def test_a_run_whose_updates_are_late_ends_with_the_newest_weights(run: Any) -> None:
     settings = {"train__delay": 1, "offload__parameters": "cpu", "offload__optimizer": "cpu"}
     result, lines, said = run("late", **settings)
-    assert "updates come one step late, from step 1 on" in said
+    assert "updates are one step late, from step 1 on" in said
     assert "logits bit-equal" in said
     assert lines[-1]["eval_loss"] == result.eval_loss
 
@@ -134,7 +134,7 @@ def test_time_is_a_limit_and_epochs_are_steps(run: Any) -> None:
     both = {"train__steps": 10**6, "train__epochs": 9}
     result, lines, said = run("timed", **both, train__max_seconds=1, optimizer__lr=1e-4)
     assert 1 <= result.steps == len(lines) < 10**6
-    assert "note: train.steps is 1000000, which overrides train.epochs, 9" in said
+    assert "note: train.steps is 1000000, and overrides train.epochs, 9" in said
     assert "max_seconds" in said
     result, lines, _ = run("epochs", train__steps=None, train__epochs=0.5, train__batch_size=64)
     rows = result.steps * 64
@@ -337,7 +337,7 @@ def test_an_export_that_fails_in_any_way_leaves_the_states(
     def failing(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    for name, write, told in (("taken", taking, "is no earlier export"), ("broken", failing, "on purpose")):
+    for name, write, told in (("taken", taking, "is not an earlier export"), ("broken", failing, "on purpose")):
         monkeypatch.setattr(WholeModel, "write", lambda _self, *given, write=write: write(*given))
         with pytest.raises((ConfigError, RuntimeError), match=told):
             run(name, checkpoint__every=None)
