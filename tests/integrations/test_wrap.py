@@ -239,12 +239,12 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nesterov": (of(SGD, momentum=0.9, nesterov=True), "has nesterov=True"),
     "dampening": (of(SGD, momentum=0.9, dampening=0.5), "has dampening=0.5"),
     "Adam with decay": (of(Adam, weight_decay=0.1), "not decoupled: give AdamW"),
-    "LBFGS": (of(torch.optim.LBFGS), r"torch.optim.lbfgs.LBFGS, which has no update rule.*torch.optim.AdamW"),
-    "RMSprop": (of(torch.optim.RMSprop), "rmsprop.RMSprop, which has no update rule"),
+    "LBFGS": (of(torch.optim.LBFGS), r"torch.optim.lbfgs.LBFGS, and offload has no equivalent update rule.*torch.optim.AdamW"),
+    "RMSprop": (of(torch.optim.RMSprop), "rmsprop.RMSprop, and offload has no equivalent update rule"),
     "two optimizers": (given(lambda m: [over_all(m), over_all(m)]), r"given 2 optimizers.*offload.Muon\(lr="),
     "another model": (given(lambda _: over_all(tiny())), "3 parameters of the optimizer are not the model's, .* has 3"),
     "some parameters": (given(lambda m: over_all(m[0])), "1 parameters with requires_grad are not .* first 1.weight"),
-    "groups unlike": (given(two_rates), r"groups of the optimizer have betas .*may differ in lr and weight_decay"),
+    "groups unlike": (given(two_rates), r"groups of the optimizer have betas .*groups can differ only in lr and weight_decay"),
     "another rule's states": (given(states_of_another), r"state of 0.weight has exp_avg \[4, 4\], and SGD has no mom"),
     "no model": (
         lambda model: wrap.wrap(cast("Any", [model]), over_all(model)),
@@ -260,7 +260,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a closure": (wrapped(lambda _, o: o.step(lambda: 0.0)), r"call closure\(\) or loss.backward\(\) first"),
     "model.zero_grad": (wrapped(lambda m, _: m.zero_grad()), r"set to None in the middle.*optimizer.zero_grad\(\)"),
     "weights loaded": (wrapped(lambda m, _: m.load_state_dict(m.state_dict())), r"before Engine\(\) or offload.wrap"),
-    "a group added": (wrapped(lambda _, o: o.add_param_group({"params": []})), "make the model, all of it, before"),
+    "a group added": (wrapped(lambda _, o: o.add_param_group({"params": []})), "complete the model before"),
     "states of others": (wrapped(frozen_state), r"groups of \[4\] parameters.*of \[3\].*before offload.wrap"),
     "states read": (wrapped(lambda _, o: o.state["x"]), "engine.save_checkpoint"),
     "bf16 states": (
@@ -268,7 +268,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"not fp32 \(AdamW with bf16 states\): optimizer.save\(folder\)",
     ),
     "forwards alone": (wrapped(print, lambda _: offload.MeZO(lr=0.1)), r"call engine.step\(batch, loss_fn\)"),
-    "a clip of some": (wrapped(lambda m, o: o.clip_grad_norm_([m[0].weight], 1.0)), "clips all 3 that it trains"),
+    "a clip of some": (wrapped(lambda m, o: o.clip_grad_norm_([m[0].weight], 1.0)), "clips all 3 trainable parameters"),
     "a clip to another norm": (wrapped(lambda m, o: o.clip_grad_norm_(m.parameters(), 1.0, 1)), "norm_type=1"),
 }
 
