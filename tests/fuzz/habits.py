@@ -73,7 +73,7 @@ def give(case: Any, dice: random.Random) -> None:
 
 def is_named(refusal: str, habits: Sequence[str]) -> bool:
     """True where a refusal speaks of one of these habits, or where a pass was seen to be another one."""
-    return "is not that of the model" in refusal or any(re.search(HABITS[habit], refusal) for habit in habits)
+    return "give different results" in refusal or any(re.search(HABITS[habit], refusal) for habit in habits)
 
 
 # -- units -----------------------------------------------------------------------------------------------------------

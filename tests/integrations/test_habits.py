@@ -286,7 +286,7 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
     "eps": (lambda s: puts(eps=s.group["eps"] * 2)(s.group), {}, None),
     "decay of a group": (lambda s: puts(weight_decay=3.0)(s.group), {"make": lambda m: halves(m, eps=EPS)}, None),
     "betas of a group": (lambda s: puts(betas=(0.0, 0.5))(s.group), {"make": halves}, "no longer those of all groups"),
-    "momentum later": (lambda s: puts(momentum=0.5)(s.group), {"make": sgd}, "keeps other moments"),
+    "momentum later": (lambda s: puts(momentum=0.5)(s.group), {"make": sgd}, "stores other moments"),
     "nesterov": (lambda s: puts(nesterov=True)(s.group), {"make": lambda m: sgd(m, momentum=0.5)}, "nesterov was Fal"),
     "fewer parameters": (lambda s: s.group["params"].pop(), {}, "params changed"),
     "another group": (lambda s: s.optimizer.param_groups.append(s.group), {}, "groups were 1, and are 2"),
