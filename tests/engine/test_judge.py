@@ -217,7 +217,7 @@ def test_what_modules_keep_is_that_of_plain_pytorch(block: type[nn.Module]) -> N
 @pytest.mark.parametrize("block", [Counts, CountsInSlots, Tracks, Draws])
 def test_what_a_recompute_would_change_is_found(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unit, "note_places", lambda modules: set())
-    assert "graphs are kept" in verdict(build(of(block)))
+    assert "graphs are saved" in verdict(build(of(block)))
 
 
 def test_a_buffer_that_begins_to_move_is_refused() -> None:
@@ -230,7 +230,7 @@ def test_a_buffer_that_begins_to_move_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [MixesRows, MixesInTraining])
 def test_what_micro_batches_would_change_is_found(block: type[nn.Module]) -> None:
-    assert "batches stay whole" in verdict(build(of(block)), micro_batch_size=1)
+    assert "batches are not split" in verdict(build(of(block)), micro_batch_size=1)
     assert not verdict(build(of(block)))
 
 
@@ -265,7 +265,7 @@ def test_a_model_that_differs_from_itself_is_not_recomputed() -> None:
     assert "gives other results in each run" in verdict(build(of(Doubts)), recompute="never")
     found = verdict(build(of(Doubts)))
     assert "gives other results in each run" in found
-    assert "graphs are kept" in found
+    assert "graphs are saved" in found
 
 
 @pytest.mark.parametrize("is_mended", [True, False])

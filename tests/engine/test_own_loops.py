@@ -598,9 +598,9 @@ def test_a_gradient_that_is_looked_for_at_a_parameter_is_in_the_engine() -> None
     loss = engine.model(**tokens()).loss
     assert parameter.grad is None
     engine.backward(loss)
-    with pytest.raises(ConfigError, match="the grad of lm_head.weight was read in the middle of a step"):
+    with pytest.raises(ConfigError, match="the grad of lm_head.weight was read during a step"):
         _ = parameter.grad
-    with pytest.raises(ConfigError, match="the grad of lm_head.weight was set to None in the middle of a step"):
+    with pytest.raises(ConfigError, match="the grad of lm_head.weight was set to None during a step"):
         parameter.grad = None
     engine.update()
     parameter.grad = None

@@ -398,7 +398,7 @@ def test_a_number_that_chooses_another_way_through_the_model_is_judged(tmp_path:
             engine.step(words(0), interrupted)
     mixed = words(1)
     mixed["x"][:, 0] = 0
-    with pytest.warns(UserWarning, match="batches stay whole"):
+    with pytest.warns(UserWarning, match="batches are not split"):
         engine.step({**mixed, "skip": 0}, cross_entropy)
 
 

@@ -114,7 +114,7 @@ def given_pair(model: Any) -> Any:
     return optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9)
 
 
-IN_STEP = "in the middle of a step, whose gradients are in the engine"
+IN_STEP = "during a step, but its gradients are in the engine"
 TRAINERS: dict[str, tuple[Any, dict[str, Any], str | None]] = {
     "create_optimizer": (OwnOptimizer, {}, None),
     "create_optimizer_and_scheduler": (OwnPair, {}, None),
@@ -300,8 +300,12 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
     "state emptied": (lambda s: s.optimizer.state.clear(), {}, "optimizer.state was used"),
     "state replaced": (lambda s: setattr(s.optimizer, "state", {}), {}, "optimizer.state was used"),
     "state read": (lambda s: s.optimizer.state[s.model[0].weight], {}, "are in the engine"),
-    "weights written": (lambda s: s.model[0].weight.data.mul_(0.5), {}, "0.weight was to be written to"),
-    "weights loaded": (lambda s: s.model.load_state_dict(s.model.state_dict()), {}, r"load_state_dict\(\) cannot be"),
+    "weights written": (lambda s: s.model[0].weight.data.mul_(0.5), {}, "0.weight cannot be written to"),
+    "weights loaded": (
+        lambda s: s.model.load_state_dict(s.model.state_dict()),
+        {},
+        r"load_state_dict\(\) does not work",
+    ),
     "frozen in turns": (lambda s: s.model[1].requires_grad_(len(s.called) % 2 == 0), {}, None),
     "an exhausted clip": (lambda s: s.accelerator.clip_grad_norm_(s.once, 0.01), {}, None),
     "a clip by hand": (lambda s: nn.utils.clip_grad_norm_(s.model.parameters(), 1.0), {}, f"was read {IN_STEP}"),
@@ -338,7 +342,7 @@ def test_a_model_of_one_accelerator_goes_on_in_another() -> None:
     first = Script(OffloadAccelerator, mixed_precision="bf16", offload={})
     model = first.model
     AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(ConfigError, match="have it as .engine"):
+    with pytest.raises(ConfigError, match="engine of a Trainer or an accelerator"):
         Engine(model)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     accelerator = OffloadAccelerator(cpu=True)
