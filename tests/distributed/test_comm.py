@@ -16,9 +16,9 @@ from tests.distributed.ranks import ranks
 from tests.matrix import quick
 
 DIFFERENCES = """\
-the configuration must be the same on all ranks, and differs from that of ranks 0, 1 on rank 2: train.seed 0 \
+the configuration must be the same on all ranks, but differs from ranks 0, 1 on rank 2: train.seed 0 \
 instead of 1; train.clip True instead of nothing.
-the schedule must be the same on all ranks, and differs from that of ranks 1, 2 on rank 0: 'abd' instead of 'abc'.
+the schedule must be the same on all ranks, but differs from ranks 1, 2 on rank 0: 'abd' instead of 'abc'.
 """
 ENDED_EARLY = (
     "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still used it: "
@@ -88,7 +88,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
         ({"RANK": None, "WORLD_SIZE": None}, "LOCAL_RANK is set, and RANK and WORLD_SIZE are not"),
         ({"RANK": "2"}, "RANK is '2' and WORLD_SIZE '2'"),
         ({"RANK": "one"}, "RANK is 'one'"),
-        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE 3 does not go with RANK 1 of WORLD_SIZE 2"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE 3 contradicts RANK 1 of WORLD_SIZE 2"),
     ],
 )
 def test_variables_that_are_missing_or_wrong_are_named(change: dict[str, str | None], message: str):

@@ -131,7 +131,7 @@ def test_moments_in_codes_are_all_pruned_or_none() -> None:
     engine = Engine(model, AdamW(states="int8"))
     engine.step(tokens(0))
     _, matrices = names_of(engine)
-    with pytest.raises(ConfigError, match="rest in int8, of which a share cannot be set to zero"):
+    with pytest.raises(ConfigError, match="are stored in int8, where a part cannot be set to zero"):
         engine.prune_moments(matrices, SHARE)
     with pytest.raises(ConfigError, match="the model has no parameter 'lora_Z'"):
         engine.prune_moments(["lora_Z"], 1)

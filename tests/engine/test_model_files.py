@@ -174,7 +174,7 @@ def test_a_file_that_is_cut_ends_the_step(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     with file.open("r+b") as opened:
         opened.truncate(file.stat().st_size // 2)
-    with pytest.raises(DiskError, match=r"model.safetensors had \d+ bytes and has \d+ now"):
+    with pytest.raises(DiskError, match=r"model.safetensors had \d+ bytes and now has \d+"):
         engine.step(tokens(1))
 
 
@@ -216,8 +216,8 @@ def change(how: str, file: Path) -> None:
 SAID = {
     "written": "was written to",
     "replaced": "was replaced by another file",
-    "removed": "cannot be looked at any more .*ENOENT",
-    "cut": r"had \d+ bytes and has \d+ now",
+    "removed": "cannot be accessed any more .*ENOENT",
+    "cut": r"had \d+ bytes and now has \d+",
 }
 
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         engine_of(folder, placement=FILES, frozen_weights="int8")
     with pytest.raises(ConfigError, match="offload.optimizer is 'files'"):
         Placement(optimizer="files")
-    with pytest.raises(ConfigError, match="offload.optimizer is device and offload.parameters is files"):
+    with pytest.raises(ConfigError, match="offload.optimizer is device, but offload.parameters is files"):
         Placement(parameters="files", optimizer="device")
 
 

@@ -169,7 +169,7 @@ def test_what_cannot_be_shared_is_refused_by_its_numbers() -> None:
     found = refused(three)
     assert "3 query heads and 1 key-value heads of attention" in found
     assert "set --train.sequence_parallel to one of 1, 3." in found
-    assert "a machine has 2 ranks, which make no whole number of groups of 3" in refused(size=3)
+    assert "a machine has 2 ranks, which is no multiple of 3" in refused(size=3)
     assert "shift_labels" in refused(opt), "its loss takes no labels that are shifted"
     assert "the batch of ranks that share sequences must be the same on all ranks" in refused(alike=False)
 

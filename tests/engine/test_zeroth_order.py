@@ -493,7 +493,7 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], told: str) -> 
 
 
 def test_a_rule_with_gradients_has_no_part_without() -> None:
-    with pytest.raises(ConfigError, match=r"groups\['norm'\]: rule is MeZO, .* and AdamW takes gradients"):
+    with pytest.raises(ConfigError, match=r"groups\['norm'\]: rule is MeZO, .* but AdamW needs gradients"):
         AdamW(groups=[("norm", {"rule": MeZO()})])
     with pytest.raises(ConfigError, match="Muon's rest is MeZO"):
         Muon(rest=MeZO())

@@ -315,7 +315,11 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
         {},
         f"2.weight was set to None {IN_STEP}",
     ),
-    "a gradient given": (lambda s: setattr(s.model[2].weight, "grad", torch.ones(8, 8)), {}, "to be given a gradient"),
+    "a gradient given": (
+        lambda s: setattr(s.model[2].weight, "grad", torch.ones(8, 8)),
+        {},
+        "cannot be given a gradient",
+    ),
 }
 
 
