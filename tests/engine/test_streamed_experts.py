@@ -333,7 +333,9 @@ def test_a_router_that_is_none_is_refused() -> None:
     model = build(mixture("mixtral"))
     experts = model.model.layers[1].mlp.experts
     with Engine(model, RULE, streamed()) as engine:
-        with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts were called with .*float32 \[4, 2\].*a router"):
+        with pytest.raises(
+            ConfigError, match=r"layers\.1\.mlp\.experts were called with .*float32 \[4, 2\].* instead of tokens"
+        ):
             experts(torch.zeros(4, 32), torch.zeros(4, 2), torch.zeros(4, 2))
         engine.step(tokens())
 
