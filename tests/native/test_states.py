@@ -403,6 +403,6 @@ def test_a_wrong_argument_is_named(wrong, message):
 
 def test_a_wrong_scale_is_named():
     codes, right = torch.zeros(300, dtype=torch.uint8), torch.zeros(3)
-    for scale, message in ((torch.zeros(2), "scale has 2 elements.* 3, one for each 128"), (right.half(), "float16")):
+    for scale, message in ((torch.zeros(2), "scale has 2 elements.* 3, one per 128"), (right.half(), "float16")):
         with pytest.raises(ConfigError, match=f"^exp_avg.*{message}"):
             step("lion", torch.ones(300), [(codes, scale)], torch.ones(300))
