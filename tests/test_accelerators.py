@@ -134,7 +134,9 @@ def test_an_engine_computes_where_its_ranks_exchange(machine: Any, name: str | N
     comm = Comm()
     comm.size, comm.device = 2, torch.device("cuda", 2)
     assert engine_device(Settings(device=name), comm) == torch.device("cuda", 2)
-    with pytest.raises(ConfigError, match=r"offload.device is cpu, and the comm .* is for cuda:2: give no device, or"):
+    with pytest.raises(
+        ConfigError, match=r"offload.device is cpu, but the comm .* for cuda:2: leave out the device, or"
+    ):
         engine_device(Settings(device="cpu"), comm)
 
 

@@ -29,7 +29,7 @@ def difference(name: str, digests: Sequence[int], values: Sequence[Any]) -> str:
             listed = "; ".join(f"{key}{_show(here, key)} instead of {_show(there, key).strip()}" for key in keys[:8])
             more = f"; and {len(keys) - 8} more" if len(keys) > 8 else ""
             parts.append(f"{_names(ranks)}: {listed}{more}")
-    return f"{name} must be the same on all ranks, and differs from that of {same} on {', and on '.join(parts)}."
+    return f"{name} must be the same on all ranks, but differs from {same} on {', and on '.join(parts)}."
 
 
 _UNSET = object()

@@ -87,8 +87,8 @@ class Comm:
         """
         if self.size > 1 and self._user is not None and self._user() is not None:
             raise ConfigError(
-                "this comm is in use by an engine that was not closed, and the exchanges of two would be mixed up: "
-                "close that one first, or give this one a comm of its own, by open_comm()."
+                "this comm is in use by an engine that is still open, and two engines would mix up their exchanges: "
+                "close that engine first, or pass another comm from open_comm()."
             )
         self._user = weakref.ref(user)
 
@@ -118,8 +118,8 @@ class Comm:
         if self.size % num_replicas:
             fitting = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
             raise ConfigError(
-                f"offload.replicas is {num_replicas}, and {self.size} ranks do not make that many of equal size: set "
-                f"--offload.replicas to one of {fitting}, or to auto."
+                f"offload.replicas is {num_replicas}, but {self.size} ranks cannot be divided into that many equal "
+                f"replicas: set --offload.replicas to one of {fitting}, or to auto."
             )
         return (self, Comm()) if num_replicas == 1 else self._split(num_replicas)
 
@@ -147,9 +147,9 @@ class Comm:
             here = min(counts)
             fitting = ", ".join(str(n) for n in range(1, here + 1) if all(count % n == 0 for count in counts))
             raise ConfigError(
-                f"train.sequence_parallel is {num}, and a machine has {here} ranks, which make no whole number of "
-                f"groups of {num}: set --train.sequence_parallel to one of {fitting}, or start other ranks, by --gpus "
-                "or --nproc-per-node."
+                f"train.sequence_parallel is {num}, but a machine has {here} ranks, which is no multiple of {num}: set "
+                f"--train.sequence_parallel to one of {fitting}, or change the number of ranks with --gpus or "
+                "--nproc-per-node."
             )
         groups, _ = self._places(self.size // num)
         return next((number, its.index(self.rank)) for number, its in enumerate(groups) if self.rank in its)
@@ -303,7 +303,9 @@ class Ranks(Comm):
         self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
-        self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(f"No start: {error}", None)
+        self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(
+            (f"The ranks could not start: {error}"), None
+        )
         self._parts: dict[str, tuple[Ranks, ...]] = {}
         self._left_by: list[BaseException] = []  # shared by all parts
         self._open_rows(None)
@@ -376,8 +378,8 @@ class Ranks(Comm):
             if gpu is not None and (other := users.setdefault((machine, gpu), rank)) != rank:
                 raise common(
                     ConfigError(
-                        f"ranks {other} and {rank} both compute on the GPU {gpu} of {host}: each rank needs "
-                        "its own. Start as many as there are GPUs, by --gpus or --nproc-per-node."
+                        f"ranks {other} and {rank} both compute on GPU {gpu} of {host}, but each rank needs its own "
+                        "GPU. Start one rank per GPU, with --gpus or --nproc-per-node."
                     )
                 )
         here = [rank for rank, is_here in enumerate(reached) if is_here]
@@ -398,7 +400,9 @@ class Ranks(Comm):
     ) -> None:
         _check(full, shard, self.size, what)
         if full.dtype not in _FLOATS or shard.dtype not in _FLOATS:
-            raise ValueError(f"{what}: from {full.dtype} to {shard.dtype}; float32, bfloat16 or float64 are summed.")
+            raise ValueError(
+                f"{what}: from {full.dtype} to {shard.dtype}; only float32, bfloat16 and float64 can be summed."
+            )
         with self._exchange(what, full.numel()):
             self._reduce(shard, _open_chunks(scratch, pieces_of(full, self.size), self.rank, coding))
 
@@ -437,7 +441,7 @@ class Ranks(Comm):
         of_device = isinstance(values, torch.Tensor)
         own = values if of_device else torch.tensor([float(value) for value in values], dtype=torch.float64)
         if own.dtype != torch.float64:
-            raise ValueError(f"{what}: {own.dtype}; float64 is summed.")
+            raise ValueError(f"{what}: {own.dtype}; only float64 can be summed.")
         first, *others = self._collect(own, what, of_device)
         total = first.clone()
         for other in others:
@@ -677,7 +681,7 @@ def _open_chunks(scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: in
 
 def _be_patient(deadline: float, start_s: float) -> None:
     if time.monotonic() > deadline:
-        raise RankLostError(f"Not all ranks came within {start_s:g} s of the start.", None)
+        raise RankLostError(f"Not all ranks connected within {start_s:g} s of the start.", None)
 
 
 def pieces_of(full: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -693,9 +697,9 @@ def _place(to: torch.Tensor, source: torch.Tensor) -> None:
 def _check(full: torch.Tensor, shard: torch.Tensor, size: int, what: str) -> None:
     if full.dim() != 1 or shard.dim() != 1 or full.numel() != size * shard.numel():
         shapes = f"full {tuple(full.shape)}, shard {tuple(shard.shape)}"
-        raise ValueError(f"{what}: {shapes}; both are flat, and full has {size} times the elements.")
+        raise ValueError(f"{what}: {shapes}; both must be flat, and full must have {size} times the elements of shard.")
     if not full.is_contiguous() or not shard.is_contiguous() or full.device != shard.device:
-        raise ValueError(f"{what}: full and shard are to be contiguous, on one device.")
+        raise ValueError(f"{what}: full and shard must be contiguous, on one device.")
 
 
 class ImaginedRanks(Comm):

@@ -68,11 +68,11 @@ def open_comm(
     except OffloadError:
         raise
     except (RuntimeError, ValueError) as error:
-        place = "over the process group that there is"
+        place = "over the existing process group"
         if not exists:
             place = f"at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
         after = f"after {time.monotonic() - begun:.1f} s of at most {times.start_s:g}"
-        raise RankLostError(f"The {size} ranks did not meet {place}, {after}: {error}", None) from error
+        raise RankLostError(f"The {size} ranks did not connect {place}, {after}: {error}", None) from error
 
 
 def _meet(environ: Mapping[str, str], timeout: timedelta) -> tuple[int, Any]:
@@ -114,7 +114,7 @@ def _meeting(store: Any, rank: int, size: int, timeout: timedelta) -> str:
             if store.check([f"offload-{meeting}-{other}"]):
                 absent.remove(other)
         if absent and time.monotonic() > deadline:
-            raise RuntimeError(f"rank {min(absent)} did not come.")
+            raise RuntimeError(f"rank {min(absent)} did not connect.")
         time.sleep(0.01)
     return meeting
 
@@ -130,7 +130,8 @@ def _read_environment(environ: Mapping[str, str]) -> int:
     rank, size = ranks
     if local is not None and (local[1] > size or local[0] > rank):
         raise ConfigError(
-            f"LOCAL_RANK {local[0]} of LOCAL_WORLD_SIZE {local[1]} does not go with RANK {rank} of WORLD_SIZE {size}."
+            f"LOCAL_RANK {local[0]} of LOCAL_WORLD_SIZE {local[1]} contradicts RANK {rank} of WORLD_SIZE {size}: start "
+            "with torchrun."
         )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and size > 1:
@@ -151,5 +152,8 @@ def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] |
     except ValueError:
         number, count = -1, 0
     if not 0 <= number < count:
-        raise ConfigError(f"{rank} is {environ[rank]!r} and {size} {environ[size]!r}; whole numbers, 0 <= rank < size.")
+        raise ConfigError(
+            f"{rank} is {environ[rank]!r} and {size} is {environ[size]!r}; both must be whole numbers, with 0 <= rank "
+            "< size."
+        )
     return number, count

@@ -93,7 +93,7 @@ def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:
     if found and killed:
         rank = min(codes)
         names = ", ".join(f"rank {rank} by {signal.Signals(-code).name}" for rank, code in sorted(codes.items()))
-        raise RankLostError(f"All ranks were ended from outside: {names}; the machine may be out of memory.", rank)
+        raise RankLostError(f"All ranks were killed from outside: {names}; the machine may be out of memory.", rank)
     return OffloadError.exit_code if found else 0
 
 
@@ -105,8 +105,7 @@ def _check_gpus(num_ranks: int, say: Callable[[str], None]) -> None:
         say(f"note: no GPU is found here; the {num_ranks} ranks share the CPU.")
     elif found < num_ranks:
         raise ConfigError(
-            f"--gpus is {num_ranks}, and this machine has {found} that this process may use; set --gpus to {found} or "
-            "less."
+            f"--gpus is {num_ranks}, but this process can use {found} on this machine; set --gpus to {found} or less."
         )
 
 

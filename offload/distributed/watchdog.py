@@ -64,7 +64,7 @@ class Position:
         if self.inside:
             return f"waiting in {self.what} for {age:.1f} s"
         if self.what:
-            return f"computing since the end of {self.what} {age:.1f} s before"
+            return f"computing, {age:.1f} s after the end of {self.what}"
         return f"computing, {age:.1f} s after its start"
 
 
@@ -159,7 +159,7 @@ class Watchdog:
     def explain(self, error: Exception) -> RankLostError:
         """Return the RankLostError for a failed collective. Waits for the watchdog to find the lost rank."""
         if self._ending:
-            return RankLostError(f"This rank, {self.rank}, has left the others: {error}", self.rank)
+            return RankLostError(f"This rank, {self.rank}, has already left the other ranks: {error}", self.rank)
         self._is_lost.wait(self._times.silence_s / 2)  # the sockets report the loss within a moment
         if self.error is None:
             self._lose(None, f"A connection between ranks broke: {error}")
@@ -230,21 +230,21 @@ class Watchdog:
             self._selector.unregister(peer.connection)
             if not peer.ended:
                 peer.ended = True
-                ended = "its process ended without a word: it was killed, ran out of memory or crashed"
+                ended = "its process ended without a message: it was killed, ran out of memory or crashed"
                 self._lose(peer.rank, self._describe(peer, ended))
 
     def _learn(self, peer: _Peer, message: Mapping[str, Any]) -> None:
         if message["rank"] != self.rank:
             self._lose(message["rank"], message["why"])
             return
-        self._lose(self.rank, f"Rank {peer.rank} took this rank, {self.rank}, for lost. {message['why']}")
+        self._lose(self.rank, f"Rank {peer.rank} reported this rank, {self.rank}, as lost. {message['why']}")
 
     def _judge(self, now: float) -> None:
         """Detect silent ranks, absent ranks, and ranks in different collectives."""
         for peer in self._peers.values():
             if not peer.ended and now - peer.heard > self._times.silence_s:
-                silent = f"it has not been heard of for {now - peer.heard:.1f} s: it was stopped, its machine is gone, "
-                self._lose(peer.rank, self._describe(peer, silent + "or something holds its Python lock"))
+                silent = f"no heartbeat for {now - peer.heard:.1f} s: its process is stopped, its machine is down, "
+                self._lose(peer.rank, self._describe(peer, silent + "or a thread holds its Python lock"))
         for row, here in enumerate(self._look()):
             self._compare(row, here, now)
 
@@ -262,11 +262,11 @@ class Watchdog:
             elif there.number == here.number and (there.what, there.numel) != (here.what, here.numel):
                 other = f"{there.what} ({there.numel} elements)"
                 mine = f"rank {self.rank} is at {here.what} ({here.numel} elements)"
-                self._lose(peer.rank, f"Ranks went different ways: rank {peer.rank} is at {other}, {mine}")
+                self._lose(peer.rank, f"Ranks called different operations: rank {peer.rank} is at {other}, {mine}")
         present = [peer for peer in peers if not peer.ended]
         if stall_s is not None and waited > stall_s and present:
             last = min(present, key=lambda peer: peer.at(row).number)
-            missing = f"others have waited for it for {stall_s:g} s, though it is alive"
+            missing = f"other ranks have waited for it for {stall_s:g} s, though it is alive"
             if last.at(row).number == here.number:
                 missing = f"all ranks have been in {here.what} for {stall_s:g} s"
             self._lose(last.rank, self._describe(last, missing))

@@ -238,8 +238,9 @@ def assemble(
     prepared = prepare(model, settings, comm, machine, quantized)
     if prepared.plan.layout.files and fill is None:
         raise ConfigError(
-            "offload.parameters is files, and Engine() was given a model that has its weights already, from no files: "
-            "build it of its folder (build_model or read_model, and fill=), or set --offload.parameters cpu."
+            "offload.parameters is files, but the weights of this model are already in memory and come from no model "
+            "files: build the model from its folder (build_model or read_model, and fill=), or set "
+            "--offload.parameters cpu."
         )
     share_buffers(model, comm)
     state = EngineState(
@@ -264,8 +265,8 @@ def engine_device(settings: Settings, comm: Comm) -> torch.device:
         return device
     if settings.device is not None:
         raise ConfigError(
-            f"offload.device is {settings.device}, and the comm that the engine was given is for {comm.device}: give "
-            f"no device, or a comm of open_comm(device={settings.device!r})."
+            f"offload.device is {settings.device}, but the comm passed to Engine() is for {comm.device}: leave out the "
+            f"device, or pass comm=open_comm(device={settings.device!r})."
         )
     return comm.device
 

@@ -73,8 +73,8 @@ class Saving:
         codec = _codec(engine)
         if not trained_only and (why := _why_trained_only(engine)):
             raise ConfigError(
-                f"{why} is in no checkpoint: save with trained_only=True, and make the engine that loads it of the "
-                "same model."
+                f"{why}, and a full checkpoint cannot hold them: save with trained_only=True, and load into an engine "
+                "built from the same model."
             )
         comm, contents = engine.comm, _contents(engine, engine.changed if trained_only else None)
         moved = engine.moved.find(comm, _buffers(engine))
@@ -96,12 +96,12 @@ class Saving:
             own[CHANGED] = sorted(engine.changed)
         with ExitStack() as opened:
             self._keepers = keepers(comm, folder.parent)
-            with as_one(comm, "what a checkpoint says"):
+            with as_one(comm, "metadata of the checkpoint"):
                 # The caller may change these values in later steps: copy them now.
                 self._meta = json.loads(json.dumps({"engine": own, "meta": dict(meta)}))
             if len(set(self._keepers)) > 1:  # one manifest for several disks, but `seconds` differ by rank
-                files, self._meta = of_rank_0(comm, (files, self._meta), "what a checkpoint says")
-            with as_one(comm, "making of the checkpoint"):
+                files, self._meta = of_rank_0(comm, (files, self._meta), "metadata of the checkpoint")
+            with as_one(comm, "creation of the checkpoint"):
                 if self._keepers[comm.rank] == comm.rank:
                     self._save = opened.enter_context(Save(folder))
                     for name, data in {**_configuration(engine), **(files or {})}.items():
@@ -140,7 +140,7 @@ class Saving:
             with as_one(comm, "writing of the checkpoint"):
                 written = self._writer.finish()
             told = comm.gather_objects((written, self._random), "parts of the checkpoint")
-            with as_one(comm, "end of the checkpoint"):
+            with as_one(comm, "publication of the checkpoint"):
                 if self._save is not None:
                     self._meta["engine"]["random"] = [random for _, random in told]
                     parts = [its for its, _ in told]
@@ -246,19 +246,19 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     codecs = reader.meta["engine"].get("frozen_weights", EXACT.name), _codec(engine)
     if len(set(codecs)) > 1:
         raise ConfigError(
-            f"{reader.path} was made over frozen weights in {codecs[0]}, and offload.frozen_weights is {codecs[1]}: "
-            f"training would go on over others. Set --offload.frozen_weights {codecs[0]}."
+            f"{reader.path} was trained on frozen weights stored as {codecs[0]}, but offload.frozen_weights is "
+            f"{codecs[1]}, which gives other weights. Set --offload.frozen_weights {codecs[0]}."
         )
     trained_only, changed = reader.meta["engine"].get(_TRAINED_ONLY, False), reader.changed
     if not trained_only and (why := _why_trained_only(engine)):
         raise ConfigError(
-            f"{reader.path} has frozen weights, and {why} is taken from no checkpoint: load one that was saved with "
-            "trained_only=True, or set --offload.parameters cpu and --offload.frozen_weights exact."
+            f"{reader.path} contains frozen weights, but {why} and cannot be loaded from a checkpoint: load one saved "
+            "with trained_only=True, or set --offload.parameters cpu and --offload.frozen_weights exact."
         )
     if trained_only and (lost := sorted(engine.changed - changed)):
         raise ConfigError(
-            f"{reader.path} was made over frozen weights as they were given, and {lost[0]} has been changed since by "
-            "engine.edit: load the checkpoint into an engine that is made anew."
+            f"{reader.path} was saved with unchanged frozen weights, but engine.edit has changed {lost[0]} since: load "
+            "the checkpoint into a new engine."
         )
     own = _contents(engine, changed if trained_only else None)
     # Stale weights exist only with delayed updates, and only a delayed update needs them.
@@ -276,9 +276,9 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
         its, model = (each and each.having(kept.__contains__) for each in (found.get(name), wanted.get(name)))
         if its != model:
             raise ConfigError(
-                f"{reader.path} does not fit the model: it has {_shown(found.get(name))} for {name}, and the model "
-                f"{_shown(wanted.get(name))}. Resume with the model, the trained parameters and the --train.precision "
-                "that it was made with."
+                f"{reader.path} does not fit the model: for {name} the checkpoint has {_shown(found.get(name))}, and "
+                f"the model has {_shown(wanted.get(name))}. Resume with the model, trainable parameters and "
+                "--train.precision of the saved run."
             )
     different = next((name for name in wanted if wanted[name] != found[name]), None)
     if different is None and was in (None, now):
@@ -287,13 +287,16 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
         where = (
             ""
             if different is None
-            else (f", with {_shown(found[different])} for {different}, and the model has {_shown(wanted[different])}")
+            else (
+                f" ({different}: {_shown(found[different])} in the checkpoint, {_shown(wanted[different])} in the "
+                "model)"
+            )
         )
         raise ConfigError(
-            f"{reader.path} holds the states of {was or 'another update rule'}{where}: {now} cannot go on with them. "
-            "Resume with the --optimizer.name, .states, .master and .groups that it was made with, or set "
-            "--optimizer.reset (load_checkpoint(..., reset=True)): that takes the weights, the number of the step and "
-            f"the position in the data, and begins the states of {now} anew."
+            f"{reader.path} contains optimizer states of {was or 'another update rule'}{where}, which {now} cannot "
+            "use. Resume with the --optimizer.name, .states, .master and .groups of the saved run, or set "
+            "--optimizer.reset (load_checkpoint(..., reset=True)), which restores weights, step number and data "
+            f"position, and resets the states of {now}."
         )
     return True
 
@@ -308,17 +311,17 @@ def _check_frozen(reader: Reader, wanted: Contents, found: Contents) -> None:
     )
     if now and was and now != was:
         changes = [
-            f"{len(names)} that are {is_now} now and were {was_then} there, such as {min(names)}"
-            for names, is_now, was_then in ((now - was, "trained", "frozen"), (was - now, "frozen", "trained"))
+            f"{len(names)} are {is_now} now but were {was_then} in the checkpoint, such as {min(names)}"
+            for names, is_now, was_then in ((now - was, "trainable", "frozen"), (was - now, "frozen", "trainable"))
             if names
         ]
         reset = (
-            ", or set --optimizer.reset (load_checkpoint(..., reset=True)): that takes the weights, the number of the "
-            "step and the position in the data, and begins the states anew"
+            ", or set --optimizer.reset (load_checkpoint(..., reset=True)), which restores weights, step number and "
+            "data position, and resets the optimizer states"
         )
         raise ConfigError(
-            f"{reader.path} was made with other frozen parameters: {'; '.join(changes)}. Freeze the same parameters as "
-            f"then (requires_grad, --optimizer.freeze){'' if trained_only else reset}."
+            f"{reader.path} was saved with other frozen parameters: {'; '.join(changes)}. Freeze the parameters of the "
+            f"saved run (requires_grad, --optimizer.freeze){'' if trained_only else reset}."
         )
 
 
@@ -336,10 +339,14 @@ def _in_few_bits(engine: EngineState) -> list[Quantized]:
 def _why_trained_only(engine: EngineState) -> str:
     """Say which weights cannot be in a checkpoint; empty if all can."""
     if (codec := _codec(engine)) != EXACT.name:
-        return f"offload.frozen_weights is {codec}, and what rests in codes"
+        return f"offload.frozen_weights is {codec}, so frozen weights are stored quantized"
     if found := _in_few_bits(engine):
-        return f"the model's files have frozen weights in {found[0].name}, and what rests in their codes"
-    return "offload.parameters is files, and what rests in the model's own files" if engine.files is not None else ""
+        return f"the model's files store frozen weights as {found[0].name}"
+    return (
+        ("offload.parameters is files, so frozen weights stay in the model's own files")
+        if engine.files is not None
+        else ""
+    )
 
 
 def _rule(engine: EngineState) -> str:

@@ -72,7 +72,9 @@ class Engine(StateAccess):
         options |= {key: value for key, value in given.items() if value is not None}
         settings = replace(settings or Settings(), **options)
         if torch.is_inference_mode_enabled():
-            raise ConfigError("Engine was made under torch.inference_mode, which is for no training: make it outside.")
+            raise ConfigError(
+                "Engine() was called under torch.inference_mode, where training is not possible: call it outside."
+            )
         refuse_held(model)
         refuse_sparse(model)
         model = uncompiled(model, settings.compile)
@@ -114,8 +116,8 @@ class Engine(StateAccess):
         self._recovery.check_usable()
         if not torch.is_grad_enabled():
             raise ConfigError(
-                "engine.step was called where gradients are off (torch.no_grad or torch.inference_mode), and would "
-                "train nothing: call it outside, or engine.evaluate for a loss."
+                "engine.step was called with gradients disabled (torch.no_grad or torch.inference_mode) and cannot "
+                "train: call it outside, or call engine.evaluate for a loss."
             )
         self._state.snapshot.check(trains=True)
         self._own_loop.refuse_middle("engine.step")
@@ -220,8 +222,8 @@ class Engine(StateAccess):
         wrong = next((key for key in settings if key not in rule.steered), None)
         if wrong is not None or not rule.has_gradients:
             raise ConfigError(
-                f"engine.tune was given {wrong or 'weight decays'}: of {rule.title}, "
-                f"{', '.join(rule.steered) or 'no setting'} may change from step to step beside the learning rate."
+                f"engine.tune cannot change {wrong or 'weight decays'}: besides the learning rate, {rule.title} lets "
+                f"only {', '.join(rule.steered) or 'no setting'} change between steps."
             )
         self._recovery.check_usable()
         agree_on_pass(self.comm, f"tune({settings}, {decays})")

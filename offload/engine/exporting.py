@@ -81,5 +81,5 @@ def _told(state: EngineState, index: int, begin: int, end: int) -> tuple[int, in
     if state.comm.size == 1:
         return index, begin, end
     numbers = torch.tensor([index, begin, end])
-    state.comm.broadcast(numbers, 0, "what is exported next")
+    state.comm.broadcast(numbers, 0, "name of the next export")
     return tuple(numbers.tolist())

@@ -44,9 +44,9 @@ class ForeignWrites:
         if written is not None:
             self._state.weights_changed()
             raise ConfigError(
-                f"{written} was written to between steps, on the device, where its weights stay: the next update would "
-                "bring up those of the engine, and the change would be lost. Write by engine.edit(), which yields each "
-                "parameter and takes it back."
+                f"{written} was changed on the device between steps, and the next update would overwrite the change "
+                "with the engine's own weights. Change weights with engine.edit(), which yields each parameter and "
+                "stores the result."
             )
 
     def _find(self) -> str | None:

@@ -91,7 +91,7 @@ class Judging:
                 raise
             except Exception as error:
                 failure = error
-            if not self._state.comm.any(failure is not None, "whether a sample of a call runs"):
+            if not self._state.comm.any(failure is not None, "outcome of a sample call"):
                 return
             if number == len(samples) and failure is not None:
                 raise failure
@@ -132,21 +132,24 @@ class Judging:
             way.become(before)
             if first.is_steady or uses.get("interleaves"):
                 raise ConfigError(
-                    f"a pass of the engine is not that of the model: {first.difference}. Some of the model's code acts "
-                    "where the engine does not see it: it changes what others hold, draws random numbers of its own, "
-                    "or does another thing each time it runs. Let what a module reads come in by its arguments, and "
-                    "what it makes go out by its results; or train this model without an engine."
+                    f"the engine and plain PyTorch give different results: {first.difference}. Code of the model has "
+                    "effects that the engine cannot see: it changes state of other modules, uses its own random "
+                    "numbers, or gives other results in each run. Pass everything a module reads as arguments and "
+                    "everything it computes as results, or train this model without an engine."
                 )
             way.become(replace(before, recomputes=before.recomputes and not uses["recomputes"]))
         unsteady = (
             ""
             if first.is_steady
-            else (", and another result each time it runs: what moves it is out of reach, and trials have moved it")
+            else (
+                "; the model also gives other results in each run, because of state that the engine cannot restore "
+                "and that its trial runs have changed"
+            )
         )
         changes = way.changes(before)
         warn(
-            f"a pass in the engine's way is not that of the model: {first.difference}{unsteady}."
-            f"{f' From here on {changes}.' if changes else ''}"
+            "the engine and plain PyTorch give different results: "
+            f"{first.difference}{unsteady}.{f' From here on {changes}.' if changes else ''}"
         )
         return True
 
@@ -178,9 +181,9 @@ class Judging:
                 way.change(cut=before)
         if difference:
             raise ConfigError(
-                f"each of {self._state.comm.size} ranks has a part of the batch, and how their losses make that of the "
-                f"whole is not known, since the loss of a few rows is no mean over rows: {difference}. Write a loop of "
-                "your own, with engine.backward(loss) of a loss that is divided as it should be, and engine.update()."
+                f"each of {self._state.comm.size} ranks has a part of the batch, but their losses cannot be combined, "
+                f"since the loss of a few rows is not a mean over rows: {difference}. Write your own loop: scale the "
+                "loss as needed, and call engine.backward(loss) and engine.update()."
             )
 
     def _difference(self, facts: BatchFacts, sample: Batch, *, cuts: bool) -> Verdict:

@@ -46,7 +46,7 @@ class LentGradients:
             return None
         if why := self._why_not(info):
             raise ConfigError(
-                f"the grad of {info.name} was read in the middle of a step, and {why}. For clipping, call "
+                f"the grad of {info.name} was read during a step, but {why}. For clipping, call "
                 "optimizer.clip_grad_norm_(model.parameters(), max_norm) of the optimizer from offload.wrap, or "
                 "engine.update(max_grad_norm=...); in a script over accelerate, accelerator.clip_grad_norm_; for the "
                 "norm alone, engine.grad_norm()."

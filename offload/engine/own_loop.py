@@ -45,7 +45,7 @@ class OwnLoop:
         """Raise ConfigError if the step already has gradients: the named call would lose them."""
         if self.has_gradients():
             raise ConfigError(
-                f"{what} was called in the middle of an own loop's step, whose gradients it would lose: call "
+                f"{what} was called during a step of your training loop and would lose its gradients: call "
                 "engine.update() first."
             )
 
@@ -107,8 +107,8 @@ class OwnLoop:
         self._steps.method.own_loop()
         if not self.has_gradients():
             raise ConfigError(
-                f"engine.{what}() was called with no engine.backward(loss) or loss.backward() before it: there is "
-                "nothing to update from."
+                f"engine.{what}() was called without engine.backward(loss) or loss.backward() before it: there are no "
+                "gradients."
             )
 
     def close(self) -> None:
@@ -125,8 +125,7 @@ class OwnLoop:
             return
         if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             raise ConfigError(
-                "a model whose weights are in an engine was called by torch.compile, which cannot look into the "
-                "engine: call the model itself."
+                "torch.compile was applied to a model in an engine, which it cannot trace: call the uncompiled model."
             )
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():

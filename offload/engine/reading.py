@@ -56,18 +56,18 @@ class Reading:
         recovery.recover()
         if not recovery.is_idle:
             raise ConfigError(
-                f"{info.name} was read while the engine is at work, where the recording pass had seen nobody read it: "
-                "by a loss_fn that had not read it in its first call, or in the backward of a term that was made of it "
-                "outside of the model's forward, where its gradient would be lost. Make such a term in the loss_fn "
-                "of engine.step, from the first call on, or of parameter.detach(). (After an interrupt, make the "
-                "engine's next call first, which gives up what was left half done.)"
+                f"{info.name} was read during a pass, at a point where the recording pass did not read it: by a "
+                "loss_fn that did not read it in its first call, or in the backward of a term computed outside the "
+                "model's forward, where its gradient would be lost. Compute such a term in the loss_fn of "
+                "engine.step, from the first call on, or from parameter.detach(). (After an interrupt, first make "
+                "another engine call, which discards the unfinished pass.)"
             )
         recovery.check_sound()
         if state.plan.layout.sharding.gathers:
             raise ConfigError(
-                f"{info.name} was read from the model on rank {state.comm.rank}, and its weights are cut over "
-                f"{state.comm.size} ranks. Call engine.named_parameters() or engine.export(folder) on all of them, or "
-                "set offload.zero_stage to 2 at most, where each rank has all weights."
+                f"{info.name} was read from the model on rank {state.comm.rank}, but its weights are partitioned over "
+                f"{state.comm.size} ranks. Call engine.named_parameters() or engine.export(folder) on all ranks, or "
+                "set --offload.zero_stage to 2 or less, where each rank has all weights."
             )
         with torch.inference_mode(False), recovery.working(), self._counters.unchanged():
             state.updates.flush()

@@ -100,7 +100,7 @@ class Recovery:
     def check_open(self) -> None:
         """Raise OffloadError if the engine is closed."""
         if self.is_closed:
-            raise OffloadError("the engine is closed: its states are gone. Make a new one.")
+            raise OffloadError("the engine is closed and its states are freed: create a new one.")
 
     def check_usable(self) -> None:
         """Raise OffloadError if the engine is closed, TornError if the states belong to no step."""
@@ -112,9 +112,12 @@ class Recovery:
         """Raise TornError if the states belong to no step."""
         self.torn = self.torn or self._updates.failure()
         if interrupts.num_forced > self._num_forced:
-            self.torn = self.torn or "a second interrupt came in the middle of the first one's way out"
+            self.torn = self.torn or "a second interrupt stopped the cleanup after the first one"
         if self.torn:
-            raise TornError(f"{self.torn}: the states belong to no step. Load the last checkpoint, or start over.")
+            raise TornError(
+                f"{self.torn}: the states are from different steps and unusable. Load the last checkpoint, or start "
+                "over."
+            )
 
     def mend(self) -> None:
         """Mark the states as sound: all were written again."""

@@ -228,7 +228,7 @@ class EngineState:
                     host=self.host,
                     pinning=self.device.pinning,
                 )
-            self.comm.barrier(f"making of the files of rank {turn}")
+            self.comm.barrier(f"creation of the files of rank {turn}")
         assert made is not None
         return made
 
@@ -304,7 +304,7 @@ class EngineState:
         self._has_room_for_sums = None
         if accumulates and any("gradients" in self.plan.layout.of(region) for region in self.regions):
             warn(
-                "gradients that are summed over several backward passes wait in host memory, in fp32, although "
+                "gradients summed over several backward passes are stored in host memory, in fp32, although "
                 "offload.gradients is nvme."
             )
         self.lanes.drain_updates()  # they read memory about to be freed

@@ -117,9 +117,8 @@ class StateAccess(MomentAccess):
         fixed = (info for info in wanted if info.codec is not EXACT or (has_files and not info.trainable))
         if (info := next(fixed, None)) is not None:
             raise ConfigError(
-                f"engine.edit was asked for {info.name}, which is not written: it rests in few bits, where other "
-                "weights would come of it, or in the model's own files. Name other parameters, or set "
-                "--offload.frozen_weights exact and --offload.parameters cpu."
+                f"engine.edit cannot change {info.name}: it is stored quantized, or in the model's own files. Name "
+                "other parameters, or set --offload.frozen_weights exact and --offload.parameters cpu."
             )
         return wanted
 
@@ -136,7 +135,7 @@ class StateAccess(MomentAccess):
         wanted = list(infos if names is None else names)
         unknown = next((name for name in wanted if name not in infos), None)
         if unknown is not None:
-            raise ConfigError(f"{call} was asked for {unknown!r}{nearest(unknown, infos)}, which is no parameter.")
+            raise ConfigError(f"{call}: the model has no parameter {unknown!r}{nearest(unknown, infos)}.")
         return [infos[name] for name in wanted]
 
     def _edited(self, infos: Iterable[ParameterInfo]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,8 +148,8 @@ class StateAccess(MomentAccess):
             self._settle(f"edit of {info.name}")
             if num_wrong := value.numel() - int(value.isfinite().sum()):
                 raise ConfigError(
-                    f"engine.edit was left {num_wrong} of {value.numel()} values of {info.name} that are not finite; "
-                    "they were not written."
+                    f"engine.edit got {num_wrong} of {value.numel()} values of {info.name} that are not finite; no "
+                    "value was written."
                 )
             with self._recovery.working(), self.counters.unchanged():
                 state.store.values.write(info.index, reader(value), value.dtype, source=0)
@@ -306,8 +305,8 @@ class StateAccess(MomentAccess):
                 anew = check_contents(self._state, reader, may_reset=reset)
             bring(self.comm, reader, reader.files_of(spans_read(self._state, reader, anew=anew)))
             if anew and self.comm.rank == 0:
-                warn(f"{path} holds the states of another update rule: this one's begin anew.")
-            self._recovery.tear(f"{path} was read in part")
+                warn(f"{path} has states of another update rule: the optimizer states are reset.")
+            self._recovery.tear(f"{path} was only partly read")
             self._steps.method.forget()
             self._state.store.forgive()
             self._state.lanes.forget_failures()

@@ -50,10 +50,10 @@ def _misfit(error: torch.OutOfMemoryError) -> DoesNotFitError:
     """Return a DoesNotFitError for an out-of-memory error in a step, with torch's text."""
     found = str(error).partition("If reserved but unallocated")[0]  # drops advice on allocator settings: already set
     return DoesNotFitError(
-        f"the device's memory does not hold a step on this batch: {' '.join(found.split())} Lower --train.batch_size, "
-        f"--train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, set --train.recompute always "
-        f"and --offload.activations cpu, raise --offload.device_memory where it is less than there is, or set "
-        f"--offload.optimizer cpu where states of the optimizer stay there."
+        f"a step on this batch does not fit into the device memory: {' '.join(found.split())} Lower "
+        "--train.batch_size, --train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, set "
+        "--train.recompute always and --offload.activations cpu, raise --offload.device_memory if it is below the "
+        "physical memory, or set --offload.optimizer cpu if optimizer states are on the device."
     )
 
 
@@ -99,7 +99,7 @@ class Steps:
         if not facts.num_targets and facts.loss_fn is None:
             labels = facts.batch["labels"]
             raise ConfigError(
-                f"no label of the batch is a target: all {labels.numel()} are {IGNORED} or first in their row."
+                f"the batch has no target: all {labels.numel()} labels are {IGNORED} or first in their row."
             )
         self.resolve_clip(facts.plan.num_elements)
         with self._recovery.ending():
@@ -151,7 +151,7 @@ class Steps:
         """Return whether an update that begins after the norm ends within the next forward. Collective."""
         state, throttles = self._state, self._state.throttles
         regions, sharding = state.regions, state.plan.layout.sharding
-        if not state.comm.any(not is_small(regions, sharding, throttles), "whether updates are small"):
+        if not state.comm.any(not is_small(regions, sharding, throttles), "size of the updates"):
             return True
         speeds = ThisMachine(own_accelerator(str(state.device.torch_device))).speeds(state.comm)
         forward_s = forward_seconds(state.infos, regions, len(state.units), tokens, sharding, throttles, speeds)
@@ -205,7 +205,7 @@ class Steps:
             self._state.attention.begin_pass(needs_mask or departed is not None)  # a trial may drop masks
             facts = self.trial_runs.on_batch(facts, departed)
             way = self._state.way
-            if is_recorded and way.cut == "units" and self._state.comm.any(not self.splits, "whether batches are cut"):
+            if is_recorded and way.cut == "units" and self._state.comm.any(not self.splits, "splitting of batches"):
                 way.change(cut="calls")
             if is_recorded and facts.form.is_whole and self._micro_rows is not None:
                 self._stay_whole(facts.form.obstacle)
@@ -234,8 +234,8 @@ class Steps:
             before = copy(self._state.way)
             self._state.way.change(cut="whole")
             warn(
-                f"micro_batch_size is {self._micro_rows}, and a batch cannot be cut in rows: {obstacle}. From "
-                f"here on {self._state.way.changes(before)}."
+                f"micro_batch_size is {self._micro_rows}, but the batch cannot be split by rows: {obstacle}. From here "
+                f"on {self._state.way.changes(before)}."
             )
 
     def _judge(self, facts: BatchFacts) -> None:

@@ -80,10 +80,10 @@ def _take(state: EngineState, fill: Fill | None) -> None:
     if strided:
         more = f" and {len(strided) - 1} others" if len(strided) > 1 else ""
         warn(
-            f"parameter {strided[0]}{more} is not contiguous (a transposed view, or channels_last). An engine computes "
-            "with contiguous weights, for which torch may choose other kernels: last bits of results can differ from "
-            "those of the model as it was. For equal bits make the parameter contiguous on both sides "
-            "(parameter.data = parameter.data.contiguous())."
+            f"parameter {strided[0]}{more} is not contiguous (a transposed view, or channels_last). The engine "
+            "computes with contiguous weights, for which torch may choose other kernels, so the last bits of results "
+            "can differ from plain PyTorch. For equal bits make the parameter contiguous in both (parameter.data = "
+            "parameter.data.contiguous())."
         )
 
 
@@ -103,8 +103,9 @@ def _of_files(source: Source | None, info: ParameterInfo) -> Source:
     """Return the source of a frozen parameter. Raises ConfigError."""
     if source is None:
         raise ConfigError(
-            f"offload.parameters is files, and {info.name} is frozen and cannot be read from the model's files as it "
-            "is: it is made of several tensors of theirs, or in none. Set --offload.parameters cpu (or nvme)."
+            f"offload.parameters is files, but the frozen parameter {info.name} cannot be read directly from the "
+            "model's files: it combines several of their tensors, or is in none. Set --offload.parameters cpu (or "
+            "nvme)."
         )
     return source
 
@@ -124,9 +125,10 @@ def _as_it_rests(source: Source | None, info: ParameterInfo) -> Read:
         return source.records
     if source is None or isinstance(info.codec, Quantized):
         raise ConfigError(
-            f"{info.name} is in few bits in the model's files ({info.codec.name}), and its values are others, which "
-            "rest in no codes: something has written it, such as the first values of an adapter that change the base. "
-            "Leave it as the files have it (fill= of the same model), or leave quantized= out."
+            f"{info.name} is quantized in the model's files ({info.codec.name}), but its values were changed after "
+            "loading, for example by an adapter whose initialization changes the base weights, and changed values "
+            "cannot be stored quantized. Leave the parameter unchanged (fill= of the same model), or leave out "
+            "quantized=."
         )
     return source.read
 

@@ -126,7 +126,7 @@ class Work:
 
 
 def _given_up(work: Work) -> CancelledError:
-    return CancelledError(f"{work.name} was given up with its step")
+    return CancelledError(f"{work.name} was cancelled with its step")
 
 
 _serving: set[weakref.ref[ThreadLane]] = set()

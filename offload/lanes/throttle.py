@@ -34,12 +34,12 @@ def parse_throttle(setting: Any) -> dict[str, Throttle]:
     """
     lanes = ", ".join(LANES)
     if setting is not None and not isinstance(setting, Mapping):
-        raise ConfigError(f"offload.throttle is {setting!r}; it says for each lane how slow it is, of {lanes}.")
+        raise ConfigError(f"offload.throttle is {setting!r}; it must map lanes to bandwidths, with the lanes {lanes}.")
     found = {}
     for lane, value in (setting or {}).items():
         key = f"offload.throttle.{lane}"
         if lane not in LANES:
-            raise ConfigError(f"{key}: there is no such lane{nearest(str(lane), LANES)}; the lanes are {lanes}.")
+            raise ConfigError(f"{key}: unknown lane{nearest(str(lane), LANES)}; the lanes are {lanes}.")
         fields = value if isinstance(value, Mapping) else {"bandwidth": value}
         for name in fields:
             if name not in _KEYS:
@@ -48,8 +48,8 @@ def parse_throttle(setting: Any) -> dict[str, Throttle]:
         rate = float(bandwidth) if isinstance(bandwidth, float) else parse_size(bandwidth, f"{key}.bandwidth")
         latency = fields.get("latency_seconds", 0.0)
         if rate is not None and not 0 < rate < float("inf"):
-            raise ConfigError(f"{key} is {bandwidth!r}; a bandwidth is more than 0 bytes a second.")
+            raise ConfigError(f"{key} is {bandwidth!r}; a bandwidth must be more than 0 bytes per second.")
         if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
-            raise ConfigError(f"{key}.latency_seconds is {latency!r}; it is a number of seconds, at least 0.")
+            raise ConfigError(f"{key}.latency_seconds is {latency!r}; it must be a number of seconds, at least 0.")
         found[lane] = Throttle(rate, float(latency))
     return found

@@ -145,7 +145,7 @@ def table(
     wrong = [plane.name for plane in moments if names.count(plane.name) > 1 or PARAMETER_ALIGNMENT % plane.block]
     if wrong:
         raise ConfigError(
-            f"the update rule has a plane {wrong[0]}, which cannot be: each has a name of its own, beside weights, low "
-            f"and gradients, and blocks that {PARAMETER_ALIGNMENT} is a multiple of."
+            f"the update rule has an invalid plane {wrong[0]}: plane names must be unique and differ from weights, low "
+            f"and gradients, and plane blocks must divide {PARAMETER_ALIGNMENT}."
         )
     return made

@@ -329,10 +329,10 @@ def _check_padding(
     if num_ranges > 1 and step * num_ranges > max(4 * numel, numel + _MOST_PADDING):
         largest = parameters[max(members, key=lambda piece: piece.numel).parameter]
         raise ConfigError(
-            f"the update rule of {largest.name} {list(largest.shape)} needs a matrix as a whole, and with unit "
-            f"{' = '.join(names)} shared out so over {num_ranges} ranks each would hold {step} elements where an equal "
-            f"share is {numel // num_ranges}: set --offload.zero_stage 0, or give this parameter a rule by element "
-            "with --optimizer.groups."
+            f"the update rule of {largest.name} {list(largest.shape)} needs whole matrices, and partitioning unit "
+            f"{' = '.join(names)} over {num_ranges} ranks by whole matrices gives each rank {step} elements instead of "
+            f"an equal share of {numel // num_ranges}: set --offload.zero_stage 0, or choose an elementwise rule for "
+            "this parameter with --optimizer.groups."
         )
 
 

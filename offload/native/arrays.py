@@ -49,7 +49,7 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
         contiguous, on_cpu = array.is_contiguous(), array.is_cpu
     if not on_cpu:
         raise ConfigError(
-            f"{name} is on {array.device}, others of this call are on the CPU; they must be on one device."
+            f"{name} is on {array.device}, but other arrays of this call are on the CPU; they must be on one device."
         )
     if not contiguous:
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
@@ -73,7 +73,7 @@ def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
         raise ConfigError(f"{name} is a {type(array).__name__}; it must be a torch tensor or a numpy array.")
     if not (is_cpu and contiguous) or (writable and read_only):
         wrong = "not contiguous" if not contiguous else f"on {array.device}" if not is_cpu else "read-only"
-        raise ConfigError(f"{name} is {wrong} (shape {tuple(array.shape)}); it must be contiguous memory of the CPU.")
+        raise ConfigError(f"{name} is {wrong} (shape {tuple(array.shape)}); it must be contiguous CPU memory.")
     return address, num_bytes
 
 
@@ -105,7 +105,9 @@ def tensor(
 
 def _wrong_length(name: str, found: int, wanted: int) -> ConfigError:
     if name.endswith(" scale"):
-        return ConfigError(f"{name} has {found} elements; it must have {wanted}, one for each 128 of the first array.")
+        return ConfigError(
+            f"{name} has {found} elements; it must have {wanted}, one per 128 elements of the first array."
+        )
     return ConfigError(f"{name} has {found} elements, the first array of this call has {wanted}; they must be equal.")
 
 

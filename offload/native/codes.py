@@ -47,7 +47,8 @@ def decode(
     num_records, rest = divmod(num_bytes, width)
     if rest or num_records * block != numel:
         raise ConfigError(
-            f"records has {num_bytes} bytes and out {numel} elements; a record of {codec} is {width} bytes of {block}."
+            f"records has {num_bytes} bytes and out has {numel} elements; one record of {codec} has {width} bytes for "
+            f"{block} elements."
         )
     if target < source + num_bytes and source < target + out.nbytes:
         threads = 1
@@ -96,7 +97,7 @@ def encode_rest(
     source, numel, is_bf16 = flat("values", values, FP32_OR_BF16)
     num_records, rest = divmod(numel, block)
     if rest:
-        raise ConfigError(f"values has {numel} elements; a record of {codec} is of {block}.")
+        raise ConfigError(f"values has {numel} elements; it must be a multiple of {block}, the block of {codec}.")
     kept, _, _ = flat("error", error, BF16, numel)
     target, _, _ = flat("out", out, UINT8, num_records * width)
     _core.encode_rest(number, source, is_bf16, kept, target, num_records, *_execution(threads, isa))

@@ -119,12 +119,12 @@ def _checked(
     try:
         kernel = open_accelerator(device).compile_kernel(*kind.program)
         if kernel is not None and not _gives_the_bits_of_the_host(kernel, device, kind, num_scalars, on_host):
-            raise RuntimeError(f"{kind.function} over {kind.states} moments gives other bits than the host")
+            raise RuntimeError(f"{kind.function} with {kind.states} moments gives other bits than on the host")
     except Exception as error:  # from a compiler, a driver, or an old torch
         _refused[device] = f"{type(error).__name__}: {error}"
         warn(
-            f"Updates on {device} run as torch's operations, some thirty launches each, as their own kernels cannot be "
-            f"had there ({_refused[device][:300]}). Results are the same but for the last bits."
+            f"Updates on {device} run as torch operations (some thirty launches each), because their own kernels do "
+            f"not work there ({_refused[device][:300]}). Results are equal up to the last bits."
         )
         return None
     return kernel

@@ -44,8 +44,8 @@ class NoiseRange(NamedTuple):
         """Raise ConfigError for a field outside its range."""
         if not (0 <= self.key < 2**64 and 0 <= self.step < 2**32 and self.element >= 0) or self.element % multiple:
             raise ConfigError(
-                f"key is {self.key}, step {self.step} and element {self.element}; they must be of 64 and of 32 bits, "
-                f"and a multiple of {multiple}."
+                f"key is {self.key}, step is {self.step} and element is {self.element}; key must fit in 64 bits, step "
+                f"in 32 bits, and element must be a multiple of {multiple}."
             )
 
 
@@ -98,7 +98,9 @@ def descend(
     [n] alone, starting at a multiple of 128, with stochastic rounding.
     """
     if not coefficients:
-        raise ConfigError("coefficients are none; there is one for each direction of the step, at least one.")
+        raise ConfigError(
+            "coefficients is empty; it must have one number for each direction of the step, at least one."
+        )
     whole, lo = master if isinstance(master, tuple) else (master, None)
     of.check()
     name, kinds = ("master", FP32_OR_BF16) if lo is None else ("hi", BF16)

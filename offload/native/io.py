@@ -254,8 +254,8 @@ class IoEngine:
         if offset < 0 or (file.is_direct and (offset | num_bytes | address) % ALIGNMENT_BYTES):
             raise ConfigError(
                 f"a transfer of {num_bytes} bytes at offset {offset} of {file.path} with memory at {address:#x}: the "
-                f"offset must be at least 0, and all three multiples of {ALIGNMENT_BYTES}, as the file is opened with "
-                f"O_DIRECT; open it with direct=False for anything else."
+                "file is open with O_DIRECT, so the offset must be at least 0, and all three must be multiples of "
+                f"{ALIGNMENT_BYTES}; open it with direct=False for other transfers."
             )
         request = self._backend.submit(is_write, file.fd, offset, address, num_bytes)
         ticket = Ticket(self, file, is_write, request, array)
@@ -271,10 +271,12 @@ class IoEngine:
         if os.getpid() != self._process:
             raise ConfigError(_FORKED)
         if self._closed:
-            raise ConfigError("the I/O engine is closed; make another one.")
+            raise ConfigError("the I/O engine is closed; create another one.")
 
 
-_FORKED = "the I/O engine belongs to the process that made it, and this is a forked child; make one here."
+_FORKED = (
+    "the I/O engine belongs to the parent process and cannot be used in this forked child; create another one here."
+)
 
 
 class _Backend(Protocol):
@@ -397,12 +399,12 @@ _ADVICE: Mapping[int, str] = {
     errno.ENOSPC: "the file system is full: free space on it, or use a folder on another one",
     errno.EDQUOT: "the quota of this user is used up: free space, or use a folder on another file system",
     errno.EFBIG: "a limit on the size of files is reached: raise it (`ulimit -f`), or use another file system",
-    errno.EIO: "the device failed, so what it holds cannot be trusted: look into the kernel's log, use another disk",
-    errno.EBADF: "the file is not open for that",
-    errno.EACCES: "this user may not do that there: change the rights, or use another folder",
+    errno.EIO: "the device failed, so its contents cannot be trusted: check the kernel log, and use another disk",
+    errno.EBADF: "the file is not open for this operation",
+    errno.EACCES: "this user lacks permission: change the permissions, or use another folder",
     errno.EROFS: "the file system is mounted read-only: use another folder",
     errno.ENOENT: "create the folder, or use another one",
-    errno.EINVAL: "the file system wants another alignment or does not know this operation: use another folder",
+    errno.EINVAL: "the file system requires another alignment or does not support this operation: use another folder",
 }
 
 
@@ -411,8 +413,8 @@ def _transfer_error(ticket: Ticket, code: int, offset: int, num_bytes: int, move
     what = f"the {'write' if ticket.is_write else 'read'} of {num_bytes} bytes at offset {offset} of {path}"
     if code == _END_OF_FILE:
         message = (
-            f"{what} met the end of the file after {moved} bytes: the file is shorter than it should be, so something "
-            f"has truncated or replaced it; its contents are lost."
+            f"{what} reached the end of the file after {moved} bytes: another program has truncated or replaced the "
+            "file, and the missing data are lost."
         )
         return DiskError(message, 0, path, offset, num_bytes)
     return DiskError(f"{what} failed{_because(code)}", code, path, offset, num_bytes)

@@ -266,8 +266,8 @@ def draw(
     wrong = kind_of("out", out) != "int32" or element % 64 or not (0 <= key < 2**64 and 0 <= step < 2**32)
     if wrong:
         raise ConfigError(
-            f"out has dtype {out.dtype}, key is {key}, step {step} and element {element}; they must be int32, of 64 "
-            "and of 32 bits, and a multiple of 64."
+            f"out has dtype {out.dtype}, key is {key}, step is {step} and element is {element}; out must be int32, key "
+            "must fit in 64 bits, step in 32 bits, and element must be a multiple of 64."
         )
     if _core is None or not on_cpu(out):
         from offload.native import philox
@@ -414,8 +414,8 @@ def _update(
     key, step, element = drawn
     if not (0 <= key < 2**64 and 0 <= step < 2**32 and element >= 0 and element % BLOCK == 0):
         raise ConfigError(
-            f"key is {key}, step {step} and element {element}; they must be of 64 and of 32 bits, and a multiple of "
-            f"{BLOCK}."
+            f"key is {key}, step is {step} and element is {element}; key must fit in 64 bits, step in 32 bits, and "
+            f"element must be a multiple of {BLOCK}."
         )
     stored = []
     for moment_name, moment in moments.items():
@@ -423,7 +423,9 @@ def _update(
         stored.append("int8" if is_pair else "bf16" if kind_of(moment_name, moment) in BF16 else "fp32")
     states = stored[0] if stored else "fp32"
     if stored.count(states) < len(stored):
-        raise ConfigError(f"{' and '.join(moments)} are {' and '.join(sorted({*stored}))}; they must be alike.")
+        raise ConfigError(
+            f"{' and '.join(moments)} are {' and '.join(sorted({*stored}))}; they must have the same dtype."
+        )
     if _core is None or not on_cpu(whole):
         from offload.native import device_update, torch_fallback
 
@@ -527,7 +529,7 @@ def _execution(threads: int | None, isa: str | None) -> tuple[int, int]:
     if isa is None:
         return threads, _default_isa_number
     if isa not in _isas:
-        why = "this processor or build does not have it" if isa in _ISA_NUMBERS else "there is no such one"
+        why = "this processor or build does not have it" if isa in _ISA_NUMBERS else "no such instruction set is known"
         raise ConfigError(
             f"isa is {isa!r}, but {why}{nearest(str(isa), _isas)}; it must be one of {', '.join(_isas)}, or None."
         )

@@ -57,8 +57,7 @@ class Factored(UpdateRule):
         check_number("d", self.d, 1.0)
         if not all(0.0 <= number < math.inf for number in self.eps if number is not None):
             raise ConfigError(
-                f"optimizer.eps is {self.eps!r}; it must be two numbers, finite and not negative, of which the first "
-                "may be none."
+                f"optimizer.eps is {self.eps!r}; it must be two finite numbers, not negative; the first may be none."
             )
         object.__setattr__(self, "eps", tuple(self.eps))
 

@@ -71,8 +71,8 @@ class MeZO(UpdateRule):
             raise ConfigError(f"optimizer.master is {self.master!r}; it must be one of {', '.join(MASTERS)}.")
         if any("rule" in values for _, values in self.groups):
             raise ConfigError(
-                "optimizer.groups gives some parameters another rule, and MeZO measures one loss for all of them "
-                "without a gradient: leave `rule` out, freeze those parameters, or set another --optimizer.name."
+                "optimizer.groups gives some parameters another rule, but MeZO uses one loss and no gradients for all "
+                "parameters: leave `rule` out, freeze those parameters, or set another --optimizer.name."
             )
 
     @property

@@ -62,9 +62,14 @@ class Muon(UpdateRule):
         super().__post_init__()
         check_number("momentum", self.momentum)
         if isinstance(self.rest, Muon) or not self.rest.has_gradients:
-            raise ConfigError(f"Muon's rest is {self.rest!r}; it must be a rule for what is no matrix, such as AdamW.")
+            raise ConfigError(
+                f"Muon's rest is {self.rest!r}; it must be an update rule for parameters that are no matrices, such as "
+                "AdamW."
+            )
         if not 0 <= self.ns_steps < _MOST_STEPS:
-            raise ConfigError(f"optimizer.ns_steps is {self.ns_steps!r}; a whole number below {_MOST_STEPS}.")
+            raise ConfigError(
+                f"optimizer.ns_steps is {self.ns_steps!r}; it must be a whole number below {_MOST_STEPS}."
+            )
         if self.adjust_lr_fn not in _ADJUSTMENTS:
             raise ConfigError(
                 f"optimizer.adjust_lr_fn is {self.adjust_lr_fn!r}; it must be original, match_rms_adamw or none."

@@ -188,7 +188,7 @@ class UpdateRule(ABC):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"optimizer.groups: {pattern!r} is no regular expression: {error}.") from error
+                raise ConfigError(f"optimizer.groups: {pattern!r} is not a regular expression: {error}.") from error
             for key in values:
                 if key not in _GROUP_KEYS:
                     raise ConfigError(
@@ -197,12 +197,14 @@ class UpdateRule(ABC):
                     )
                 if key == "rule":
                     if not isinstance(values[key], UpdateRule):
-                        raise ConfigError(f"optimizer.groups[{pattern!r}]: rule is {values[key]!r}; it must be a rule.")
+                        raise ConfigError(
+                            f"optimizer.groups[{pattern!r}]: rule is {values[key]!r}; it must be an update rule."
+                        )
                     if self.has_gradients and not values[key].has_gradients:
                         raise ConfigError(
-                            f"optimizer.groups[{pattern!r}]: rule is {values[key].title}, which measures losses of the "
-                            f"whole model, and {self.title} takes gradients: choose one of both for all parameters by "
-                            "--optimizer.name, and freeze those that are not to be trained."
+                            f"optimizer.groups[{pattern!r}]: rule is {values[key].title}, which trains with losses of "
+                            f"the whole model, but {self.title} needs gradients: choose one of them for all parameters "
+                            "with --optimizer.name, and freeze parameters that must not change."
                         )
                 elif not isinstance(values[key], int | float) or not 0.0 <= values[key] < math.inf:
                     raise ConfigError(
@@ -234,7 +236,8 @@ class UpdateRule(ABC):
         """Return the learning rate of another rule divided by the learning rate here. Raises ConfigError."""
         if not self.lr:
             raise ConfigError(
-                "optimizer.lr is 0, and another rule's learning rate has no ratio to it: give another one."
+                "optimizer.lr is 0, so the learning rates of rules in optimizer.groups cannot be scaled with it: set "
+                "--optimizer.lr above 0."
             )
         return rule.lr / self.lr
 

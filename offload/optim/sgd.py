@@ -77,7 +77,7 @@ class LOMO(UpdateRule):
             if value is not None:
                 check_number(key, value)
             if value == 0:
-                raise ConfigError(f"optimizer.{key} is 0, which would train nothing; give none for no clipping.")
+                raise ConfigError(f"optimizer.{key} is 0, which would train nothing; set none for no clipping.")
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         if self.clip_value is None:

@@ -113,8 +113,9 @@ class Ledger:
         short = self.current_bytes + num_bytes - self.budget_bytes
         held = ", ".join(f"{key} {format_bytes(size)}" for key, size in self.allocations.items()) or "nothing"
         return (
-            f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), and {name} "
-            f"needs {format_bytes(num_bytes)} beside what is held ({held}): {format_bytes(short)} ({short} bytes) too "
-            f"little. {fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'} What a step "
-            "holds in all `python -m offload.plan` tells."
+            f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but {name} "
+            f"needs {format_bytes(num_bytes)} in addition to the current allocations ({held}): {format_bytes(short)} "
+            f"({short} bytes) too little. "
+            f"{fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'} `python -m offload.plan` "
+            "shows the memory needs of a step."
         )

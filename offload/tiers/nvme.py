@@ -368,7 +368,7 @@ class Nvme:
         reasons = (self._io.why, self._io.why_unregistered, self._states.why_buffered)
         found = [reason for reason in reasons if reason]
         if found:
-            warn(f"the nvme tier works, by {self._io.name}, and is slower than it could be: {'; '.join(found)}.")
+            warn(f"the nvme tier works with {self._io.name}, but slower than possible: {'; '.join(found)}.")
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -60,11 +60,10 @@ class Pinning:
             return
         self._has_warned = True
         warn(
-            f"the driver refused to pin {format_bytes(num_bytes)} of {format_bytes(of_bytes)} of host memory "
-            f"(CUDA error {self._error}): they are used as they are, and copies from and to them are staged "
-            f"and slower. Pinned memory counts in full against the "
-            f"memory limit of the container, pod or job that this runs in: raise that limit, or lower "
-            f"offload.host_memory. (This is said once.)"
+            f"the driver refused to pin {format_bytes(num_bytes)} of {format_bytes(of_bytes)} of host memory (CUDA "
+            f"error {self._error}): this memory stays unpinned, and copies from and to it are slower. Pinned memory "
+            "counts in full against the memory limit of the container, pod or job: raise that limit, or lower "
+            "--offload.host_memory. (Shown once.)"
         )
 
 

@@ -68,10 +68,12 @@ class Placement:
             return given
         names = [each.name for each in fields(cls)]
         if not isinstance(given, Mapping):
-            raise ConfigError(f"the placement is {shorten(repr(given))}; give a Placement, or its fields by name.")
+            raise ConfigError(
+                f"the placement is {shorten(repr(given))}; it must be a Placement, or a mapping of its fields."
+            )
         if unknown := [name for name in given if name not in names]:
             raise ConfigError(
-                f"placement has {unknown[0]!r}{nearest(str(unknown[0]), names)}, which it does not know: see "
+                f"placement has the unknown field {unknown[0]!r}{nearest(str(unknown[0]), names)}: see "
                 "help(offload.Placement)."
             )
         return cls(**given)
@@ -97,31 +99,33 @@ class Placement:
         for key in _KINDS:
             if getattr(self, key) == "nvme" and self.nvme_dir is None:
                 raise ConfigError(
-                    f"offload.{key} is nvme, and there is no folder for it: set --offload.nvme_dir to one on a local "
-                    "disk, or to several on different disks."
+                    f"offload.{key} is nvme, but offload.nvme_dir is not set: set --offload.nvme_dir to a folder on a "
+                    "local disk, or to several on different disks."
                 )
         if self.graphs_memory is not None and self.graphs == "device":
             raise ConfigError(
-                f"offload.graphs_memory is {self.graphs_memory} and offload.graphs is device: it limits what "
-                "graphs take below the device. Set --offload.graphs cpu, or leave it out."
+                f"offload.graphs_memory is {self.graphs_memory}, but offload.graphs is device: graphs_memory limits "
+                "only graphs that are moved off the device. Set --offload.graphs cpu, or leave graphs_memory out."
             )
         if self.optimizer_memory is not None and self.optimizer != "auto":
             raise ConfigError(
-                f"offload.optimizer_memory is {self.optimizer_memory} and offload.optimizer is {self.optimizer}: it "
-                "says how many of the states rest on the device. Set --offload.optimizer auto, or leave it out."
+                f"offload.optimizer_memory is {self.optimizer_memory}, but offload.optimizer is {self.optimizer}: "
+                "optimizer_memory limits the states kept on the device in mode auto. Set --offload.optimizer auto, or "
+                "leave optimizer_memory out."
             )
         if self.optimizer == "device" and self.parameters in ("cpu", "nvme", "files"):
             raise ConfigError(
-                f"offload.optimizer is device and offload.parameters is {self.parameters}: states above their "
-                "parameters save nothing. Set --offload.parameters device, or --offload.optimizer cpu."
+                f"offload.optimizer is device, but offload.parameters is {self.parameters}: keeping optimizer states "
+                "on the device while parameters are offloaded saves nothing. Set --offload.parameters device, or "
+                "--offload.optimizer cpu."
             )
         if (self.gradients == "device") != (self.optimizer == "device") and "auto" not in (
             self.gradients,
             self.optimizer,
         ):
             raise ConfigError(
-                f"offload.gradients is {self.gradients} and offload.optimizer is {self.optimizer}: gradients wait "
-                "beside the optimizer states. Set --offload.gradients auto."
+                f"offload.gradients is {self.gradients}, but offload.optimizer is {self.optimizer}: gradients must be "
+                "in the tier of the optimizer states. Set --offload.gradients auto."
             )
 
     def share(self, num_ranks: int) -> Placement:

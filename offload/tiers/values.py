@@ -94,8 +94,8 @@ class Values:
         name, others = next(iter(self._spoilt)), len(self._spoilt) - 1
         more = f" (and of {others} other parameters)" if others else ""
         return (
-            f"The cause: {self._spoilt[name]} weights of {name}{more} were not finite when they were loaded, before "
-            "any update. Load the model from files that are whole."
+            f"The cause: {self._spoilt[name]} weights of {name}{more} were not finite when loaded, before any update. "
+            "Load the model from intact files."
         )
 
     def forget_spoilt(self) -> None:
@@ -196,8 +196,8 @@ class Values:
         for plane in self.moment_planes(parameter):
             if share < 1 and not plane.dtype.is_floating_point:
                 raise ConfigError(
-                    f"the moments of {self._infos[parameter].name} rest in int8, of which a share cannot be set to "
-                    "zero: set all of them to zero (a share of 1), or --optimizer.states fp32 or bf16."
+                    f"the moments of {self._infos[parameter].name} are stored in int8, where a part cannot be set to "
+                    "zero: set all of them to zero (a share of 1), or set --optimizer.states fp32 or bf16."
                 )
             threshold = math.inf
             if share < 1:

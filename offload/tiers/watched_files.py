@@ -128,19 +128,19 @@ class WatchedFile:
         try:
             now = _mark(self._path.stat())
         except OSError as error:
-            what, code = f"cannot be looked at any more ({errno_text(error.errno or 0)})", error.errno or 0
+            what, code = f"cannot be accessed any more ({errno_text(error.errno or 0)})", error.errno or 0
         else:
             if now == before:
                 return
             if now[:2] != before[:2]:
                 what = "was replaced by another file"
             else:
-                cut = f"had {before[2]} bytes and has {now[2]} now"
+                cut = f"had {before[2]} bytes and now has {now[2]}"
                 what = cut if now[2] != before[2] else "was written to"
         raise DiskError(
-            f"{self._path} {what}, while weights are read from there in every step (offload.parameters files). What "
-            "was read since is not trained on. Put the file back as it was and go on from the last checkpoint, or set "
-            "--offload.parameters cpu, with which a run reads its files once.",
+            f"{self._path} {what}, but weights are read from it in every step (offload.parameters files). Data read "
+            "since then is not used. Restore the file and resume from the last checkpoint, or set "
+            "--offload.parameters cpu, which reads the files once.",
             code,
             self._path,
         )

@@ -73,4 +73,4 @@ def test_ranks_may_see_one_device_each_and_never_share_one(own: bool) -> None:
     if own:
         assert [out.split()[:2] for out, _ in said] == [["2", "sim:0"]] * 2, said
     else:
-        assert all("ranks 0 and 1 both compute on the GPU SIM-0 of " in error for _, error in said), said
+        assert all("ranks 0 and 1 both compute on GPU SIM-0 of " in error for _, error in said), said

@@ -532,7 +532,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_what_to_change_and_the_next_o
     one = engine()
     found = losses(one, range(2))
     sim.set_memory_limit(torch.sim.memory_reserved() + large.least)
-    with pytest.raises(DoesNotFitError, match=r"does not hold a step on this batch: .*--train.batch_size"):
+    with pytest.raises(DoesNotFitError, match=r"this batch does not fit into the device memory: .*--train.batch_size"):
         one.step(tokens(9, rows=10 * ROWS))
     assert found + losses(one, range(2, 5)) == large.losses
 

@@ -64,7 +64,7 @@ def test_ranks_within_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.accelerators.accelerators", lambda: [object()] * 2)
-    with pytest.raises(ConfigError, match="--gpus is 3, and this machine has 2"):
+    with pytest.raises(ConfigError, match="--gpus is 3, but this process can use 2"):
         launch("offload.train", [], 3)
 
 

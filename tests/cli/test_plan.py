@@ -293,7 +293,7 @@ def test_plan_is_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None
         (["--link", "fast"], '--link is .fast.; it should be a rate such as "25Gbit"'),
         (
             ["--machines", "2", "--link", "1Gbit", "--offload.replicas", "3"],
-            "offload.replicas is 3, and 2 ranks do not .* one of 1, 2, or to auto",
+            "offload.replicas is 3, but 2 ranks cannot .* one of 1, 2, or to auto",
         ),
     ],
 )

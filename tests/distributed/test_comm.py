@@ -16,9 +16,9 @@ from tests.distributed.ranks import ranks
 from tests.matrix import quick
 
 DIFFERENCES = """\
-the configuration must be the same on all ranks, and differs from that of ranks 0, 1 on rank 2: train.seed 0 \
+the configuration must be the same on all ranks, but differs from ranks 0, 1 on rank 2: train.seed 0 \
 instead of 1; train.clip True instead of nothing.
-the schedule must be the same on all ranks, and differs from that of ranks 1, 2 on rank 0: 'abd' instead of 'abc'.
+the schedule must be the same on all ranks, but differs from ranks 1, 2 on rank 0: 'abd' instead of 'abc'.
 """
 ENDED_EARLY = (
     "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still used it: "
@@ -62,7 +62,7 @@ def test_ranks_that_were_interrupted_wait_for_no_exchange_on_their_way_out(tmp_p
 def test_all_ranks_are_named_where_they_differ_in_many_ways():
     values = [{"a": 1}, {"a": 2}, {"a": 1}, {"b": {"c": "x" * 200}}, {"a": 2}]
     text = difference("it", [digest(value) for value in values], values)
-    assert "of ranks 0, 2 on ranks 1, 4: a 2 instead of 1, and on rank 3: a nothing instead of 1; b.c 'xxx" in text
+    assert "from ranks 0, 2 on ranks 1, 4: a 2 instead of 1, and on rank 3: a nothing instead of 1; b.c 'xxx" in text
     assert len(text) < 400
     many = [{str(key): 0 for key in range(20)}, {str(key): 1 for key in range(20)}]
     assert "and 12 more" in difference("it", [0, 1], many)
@@ -85,9 +85,9 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
         ({"WORLD_SIZE": None}, "RANK is 1, and WORLD_SIZE is not set"),
         ({"LOCAL_WORLD_SIZE": None}, "LOCAL_RANK is 1, and LOCAL_WORLD_SIZE is not set"),
         ({"RANK": None, "WORLD_SIZE": None}, "LOCAL_RANK is set, and RANK and WORLD_SIZE are not"),
-        ({"RANK": "2"}, "RANK is '2' and WORLD_SIZE '2'"),
+        ({"RANK": "2"}, "RANK is '2' and WORLD_SIZE is '2'"),
         ({"RANK": "one"}, "RANK is 'one'"),
-        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE 3 does not go with RANK 1 of WORLD_SIZE 2"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE 3 contradicts RANK 1 of WORLD_SIZE 2"),
     ],
 )
 def test_variables_that_are_missing_or_wrong_are_named(change: dict[str, str | None], message: str):

@@ -92,7 +92,7 @@ def train(comm: Comm, make: Callable[[], nn.Module], batches: Sequence[Batch], *
             with torch.no_grad():
                 assert engine.model(**few).logits.shape[:2] == (1, 5), "a caller's own rows are whole"
             found.weights = dict(engine.named_parameters())
-            with pytest.raises(ConfigError, match="a loop of its caller's, whose rows the engine cannot cut"):
+            with pytest.raises(ConfigError, match="your own training loop, where the engine cannot split rows"):
                 engine.model(**few)
     except OffloadError as error:
         found.error = f"{type(error).__name__}: {error}"

@@ -32,7 +32,7 @@ def test_exactly_enough_is_enough_and_a_byte_less_is_not(make: Any, tier: str, s
     assert not exactly.told_tiles
     if tier == "device":
         smaller = Engine(build(make), placement=Placement(**{key: needed - 1}), **settings)
-        assert "larger blocks go module by module" in smaller.told_tiles
+        assert "larger blocks are split into modules" in smaller.told_tiles
         assert sum(tier_bytes(smaller, "device").values()) < needed
         return
     with pytest.raises(

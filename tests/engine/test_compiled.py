@@ -138,7 +138,7 @@ class Breaks(Block):
 
 
 def test_a_block_that_is_no_graph_runs_as_it_is() -> None:
-    with pytest.warns(UserWarning, match="compile is auto, and Breaks"):
+    with pytest.warns(UserWarning, match="compile is auto, but Breaks"):
         train_both(Stack(Breaks), [words(seed) for seed in range(2)], loss_fn=cross_entropy, compile="auto")
 
 
@@ -203,7 +203,7 @@ def test_each_pass_of_forwards_alone_has_its_own_weights() -> None:
     torch.testing.assert_close(*losses, rtol=1e-4, atol=0.0)
 
 
-@pytest.mark.filterwarnings("ignore:compile is auto, and ScalesItsInput")
+@pytest.mark.filterwarnings("ignore:compile is auto, but ScalesItsInput")
 def test_a_trial_leaves_inputs_alone() -> None:
     engines = [Engine(build(partial(Stack, ScalesItsInput)), compile=compiles) for compiles in ("never", "auto")]
     plain, tried = (engine.evaluate(words(0), loss_fn=cross_entropy) for engine in engines)
@@ -223,7 +223,7 @@ class Moves(Block):
         return super().forward(h) - self.mean
 
 
-@pytest.mark.filterwarnings("ignore:compile is auto, and Moves")
+@pytest.mark.filterwarnings("ignore:compile is auto, but Moves")
 def test_a_trial_leaves_buffers_alone_that_no_recording_has_seen_move() -> None:
     found = []
     for compiles in ("never", "auto"):

@@ -95,7 +95,7 @@ TAKEN_OFF: dict[Callable[[nn.Module], nn.Module], str] = {
 def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[nn.Module], nn.Module]) -> None:
     """Steps and model calls have the bits of an uncompiled model. Parameter names have no prefix."""
     plain, compiled = Engine(build(llama)), how(build(llama))
-    with pytest.warns(UserWarning, match=f"torch.compile was taken off {TAKEN_OFF[how]}.*compile=auto compiles"):
+    with pytest.warns(UserWarning, match=f"torch.compile was removed from {TAKEN_OFF[how]}.*compile=auto compiles"):
         engine = Engine(compiled)
     for step in range(STEPS):
         one, other = plain.step(tokens(step)), engine.step(tokens(step))
@@ -114,7 +114,7 @@ def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[
 def test_blocks_that_came_compiled_are_compiled_by_the_engine_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "BACKEND", BACKEND)
     plain = Engine(build(llama), compile="auto")
-    with pytest.warns(UserWarning, match=r"taken off model\.layers\.1, .*: the engine compiles blocks"):
+    with pytest.warns(UserWarning, match=r"removed from model\.layers\.1, .*: the engine compiles blocks"):
         engine = Engine(forward(build(llama)), compile="auto")
     assert [engine.step(tokens(n)).loss for n in range(STEPS)] == [plain.step(tokens(n)).loss for n in range(STEPS)]
     assert engine.compiled_graphs == plain.compiled_graphs > 0
@@ -237,7 +237,7 @@ def test_a_compiled_loss_is_taken() -> None:
 def test_a_model_is_not_compiled_later(how: Callable[[nn.Module], nn.Module]) -> None:
     engine = Engine(build(llama))
     compiled = how(engine.model)
-    with pytest.raises(ConfigError, match=r"called by torch\.compile"):
+    with pytest.raises(ConfigError, match=r"torch\.compile was applied"):
         compiled(**tokens())
     if compiled is not engine.model:
         engine.step(tokens())

@@ -269,7 +269,7 @@ def test_a_step_that_is_counted_and_not_updated_is_no_step(
     monkeypatch.setattr(parts_of(engine).executor, "expect", expect)
     with pytest.raises(error):
         step(engine, 1)
-    with pytest.raises(TornError, match="belong to no step"):
+    with pytest.raises(TornError, match="from different steps"):
         step(engine, 2)
     engine.close()
 

@@ -156,7 +156,7 @@ def test_a_model_that_mixes_rows_is_not_cut(rows: int, recompute: str) -> None:
     """
     settings = {"count": count_labels, "micro_batch_size": rows, "recompute": recompute}
     batch_list = [words(s) for s in range(3)]
-    with pytest.warns(UserWarning, match=r"result 0 of unit blocks.0.*batches stay whole"):
+    with pytest.warns(UserWarning, match=r"result 0 of unit blocks.0.*batches are not split"):
         train_both(build(Centring), batch_list, loss_fn=cross_entropy, whole=True, **settings)
 
 
@@ -342,7 +342,7 @@ def test_a_value_of_all_rows_that_is_the_first_rows_in_every_unit(is_alike: bool
     )
     engine = Engine(build(TreesOfTensors), micro_batch_size=1)
     whole = Engine(build(TreesOfTensors))
-    with pytest.warns(UserWarning, match="has no rows, and other rows give another.*stay whole"):
+    with pytest.warns(UserWarning, match="has no row axis but depends on the rows.*not split"):
         found = [engine.step(batch, cross_entropy) for batch in (first, *batches[:2])]
     wanted = [whole.step(batch, cross_entropy) for batch in (first, *batches[:2])]
     assert [one.loss.item() for one in found] == pytest.approx([one.loss.item() for one in wanted], rel=ROUNDING)

@@ -308,7 +308,7 @@ def test_a_tier_without_a_folder_is_refused(kind: str) -> None:
 
 
 def test_states_above_their_weights_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="states above their parameters"):
+    with pytest.raises(ConfigError, match="keeping optimizer states on the device"):
         Placement(parameters="nvme", optimizer="device", nvme_dir=folder)
 
 

@@ -25,8 +25,8 @@ from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 
-HELD = r"engine that was not closed.*close\(restore=True\)"
-SPENT = r"closed without restore=True.*gone"
+HELD = r"open engine.*close\(restore=True\)"
+SPENT = r"closed without restore=True.*lost"
 NO_NAN = r"engine\.export.*engine\.save_checkpoint.*close\(restore=True\)"
 
 
@@ -111,7 +111,7 @@ def test_an_engine_that_was_dropped_is_named() -> None:
     step(engine)
     del engine
     gc.collect()
-    with pytest.raises(ConfigError, match=HELD + ".*nothing refers to it.*anew"):
+    with pytest.raises(ConfigError, match=HELD + ".*nothing refers to the engine.*new model"):
         Engine(model)
 
 
@@ -182,7 +182,7 @@ def test_a_model_whose_engine_could_not_be_made_is_whole_or_says_that_it_is_not(
         step(Engine(model))
         return
     for use in (lambda: Engine(model), lambda: model(words()["x"]), model.state_dict):
-        with pytest.raises(ConfigError, match="could not be made.*anew"):
+        with pytest.raises(ConfigError, match="failed.*new model"):
             use()
 
 
@@ -411,7 +411,7 @@ def test_a_write_to_a_weight_that_stays_on_the_device_is_refused_before_the_next
             engine.step(tokens())
             if writes:
                 engine.model.model.norm.weight.data[:2] = 0
-                with pytest.raises(ConfigError, match=r"model\.norm\.weight was written to.*engine\.edit"):
+                with pytest.raises(ConfigError, match=r"model\.norm\.weight was changed on the device.*engine\.edit"):
                     engine.step(tokens(1))
             losses.append(engine.step(tokens(1)).loss.item())
     assert losses[0] == losses[1]

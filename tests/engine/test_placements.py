@@ -117,8 +117,8 @@ def test_device_bytes(precision: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"placement": {"parameter": "cpu"}}, "placement has 'parameter' (did you mean parameters?)"),
-        ({"placement": "cpu"}, "the placement is 'cpu'; give a Placement, or its fields by name"),
+        ({"placement": {"parameter": "cpu"}}, "placement has the unknown field 'parameter' (did you mean parameters?)"),
+        ({"placement": "cpu"}, "the placement is 'cpu'; it must be a Placement, or a mapping of its fields"),
         ({"optimizer": torch.optim.AdamW([torch.zeros(2)])}, "the optimizer is a torch.optim.AdamW; it must be"),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: P
         started.pop(1).process.kill()
         for rank in started:
             message = lost(rank)
-            assert "Rank 1 is lost: its process ended without a word: it was killed" in message
+            assert "Rank 1 is lost: its process ended without a message: it was killed" in message
             assert re.search(rf"Rank \d was waiting in {IN_A_UNIT}", message), message
     assert only_logs(tmp_path)
 
@@ -61,10 +61,10 @@ def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Pat
         stopped = started[1]
         stopped.process.send_signal(signal.SIGSTOP)
         message = lost(started[0])
-        assert "Rank 1 is lost: it has not been heard of for" in message
+        assert "Rank 1 is lost: no heartbeat for" in message
         assert re.search(rf"Rank 0 was waiting in {IN_A_UNIT}", message), message
         stopped.process.send_signal(signal.SIGCONT)
-        assert "took this rank, 1, for lost" in lost(stopped)
+        assert "reported this rank, 1, as lost" in lost(stopped)
     assert only_logs(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_a_second_engine_over_the_comm_of_one_that_is_open_is_refused() -> None:
     """Both engines' lanes would exchange in arbitrary order."""
     for kind, message in run(2, two_engines):
         assert kind == "ConfigError"
-        assert re.search(r"comm .* engine that was not closed.*open_comm\(\)", message), message
+        assert re.search(r"comm .* engine that is still open.*open_comm\(\)", message), message
 
 
 @pytest.mark.slow

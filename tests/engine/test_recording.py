@@ -162,7 +162,7 @@ class CheckpointsBlocksReentrantly(Stack):
 def test_a_reentrant_checkpoint_is_refused_by_name(make: Callable[[], nn.Module], where: str) -> None:
     with (
         Engine(build(make)) as engine,
-        pytest.raises(ConfigError, match=rf"{where} by torch.* Set use_reentrant=False"),
+        pytest.raises(ConfigError, match=rf"{where} in torch.* Set use_reentrant=False"),
     ):
         engine.step(words(), cross_entropy)
 
@@ -172,7 +172,7 @@ def test_a_reentrant_checkpoint_is_refused_by_name(make: Callable[[], nn.Module]
 )
 def test_tensors_that_leave_a_unit_by_a_side_door_are_refused(model: Callable[[], nn.Module]) -> None:
     engine = Engine(build(model))
-    with pytest.raises(ConfigError, match=r"inside unit blocks\.\d.*by another way"):
+    with pytest.raises(ConfigError, match=r"inside unit blocks\.\d.*without being an argument"):
         engine.step(words(), loss_fn=cross_entropy)
 
 
@@ -332,7 +332,7 @@ def test_a_forward_that_writes_to_weights_past_the_version_counter_is_refused(
     owner.write = staticmethod(write)
     with Engine(model) as engine:
         before = weights(engine)
-        text = "writes to weights of unit" if is_own or write is not replaces else "was to become"
+        text = "writes to weights of unit" if is_own or write is not replaces else "cannot become"
         with pytest.raises(ConfigError, match=text):
             engine.step(words(), loss_fn=cross_entropy)
         assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())

@@ -265,10 +265,10 @@ class Recurrent(nn.Module):
     ("rule", "model", "share", "why"),
     [
         (Adafactor(), large, 4, "Adafactor updates it as a whole"),
-        (MeZO(), large, 4, "MeZO draws a direction for it as a whole"),
-        (AdamW(), lambda: gpt2(n_inner=8192), 4, "Conv1D is no linear layer and no embedding"),
-        (AdamW(), Recurrent, 8, "LSTM is no linear layer and no embedding"),
-        (AdamW(), large, 256, "it would be more than 256 blocks"),
+        (MeZO(), large, 4, "MeZO samples its random direction as a whole"),
+        (AdamW(), lambda: gpt2(n_inner=8192), 4, "Conv1D is neither a linear layer nor an embedding"),
+        (AdamW(), Recurrent, 8, "LSTM is neither a linear layer nor an embedding"),
+        (AdamW(), large, 256, "it would need more than 256 blocks"),
     ],
     ids=["Adafactor", "MeZO", "Conv1D", "LSTM", "many"],
 )

@@ -398,7 +398,7 @@ def test_a_number_that_chooses_another_way_through_the_model_is_judged(tmp_path:
             engine.step(words(0), interrupted)
     mixed = words(1)
     mixed["x"][:, 0] = 0
-    with pytest.warns(UserWarning, match="batches stay whole"):
+    with pytest.warns(UserWarning, match="batches are not split"):
         engine.step({**mixed, "skip": 0}, cross_entropy)
 
 
@@ -492,7 +492,7 @@ def test_a_checkpoint_may_leave_out_what_is_frozen(first: str, then: str, tmp_pa
     for name in ("saved", "all"):
         with pytest.raises(
             ConfigError,
-            match=r"other frozen parameters: \d+ that are trained now and were frozen there, such as lm_head",
+            match=r"other frozen parameters: \d+ are trainable now but were frozen in the checkpoint, such as lm_head",
         ):
             make("cpu", tmp_path).load_checkpoint(tmp_path / name)
     with pytest.raises(ConfigError, match="has only trained parameters.*without the frozen weights"):

@@ -191,13 +191,13 @@ OTHERS = {
     ScalesByTheLargest: "depends on other rows",
     ActsOnTheMean: "depends on other rows",
     ShrinksForOutliers: "depends on other rows",
-    HasPlaces: "depends on other rows, or on where it stands",
-    HasRoomForSome: "treats rows that are alike in different ways",
+    HasPlaces: "depends on other rows, or on the position of the row",
+    HasRoomForSome: "gives different results for equal rows",
     DropsOut: "draws random numbers",
-    CountsRows: "keeps notes",
-    KeepsItsInput: "keeps notes",
+    CountsRows: "changes state",
+    KeepsItsInput: "changes state",
     ChangesItsInput: "changes its inputs in place",
-    SumsGradientsOfRows: "gradients over tiles are others",
+    SumsGradientsOfRows: "gradients differ over tiles",
 }
 
 
@@ -242,7 +242,7 @@ def test_a_module_that_is_a_function_of_rows_in_short_sequences_alone_runs_whole
             if tile == 5:
                 engine.step(words(0, rows=2, length=40), loss_fn=cross_entropy)
                 assert modules(engine) == {"blocks.0": ["part"], "blocks.1": ["part"]}
-                with pytest.warns(UserWarning, match="part of unit blocks.0 runs whole.*over 72 rows"):
+                with pytest.warns(UserWarning, match="part of unit blocks.0 runs on the whole sequence.*over 72 rows"):
                     engine.step(batches[0], loss_fn=cross_entropy)
                 assert modules(engine) == {}
             else:

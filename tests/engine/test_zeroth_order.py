@@ -448,7 +448,7 @@ def test_a_number_of_python_is_a_loss_where_no_gradient_is_needed() -> None:
         assert found[0] == found[1]
     engine = Engine(Classifier(), AdamW())
     for refuses in (engine.evaluate, engine.step):
-        with pytest.raises(ConfigError, match="loss_fn returned a float; a 0-dim tensor is wanted"):
+        with pytest.raises(ConfigError, match="loss_fn returned a float; it must return a 0-dim tensor"):
             refuses(points(0), number)
     with pytest.raises(ConfigError, match="loss_fn returned a bool"):
         Engine(Classifier(), RULE).step(points(0), lambda outputs, batch: True)
@@ -493,7 +493,7 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], told: str) -> 
 
 
 def test_a_rule_with_gradients_has_no_part_without() -> None:
-    with pytest.raises(ConfigError, match=r"groups\['norm'\]: rule is MeZO, .* and AdamW takes gradients"):
+    with pytest.raises(ConfigError, match=r"groups\['norm'\]: rule is MeZO, .* but AdamW needs gradients"):
         AdamW(groups=[("norm", {"rule": MeZO()})])
     with pytest.raises(ConfigError, match="Muon's rest is MeZO"):
         Muon(rest=MeZO())
@@ -652,13 +652,13 @@ def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
     again.replay(records[:2])
     again.replay((r.step, r.seed, r.slopes, r.lr) for r in records[2:])
     assert_same(weights(again), wanted)
-    with pytest.raises(ConfigError, match="5 steps are made"):
+    with pytest.raises(ConfigError, match="5 steps are done"):
         again.replay(records[:1])
     last = records[-1]
     for wrong in (None, last._replace(slopes=(1.0, float("nan"))), last._replace(lr=float("inf")), (6, 0, (1e400, 0))):
-        with pytest.raises(ConfigError, match="a record is"):
+        with pytest.raises(ConfigError, match="the record is"):
             again.replay([wrong])
-    with pytest.raises(ConfigError, match="Step 6 is next"):
+    with pytest.raises(ConfigError, match="step 6 is next"):
         again.replay([last._replace(step=7)])
     again.replay([(6, 0, ()), {"step": 7, "loss": float("nan")}])  # skipped
     assert again.num_steps == 7

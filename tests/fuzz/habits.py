@@ -75,7 +75,7 @@ def give(case: Any, dice: random.Random) -> None:
 
 def is_named(refusal: str, habits: Sequence[str]) -> bool:
     """Return whether a refusal names one of the habits, or reports another pass than in the model."""
-    return "is not that of the model" in refusal or any(re.search(HABITS[habit], refusal) for habit in habits)
+    return "give different results" in refusal or any(re.search(HABITS[habit], refusal) for habit in habits)
 
 
 # -- units -----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def by_the_factory(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.compile was taken off")
+@pytest.mark.filterwarnings("ignore:torch.compile was removed from")
 @pytest.mark.parametrize("how", [told, told_and_given, made_later, by_the_factory])
 def test_a_trainer_that_is_to_compile_has_its_blocks_compiled(tmp_path: Path, how: Callable[[Path], Any]) -> None:
     wanted, found = [

@@ -114,7 +114,7 @@ def given_pair(model: Any) -> Any:
     return optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9)
 
 
-IN_STEP = "in the middle of a step, whose gradients are in the engine"
+IN_STEP = "during a step, but its gradients are in the engine"
 TRAINERS: dict[str, tuple[Any, dict[str, Any], str | None]] = {
     "create_optimizer": (OwnOptimizer, {}, None),
     "create_optimizer_and_scheduler": (OwnPair, {}, None),
@@ -293,7 +293,7 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
         {"make": halves},
         "no longer the same for all groups",
     ),
-    "momentum later": (lambda s: puts(momentum=0.5)(s.group), {"make": sgd}, "keeps other moments"),
+    "momentum later": (lambda s: puts(momentum=0.5)(s.group), {"make": sgd}, "stores other moments"),
     "nesterov": (lambda s: puts(nesterov=True)(s.group), {"make": lambda m: sgd(m, momentum=0.5)}, "nesterov was Fal"),
     "fewer parameters": (lambda s: s.group["params"].pop(), {}, "params changed"),
     "another group": (lambda s: s.optimizer.param_groups.append(s.group), {}, "groups was 1, and is 2"),
@@ -311,8 +311,12 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
     "state emptied": (lambda s: s.optimizer.state.clear(), {}, "optimizer.state was used"),
     "state replaced": (lambda s: setattr(s.optimizer, "state", {}), {}, "optimizer.state was used"),
     "state read": (lambda s: s.optimizer.state[s.model[0].weight], {}, "are in the engine"),
-    "weights written": (lambda s: s.model[0].weight.data.mul_(0.5), {}, "0.weight was to be written to"),
-    "weights loaded": (lambda s: s.model.load_state_dict(s.model.state_dict()), {}, r"load_state_dict\(\) cannot be"),
+    "weights written": (lambda s: s.model[0].weight.data.mul_(0.5), {}, "0.weight cannot be written to"),
+    "weights loaded": (
+        lambda s: s.model.load_state_dict(s.model.state_dict()),
+        {},
+        r"load_state_dict\(\) does not work",
+    ),
     "frozen in turns": (lambda s: s.model[1].requires_grad_(len(s.called) % 2 == 0), {}, None),
     "an exhausted clip": (lambda s: s.accelerator.clip_grad_norm_(s.once, 0.01), {}, None),
     "a clip by hand": (lambda s: nn.utils.clip_grad_norm_(s.model.parameters(), 1.0), {}, None),
@@ -322,7 +326,11 @@ SCRIPTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str | None]] = {
         {},
         f"2.weight was set to None {IN_STEP}",
     ),
-    "a gradient given": (lambda s: setattr(s.model[2].weight, "grad", torch.ones(8, 8)), {}, "to be given a gradient"),
+    "a gradient given": (
+        lambda s: setattr(s.model[2].weight, "grad", torch.ones(8, 8)),
+        {},
+        "cannot be given a gradient",
+    ),
 }
 
 
@@ -349,7 +357,7 @@ def test_a_model_of_one_accelerator_goes_on_in_another() -> None:
     first = Script(OffloadAccelerator, mixed_precision="bf16", offload={})
     model = first.model
     AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(ConfigError, match="have it as .engine"):
+    with pytest.raises(ConfigError, match="engine of a Trainer or an accelerator"):
         Engine(model)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     accelerator = OffloadAccelerator(cpu=True)

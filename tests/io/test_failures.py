@@ -28,7 +28,7 @@ def test_the_file_ends_too_early(engine_of, kind, tmp_path):
     os.truncate(path, 10_000)
     ticket = engine.read(file, 0, pages(MIB))
     for _ in range(2):  # every wait raises
-        with pytest.raises(DiskError, match=r"met the end of the file after \d+ bytes: .* truncated") as caught:
+        with pytest.raises(DiskError, match=r"reached the end of the file after \d+ bytes: .* truncated") as caught:
             ticket.wait()
     error = caught.value
     assert (error.errno, error.path, error.num_bytes) == (0, path, 4096)

@@ -175,7 +175,7 @@ def test_what_a_codec_stands_for_does_not_depend_on_the_kernels(name: str) -> No
 
 
 def test_records_and_weights_have_to_match() -> None:
-    with pytest.raises(ConfigError, match="records has 132 bytes and out 256 elements; a record of int8 is 132 bytes"):
+    with pytest.raises(ConfigError, match="records has 132 bytes and out has 256 elements; one record of int8 has"):
         codes.decode("int8", torch.zeros(132, dtype=torch.uint8), torch.zeros(256))
     with pytest.raises(ConfigError, match="out has dtype float16"):
         codes.decode("int8", torch.zeros(132, dtype=torch.uint8), torch.zeros(128, dtype=torch.float16))

@@ -146,7 +146,7 @@ def test_moments_and_independence() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     weights = torch.zeros(8)
-    with pytest.raises(ConfigError, match="element 3"):
+    with pytest.raises(ConfigError, match="element is 3"):
         perturb(weights, weights, weights, 1e-3, OF._replace(element=3))
     with pytest.raises(ConfigError, match="minus has 7 elements"):
         perturb(weights, torch.zeros(8), torch.zeros(7), 1e-3, OF)

@@ -391,8 +391,8 @@ def test_nothing_beyond_the_range_is_written(states, isa):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"exp_avg": torch.ones(256)}, "exp_avg and exp_avg_sq are bf16 and fp32; they must be alike"),
-        ({"element": 64}, "element 64; they must be .* a multiple of 128"),
+        ({"exp_avg": torch.ones(256)}, "exp_avg and exp_avg_sq are bf16 and fp32; they must have the same dtype"),
+        ({"element": 64}, "element is 64; .* a multiple of 128"),
         ({"key": -1}, "key is -1"),
         ({"exp_avg": (torch.ones(256, dtype=torch.uint8), torch.ones(3))}, "are bf16 and int8"),
     ],
@@ -405,6 +405,6 @@ def test_a_wrong_argument_is_named(wrong, message):
 
 def test_a_wrong_scale_is_named():
     codes, right = torch.zeros(300, dtype=torch.uint8), torch.zeros(3)
-    for scale, message in ((torch.zeros(2), "scale has 2 elements.* 3, one for each 128"), (right.half(), "float16")):
+    for scale, message in ((torch.zeros(2), "scale has 2 elements.* 3, one per 128"), (right.half(), "float16")):
         with pytest.raises(ConfigError, match=f"^exp_avg.*{message}"):
             step("lion", torch.ones(300), [(codes, scale)], torch.ones(300))

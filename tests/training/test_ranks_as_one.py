@@ -187,7 +187,7 @@ def test_one_rank_of_a_machine_prints_why_all_end() -> None:
     assert speakers(lambda _: RankLostError("Rank 1 is lost: killed.", 1), (0, 2, 3)) == [0, 2]
     assert speakers(lambda _: RankLostError("Rank 0 is lost: killed.", 0), (1, 2, 3)) == [1, 2]
     assert speakers(lambda _: RankLostError("A connection broke.", None)) == [0, 2]
-    assert speakers(lambda _: RankLostError("Rank 0 took this rank, 3, for lost.", 3), (3,)) == [3]
+    assert speakers(lambda _: RankLostError("Rank 0 reported this rank, 3, as lost.", 3), (3,)) == [3]
 
 
 def test_a_rank_with_an_error_prints_it_and_those_beside_it_do_not() -> None:

@@ -63,7 +63,7 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
     changed = lines_of(part.dir / "metrics.jsonl")
     changed[3]["rule"] = changed[0]["rule"][::-1]
     (part.dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
-    with pytest.raises(ConfigError, match="step 4 was made with other settings"):
+    with pytest.raises(ConfigError, match="step 4 was recorded with other MeZO settings"):
         replay.main([str(base.export), str(part.dir), "--out", str(tmp_path / "changed")])
     with pytest.raises(ConfigError, match="is there already"):
         replay.main([str(base.export), str(part.dir), "--out", str(out)])
@@ -87,13 +87,13 @@ def test_a_log_with_holes_is_refused(run: Any, tmp_path: Path, capsys: Any) -> N
     skipped = {key: value for key, value in lines[1].items() if key not in ("seed", "projected_grad")}
     replayed(texts[0], json.dumps({**skipped, "loss": None}), *texts[2:])
     assert "replaying 3 steps, 1 more were skipped" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="a record is of step 3, and 1 steps are made"):
+    with pytest.raises(ConfigError, match="the record is of step 3, but 1 steps are done"):
         replayed(texts[0], *texts[2:])
-    with pytest.raises(ConfigError, match="a record is of step 2, and 0 steps are made"):
+    with pytest.raises(ConfigError, match="the record is of step 2, but 0 steps are done"):
         replayed(*texts[1:])
     with pytest.raises(ConfigError, match="line 2 of .* is no step"):
         replayed(texts[0], texts[1][:50], *texts[2:])
-    with pytest.raises(ConfigError, match="a step is replayed from"):
+    with pytest.raises(ConfigError, match=r"it must be \(step, seed, slopes\)"):
         replayed(texts[0], json.dumps(skipped), *texts[2:])
     replayed(*texts[:3], texts[3][:50])
     assert "after 3 steps" in capsys.readouterr().out

@@ -29,7 +29,7 @@ from offload.tiers.device import Device
 from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.store import Store
 
-_FIX = "Raise --offload.device_memory; or --train.head_chunk_bytes, where it is the head that adds up over its chunks."
+_FIX = "Raise --offload.device_memory, or --train.head_chunk_bytes if the gradients of a chunked head are accumulated."
 
 
 Witness = Callable[[Piece, torch.Tensor], None]
@@ -266,8 +266,8 @@ class GradientFlow:
         index = piece.parameter
         if gradient.is_sparse:
             raise ConfigError(
-                f"parameter {self._infos[index].name} in unit {region.name} gets a sparse gradient: only dense ones "
-                "are streamed. Make the module with sparse=False."
+                f"parameter {self._infos[index].name} in unit {region.name} has a sparse gradient, but only dense "
+                "gradients are supported. Build the module with sparse=False."
             )
         gradient, parameter.grad = gradient.reshape(-1), None
         if self._witness is not None:
@@ -275,9 +275,9 @@ class GradientFlow:
             return
         if self.is_over:
             raise ConfigError(
-                f"parameter {self._infos[index].name} in unit {region.name} gets a gradient after those of its step "
-                "were measured (by engine.grad_norm() or an update): call engine.update() first, and begin the next "
-                "step with a forward of the model."
+                f"parameter {self._infos[index].name} in unit {region.name} received a gradient after "
+                "engine.grad_norm() or an update had measured the gradients of this step: call engine.update() first, "
+                "and start the next step with a forward of the model."
             )
         self.parts.see(piece, gradient, self._repeats)
         touched = self.measures.touched[region.index]

@@ -160,9 +160,9 @@ class Landing:
             return
         if region.index in self._landed:
             raise OffloadError(
-                f"unit {' = '.join(region.units)} gave a second gradient after its first had left the device: the "
-                "model took another path than in the recording pass. Use engine.model and engine.backward, which add "
-                "up any number of passes."
+                f"unit {' = '.join(region.units)} produced a second gradient after the first was copied to the host: "
+                "the model took another path than in the recording pass. Use engine.model and engine.backward, which "
+                "sum any number of passes."
             )
         self._landed.add(region.index)
         squares = self._measures.measure(region, flat) if self._store.comm.size == 1 else None

@@ -210,12 +210,12 @@ def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, orde
     infos, squares = updates.infos, measures.squares
     bad = [piece for piece in (order or squares) if not math.isfinite(squares[piece])]
     advice = updates.store.values.why_not_finite(
-        "Lower --optimizer.lr or look at the data of this step; --train.on_nonfinite skip goes on without such steps."
+        "Lower --optimizer.lr or check the data of this step; --train.on_nonfinite skip skips such steps."
     )
     if not bad:
         largest = max(squares, key=squares.__getitem__)
         raise NonFiniteError(
-            f"the norm of the gradients is {norm}, although each parameter's is finite; the largest is that of "
+            f"the gradient norm is {norm}, although the gradient of each parameter is finite; the largest is that of "
             f"{infos[largest.parameter].name}. {advice}"
         )
     unit = next(state.region.name for state in updates.store.states if bad[0] in state.region.pieces)

@@ -225,7 +225,7 @@ class TileUpdates:
         """Raise NonFiniteError after an update produced non-finite weights. The states are then unusable."""
         self.begin()
         advice = self.store.values.why_not_finite(
-            "The step is too large. Lower --optimizer.lr, and go on from the last checkpoint."
+            "The step is too large. Lower --optimizer.lr, and resume from the last checkpoint."
         )
         raise NonFiniteError(
             f"{num_wrong} weights of unit {region.name} are not finite after the update with lr {lr:g}. {advice}"

@@ -131,8 +131,8 @@ class Updates:
         """
         if [part.moments for part in rule.parts] != [part.moments for part in self.tiles.rules]:
             raise ConfigError(
-                f"the rule was {self.tiles.rules[0]}, and is to be {rule}, which keeps other moments of each weight: "
-                "such a setting is chosen when the engine is made."
+                f"the update rule {self.tiles.rules[0]} cannot change to {rule}, which stores other moments per "
+                "weight: choose this setting when the engine is created."
             )
         infos = [replace(info, weight_decay=decays.get(info.name, info.weight_decay)) for info in self.infos]
         self.tiles.tune(rule.parts, infos)
@@ -278,4 +278,4 @@ class Updates:
         if error is not None:
             return f"an update failed ({type(error).__name__}: {error})"
         torn = self.tiles.is_updating
-        return "a step failed after some units were updated and before the others were" if torn else None
+        return "a step failed after updating some units but not all" if torn else None

@@ -27,7 +27,7 @@ def check_batch(batch: Batch) -> int:
     """
     if not isinstance(batch, Mapping) or not batch:
         given = "empty" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        raise ConfigError(f"the batch is {given}; a mapping from names to tensors [batch, ...] is wanted.")
+        raise ConfigError(f"the batch is {given}; it must be a mapping from names to tensors [batch, ...].")
     sizes: dict[int, int] = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
@@ -35,7 +35,8 @@ def check_batch(batch: Batch) -> int:
                 sizes[value.shape[0]] = sizes.get(value.shape[0], 0) + 1
         elif not isinstance(value, (*_PLAIN, *_LISTS, Mapping)):
             raise ConfigError(
-                f"batch[{key!r}] is {type(value).__name__}; tensors, None, numbers, texts and lists of those are taken."
+                f"batch[{key!r}] is {type(value).__name__}; it must be a tensor, None, a number, a string, or a list "
+                "of these."
             )
     labels = batch.get("labels")
     if isinstance(labels, torch.Tensor) and labels.dim():
@@ -44,7 +45,7 @@ def check_batch(batch: Batch) -> int:
         rows = max(sizes, key=sizes.__getitem__, default=0)
     if not rows:
         shown = ", ".join(f"{key}: {describe(value)}" for key, value in batch.items())
-        raise ConfigError(f"the batch has no rows ({shown}); at least one tensor [batch, ...] of one row is wanted.")
+        raise ConfigError(f"the batch has no rows ({shown}); at least one tensor [batch, ...] must have one row.")
     return rows
 
 
@@ -139,7 +140,7 @@ class BatchForm:
         named = named or {}
         for key in named:
             if key not in batch and (close := nearest(key, batch, cutoff=0.85)):
-                raise ConfigError(f"rows names {key!r}, which the batch does not have{close}.")
+                raise ConfigError(f"rows names {key!r}, which is not in the batch{close}.")
         axes = {key: 0 for key, value in batch.items() if key not in named and _size(value, 0) == rows}
         owners: dict[str, Any] = {}
         for key, where in named.items():
@@ -151,8 +152,8 @@ class BatchForm:
                 axes[key] = where
             else:
                 raise ConfigError(
-                    f"rows says that {key} has its rows along axis {where}, and {key} is {describe(batch[key])}, of a "
-                    f"batch of {rows} rows."
+                    f"rows gives axis {where} as the row axis of {key}, but {key} is {describe(batch[key])}, and the "
+                    f"batch has {rows} rows."
                 )
         form = cls(axes, owners)
         for key, where in owners.items():
@@ -185,9 +186,9 @@ class BatchForm:
         counts = sizes.flatten(1).prod(1).tolist() if isinstance(sizes, torch.Tensor) and sizes.dim() > 1 else []
         if sum(counts) != _size(value, 0) or len(counts) != check_batch(batch):
             raise ConfigError(
-                f"rows says that {owner} tells how many entries of {key} each row has, and {owner} is "
-                f"{describe(sizes)}, which tells of {sum(counts)} entries of {len(counts)} rows; {key} is "
-                f"{describe(value)}, of a batch of {check_batch(batch)} rows. A function (batch, numbers) may say more."
+                f"rows takes the entries per row of {key} from {owner}, but {owner} is {describe(sizes)}, which gives "
+                f"{sum(counts)} entries for {len(counts)} rows; {key} is {describe(value)}, and the batch has "
+                f"{check_batch(batch)} rows. Pass a function (batch, numbers) for other layouts."
             )
         pieces = value.split(counts)
         return torch.cat([pieces[number] for number in order.tolist()] or [value[:0]])

@@ -187,15 +187,15 @@ def agree_on_pass(
         told = replace(told, is_new=is_new, is_known=is_known, lr=lr, modes=modes)
     except ConfigError as error:
         told = RankBatch(operation, complaint=str(error))
-    ranks = comm.gather_objects(told, "what to do next")
+    ranks = comm.gather_objects(told, "agreement on the next operation")
     for rank, other in enumerate(ranks):
         if other.complaint:
             raise ConfigError(f"rank {rank}: {other.complaint}" if len(ranks) > 1 else other.complaint)
     for what, found in (
-        ("call", [other.operation for other in ranks]),
-        ("have the tensors", [", ".join(_shown(key, shape) for key, shape in other.shapes) for other in ranks]),
-        ("have", [f"engine.lr={other.lr}" for other in ranks]),
-        ("have", [f"{'a' if other.has_loss_function else 'no'} loss_fn" for other in ranks]),
+        ("operations", [other.operation for other in ranks]),
+        ("batch tensors", [", ".join(_shown(key, shape) for key, shape in other.shapes) for other in ranks]),
+        ("learning rates", [f"engine.lr={other.lr}" for other in ranks]),
+        ("losses", [f"{'a' if other.has_loss_function else 'no'} loss_fn" for other in ranks]),
     ):
         _refuse_differences(what, found)
     return PassPlan(ranks, comm.rank)
@@ -233,8 +233,8 @@ def _refuse_differences(what: str, found: Sequence[str]) -> None:
     if len(set(found)) > 1:
         listed = "; ".join(f"rank {rank}: {value or 'none'}" for rank, value in enumerate(found))
         closes = any(value.startswith("close") for value in found)
-        closed = " A rank that has no more data ends the run for all." if closes else ""
+        closed = " A rank without more data ends the run for all." if closes else ""
         raise ConfigError(
-            f"the ranks {what} different things: {listed}. All ranks make the same calls in the same order, on batches "
-            f"with the same keys.{closed}"
+            f"the ranks have different {what}: {listed}. All ranks must make the same calls in the same order, on "
+            f"batches with the same keys.{closed}"
         )

@@ -39,7 +39,7 @@ class GroupLoss(ABC):
         for what, number in ("the batch has", num_rows), ("a micro-batch has", micro_rows or num_rows):
             if number % self.group:
                 raise ConfigError(
-                    f"{what} {number} rows, and the loss {type(self).__name__} is of groups of {self.group} rows: give "
+                    f"{what} {number} rows, but the loss {type(self).__name__} needs groups of {self.group} rows: use "
                     f"a multiple of {self.group}."
                 )
 

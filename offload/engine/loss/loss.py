@@ -60,7 +60,9 @@ def select_inputs(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) 
         for key in batch:
             close = "" if key in signature else nearest(key, signature, cutoff=0.85)
             if close:  # **kwargs would swallow a misspelt name
-                raise ConfigError(f"the batch has {key!r}, which {type(model).__name__}.forward does not name{close}.")
+                raise ConfigError(
+                    f"the batch has {key!r}, which is no named argument of {type(model).__name__}.forward{close}."
+                )
         return dict(batch)
     unknown = [key for key in batch if key not in signature]
     if unknown and not has_loss_function:
@@ -103,7 +105,7 @@ def check_loss(loss: Any, *, has_gradient: bool = True) -> torch.Tensor:
             f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         )
         raise ConfigError(
-            f"loss_fn returned {given}; a 0-dim tensor is wanted, such as the mean over the batch's targets."
+            f"loss_fn returned {given}; it must return a 0-dim tensor, such as the mean over the targets of the batch."
         )
     return loss
 
@@ -159,8 +161,9 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
         return rule
     if "num_items_in_batch" in batch:
         raise ConfigError(
-            "the batch has num_items_in_batch, which the engine gives to the model itself: it counts targets, of all "
-            "micro-batches and ranks. Leave it out; for another share of the loss give engine.step a loss_fn."
+            "the batch has num_items_in_batch, but the engine passes this number to the model: the count of targets "
+            "in all micro-batches and ranks. Leave it out; to scale the loss in another way, pass a loss_fn to "
+            "engine.step."
         )
     if "num_items_in_batch" in signature or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         count = rule.count(one)

@@ -56,9 +56,9 @@ class Losses:
             facts.loss_fn.begin()
         if facts.shared is not None and (self.chunk_tokens(facts) == 0 or (known.num_parts > 1 and self.is_plain)):
             raise ConfigError(
-                f"train.sequence_parallel is {self._state.attention.comm.size}, and the model runs in a plainer way, "
-                "on one micro-batch after the other or with a loss over all logits, which the notes above tell, and in "
-                "which ranks cannot share rows: set --train.sequence_parallel 1, or no --train.micro_batch_size."
+                f"train.sequence_parallel is {self._state.attention.comm.size}, but the model runs on one micro-batch "
+                "after the other or with a loss over all logits (see the warnings above), and ranks cannot share rows "
+                "then: set --train.sequence_parallel 1, or leave out --train.micro_batch_size."
             )
         if known.num_parts > 1 and self.is_plain:
             yield from self._micro_batches(facts)

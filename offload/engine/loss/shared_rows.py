@@ -59,16 +59,16 @@ def share_rows(batch: Batch, loss_fn: object, comm: Comm) -> tuple[Batch, Shared
 def _check(batch: Batch, loss_fn: object, size: int) -> None:
     if loss_fn is not None:
         raise ConfigError(
-            f"train.sequence_parallel is {size}, and the step was given a loss_fn, which would see a part of each row: "
-            "leave it out, for the model's own loss, or set --train.sequence_parallel 1."
+            f"train.sequence_parallel is {size}, but engine.step was called with a loss_fn, which would see only a "
+            "part of each row: leave out loss_fn to use the model's own loss, or set --train.sequence_parallel 1."
         )
     labels = batch.get("labels")
     shape = labels.shape if isinstance(labels, torch.Tensor) and labels.dim() == 2 else None
     odd = [key for key, value in batch.items() if not isinstance(value, torch.Tensor) or value.shape != shape]
     if odd or "input_ids" not in batch:
         raise ConfigError(
-            f"train.sequence_parallel is {size}, and the batch has {', '.join(odd or batch)}: what ranks share is rows "
-            "of tokens, input_ids and labels [rows, tokens], and others of that shape. Set --train.sequence_parallel 1."
+            f"train.sequence_parallel is {size}, but the batch has {', '.join(odd or batch)}: ranks can share only "
+            "token tensors of shape [rows, tokens], such as input_ids and labels. Set --train.sequence_parallel 1."
         )
 
 

@@ -56,11 +56,11 @@ class Forwards(Method):
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._settings.skips:
             advice = state.store.values.why_not_finite(
-                "Lower --optimizer.lr or --optimizer.eps, or look at the data of this step; --train.on_nonfinite skip "
-                "goes on without such steps."
+                "Lower --optimizer.lr or --optimizer.eps, or check the data of this step; --train.on_nonfinite skip "
+                "skips such steps."
             )
             raise NonFiniteError(
-                f"the losses of step {number + 1} on both sides of the weights are {_shown(losses)}. {advice}"
+                f"the losses of step {number + 1} at the two perturbed weights are {_shown(losses)}. {advice}"
             )
         self.expected = kind, False
         rank = self._order()
@@ -93,22 +93,23 @@ class Forwards(Method):
         made = self._state.runner.step_number
         if measured.step != made + 1:
             raise ConfigError(
-                f"a record is of step {measured.step}, and {made} steps are made: a replay begins at the weights from "
-                f"before its first step, and takes each step once, in order. Step {made + 1} is next; one that was "
-                f"skipped is told by its line of metrics.jsonl, or by no slopes: ({made + 1}, 0, ())."
+                f"the record is of step {measured.step}, but {made} steps are done and step {made + 1} is next: a "
+                "replay starts with the weights before the first step and takes each step once, in order. For a "
+                f"skipped step pass its line of metrics.jsonl, or no slopes: ({made + 1}, 0, ())."
             )
         if not measured.slopes:
             self._state.runner.go_on_from(measured.step)
             return
         if len(measured.slopes) != self._rule.num_directions:
             raise ConfigError(
-                f"the record of step {measured.step} has {len(measured.slopes)} slopes, and "
-                f"optimizer.num_perturbations is {self._rule.num_directions}: give MeZO the settings of that run."
+                f"the record of step {measured.step} has {len(measured.slopes)} slopes, but "
+                f"optimizer.num_perturbations is {self._rule.num_directions}: use the MeZO settings of the recorded "
+                "run."
             )
         if measured.rule not in ("", self._rule.mark):
             raise ConfigError(
-                f"step {measured.step} was made with other settings of MeZO than these, {self._rule}: a run whose "
-                "settings were changed is replayed from a checkpoint behind that, with each part's own."
+                f"step {measured.step} was recorded with other MeZO settings than {self._rule}: replay a run with "
+                "changed settings in parts, each from a checkpoint and with the settings of that part."
             )
         self.descent.replay(measured if measured.lr is not None else measured._replace(lr=self.lr))
 

@@ -71,17 +71,16 @@ class Method(ABC):
         Raises ConfigError if the method allows no own loops.
         """
         raise ConfigError(
-            f"{self._rule.title} trains by forward passes alone, and keeps no gradients: call engine.step(batch, "
-            "loss_fn), whose loss_fn may return any number that is to become small, instead of a forward, "
-            "engine.backward and engine.update. For outputs call the model under torch.no_grad(), for a loss "
-            "engine.evaluate."
+            f"{self._rule.title} trains with forward passes only and has no gradients: call engine.step(batch, "
+            "loss_fn) instead of a forward, engine.backward and engine.update; loss_fn may return any number to "
+            "minimize. For outputs call the model under torch.no_grad(), for a loss engine.evaluate."
         )
 
     def replay(self, measured: ZerothOrderRecord) -> None:  # noqa: ARG002
         """Repeat a step from a record. Collective. Raises ConfigError."""
         raise ConfigError(
-            f"engine.replay makes steps again that were made by forward passes alone, and {self._rule.title} needs "
-            "their gradients: give the engine MeZO(...), as that run had it."
+            f"engine.replay repeats MeZO steps, which use forward passes only, but {self._rule.title} needs gradients: "
+            "create the engine with the MeZO(...) of the recorded run."
         )
 
     num_passes = 1

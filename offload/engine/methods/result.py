@@ -65,8 +65,8 @@ class ZerothOrderRecord(NamedTuple):
             return cls(int(step), int(seed), slopes, lr, rule=rule, frozen=frozen)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"a record is {told!r}; a step is replayed from (step, seed, slopes) in finite numbers, from what "
-                "engine.step returned as `measured`, or from a line of metrics.jsonl."
+                f"the record is {told!r}; it must be (step, seed, slopes) with finite numbers, the `measured` of an "
+                "engine.step result, or a line of metrics.jsonl."
             ) from error
 
 

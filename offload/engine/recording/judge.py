@@ -150,26 +150,26 @@ class Judge:
         with state.runner.saved.tried(), start.unseen(), torch.set_grad_enabled(case.has_backward):
             with without():
                 plain = self._plainly(case, start)
-            if not draws_alike and state.comm.any(plain.has_drawn, "whether a trial draws"):
+            if not draws_alike and state.comm.any(plain.has_drawn, "random numbers of a trial run"):
                 without = self._in_eval_mode
                 with without():
                     plain = self._plainly(case, start)
             with without():
                 way, is_steady = self._way(case, start), True
-                if state.comm.any(way.error is not None, "whether a trial fails"):
+                if state.comm.any(way.error is not None, "errors of a trial run"):
                     error, way = way.error, self._way(case, start)
                     if error is not None and way.error is None:  # a random failure: the caller's own error
                         raise error
                 found = self._compare(plain, way, is_exact=is_exact)
-                if state.comm.any(bool(found), "what a trial shows"):
+                if state.comm.any(bool(found), "differences of a trial run"):
                     # Compare an unstable model only in the properties where two plain passes agree.
                     again = self._plainly(case, start)
                     is_steady = not self._compare(plain, again, is_exact=True)
                     found = self._compare(plain, way, is_exact=is_exact, again=again)
-        if state.comm.any(bool(found), "the verdict on a trial"):
+        if state.comm.any(bool(found), "result of the equivalence check"):
             found = found or "another rank's pass differs"
-        is_steady = not state.comm.any(not is_steady, "whether a trial is steady")
-        tells = not state.comm.any(not all(map(math.isfinite, plain.losses)), "whether a trial tells")
+        is_steady = not state.comm.any(not is_steady, "repeatability of a trial run")
+        tells = not state.comm.any(not all(map(math.isfinite, plain.losses)), "losses of a trial run")
         return Verdict(found, is_steady, tells)
 
     @contextmanager
@@ -235,7 +235,7 @@ class Judge:
             return results
         for one, other in zip(plain.losses, way.losses, strict=True):
             if not (one == other if is_exact else abs(one - other) <= self._bounds.share * abs(one) + 1e-12):
-                return results or f"the loss is {one:.9g}, and {other:.9g}"
+                return results or f"the loss is {one:.9g} in plain PyTorch and {other:.9g} in the engine"
         found = self._differing_gradient(plain, way)
         if found or not is_exact:
             return found
@@ -243,7 +243,10 @@ class Judge:
         for path, mine, theirs in _belongings(plain, way):
             noted = path.removeprefix("the length of ").startswith("loss_fn")  # a loss function may store anything
             if path not in unsteady and not noted:
-                return f"{path} is {_shown(mine)} afterwards, and {_shown(theirs)}"
+                return (
+                    f"{path} is {_shown(mine)} after the pass in plain PyTorch and {_shown(theirs)} after the pass in "
+                    "the engine"
+                )
         return ""
 
     def _differing_result(self, plain: Evidence, way: Evidence, *, is_exact: bool) -> str:
@@ -254,8 +257,8 @@ class Judge:
             for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
                 if not (one.is_as(other) if is_exact else one.distance(other) <= self._bounds.share * one.norm):
                     return (
-                        f"result {number} of unit {name}, of shape {tuple(one.shape)}, has a norm of {one.norm:.6g}, "
-                        f"and {other.norm:.6g}, {one.distance(other):.3g} apart"
+                        f"result {number} of unit {name}, of shape {tuple(one.shape)}, has norm {one.norm:.6g} in "
+                        f"plain PyTorch and {other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"
                     )
         return ""
 
@@ -269,15 +272,18 @@ class Judge:
                 name, one, other = infos[piece.parameter].name, plain.gradients.get(piece), way.gradients.get(piece)
                 if one is None or other is None:
                     if one is not other:
-                        mine_is, other_is = ("none" if g is None else f"a norm of {g.norm:.6g}" for g in (one, other))
-                        return f"the gradient of {name} in unit {unit.name} has {mine_is}, and {other_is}"
+                        mine_is, other_is = ("none" if g is None else f"norm {g.norm:.6g}" for g in (one, other))
+                        return (
+                            f"the gradient of {name} in unit {unit.name} has {mine_is} in plain PyTorch and {other_is} "
+                            "in the engine"
+                        )
                     continue
                 apart = one.distance(other) / (self._bounds.share * one.norm + self._bounds.rounding * whole + 1e-30)
                 if apart > worst:
                     worst = apart
                     text = (
-                        f"the gradient of {name} in unit {unit.name} has a norm of {one.norm:.6g}, and "
-                        f"{other.norm:.6g}, {one.distance(other):.3g} apart"
+                        f"the gradient of {name} in unit {unit.name} has norm {one.norm:.6g} in plain PyTorch and "
+                        f"{other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"
                     )
         return text
 

@@ -265,28 +265,28 @@ class Recording:
 
     def _refuse_writes(self, unit: Unit) -> NoReturn:
         raise ConfigError(
-            f"the model's forward writes to weights of unit {unit.name}. An engine has its weights elsewhere, and the "
-            "change would be lost. Compute with a changed copy (functional.normalize(self.weight)), or change weights "
-            "between steps, by engine.edit(). nn.Embedding's max_norm writes to its own weights in forward: build the "
-            "module without it."
+            f"the model's forward writes to weights of unit {unit.name}. The engine stores weights elsewhere and would "
+            "lose the change. Compute with a changed copy (functional.normalize(self.weight)), or change weights "
+            "between steps with engine.edit(). nn.Embedding with max_norm writes to its own weights in forward: build "
+            "it without max_norm."
         )
 
     def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
         for module, key in buffer_places(unit.modules):
             if module._buffers[key].grad_fn is not None:  # type: ignore[union-attr]
                 raise ConfigError(
-                    f"unit {unit.name} assigns its buffer {key} a tensor that hangs on the graph of this forward: "
-                    "gradients of later forwards would have to flow back into it, and in plain PyTorch too each would "
-                    "keep all graphs before it. Assign what is detached (.detach(), or under torch.no_grad())."
+                    f"unit {unit.name} assigns its buffer {key} a tensor with an autograd graph: gradients of later "
+                    "forwards would flow back into this graph, and even plain PyTorch would keep the graphs of all "
+                    "earlier forwards. Assign a detached tensor (.detach(), or under torch.no_grad())."
                 )
 
     def _refuse_views(self, unit: Unit, arguments: Arguments, mutated: set[int]) -> None:
         for i in mutated:
             if arguments.tensors[i]._is_view() and arguments.tensors[i].requires_grad:
                 raise ConfigError(
-                    f"unit {unit.name} changes an input of shape {tuple(arguments.tensors[i].shape)} in place, and "
-                    "that input is a view of another tensor: its gradient cannot be followed when the unit streams. "
-                    "Give the unit a copy (.clone()), or write the operation out of place."
+                    f"unit {unit.name} changes an input of shape {tuple(arguments.tensors[i].shape)} in place, and the "
+                    "input is a view of another tensor: its gradient cannot be computed while the unit is offloaded. "
+                    "Pass a copy (.clone()), or use an out-of-place operation."
                 )
 
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
@@ -296,18 +296,18 @@ class Recording:
             if found is not None and id(leaf) not in own:
                 raise ConfigError(
                     f"a tensor computed inside unit {found[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} "
-                    "by another way than arguments and results (an attribute, or an object or list that a hook holds), "
-                    "and its gradient would be lost when the unit streams. Return it, put it into a list or dict among "
-                    "the unit's arguments, or turn off what collects it."
+                    "without being an argument or a result (through an attribute, or an object or list that a hook "
+                    "holds), and its gradient would be lost while the unit is offloaded. Return the tensor, put it "
+                    "into a list or dict among the unit's arguments, or turn off the code that collects it."
                 )
 
 
 def _warn_of_writes(unit: Unit) -> None:
     """Warn about a write without a changed value so far, e.g. a clamp within bounds."""
     warn(
-        f"the model's forward writes to weights of unit {unit.name}, and no value changed in a trial. A later write "
-        "that changes a value would act on this forward alone: the engine updates weights elsewhere. Clamp weights "
-        "between steps, by engine.edit()."
+        f"the model's forward writes to weights of unit {unit.name}, although no value changed in a trial run. A later "
+        "write with new values would affect only that forward: the engine stores weights elsewhere. Clamp weights "
+        "between steps with engine.edit()."
     )
 
 
@@ -426,9 +426,9 @@ def _refuse_reentrant(where: str, tensors: Sequence[torch.Tensor]) -> None:
             run = node.run_function
             name = getattr(run, "__qualname__", type(run).__name__)
             raise ConfigError(
-                f"{where} runs {name} by torch.utils.checkpoint with use_reentrant=True, in which torch gives no "
-                "gradients of chosen tensors, as a trial of the model needs them. Set use_reentrant=False there, or "
-                f"call {name} without a checkpoint: --train.recompute decides about units."
+                f"{where} runs {name} in torch.utils.checkpoint with use_reentrant=True, where torch cannot compute "
+                "gradients of selected tensors, as a trial run of the model needs. Set use_reentrant=False there, or "
+                f"call {name} without a checkpoint: --train.recompute controls recomputation."
             )
 
 

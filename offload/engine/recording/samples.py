@@ -77,7 +77,7 @@ class Samples:
         mask = _padding_mask(form, self._few(batch, form, max(ROWS), departed is not None))
         padding = 0 if mask is None else int((mask == 0).sum())
         worth = bool(departed), is_new(), min(check_batch(batch), max(ROWS)), padding, -comm.rank
-        return -max(comm.gather_objects(worth, "whose samples to record on"))[-1]
+        return -max(comm.gather_objects(worth, "choice of the recording samples"))[-1]
 
     def take(self, batch: Batch, form: BatchForm, leader: int, whole: bool, group: int = 1) -> list[Batch]:
         """Return the samples to record on, equal on all ranks."""
@@ -97,7 +97,7 @@ class Samples:
         comm = self._state.comm
         if comm.size == 1:
             return make()
-        found = comm.gather_objects(make() if comm.rank == leader else None, "what to record on")[leader]
+        found = comm.gather_objects(make() if comm.rank == leader else None, "recording samples")[leader]
         return cast(_Made, found)
 
     def variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:

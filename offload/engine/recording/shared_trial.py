@@ -29,8 +29,8 @@ def check_sharing(state: EngineState, facts: BatchFacts, shared: SharedRows) -> 
     name = type(state.model).__name__
     if head is None:
         raise ConfigError(
-            f"train.sequence_parallel is {comm.size}, and the loss of {name} is no mean over single tokens whose next "
-            "labels it is given: it has a term over all tokens (as a router's auxiliary loss, output_router_logits), "
+            f"train.sequence_parallel is {comm.size}, but the loss of {name} is not a mean over tokens with shifted "
+            "labels: it has a term over all tokens (such as a router's auxiliary loss, output_router_logits), uses "
             "other targets, or takes no shift_labels. Leave that out, or set --train.sequence_parallel 1."
         )
 
@@ -57,16 +57,16 @@ def check_sharing(state: EngineState, facts: BatchFacts, shared: SharedRows) -> 
                 of_tokens = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
                 # A lost neighbour token affects only the first tokens on a rank; rounding affects any token.
                 apart = float(max(of_tokens.mean(), of_tokens.mean(0).max() / _ROUNDING_OF_ONE))
-            told = "" if apart <= bound else f"tokens differ by {apart:.1g} of their size, on rank {state.comm.rank}"
+            told = "" if apart <= bound else f"tokens differ by {apart:.1g} of their norm on rank {state.comm.rank}"
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # same error on all ranks in the group, after equal exchanges
             state.runner.fail(False)
             told = f"{type(error).__name__}: {error}".splitlines()[0]
-    told = next(filter(None, state.comm.gather_objects(told, "whether sequences may be shared")), "")
+    told = next(filter(None, state.comm.gather_objects(told, "trial run with shared sequences")), "")
     if told:
         raise ConfigError(
-            f"train.sequence_parallel is {comm.size}, and {name} is not what it is on whole sequences ({told}): some "
-            "module mixes tokens beside attention, as a convolution or linear attention does, or attention is not "
-            "called through transformers' interface. Set --train.sequence_parallel 1."
+            f"train.sequence_parallel is {comm.size}, but {name} gives other results on shared sequences than on whole "
+            f"ones ({told}): a module other than attention mixes tokens (such as a convolution or linear attention), "
+            "or attention is not called through transformers' interface. Set --train.sequence_parallel 1."
         )

@@ -162,7 +162,7 @@ class TrialRuns:
                 self.forget_traffic()
                 self._state.runner.fail(False)
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-            obstacle = f"tried on {' and '.join(map(str, ROWS))} rows, the model says: {why}"
+            obstacle = f"on {' and '.join(map(str, ROWS))} rows the model raises {why}"
             form = replace(form, obstacle=obstacle)
         self._alike.pop(signature, None)
         samples = self.samples.take(batch, form, leader, again)
@@ -384,7 +384,7 @@ def _record_few(
         except Exception:
             state.runner.fail(False)
             is_known = False
-    if state.comm.any(not is_known, "whether a sample of a call runs"):
+    if state.comm.any(not is_known, "outcome of a sample call"):
         for variant in (variant for unit in state.units for variant in unit.known.values()):
             variant.learn_tiles(None)  # from another mode
 

@@ -26,8 +26,10 @@ from offload.tiers.nvme import RING_TILES, Nvme, Stripes
 CHECKPOINTS, GRAPHS = "activation checkpoints", "graphs"
 """Host ledger names for unit inputs and for saved graph tensors."""
 _FIXES = {
-    GRAPHS: "These are graphs that wait for their backward. Set --train.recompute always, with which only those wait "
-    "that have room, or raise --offload.host_memory."
+    GRAPHS: (
+        "These are saved autograd graphs. Set --train.recompute always, which saves only graphs that fit, or raise "
+        "--offload.host_memory."
+    )
 }
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64

@@ -168,8 +168,8 @@ class Call:
         unit, runner = self.unit, self._runner
         if torch.is_grad_enabled():
             raise OffloadError(
-                f"unit {unit.name}: a backward with create_graph=True asks for a graph of the gradients, which a unit "
-                "whose weights come and go does not have. Leave it out, or make the penalty of finite differences."
+                f"unit {unit.name}: backward with create_graph=True needs a graph of the gradients, which an offloaded "
+                "unit cannot build. Leave out create_graph, or approximate the penalty with finite differences."
             )
         if not self._is_open:
             raise OffloadError(
@@ -178,12 +178,12 @@ class Call:
         self._check_inputs()
         if not runner.claims.has(self._claim):
             raise OffloadError(
-                f"unit {unit.name}: the step that this forward belongs to ended with an exception; run it again."
+                f"unit {unit.name}: the step of this forward ended with an exception; run the forward again."
             )
         if not self._claim.is_of_these_weights:
             raise OffloadError(
                 f"unit {unit.name}: the weights have changed since this forward (by an update, a step or a loaded "
-                "checkpoint), so that its gradients would be none of any model's; run the forward again."
+                "checkpoint), so its gradients would be wrong; run the forward again."
             )
         found: list[list[torch.Tensor | None]] = []
         ambient = runner.device.random_state()
@@ -291,9 +291,9 @@ def _refuse_moved(unit: Unit, buffers: Sequence[tuple[torch.Tensor, int]]) -> No
             names = (key for module in unit.modules for key, found in module._buffers.items() if found is buffer)
             key = next(names, "a buffer")
             raise ConfigError(
-                f"unit {unit.name} changes its buffer {key} in place, which it did not when it was recorded, and a "
-                "recompute would change it again. Let the forward change the buffer from the first step on, by 0 where "
-                f"nothing is to change yet, assign it anew (self.{key} = ...), or set train.recompute to never."
+                f"unit {unit.name} changes its buffer {key} in place, but did not in the recording pass, and "
+                "recomputation would change it twice. Change the buffer from the first step on (by 0 if nothing "
+                f"changes yet), assign a new tensor (self.{key} = ...), or set --train.recompute never."
             )
 
 

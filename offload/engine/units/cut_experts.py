@@ -41,8 +41,8 @@ def cut_experts(
     """
     if num_replicas > 1:
         raise ConfigError(
-            f"offload.experts is streamed, and there are {num_replicas} replicas of the model: each routes tokens to "
-            "experts of its own, and gradients are summed between all of them. Set --offload.replicas 1, or "
+            f"offload.experts is streamed, but there are {num_replicas} replicas of the model: each routes tokens to "
+            "other experts, while gradients are summed over all replicas. Set --offload.replicas 1, or "
             "--offload.experts whole."
         )
     uses = Counter(place.parameter for unit in candidates for place in unit.places)
@@ -59,8 +59,8 @@ def cut_experts(
         found += [replace(unit, places=[place for place in unit.places if id(place) not in gone]), *taken]
     if len(found) == len(candidates):
         raise ConfigError(
-            "offload.experts is streamed, and the model has no experts that lie in stacks and are computed through "
-            "transformers' interface of experts: set --offload.experts whole."
+            "offload.experts is streamed, but the model has no experts that are stacked in one parameter and computed "
+            "through transformers' experts interface: set --offload.experts whole."
         )
     return found
 
@@ -83,27 +83,27 @@ def _check(
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(
-            f"offload.experts is streamed, and {name} cannot be cut: {why}. Set --offload.experts whole."
+            f"offload.experts is streamed, but {name} cannot be split by expert: {why}. Set --offload.experts whole."
         )
 
     if name.endswith(".base_layer"):  # A PEFT base layer: PEFT parametrizes the module during calls.
-        raise refuse("an adapter is over its parameters, and adds to them as a whole")
+        raise refuse("an adapter changes its parameters as a whole")
     if not stacks:
-        raise refuse(f"it has no parameters [{module.num_experts} experts, ...] of its own")
+        raise refuse(f"the module itself has no parameters [{module.num_experts} experts, ...]")
     for info in (infos[place.parameter] for place in stacks):
         numel = info.numel // info.shape[0]
         by = rule.parts[info.rule]
         block = math.lcm(info.link.block, *(plane.block for plane in by.moments if info.trainable))
         if uses[info.index] > 1:
-            raise refuse(
-                f"{info.name} is used in {uses[info.index]} places, and experts that share weights are not cut"
-            )
+            raise refuse(f"{info.name} is used in {uses[info.index]} places, and shared weights cannot be split")
         if info.trainable and (by.by_matrix or not by.has_gradients):
             raise refuse(f"{type(by).__name__} needs {info.name} as a whole")
         if info.codec is not EXACT:
-            raise refuse(f"{info.name} rests in {info.codec.name}, which is decoded as a whole")
+            raise refuse(f"{info.name} is stored as {info.codec.name}, which is decoded as a whole")
         if numel % block:
-            raise refuse(f"an expert has {numel} elements of {info.name}, which rest or travel in blocks of {block}")
+            raise refuse(
+                f"an expert has {numel} elements of {info.name}, which is no multiple of the block of {block} elements"
+            )
 
 
 def _records(

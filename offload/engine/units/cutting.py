@@ -58,9 +58,11 @@ class Cutting:
             biases = [bias for _, module in places if (bias := module._parameters.get("bias")) is not None]
             why = _why_whole(info, rule, places, share_bytes)
             if info.trainable and len(places) > 1 and rule.drops_gradients:
-                why = why or f"{type(rule).__name__} keeps no gradients, of which the layers that share it give several"
+                why = why or (
+                    f"{type(rule).__name__} stores no gradients, but layers that share the parameter produce several"
+                )
             if len(biases) > 1 or any(len(owners[index_of[id(bias)]]) > 1 for bias in biases):
-                why = why or "layers share it, or their bias, and differ in the other"
+                why = why or "layers share the weight but not the bias, or the bias but not the weight"
             if why:
                 whole[info.name] = why
                 continue
@@ -84,22 +86,24 @@ class Cutting:
         """Report text about cut layers. Empty: whole units."""
         if math.isinf(self.share_bytes):
             return ""
-        told = f"the device has {format_bytes(int(self.share_bytes))} for a unit: larger blocks go module by module"
+        told = (
+            f"device memory allows {format_bytes(int(self.share_bytes))} per unit: larger blocks are split into modules"
+        )
         shown = [f"{each.name} in {len(each.blocks)} of {each.most_rows:,} rows" for each in self.made]
         if not shown:
             return told
         more = f", and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
         return (
-            f"{told}, and in blocks of rows, each a unit: {', '.join(shown[:_MOST_SHOWN])}{more}. Losses and gradients "
-            "are those of whole layers, up to the order of sums over blocks"
+            f"{told}, and these layers into row blocks, each a unit: {', '.join(shown[:_MOST_SHOWN])}{more}. Losses "
+            "and gradients equal those of whole layers, up to the summation order over blocks"
         )
 
     @property
     def told_whole(self) -> str:
         """Report sentence about oversized parameters left whole, with reasons. Empty if none."""
-        shown = [f"{name} is not, since {why}" for name, why in self.whole.items()]
-        more = f"; nor are {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
-        told = f" Layers that are too large are cut in blocks of rows, and {'; '.join(shown[:_MOST_SHOWN])}{more}."
+        shown = [f"{name} is not, because {why}" for name, why in self.whole.items()]
+        more = f"; {len(shown) - _MOST_SHOWN} others are not" if len(shown) > _MOST_SHOWN else ""
+        told = f" Layers that are too large are split into row blocks, but {'; '.join(shown[:_MOST_SHOWN])}{more}."
         return told if shown else ""
 
 
@@ -107,18 +111,18 @@ def _why_whole(info: ParameterInfo, rule: UpdateRule, places: Sequence[tuple[str
     """Return the reason against cutting a parameter into row blocks; empty if possible."""
     other = next((m for key, m in places if key != "weight" or not isinstance(m, nn.Linear | nn.Embedding)), None)
     if other is not None:
-        return f"{type(other).__name__} is no linear layer and no embedding"
+        return f"{type(other).__name__} is neither a linear layer nor an embedding"
     has_bias = any(module._parameters.get("bias") is not None for _, module in places)
     if info.shape[0] <= _least_rows(info, has_bias):
-        return f"it has {info.shape[0]} rows, which are one block at least"
+        return f"it has {info.shape[0]} rows, too few for two blocks"
     if info.numel * DTYPES[info.compute].itemsize > share_bytes * _MOST_BLOCKS:
-        return f"it would be more than {_MOST_BLOCKS} blocks"
+        return f"it would need more than {_MOST_BLOCKS} blocks"
     part = rule.parts[info.rule]
     if not part.has_gradients:
-        return f"{type(part).__name__} draws a direction for it as a whole"
+        return f"{type(part).__name__} samples its random direction as a whole"
     if info.trainable and part.by_matrix:
         return f"{type(part).__name__} updates it as a whole"
-    return "" if info.codec is EXACT else f"it rests in {info.codec.name}"
+    return "" if info.codec is EXACT else f"it is stored as {info.codec.name}"
 
 
 def _least_rows(info: ParameterInfo, has_bias: bool) -> int:

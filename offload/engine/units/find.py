@@ -128,8 +128,8 @@ def describe_parameters(
     for pattern in [pattern for rule in optimizer.parts for pattern, _ in rule.groups]:
         if not any(re.search(pattern, name) for name, _ in named):
             raise ConfigError(
-                f"optimizer.groups has {pattern!r}, which is found in none of the {len(named)} parameters' names, such "
-                f"as {named[len(named) // 2][0]}: fix the expression, or leave it out."
+                f"optimizer.groups has {pattern!r}, which matches none of the {len(named)} parameter names, such as "
+                f"{named[len(named) // 2][0]}: fix the expression, or leave it out."
             )
     mixed = {p.dtype for _, p in named} >= {torch.float32, torch.bfloat16}
     kept = _kept_in_fp32(model)
@@ -147,7 +147,7 @@ def describe_parameters(
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ConfigError(
                 f"parameter {name} has a hook (register_hook or register_post_accumulate_grad_hook), which would not "
-                "run: its gradient lands in the engine, unit by unit. Remove the hook; a hook of a module does run."
+                "run: the engine collects gradients unit by unit. Remove the hook; a hook of a module does run."
             )
         fp32 = precision == "fp32" or (
             parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in kept))
@@ -173,14 +173,14 @@ def describe_parameters(
         )
     if frozen_weights != EXACT.name and all(info.codec is EXACT for info in infos):
         raise ConfigError(
-            f"offload.frozen_weights is {frozen_weights}, and the model has no frozen weights to rest in it: matrices "
-            f"of blocks with {LEAST_NUMEL} elements or more. Freeze them (requires_grad=False) before Engine(), or set "
-            "--offload.frozen_weights exact."
+            f"offload.frozen_weights is {frozen_weights}, but the model has no frozen weights for this format: "
+            f"matrices in blocks with {LEAST_NUMEL} elements or more. Freeze them (requires_grad=False) before "
+            "Engine(), or set --offload.frozen_weights exact."
         )
     if link_weights != EXACT.name and all(info.link is EXACT for info in infos):
         raise ConfigError(
-            f"offload.link_weights is {link_weights}, and nothing that is trained would travel in it: parameters of "
-            f"two dimensions or more, with {LEAST_NUMEL} elements or more. Set --offload.link_weights exact."
+            f"offload.link_weights is {link_weights}, but the model has no trainable parameters for this format: two "
+            f"dimensions or more, with {LEAST_NUMEL} elements or more. Set --offload.link_weights exact."
         )
     return infos
 
@@ -193,9 +193,9 @@ def _check_listed(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -
             if parameter is not None and id(parameter) not in listed:
                 raise ConfigError(
                     f"parameter {key} of {name or 'the model'} ({type(module).__name__}) is not in "
-                    "model.named_parameters(): a module omits it, or makes it anew whenever modules are listed, as "
-                    "PEFT's LoRA over nn.MultiheadAttention does, and the engine has no parameter to keep. Leave this "
-                    "module out of target_modules, or build it of linear layers."
+                    "model.named_parameters(): a module omits it, or creates it each time modules are listed (as "
+                    "PEFT's LoRA over nn.MultiheadAttention does), so the engine cannot store it. Leave this module "
+                    "out of target_modules, or build it from linear layers."
                 )
 
 
@@ -220,8 +220,8 @@ def _check_quantized(
             raise refuse_training(name, quantized[parameter].name)
         if parameter in quantized and frozen_weights != EXACT.name:
             raise ConfigError(
-                f"offload.frozen_weights is {frozen_weights}, and {name} is in few bits in the model's folder already "
-                f"({quantized[parameter].name}), in which it rests: set --offload.frozen_weights exact."
+                f"offload.frozen_weights is {frozen_weights}, but {name} is already quantized in the model's folder "
+                f"({quantized[parameter].name}) and stays in that format: set --offload.frozen_weights exact."
             )
 
 

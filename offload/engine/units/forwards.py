@@ -176,7 +176,7 @@ class CompiledForwards(OwnForwards):
             return None
         functions, refusal, function = self._functions.setdefault(owner, {}), _refusal(unit), None
         if not refusal and kind not in functions and len(functions) == _MOST_KINDS:
-            refusal = f"{_MOST_KINDS} kinds of inputs were compiled, and here is another (give all batches one length)"
+            refusal = f"it has more than {_MOST_KINDS} kinds of inputs (give all batches one length)"
         if not refusal:
             if kind not in functions:
                 functions[kind] = _compiled(owner)
@@ -195,7 +195,7 @@ class CompiledForwards(OwnForwards):
     def _refuse(self, unit: Unit, why: str) -> None:
         owner = type(unit.module)
         self._refused.add(owner)
-        warn(f"compile is auto, and {owner.__name__} (unit {unit.name}) runs as it is from here on: {why}.")
+        warn(f"compile is auto, but {owner.__name__} (unit {unit.name}) runs uncompiled from here on: {why}.")
 
     def _used(self, unit: Unit, function: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a compiled forward. Falls back to the module forward if torch fails to recompile for changed values."""
@@ -224,17 +224,17 @@ class CompiledForwards(OwnForwards):
         before = self.num_graphs
         again, _ = _made(unit, use, function, False)
         if self.num_graphs > before:
-            return "it would be compiled anew in each use, since what its code reads changes"
+            return "it would be recompiled in each use, because values that its code reads change"
         of_results, of_gradients = _APART[any(t.dtype in (torch.bfloat16, torch.float16) for t in results)]
         if (far := _distance(results, mine)) > of_results:
-            return f"compiled, its results are {far:.3g} of their norm from its own"
+            return f"its compiled results differ by {far:.3g} of their norm"
         if has_graph:
             with_graph, compiled_gradients = _made(unit, use, function, True)
             if not all(map(_same, mine, with_graph)):
                 unit.traits.need_graph()  # Otherwise a recomputation would have other bits than the forward.
             if (far := _distance(gradients, compiled_gradients)) > of_gradients:
-                return f"compiled, its gradients are {far:.3g} of their norm from its own"
-        return "" if all(map(_same, mine, again)) else "compiled, it gives another result each time"
+                return f"its compiled gradients differ by {far:.3g} of their norm"
+        return "" if all(map(_same, mine, again)) else "its compiled results differ from run to run"
 
 
 def compile_modules(modules: Iterable[nn.Module]) -> None:
@@ -307,7 +307,7 @@ def _compiled(owner: Any) -> Forward:
 def _refusal(unit: Unit) -> str:
     """Return a reason against compilation known before a trial; empty for none."""
     if getattr(unit.forward, "__func__", None) is not getattr(type(unit.module), "forward", None):
-        return "its forward is no method of its class, but was put into the module"
+        return "its forward is not the method of its class, but was replaced on the module"
     if unit.traits.mutated or unit.traits.buffers:
         return "it changes its inputs or its buffers in place"
     return ""

@@ -21,36 +21,42 @@ from offload.machine.environment import memory
 
 _T = TypeVar("_T")
 _ANEW = (
-    "Change the model before Engine(); of this one, engine.close(restore=True) first gives back what was trained, and "
-    "engine.save_checkpoint(folder) saves it as it is."
+    "Change the model before Engine(). To keep the trained weights of this one, call engine.close(restore=True) or "
+    "engine.save_checkpoint(folder) first."
 )
 _HELD = (
-    "belongs to an engine that was not closed: its weights are in that engine. Call "
-    "close(restore=True) on it first (a Trainer and an accelerator have it as .engine). Where nothing refers to it any "
-    "more, its weights are gone: build the model anew."
+    "belongs to an open engine, which holds its weights. Call close(restore=True) on that engine first (.engine of a "
+    "Trainer or an accelerator). If nothing refers to the engine any more, the weights are lost: build a new model."
 )
 _SPENT = (
-    "belonged to an engine that was closed without restore=True: its weights are gone. "
-    "Build the model anew, or load what engine.export wrote."
+    "belonged to an engine that was closed without restore=True: its weights are lost. Build a new model, or load an "
+    "export of engine.export."
 )
-_FAILED = "was given to an engine that could not be made: some of its weights are gone. Build the model anew."
+_FAILED = "was passed to an Engine() that failed: some of its weights are lost. Build a new model."
 _RETURNED = (
-    "was given back by the engine that had it (close(restore=True)): this is what stood for it. Take it from the model."
+    "is a placeholder: its engine was closed with close(restore=True), and the parameter is back in the model. Read "
+    "it from there."
 )
-_LOST = "{name} was to {how}; its weights are in an engine, or went with one. " + _ANEW
+_LOST = "{name} cannot {how}: its weights are in an engine, or were lost with a closed one. " + _ANEW
 _REFUSALS = {
     "write": _LOST,
     "in place": _LOST,
-    "gradient": "{name} was read outside of the model's forward, and a gradient came back to it, which would be lost, "
-    "since its weights are in an engine. For a term such as a penalty, read it within the forward, or in the loss_fn "
-    "of engine.step, from its first call on; where no gradient is meant, read parameter.detach(), or under "
-    "torch.no_grad(). (For weight decay there is the optimizer's.)",
-    "hook": "a hook was to be registered on {name} (register_hook or register_post_accumulate_grad_hook), which would "
-    "never run: its gradient lands in the engine, unit by unit. engine.grad_norm() is the norm of all gradients, "
-    "max_grad_norm clips them, and requires_grad_(False) keeps one from being made; a hook of a module does run.",
-    "address": "the address of {name} was asked for (data_ptr(), storage()), which has none: its weights are in an "
-    "engine, or went with one. Read a copy (parameter.detach().clone(), or state_dict() of the model), or the masters "
-    "by engine.named_parameters(); engine.export(folder) writes them as a Hugging Face folder.",
+    "gradient": (
+        "{name} was read outside the model's forward and received a gradient, which would be lost because its weights "
+        "are in an engine. For a term such as a penalty, read it within the forward, or in the loss_fn of "
+        "engine.step, from the first call on; where no gradient is needed, read parameter.detach(), or under "
+        "torch.no_grad(). (For weight decay use the optimizer's.)"
+    ),
+    "hook": (
+        "a hook on {name} (register_hook or register_post_accumulate_grad_hook) would never run: the engine collects "
+        "gradients unit by unit. engine.grad_norm() is the norm of all gradients, max_grad_norm clips them, and "
+        "requires_grad_(False) prevents one; a hook of a module does run."
+    ),
+    "address": (
+        "{name} has no address (data_ptr(), storage()): its weights are in an engine, or were lost with a closed one. "
+        "Read a copy (parameter.detach().clone(), or state_dict() of the model), or the master weights with "
+        "engine.named_parameters(); engine.export(folder) writes them as a Hugging Face folder."
+    ),
 }
 _HOLDS: set[ref[ModelOwnership]] = set()
 """Ownerships of live models whose weights are in an engine or gone.
@@ -80,18 +86,17 @@ def _living(known: Iterable[ref[_T]]) -> list[_T]:
 def refuse_copy(what: str) -> NoReturn:
     """Raise the ConfigError for an operation that bypasses the engine to copy or change a model."""
     raise ConfigError(
-        f"{what} cannot be done with this model: its weights are in an engine, or went with one that was closed "
-        "without restore=True. engine.export(folder) writes them as a Hugging Face folder, "
-        "engine.save_checkpoint(folder) writes all states (and engine.load_checkpoint(folder) takes them; a state dict "
-        "is loaded before Engine() or offload.wrap, or value by value with engine.edit), and "
-        "engine.close(restore=True) gives the model its weights back. Where the engine is closed already, or could not "
-        "be made, build the model anew."
+        f"{what} does not work on this model: its weights are in an engine, or were lost with one closed without "
+        "restore=True. engine.export(folder) writes them as a Hugging Face folder, engine.save_checkpoint(folder) "
+        "writes all states (engine.load_checkpoint(folder) reads them; load a state dict before Engine() or "
+        "offload.wrap, or value by value with engine.edit), and engine.close(restore=True) puts the weights back into "
+        "the model. If the engine is closed already, or Engine() failed, build a new model."
     )
 
 
 def refuse_change(name: str, what: str) -> NoReturn:
     """Raise the ConfigError for a changed model part unknown to the engine."""
-    raise ConfigError(f"{name} {what} after Engine() took the model over, which would not see it. {_ANEW}")
+    raise ConfigError(f"{name} {what} after Engine() was created, which would not see the change. {_ANEW}")
 
 
 def refuse_sparse(model: nn.Module) -> None:
@@ -99,8 +104,8 @@ def refuse_sparse(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"{name} is sparse ({tensor.layout}), and the engine keeps parameters and buffers element by element: "
-                "keep its indices and values in tensors of their own, and make it in the forward."
+                f"{name} is sparse ({tensor.layout}), but the engine stores only dense parameters and buffers: store "
+                "its indices and values as separate tensors, and build it in the forward."
             )
 
 
@@ -226,10 +231,10 @@ class ModelOwnership:
         reading = self._reading()
         if reading is not None and reading.has_gradients():
             raise ConfigError(
-                f"the grad of {info.name} was set to None in the middle of a step, whose gradients are in the engine "
-                "and would stay there. optimizer.zero_grad() or engine.zero_grad() drops them all, in place of "
-                "model.zero_grad(); parameter.grad.zero_() clears one; requires_grad_(False) before the forward keeps "
-                "one from being made."
+                f"the grad of {info.name} was set to None during a step, but its gradients are in the engine and would "
+                "stay there. optimizer.zero_grad() or engine.zero_grad() drops all gradients, in place of "
+                "model.zero_grad(); parameter.grad.zero_() clears one; requires_grad_(False) before the forward "
+                "prevents one."
             )
 
     def release(self) -> None:
@@ -260,9 +265,9 @@ class ModelOwnership:
         free = memory().get("available_bytes", num_bytes)
         if num_bytes > free:
             raise DoesNotFitError(
-                f"state_dict() of {self._name_of(module)} holds {format_bytes(num_bytes)} of weights, and "
-                f"{format_bytes(free)} of the host's memory are free. engine.export(folder) writes them as a "
-                "Hugging Face folder, a piece at a time, and engine.named_parameters() gives one after the other."
+                f"state_dict() of {self._name_of(module)} needs {format_bytes(num_bytes)}, but only "
+                f"{format_bytes(free)} of host memory are free. engine.export(folder) writes the weights as a Hugging "
+                "Face folder, piece by piece, and engine.named_parameters() yields one after the other."
             )
 
     def _after_state_dict(self, module: nn.Module, saved: Any, prefix: str, _metadata: Any) -> None:
@@ -352,7 +357,7 @@ class Snapshot:
                     self._refuse(place.module, place.key, "was given requires_grad=True")
         if len(frozen) == self._num_trainable:
             if trains:
-                raise ConfigError("every parameter is frozen by now (requires_grad=False): there is nothing to train.")
+                raise ConfigError("every parameter is now frozen (requires_grad=False): there is nothing to train.")
         elif frozen != self.frozen:
             self.frozen = frozenset(frozen)
             for unit in self._units:

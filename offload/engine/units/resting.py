@@ -146,7 +146,7 @@ class OffloadedTensor(torch.Tensor):
         return self.values().requires_grad_(self.requires_grad)
 
     def _use_count(self) -> None:  # `torch.utils.swap_tensors` calls this method on both tensors.
-        self.holder.refuse(self.info, "write", "change places with another tensor")
+        self.holder.refuse(self.info, "write", "swap with another tensor")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.copied())

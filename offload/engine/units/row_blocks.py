@@ -101,9 +101,9 @@ class RowBlocks:
         del norm_type
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise ConfigError(
-                f"{self.name} is larger than the device's share and would be cut in blocks of rows, and its module has "
-                "max_norm, scale_grad_by_freq or sparse, with which rows depend on each other. Make the module without "
-                "them, or raise --offload.device_memory until the whole of it fits."
+                f"{self.name} is larger than the device memory per unit and must be split into row blocks, but its "
+                "module has max_norm, scale_grad_by_freq or sparse, which make rows depend on each other. Build the "
+                "module without them, or raise --offload.device_memory until the whole of it fits."
             )
         if padding_idx is not None and padding_idx < 0:
             padding_idx += self._borders[-1]

@@ -80,7 +80,7 @@ class RowTrials:
         """Examine a use of the unit with forward `own` and these tensors. `rows`: batch rows (0: unknown)."""
         number = next((i for i, t in enumerate(tensors) if t.is_floating_point() and t.dim() > 1), None)
         if number is None:
-            return Tiles((), (("", "no input of the unit has rows of numbers"),))
+            return Tiles((), (("", "no input of the unit is a floating-point tensor with rows"),))
         of_unit = tensors[number]
         lengths = [axis for axis in range(of_unit.dim() - 1) if of_unit.dim() == 2 or of_unit.shape[axis] != rows]
         axis = lengths[0] if rows and lengths else min(1, of_unit.dim() - 2)
@@ -146,7 +146,7 @@ class RowTrials:
         """Return (reason against tiles or "", saves memory)."""
         below = [m for m in module.modules() if m is not module]
         if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in below):
-            return "modules in it have hooks, which would see tiles", False
+            return "its submodules have hooks, which would see tiles", False
         sample = [_longer(t, called.axis) if i in called.cut else t for i, t in enumerate(called.arguments.tensors)]
         num_rows = sample[called.cut[0]].shape[called.axis]
         with torch.no_grad():
@@ -154,16 +154,16 @@ class RowTrials:
                 return refusal, False
             whole = self._results(called, sample)
             if any(t.dim() <= called.axis or t.shape[called.axis] != num_rows for t in whole):
-                return "a result of it has no rows", False
+                return "one of its results has no rows", False
             if not all(t.is_contiguous() and bool(t.isfinite().all()) for t in whole):
-                return "its result is not laid out row by row, or not finite", False
+                return "its result is not contiguous, or not finite", False
             for rows, other, places in _variations(sample, called, num_rows):
                 for one, result in zip(whole, self._results(called, other), strict=True):
                     if not is_near(_select(one, called, rows), _select(result, called, places)):
-                        return "a row of its result depends on other rows, or on where it stands", False
+                        return "a row of its result depends on other rows, or on the position of the row", False
             for result in self._results(called, _of_one_row(sample, called)):
                 if not is_near(_first(result, called).expand_as(result), result):
-                    return "it treats rows that are alike in different ways", False
+                    return "it gives different results for equal rows", False
         return self._differing_gradient(module, called, sample, num_rows)
 
     def _trace(self, module: nn.Module, called: _Called, sample: Sequence[torch.Tensor]) -> str:
@@ -179,7 +179,7 @@ class RowTrials:
         if any(t._version != version for t, version in zip(own, versions, strict=True)):
             return "it changes its inputs in place"
         if next(before.differences(after), None) is not None or len(made.fill(made.tensors)) > 1:
-            return "it keeps notes, or hands them on"
+            return "it changes state, or a list or dict of its caller"
         return "" if made.tensors else "it returns no tensors"
 
     def _results(self, called: _Called, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ class RowTrials:
             tiles = [self._results(called, part) for _, part in _tiles(leaves, called, num_rows)]
             joined = [torch.cat(parts, called.axis) for parts in zip(*tiles, strict=True)]
             if not _near_gradients(whole, _gradients(joined, wanted)):
-                return "its gradients over tiles are others", False
+                return "its gradients differ over tiles", False
         return "", saved.num_bytes >= _LEAST_SHARE * sum(sample[i].nbytes for i in called.cut)
 
     # -- the unit as a whole ---------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class RowTrials:
         except RuntimeError:  # For example, a tensor saved by a tile is changed in place later.
             is_same = False
         if not is_same:
-            self._whole |= {rows.name: "with it over tiles, the unit gives something else" for rows in found}
+            self._whole |= {rows.name: "with it over tiles, the unit gives other results" for rows in found}
             return saved.num_bytes, ()
         return saved.num_bytes, tuple(
             replace(rows, is_idle=self._is_idle(own, tensors, found, rows, tiled[1])) for rows in found

@@ -276,9 +276,9 @@ class UnitRunner:
         """
         if self.num_parts > 1 and None in unit.traits.outputs:
             index = unit.traits.differing_output(results)
-            if self._comm.any(index is not None, f"what rows share in unit {unit.name}"):
+            if self._comm.any(index is not None, f"results without row axis of unit {unit.name}"):
                 which = "a result" if index is None else f"result {index}"
-                raise PartsDifferError(f"{which} of unit {unit.name} has no rows, and other rows give another")
+                raise PartsDifferError(f"{which} of unit {unit.name} has no row axis but depends on the rows")
         return unit.traits.join_outputs(results)
 
     @contextmanager

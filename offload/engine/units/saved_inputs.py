@@ -18,10 +18,14 @@ from offload.lanes.ticket import Ticket
 from offload.tiers.device import Device
 
 _FIXES = {
-    "unit inputs": "These are the inputs that units keep for their recompute. Move them with --offload.activations "
-    "cpu, lower --train.batch_size or --data.sequence_length, or raise --offload.device_memory.",
-    "kept tensors": "These are tensors of graphs that are kept instead of recomputed. Set --train.recompute auto "
-    "or always, move them with --offload.graphs cpu, or raise --offload.device_memory.",
+    "unit inputs": (
+        "These are unit inputs saved for activation recomputation. Move them with --offload.activations cpu, lower "
+        "--train.batch_size or --data.sequence_length, or raise --offload.device_memory."
+    ),
+    "kept tensors": (
+        "These are tensors of saved autograd graphs. Set --train.recompute auto or always, move them with "
+        "--offload.graphs cpu, or raise --offload.device_memory."
+    ),
 }
 
 

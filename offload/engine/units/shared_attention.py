@@ -107,8 +107,8 @@ class SharedAttention(OwnAttention):
 
     def refuse_own_loop(self) -> None:
         raise ConfigError(
-            f"train.sequence_parallel is {self.comm.size}, and the model was called by a loop of its caller's, whose "
-            "rows the engine cannot cut in tokens: train by engine.step(batch), or set sequence_parallel to 1."
+            f"train.sequence_parallel is {self.comm.size}, but the model was called in your own training loop, where "
+            "the engine cannot split rows into tokens: use engine.step(batch), or set --train.sequence_parallel 1."
         )
 
     def begin_pass(self, needs_mask: bool) -> None:
@@ -156,8 +156,8 @@ class SharedAttention(OwnAttention):
         extra = [name for name, each in given.items() if isinstance(each, torch.Tensor) and name != "position_ids"]
         if extra:
             raise ConfigError(
-                f"train.sequence_parallel is {size}, and attention takes {', '.join(extra)} of its own heads or "
-                "tokens, which ranks cannot share: set --train.sequence_parallel 1."
+                f"train.sequence_parallel is {size}, but attention takes {', '.join(extra)} by head or token, which "
+                "ranks cannot share: set --train.sequence_parallel 1."
             )
         if (times := size // key.shape[_HEADS]) > 1:  # Repeat keys and values to one head per rank.
             key, value = (tensor.repeat_interleave(times, _HEADS) for tensor in (key, value))
@@ -264,14 +264,14 @@ def check_shared(model: nn.Module, size: int) -> None:
     configs = _configs(model)
     if not configs:
         raise ConfigError(
-            f"train.sequence_parallel is {size}, and {type(model).__name__} has no configuration of transformers, by "
-            "whose interface attention is exchanged: set --train.sequence_parallel 1."
+            f"train.sequence_parallel is {size}, but {type(model).__name__} has no transformers configuration, through "
+            "which the engine replaces attention: set --train.sequence_parallel 1."
         )
     for config in configs:
         if config._attn_implementation not in ("sdpa", "eager"):
             raise ConfigError(
-                f"train.sequence_parallel is {size}, and attention is computed by {config._attn_implementation}; ranks "
-                "share that of sdpa or eager: build the model with attn_implementation='sdpa', or set "
+                f"train.sequence_parallel is {size}, but attention is computed by {config._attn_implementation}; ranks "
+                "can share only sdpa or eager: build the model with attn_implementation='sdpa', or set "
                 "--train.sequence_parallel 1."
             )
         num = getattr(config, "num_attention_heads", None)
@@ -288,8 +288,8 @@ def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
         if num_heads % n == 0 and (num_key_value_heads % n == 0 or n % num_key_value_heads == 0)
     ]  # fmt: skip
     raise ConfigError(
-        f"train.sequence_parallel is {size}, and attention has {num_heads} heads of queries and {num_key_value_heads} "
-        f"of keys and values, of which each rank is to have as many: set --train.sequence_parallel to one of "
+        f"train.sequence_parallel is {size}, but {num_heads} query heads and {num_key_value_heads} key-value heads of "
+        "attention cannot be divided evenly among the ranks: set --train.sequence_parallel to one of "
         f"{', '.join(map(str, fitting))}."
     )
 

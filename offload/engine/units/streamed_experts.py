@@ -112,9 +112,9 @@ class StreamedExperts:
             for value in given
         )
         raise ConfigError(
-            f"offload.experts is streamed, and the experts {self._unit.name} were called with ({shown}), where a "
-            "router gives tokens [tokens, hidden], the numbers of their experts, integers [tokens, choices], and the "
-            "weights of these choices, of the same shape. Set --offload.experts whole."
+            f"offload.experts is streamed, but the experts {self._unit.name} were called with ({shown}) instead of "
+            "tokens [tokens, hidden], expert numbers (integers [tokens, choices]) and expert weights [tokens, "
+            "choices]. Set --offload.experts whole."
         )
 
     def result(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,7 @@ class StreamedExperts:
 
     def _on_any_rank(self, hit: set[int]) -> set[int]:
         """Return the experts hit on any rank, for the collective weight gather and gradient reduction. Collective."""
-        what = f"which experts of {self._unit.name} tokens are routed to"
+        what = f"routing of tokens to {self._unit.name}"
         return set().union(*self._comm.gather_objects(hit, what))
 
     def _live(self, record: Record, trains: bool) -> Mapping[int, Mapping[int, nn.Parameter]]:

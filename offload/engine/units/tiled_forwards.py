@@ -83,9 +83,9 @@ class TiledForwards(OwnForwards):
     def check(self) -> None:
         if self._size is not None and self._found and not any(tiles.modules for tiles in self._found.values()):
             raise ConfigError(
-                f"train.sequence_tile is {self._size}, and no module in the {len(self._found)} blocks of the model can "
-                f"run over tiles of the sequence with less memory than whole: {self._told_whole() or 'none saves more'}"
-                ". Set --train.sequence_tile none (or auto, which tiles where that is possible and needed)."
+                f"train.sequence_tile is {self._size}, but none of the modules in the {len(self._found)} blocks of the "
+                f"model saves memory over tiles of the sequence: {self._told_whole() or 'tiles are no smaller'}. Set "
+                "--train.sequence_tile none (or auto, which tiles only where possible and needed)."
             )
 
     @property
@@ -100,8 +100,8 @@ class TiledForwards(OwnForwards):
         sizes = ", ".join(map(str, sorted(set(self._sizes.values()))))
         whole = f"; whole: {told}" if (told := self._told_whole()) else ""
         return (
-            f"over tiles of {sizes} tokens, each recomputed in the backward, run {shown}{whole}. Losses are those of "
-            "whole sequences, and gradients too, up to the order of their sums"
+            f"{shown} run over tiles of {sizes} tokens, each recomputed in the backward{whole}. Losses equal those of "
+            "whole sequences, and gradients too, up to the summation order"
         )
 
     def _told_whole(self) -> str:
@@ -140,7 +140,7 @@ class TiledForwards(OwnForwards):
         compared = ComparedForward(unit.forward, tiles.modules, size, given.device.type, most, is_near)
         with runner.undone(unit), torch.no_grad():
             runner.run(unit, arguments, [t.clone() for t in tensors], others, compared)
-        why = f"over {min(length, most)} rows its results are others than over tiles of {size}"
+        why = f"over {min(length, most)} rows its results differ from those over tiles of {size}"
         modules = tuple(rows for rows in tiles.modules if rows.name not in compared.differing)
         whole = tuple((name, why) for name in sorted(compared.differing))
         self._found[unit.name] = replace(tiles, modules=modules, whole=(*tiles.whole, *whole), tried_rows=length)
@@ -150,8 +150,8 @@ class TiledForwards(OwnForwards):
         if whole and not self._has_warned:
             self._has_warned = True
             warn(
-                f"{', '.join(name for name, _ in whole)} of unit {unit.name} runs whole from here on, and not over "
-                f"tiles of the sequence: {why}. It takes more memory so."
+                f"{', '.join(name for name, _ in whole)} of unit {unit.name} runs on the whole sequence from here on, "
+                f"not over tiles: {why}. This takes more memory."
             )
         return True
 

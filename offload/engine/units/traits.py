@@ -269,7 +269,7 @@ def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int
     Raises ValueError if ambiguous.
     """
     if len(first) != len(second):
-        raise ValueError("another number of axes")
+        raise ValueError("different numbers of axes")
     grown = [axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
     if not grown:
         return None
@@ -286,7 +286,7 @@ def _scales(first: Any, second: Any, rows: tuple[int, int]) -> bool:
     """
     if type(first) is int and type(second) is int and first != second:
         if first % rows[0] or first // rows[0] * rows[1] != second:
-            raise ValueError("a number that follows the rows in another way")
+            raise ValueError("a number that is not proportional to the rows")
         return True
     return False
 

@@ -42,8 +42,8 @@ def uncompiled(model: nn.Module, compiles: str = "auto") -> nn.Module:
         names = [name.replace("._orig_mod", "") for name in dict.fromkeys(found)]
         rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         warn(
-            f"torch.compile was taken off {', '.join(names[:_MOST_NAMES])}{rest}, since it cannot look through weights "
-            f"that come and go{': the engine' if compiles == 'auto' else '; compile=auto'} compiles blocks."
+            f"torch.compile was removed from {', '.join(names[:_MOST_NAMES])}{rest}, because it cannot trace offloaded "
+            f"weights{': the engine' if compiles == 'auto' else '; compile=auto'} compiles blocks."
         )
     return model
 

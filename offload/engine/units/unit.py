@@ -190,7 +190,8 @@ class Unit:
     def warn_that_it_stays(self, num_bytes: int) -> None:
         """Warn about `num_bytes` weight bytes staying on the device. A cut layer raises ConfigError instead."""
         warn(
-            f"unit {self.name} is read from outside itself: its weights stay on the device ({format_bytes(num_bytes)})."
+            f"unit {self.name} is read from outside (other modules use its weights), so its weights stay on the device "
+            f"({format_bytes(num_bytes)})."
         )
 
     def stay(self) -> None:
@@ -221,8 +222,8 @@ class Unit:
                 num_resting += 1
             elif found is not hung[place.parameter] and (found is None or not self.has(found, found.dtype)):
                 raise ConfigError(
-                    f"unit {self.name} was called after its {place.key} was replaced (functional_call does it), while "
-                    "the weights are in an engine, which would not see the gradient of the other. Change the model "
+                    f"unit {self.name} was called with its {place.key} replaced (as functional_call does), but its "
+                    "weights are in an engine, which would not see the gradient of the replacement. Change the model "
                     "before Engine(), or after engine.close(restore=True)."
                 )
         if num_resting:
@@ -258,9 +259,10 @@ class CutLayer(Unit):
 
     def warn_that_it_stays(self, num_bytes: int) -> NoReturn:  # noqa: ARG002
         raise ConfigError(
-            f"the weight of {self.name} is larger than the device's share and goes in blocks of rows, and the model "
-            "reads it by another operation than linear and embedding, which needs all of it at once. Raise "
-            "--offload.device_memory until all of it fits, or let the model call the layer (or functional.linear)."
+            f"the weight of {self.name} is larger than the device memory per unit and is split into row blocks, but "
+            "the model reads it with an operation other than linear and embedding, which needs the whole weight. "
+            "Raise --offload.device_memory until the weight fits, or let the model call the layer (or "
+            "functional.linear)."
         )
 
 

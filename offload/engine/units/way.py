@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 _TEXTS = {
-    ("cut", "calls"): "the model is called on one micro-batch after the other",
-    ("cut", "whole"): "batches stay whole, whatever micro_batch_size says (Engine(rows=...) tells what has rows)",
-    ("chunks", False): "the logits are made whole, whatever head_chunk_bytes says",
-    ("recomputes", False): "graphs are kept instead of recomputed, where they can be (recompute: never)",
-    ("interleaves", False): "the passes on both sides of the weights run one after the other",
+    ("cut", "calls"): "the model is called once per micro-batch",
+    ("cut", "whole"): "batches are not split, despite micro_batch_size (Engine(rows=...) names the inputs with rows)",
+    ("chunks", False): "all logits are computed at once, despite head_chunk_bytes",
+    ("recomputes", False): "autograd graphs are saved instead of recomputed where possible (recompute: never)",
+    ("interleaves", False): "the two forwards of a MeZO step run one after the other",
 }
 
 
