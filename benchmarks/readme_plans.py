@@ -116,7 +116,8 @@ def main() -> None:
         for model, gpu, host_gib, budget in ROWS:
             hardware = Hardware.read(gpu).with_(host_bytes=(host_gib - SYSTEM_GIB) << 30)
             rows.append(told(model, hardware, host_gib, budget, best(forecasters[model], hardware, budget)))
-    print(json.dumps({"parameters": parameters, "rows": rows, "held": held}, indent=1))
+    tokens = SETTINGS["train.batch_size"] * SETTINGS["data.sequence_length"]
+    print(json.dumps({"tokens_a_step": tokens, "parameters": parameters, "rows": rows, "held": held}, indent=1))
 
 
 if __name__ == "__main__":

@@ -338,6 +338,13 @@ def plans_table() -> str:
         device_bytes = budget or values["the device's memory"] * 2**30
         plain = plain_cell(told["parameters"][model], device_bytes)
         lines.append(row(model, card, memory, plain, tokens / values[name] * 1e3, "**measured**"))
+    tokens_8b, tokens_3b = (f"{tokens:,}" for *_, tokens in MEASURED)
+    lines.append(
+        "\nForecasts are [plans](benchmarks/readme_plans.py) by data sheets: all parameters, AdamW with fp32 states, "
+        f"{told['tokens_a_step']:,} tokens a\nstep. Measured: one [profiled step](benchmarks/README.md#a-real-gpu) with "
+        f"random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\ntokens. Plain PyTorch: {sum(PLAIN.values())} bytes a "
+        "parameter, without activations."
+    )
     return "\n".join(lines)
 
 
@@ -381,7 +388,7 @@ def readme(text: str) -> str:
         begin, end = re.search(rf"<!-- {name}: .*?-->\n", text), text.find(f"<!-- end {name} -->")
         if begin is None or end < begin.end():
             raise SystemExit(f"README.md lacks the marker <!-- {name}: ... --> or <!-- end {name} -->.")
-        text = f"{text[: begin.end()]}{make()}\n{text[end:]}"
+        text = f"{text[: begin.end()]}\n{make()}\n\n{text[end:]}"
     return text
 
 
