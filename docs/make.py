@@ -341,9 +341,9 @@ def plans_table() -> str:
     tokens_8b, tokens_3b = (f"{tokens:,}" for *_, tokens in MEASURED)
     lines.append(
         "\nForecasts are [plans](benchmarks/readme_plans.py) by data sheets: all parameters, AdamW with fp32 states, "
-        f"{told['tokens_a_step']:,} tokens a\nstep. Measured: one [profiled step](benchmarks/README.md#a-real-gpu) with "
-        f"random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\ntokens. Plain PyTorch: {sum(PLAIN.values())} bytes a "
-        "parameter, without activations."
+        f"{told['tokens_a_step']:,} tokens a\nstep. Measured: one [profiled step](benchmarks/README.md#a-real-gpu) "
+        f"with random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
+        f"tokens. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations."
     )
     return "\n".join(lines)
 
@@ -352,7 +352,10 @@ def host_table() -> str:
     """Return the README's table of host memory by model and option."""
     told = results(PLANS)
     models = list(told["held"]["default"])
-    lines = [f"| GiB of host memory | {' | '.join(models)} | bytes a parameter | flag |", f"|---|{'---|' * len(models)}---|---|"]
+    lines = [
+        f"| GiB of host memory | {' | '.join(models)} | bytes a parameter | flag |",
+        f"|---|{'---|' * len(models)}---|---|",
+    ]
     for name, (words, flag) in HOST_OPTIONS.items():
         held = told["held"][name]
         cells = [f"{held[model]['host'] / 2**30:.0f}" for model in models]
@@ -374,8 +377,8 @@ def steps_text() -> str:
 
     return (
         f"On two CPU cores (33 M Llama, `OMP_NUM_THREADS=1`), a step takes {span('engine')} times plain PyTorch, and\n"
-        f"{span('engine, states on nvme')} with states on disk. DeepSpeed ZeRO-3 takes {span('DeepSpeed ZeRO-3, CPU offload')},"
-        f" and {span('DeepSpeed ZeRO-3, NVMe offload')}."
+        f"{span('engine, states on nvme')} with states on disk. "
+        f"DeepSpeed ZeRO-3 takes {span('DeepSpeed ZeRO-3, CPU offload')}, and {span('DeepSpeed ZeRO-3, NVMe offload')}."
     )
 
 
@@ -393,7 +396,8 @@ def readme(text: str) -> str:
 
 
 STYLE = """text{font:13px system-ui,sans-serif;fill:#1f2933}.s{font-size:11px;fill:#52606d}.w{fill:#fff;font-size:12px}
-.bg{fill:#fff}.card{fill:none;stroke:#52606d;stroke-width:2}.over{fill:none;stroke:#c0392b;stroke-width:2;stroke-dasharray:5 4}
+.bg{fill:#fff}.card{fill:none;stroke:#52606d;stroke-width:2}
+.over{fill:none;stroke:#c0392b;stroke-width:2;stroke-dasharray:5 4}
 .bad{fill:#c0392b;font-weight:600}.c{fill:#3b6fb6}.u{fill:#2f8f6b}.d{fill:#b4692a}.p{fill:#7a5ba6}.m{fill:#54708c}
 @media (prefers-color-scheme:dark){.bg{fill:#161b22}text{fill:#dfe6ee}.s{fill:#9fb0c0}.w{fill:#fff}.card{stroke:#9fb0c0}
 .over{stroke:#ff7b72}.bad{fill:#ff7b72}}"""
@@ -404,9 +408,9 @@ def memory_picture() -> str:
     told, left, scale = results(PLANS), 150, 3.75
     rows = [each for each in told["rows"] if each["model"] == "Llama-3.1-8B" and not each["device_memory"]]
     card = rows[0]["device_bytes"] / 2**30 * scale
+    label = "Memory of an 8B model: plain PyTorch needs more than 24 GB; offload uses card, host memory and disk"
     drawn = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 236" role="img" aria-label="Memory of an 8B model: plain '
-        'PyTorch does not fit 24 GB; offload holds a part on the card, the rest in host memory and on disk">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 236" role="img" aria-label="{label}">',
         f'<style>\n{STYLE}\n</style>\n<rect class="bg" width="860" height="236" rx="8"/>',
         f'<text class="s" x="{left + card / 2:.0f}" y="22" text-anchor="middle">the card: 24 GB</text>',
     ]
@@ -415,7 +419,9 @@ def memory_picture() -> str:
         width = gib * scale
         drawn.append(f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="34"/>')
         kind, below = ("w", 21) if width > 8 * len(words) else ("s", 53)
-        drawn.append(f'<text class="{kind}" x="{x + width / 2:.1f}" y="{y + below}" text-anchor="middle">{words}</text>')
+        drawn.append(
+            f'<text class="{kind}" x="{x + width / 2:.1f}" y="{y + below}" text-anchor="middle">{words}</text>'
+        )
         return x + width
 
     def title(y: int, words: str, below: str) -> None:
@@ -429,7 +435,9 @@ def memory_picture() -> str:
     title(y, "plain PyTorch", f"8B: {total:.0f} GiB of states")
     for kind, (name, size) in zip("cpmu", PLAIN.items(), strict=True):
         x = bar(kind, x, y, size * parameters / 2**30, name)
-    drawn.append(f'<rect class="over" x="{left + card:.1f}" y="{y - 5}" width="{x - left - card + 5:.1f}" height="44" rx="4"/>')
+    drawn.append(
+        f'<rect class="over" x="{left + card:.1f}" y="{y - 5}" width="{x - left - card + 5:.1f}" height="44" rx="4"/>'
+    )
     drawn.append(f'<text class="bad" x="{x + 16:.0f}" y="{y + 21}">out of memory</text>')
     outline(y)
     for y, each in zip((100, 164), rows, strict=True):
@@ -443,8 +451,8 @@ def memory_picture() -> str:
         if held["disk"]:
             bar("d", x + 4, y, held["disk"], f"disk: {held['disk']:.0f} GiB")
     drawn.append(
-        f'<text class="s" x="{left}" y="222">On the card: blocks that compute now or next. Host and disk: weights, gradients, '
-        "moments. By plan.</text>\n</svg>"
+        f'<text class="s" x="{left}" y="222">On the card: blocks that compute now or next. Host and disk: weights, '
+        "gradients, moments. By plan.</text>\n</svg>"
     )
     return "\n".join(drawn)
 

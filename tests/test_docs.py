@@ -90,7 +90,9 @@ def test_numbers_of_the_readme_are_those_of_their_sources() -> None:
     assert MAKE["readme"](text) == text, "run docs/make.py"
     assert (ROOT / "docs" / "images" / "memory.svg").read_text() == MAKE["memory_picture"]() + "\n"
     for number, page in NUMBERS.items():
-        found = [re.findall(rf"(?<![\d.,]){re.escape(number)}(?![\d]|[.,]\d)", each) for each in (text, page.read_text())]
+        found = [
+            re.findall(rf"(?<![\d.,]){re.escape(number)}(?![\d]|[.,]\d)", each) for each in (text, page.read_text())
+        ]
         assert all(found), f"{number}: once in README.md, or in {page}"
 
 
