@@ -80,15 +80,15 @@ the system's. GPUs, links, hosts' memory and disks are those of `offload/machine
 source; times are forecast, not measured. The share is of the products that the GPU could make. Made by
 `python benchmarks/plan_models.py > docs/plans.md`; `python -m offload.plan` lists one of them by name.
 """
-_NAMES = {"device": "device", "pinned": "host", "nvme": "disk"}
+_TIERS = {"device": ("device",), "host": ("cpu", "pinned"), "disk": ("nvme",)}
 
 
 def cell(found: Forecast) -> str:
     """Return the table cell of one plan."""
     if not found.fits or found.timing is None:
         return "does not fit"
-    held = {tier: found.memory.total(tier) for tier in _NAMES}
-    sizes = ", ".join(f"{name} {format_bytes(held[tier])}" for tier, name in _NAMES.items() if held[tier])
+    held = {name: found.memory.total(*tiers) for name, tiers in _TIERS.items()}
+    sizes = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in held.items() if num_bytes)
     timing = found.timing
     return f"{timing.tokens_per_second:,.0f} tokens/s ({100 * timing.mfu:.0f}%), {timing.bound_by}-bound; {sizes}"
 

@@ -1,11 +1,13 @@
 """Generate reference pages and the site.
 
-python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md
-python docs/make.py --check     # exits with 1 if a page, or a quote of the source, is stale
+python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md, the tables of the
+                                # README, and docs/images/memory.svg
+python docs/make.py --check     # exits with 1 if a page, a table, or a quote of the source is stale
 python docs/make.py --picture   # also docs/images/first-run.svg, from a real run
 python docs/make.py --site      # also the site, into build/site; needs the extra `docs`
 
-Each text has one source: settings in `offload/config/sections.py`, options in the command, calls in the docstring.
+Each text has one source: settings in `offload/config/sections.py`, options in the command, calls in the docstring,
+numbers of the README in `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import inspect
 import io
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -278,6 +281,182 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+PLANS, H200, STEPS = "readme.json", "gpu-nvidia-h200.json", "step.json"
+HOST_MEMORY = "the host's available memory"
+MEASURED = (
+    ("Llama-3.1-8B", "H200, held to 24 GiB", 24 << 30, "8b in 24 GiB, a profiled step of 32768 tokens", 32768),
+    ("Llama-3.2-3B", "H200, 141 GB", None, "3b, a profiled step", 16384),
+)
+"""Measured rows: model, card, device budget, result name, tokens in a step."""
+PLAIN = {"weights": 2, "gradients": 2, "master weights": 4, "moments": 8}
+"""Bytes a parameter in plain PyTorch: bf16 with fp32 masters, AdamW."""
+CARDS = {"RTX 4090": "RTX 4090, 24 GB", "H100": "H100, 80 GB"}
+HOST_OPTIONS = {
+    "default": ("AdamW, fp32 moments, clipping", "none: the default"),
+    "no clipping": ("no clipping", "`--train.max_grad_norm none`"),
+    "bf16 moments": ("bf16 moments", "`--optimizer.states bf16`"),
+    "int8 moments": ("int8 moments", "`--optimizer.states int8`"),
+    "optimizer on disk": ("optimizer states on disk", "`--offload.optimizer nvme`"),
+    "all on disk": ("weights on disk too", "`--offload.parameters nvme`"),
+}
+"""Rows in the table of host memory: words and flag. The names are those of `benchmarks/readme_plans.py`."""
+
+
+def results(name: str) -> Any:
+    """Return a result file of the benchmarks."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def plain_cell(parameters: int, device_bytes: int) -> str:
+    """Return the table cell about plain PyTorch: states alone, without activations."""
+    needed = sum(PLAIN.values()) * parameters
+    return f"out of memory ({needed / 2**30:.0f} GiB)" if needed > device_bytes else f"fits ({needed / 2**30:.0f} GiB)"
+
+
+def plans_table() -> str:
+    """Return the README's table of speeds: forecasts, then measured steps."""
+    told, seen = results(PLANS), results(H200)
+    lines = [
+        "| model | card | host memory | tokens a second | plain PyTorch | 10 M tokens | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+
+    def row(model: str, card: str, host: str, plain: str, rate: float, kind: str) -> str:
+        return f"| {model} | {card} | {host} | {rate:,.0f} | {plain} | {1e7 / rate / 3600:.1f} h | {kind} |"
+
+    for each in told["rows"]:
+        budget = each["device_memory"]
+        card = f"16 GB ({each['gpu']} held to {budget.replace('GiB', ' GiB')})" if budget else CARDS[each["gpu"]]
+        disk = each["held_bytes"]["disk"]
+        host = f"{each['host_gib']} GiB" + (f" and {disk / 2**30:.0f} GiB of disk" if disk else "")
+        plain = plain_cell(told["parameters"][each["model"]], each["device_bytes"])
+        lines.append(row(each["model"], card, host, plain, each["tokens_per_second"], "forecast"))
+    values = {each["name"]: each["value"] for each in seen["results"]}
+    memory = f"{values[HOST_MEMORY]:.0f} GiB"
+    for model, card, budget, name, tokens in MEASURED:
+        device_bytes = budget or values["the device's memory"] * 2**30
+        plain = plain_cell(told["parameters"][model], device_bytes)
+        lines.append(row(model, card, memory, plain, tokens / values[name] * 1e3, "**measured**"))
+    tokens_8b, tokens_3b = (f"{tokens:,}" for *_, tokens in MEASURED)
+    lines.append(
+        "\nForecasts are [plans](benchmarks/readme_plans.py) by data sheets: all parameters, AdamW with fp32 states, "
+        f"{told['tokens_a_step']:,} tokens a\nstep. Measured: one [profiled step](benchmarks/README.md#a-real-gpu) "
+        f"with random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
+        f"tokens. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations."
+    )
+    return "\n".join(lines)
+
+
+def host_table() -> str:
+    """Return the README's table of host memory by model and option."""
+    told = results(PLANS)
+    models = list(told["held"]["default"])
+    lines = [
+        f"| GiB of host memory | {' | '.join(models)} | bytes a parameter | flag |",
+        f"|---|{'---|' * len(models)}---|---|",
+    ]
+    for name, (words, flag) in HOST_OPTIONS.items():
+        held = told["held"][name]
+        cells = [f"{held[model]['host'] / 2**30:.0f}" for model in models]
+        each = [held[model]["host"] / told["parameters"][model] for model in models]
+        spread = dict.fromkeys(f"{value:.1f}" for value in (min(each), max(each)))
+        lines.append(f"| {words} | {' | '.join(cells)} | {' to '.join(spread)} | {flag} |")
+    return "\n".join(lines)
+
+
+def steps_text() -> str:
+    """Return the README's sentence about step times on CPU cores."""
+    ratios: dict[str, list[float]] = {}
+    for each in results(STEPS)["results"]:
+        if each["ratio"]:
+            ratios.setdefault(each["name"].partition(" (")[0], []).append(1 / each["ratio"])
+
+    def span(name: str) -> str:
+        return f"{min(ratios[name]):.2f} to {max(ratios[name]):.2f}"
+
+    return (
+        f"On two CPU cores (33 M Llama, `OMP_NUM_THREADS=1`), a step takes {span('engine')} times plain PyTorch, and\n"
+        f"{span('engine, states on nvme')} with states on disk. "
+        f"DeepSpeed ZeRO-3 takes {span('DeepSpeed ZeRO-3, CPU offload')}, and {span('DeepSpeed ZeRO-3, NVMe offload')}."
+    )
+
+
+README_PARTS: dict[str, Callable[[], str]] = {"plans": plans_table, "host": host_table, "steps": steps_text}
+
+
+def readme(text: str) -> str:
+    """Return the README with its generated parts: each stands between `<!-- NAME: ... -->` and `<!-- end NAME -->`."""
+    for name, make in README_PARTS.items():
+        begin, end = re.search(rf"<!-- {name}: .*?-->\n", text), text.find(f"<!-- end {name} -->")
+        if begin is None or end < begin.end():
+            raise SystemExit(f"README.md lacks the marker <!-- {name}: ... --> or <!-- end {name} -->.")
+        text = f"{text[: begin.end()]}\n{make()}\n\n{text[end:]}"
+    return text
+
+
+STYLE = """text{font:13px system-ui,sans-serif;fill:#1f2933}.s{font-size:11px;fill:#52606d}.w{fill:#fff;font-size:12px}
+.bg{fill:#fff}.card{fill:none;stroke:#52606d;stroke-width:2}
+.over{fill:none;stroke:#c0392b;stroke-width:2;stroke-dasharray:5 4}
+.bad{fill:#c0392b;font-weight:600}.c{fill:#3b6fb6}.u{fill:#2f8f6b}.d{fill:#b4692a}.p{fill:#7a5ba6}.m{fill:#54708c}
+@media (prefers-color-scheme:dark){.bg{fill:#161b22}text{fill:#dfe6ee}.s{fill:#9fb0c0}.w{fill:#fff}.card{stroke:#9fb0c0}
+.over{stroke:#ff7b72}.bad{fill:#ff7b72}}"""
+
+
+def memory_picture() -> str:
+    """Return docs/images/memory.svg: the states of an 8B model beside a card with 24 GB."""
+    told, left, scale = results(PLANS), 150, 3.75
+    rows = [each for each in told["rows"] if each["model"] == "Llama-3.1-8B" and not each["device_memory"]]
+    card = rows[0]["device_bytes"] / 2**30 * scale
+    label = "Memory of an 8B model: plain PyTorch needs more than 24 GB; offload uses card, host memory and disk"
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 236" role="img" aria-label="{label}">',
+        f'<style>\n{STYLE}\n</style>\n<rect class="bg" width="860" height="236" rx="8"/>',
+        f'<text class="s" x="{left + card / 2:.0f}" y="22" text-anchor="middle">the card: 24 GB</text>',
+    ]
+
+    def bar(kind: str, x: float, y: int, gib: float, words: str) -> float:
+        width = gib * scale
+        drawn.append(f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="34"/>')
+        kind, below = ("w", 21) if width > 8 * len(words) else ("s", 53)
+        drawn.append(
+            f'<text class="{kind}" x="{x + width / 2:.1f}" y="{y + below}" text-anchor="middle">{words}</text>'
+        )
+        return x + width
+
+    def title(y: int, words: str, below: str) -> None:
+        drawn.append(f'<text x="14" y="{y + 15}">{words}</text><text class="s" x="14" y="{y + 31}">{below}</text>')
+
+    def outline(y: int) -> None:
+        drawn.append(f'<rect class="card" x="{left}" y="{y - 5}" width="{card:.1f}" height="44" rx="4"/>')
+
+    parameters, x, y = told["parameters"]["Llama-3.1-8B"], float(left), 36
+    total = sum(PLAIN.values()) * parameters / 2**30
+    title(y, "plain PyTorch", f"8B: {total:.0f} GiB of states")
+    for kind, (name, size) in zip("cpmu", PLAIN.items(), strict=True):
+        x = bar(kind, x, y, size * parameters / 2**30, name)
+    drawn.append(
+        f'<rect class="over" x="{left + card:.1f}" y="{y - 5}" width="{x - left - card + 5:.1f}" height="44" rx="4"/>'
+    )
+    drawn.append(f'<text class="bad" x="{x + 16:.0f}" y="{y + 21}">out of memory</text>')
+    outline(y)
+    for y, each in zip((100, 164), rows, strict=True):
+        held = {place: size / 2**30 for place, size in each["held_bytes"].items()}
+        title(y, "offload", f"a host with {each['host_gib']} GiB")
+        x = left + held["device"] * scale
+        drawn.append(f'<rect class="c" x="{left}" y="{y}" width="{x - left:.1f}" height="34"/>')
+        drawn.append(f'<text class="s" x="{x + 6:.1f}" y="{y + 21}">{held["device"]:.0f} GiB</text>')
+        outline(y)
+        x = bar("u", left + card + 10, y, held["host"], f"host: {held['host']:.0f} GiB")
+        if held["disk"]:
+            bar("d", x + 4, y, held["disk"], f"disk: {held['disk']:.0f} GiB")
+    drawn.append(
+        f'<text class="s" x="{left}" y="222">On the card: blocks that compute now or next. Host and disk: weights, '
+        "gradients, moments. By plan.</text>\n</svg>"
+    )
+    return "\n".join(drawn)
+
+
 QUOTE = re.compile(r'(?ms)^```\w+ title="([\w/.]+\.(?:py|cpp|h|inl))(?:::([\w.]+))?"\n(.*?)^```$')
 """A block of a page that quotes the source: file, class or function (none: the whole file), code."""
 
@@ -364,8 +543,11 @@ def site(root: Path) -> int:
 def main(words: list[str]) -> int:
     """Run the command line; return the exit code."""
     stale = []
-    for name, make in PAGES.items():
-        path, text = REFERENCE / f"{name}.md", make().rstrip() + "\n"
+    made = {REFERENCE / f"{name}.md": make for name, make in PAGES.items()}
+    made[ROOT / "README.md"] = lambda: readme((ROOT / "README.md").read_text())
+    made[ROOT / "docs" / "images" / "memory.svg"] = memory_picture
+    for path, make in made.items():
+        text = make().rstrip() + "\n"
         if path.is_file() and path.read_text() == text:
             continue
         stale.append(path.relative_to(ROOT))

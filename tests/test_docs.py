@@ -23,7 +23,12 @@ HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 RUN = [ROOT / "README.md", ROOT / "docs" / "index.md", *HOW_TO]
 RUN_ELSEWHERE = ("index", "trainer")
 """Pages with commands covered by other tests: the README's commands, and the examples."""
-README_BYTES, DESIGN_BYTES = 7 << 10, 15 << 10
+README_BYTES, DESIGN_BYTES = 9000, 15 << 10
+NUMBERS = {
+    **dict.fromkeys(("8.07", "1.03", "0.52"), ROOT / "docs" / "how-to" / "plan-and-report.md"),
+    **dict.fromkeys(("182", "185"), ROOT / "docs" / "families.md"),
+}
+"""Numbers in the README's sentences, and the page with each."""
 MAKE: Any = runpy.run_path(str(ROOT / "docs" / "make.py"))
 
 
@@ -69,6 +74,45 @@ def test_a_changed_line_of_the_source_makes_its_quote_stale(tmp_path: Path) -> N
         assert MAKE["stale_quotes"](tmp_path), changed
     (tmp_path / "a.py").write_text(source.replace("def f", "def g"))
     assert MAKE["stale_quotes"](tmp_path) == ["docs/page.md: not (or no longer) in a.py::A.f: x = 1"]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the result files, in place of the real ones."""
+    copy = tmp_path / "results"
+    shutil.copytree(ROOT / "benchmarks" / "results", copy)
+    monkeypatch.setitem(MAKE["results"].__globals__, "RESULTS", copy)
+    return copy
+
+
+def test_numbers_of_the_readme_are_those_of_their_sources() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert MAKE["readme"](text) == text, "run docs/make.py"
+    assert (ROOT / "docs" / "images" / "memory.svg").read_text() == MAKE["memory_picture"]() + "\n"
+    for number, page in NUMBERS.items():
+        found = [
+            re.findall(rf"(?<![\d.,]){re.escape(number)}(?![\d]|[.,]\d)", each) for each in (text, page.read_text())
+        ]
+        assert all(found), f"{number}: once in README.md, or in {page}"
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [
+        ("readme.json", r'"tokens_per_second": (8\d+)'),
+        ("readme.json", r'"Qwen3-32B": \{\s+"host": (\d+)'),
+        ("readme.json", r'"parameters": \{\s+"Qwen3-14B": (\d+)'),
+        ("gpu-nvidia-h200.json", r'"name": "3b, a profiled step", "value": (\d+)'),
+        ("step.json", r'"ratio": (0\.\d+)'),
+    ],
+)
+def test_a_changed_result_makes_the_readme_stale(results: Path, file: str, pattern: str) -> None:
+    text, path = (ROOT / "README.md").read_text(), results / file
+    told = re.sub(r'\s*\n\s*("value")', r" \1", path.read_text())
+    found = re.search(pattern, told)
+    assert found, "the file has another form"
+    path.write_text(told[: found.start(1)] + "7" + told[found.start(1) :])
+    assert MAKE["readme"](text) != text
 
 
 def test_sizes() -> None:
