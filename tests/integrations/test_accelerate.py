@@ -356,7 +356,7 @@ def test_a_model_without_values_or_in_fp16_and_an_unknown_place_are_named() -> N
         OffloadAccelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
     AcceleratorState._reset_state(reset_partial_state=True)
     model = llama()
-    with pytest.raises(ConfigError, match="placement has 'device_mem'"):
+    with pytest.raises(ConfigError, match="placement has the unknown field 'device_mem'"):
         OffloadAccelerator(cpu=True, offload={"placement": {"device_mem": "1GiB"}}).prepare(
             model, torch.optim.AdamW(model.parameters())
         )
