@@ -111,7 +111,7 @@ class StoredWeights:
         return DTYPE_OF[built_in["others"].get(name, built_in["main"])]
 
     def files(self) -> dict[str, bytes]:
-        """Return the tokenizer files by name: every attached file except model configuration and reference."""
+        """Return {file name: content} of the tokenizer in the checkpoint."""
         return {
             name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _NOT_THE_TOKENIZERS
         }

@@ -421,7 +421,7 @@ def _built_in(engine: EngineState) -> dict[str, Any]:
 
 
 def _conversions(engine: EngineState) -> dict[str, Any]:
-    """Return the key conversions an export needs beside the configuration."""
+    """Return the state-dict key conversions that an export needs in addition to the model configuration."""
     try:
         return conversions_used(engine.model)
     except CannotStream:  # an export then uses the model family's default rules; the checkpoint is good

@@ -29,8 +29,8 @@ class ForeignWrites:
         self._num_left = 0 if is_late or is_elsewhere else _NUM_LOOKS
 
     def note(self, is_step: bool) -> None:
-        """Record the end of a pass. Only a step counts: in another pass a model may write weights and restore them
-        later.
+        """Record the end of a pass. The next look compares weights only after a training step: in an evaluation a model
+        may write weights and restore them later.
         """
         self._was_step = is_step
 

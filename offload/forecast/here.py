@@ -125,7 +125,10 @@ def hidden_from(timing: Timing) -> str:
 
 
 def of_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:
-    """Return the budget suffix for a tier in a message. Pinned and pageable host memory share one budget."""
+    """Return the budget part of a message (" of 24 GiB"), empty without a budget.
+
+    Pinned and pageable host memory share one budget.
+    """
     both = [tiers[each] for each in ("pinned", "cpu") if each in tiers]
     budget, is_shared = tiers[tier]["budget_bytes"], tiers[tier] in both and len(both) > 1
     if budget is None or (is_shared and tier == "pinned"):

@@ -73,7 +73,10 @@ class ParameterInfo:
 
 
 class Piece(NamedTuple):
-    """Contiguous parameter elements in one region. Most parameters are one piece."""
+    """Contiguous elements of one parameter inside a region (flat storage for parameters updated together).
+
+    Most parameters are one piece; a layer cut into row blocks has several.
+    """
 
     parameter: int
     """Parameter index in the model."""

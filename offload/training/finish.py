@@ -135,8 +135,8 @@ def go_back(
 ) -> Path | None:
     """Load the best evaluated states for the export. Return their checkpoint. Collective. Raises CheckpointError.
 
-    None: the last states are exported. They are the best, or the only ones, because a save failed, or the run began in
-    another folder or at an earlier step.
+    None: the states after the last step are exported, because they are the best, or because no checkpoint of the best
+    step exists (the save failed, or the best step belongs to an earlier run in another folder).
     """
     best, comm = stands.best, engine.comm
     if not config.checkpoint.export_best or best.step in (None, stands.num_done):

@@ -133,7 +133,7 @@ class GradientFlow:
         return self.landing.accumulates
 
     def lasts(self, region: Region) -> bool:
-        """Return whether a region's gradients leave the device only after the backward."""
+        """Return whether gradients of a region stay on the device until the whole backward pass has ended."""
         return region.index in self._lasting
 
     @property
@@ -294,7 +294,7 @@ class GradientFlow:
         touched[position] = True
 
     def close(self, regions: Sequence[Region]) -> None:
-        """Send on final gradients after the backward for one unit use."""
+        """Hand the final gradients to the reduction and the copy to the host. Call it after the backward of a unit."""
         if self._repeats or self._witness is not None:
             return
         for region in regions:

@@ -205,7 +205,7 @@ class BatchForm:
             yield part | {key: self.owned(batch, key, torch.arange(start, end, device="cpu")) for key in self.owners}
 
     def is_rows_of(self, batch: Batch) -> bool:
-        """True if every batch value has rows along axis 0."""
+        """True if this form gives every value of the batch a row axis, and this axis is 0."""
         return len(self.axes) == len(batch) and not any(self.axes.values())
 
     def alike(self, batch: Batch, keys: Iterable[str]) -> set[str]:

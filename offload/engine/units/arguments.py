@@ -157,7 +157,7 @@ def _cache_types() -> tuple[type, ...]:
 
 
 def _own_copy(container: Any) -> Any:
-    """Return a shallow copy with separate storage for the content."""
+    """Return a copy of a container and of the containers in its attributes. Tensors and elements are shared."""
     own = copy.copy(container)
     for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
         if _is_container(value):
