@@ -219,7 +219,7 @@ def test_checkpoints_have_what_is_trained_and_go_on_bit_for_bit(tmp_path: Path) 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="offload.frozen_weights is 'int4'.*exact, int8, nf4"):
         Engine(build(adapted), frozen_weights="int4")
-    with pytest.raises(ConfigError, match="frozen_weights is nf4, and the model has no frozen weights"):
+    with pytest.raises(ConfigError, match="frozen_weights is nf4, but the model has no frozen weights"):
         Engine(build(llama), frozen_weights="nf4")
     engine = Engine(build(adapted), frozen_weights="nf4")
     name = "model.layers.0.mlp.up_proj.weight"

@@ -138,7 +138,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     built = build_model(ModelSection(path=str(folder)), seed=0)
     with pytest.raises(ConfigError, match=r"q_proj.weight is quantized in .*block fp8.*not frozen.*lora.rank"):
         engine_of(built)
-    with pytest.raises(ConfigError, match=r"frozen_weights is nf4, and .* is in few bits .*frozen_weights exact"):
+    with pytest.raises(ConfigError, match=r"frozen_weights is nf4, but .* is already quantized .*frozen_weights exact"):
         engine_of(adapted(folder), frozen_weights="nf4")
     built = adapted(folder)
     fill_all(built)

@@ -36,7 +36,7 @@ from tests.matrix import quick
 HOST = torch.device("cpu")
 ANEW = r"before Engine\(\).*close\(restore=True\)"
 COPY = r"engine\.export.*engine\.save_checkpoint.*close\(restore=True\)"
-SPENT = "closed without restore=True.*gone.*engine.export"
+SPENT = "closed without restore=True.*lost.*engine.export"
 GRADIENT = r"would be lost.*loss_fn.*detach\(\)"
 MIDDLE, STAYS = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 
@@ -671,7 +671,7 @@ def test_reads_are_not_counted() -> None:
 def test_a_state_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(build(tied))
     monkeypatch.setattr(residency, "memory", lambda: {"available_bytes": 30 << 10})
-    with pytest.raises(DoesNotFitError, match=r"the model holds 6\d\.?\d* KiB.* 30 KiB .*engine\.export"):
+    with pytest.raises(DoesNotFitError, match=r"the model needs 6\d\.?\d* KiB.* 30 KiB .*engine\.export"):
         engine.model.state_dict()
     assert len(engine.model.model.layers[0].mlp.gate_proj.state_dict()) == 1
     assert engine.model.state_dict(keep_vars=True)

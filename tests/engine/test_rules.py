@@ -381,7 +381,7 @@ def test_small_states_are_deferred_when_clipped_and_refused_by_name(tmp_path: Pa
     engine = Engine(build(llama), AdamW(states="bf16"))
     engine.save_checkpoint(tmp_path / "saved")
     for other in ("fp32", "int8"):
-        with pytest.raises(ConfigError, match=r"AdamW with bf16 states, .*exp_avg bfloat16.*--optimizer\.reset"):
+        with pytest.raises(ConfigError, match=r"AdamW with bf16 states .*exp_avg bfloat16.*--optimizer\.reset"):
             Engine(build(llama), AdamW(states=other)).load_checkpoint(tmp_path / "saved")
 
 

@@ -309,7 +309,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
         {"link_weights": "int8"},
         r"an expert has .* elements of .*, which is no multiple of the block",
     ),
-    (mixture("mixtral"), {"sequence_tile": 4}, r"train.sequence_tile is 4.*--train.sequence_tile none"),
+    (mixture("mixtral"), {"sequence_tile": 4}, r"train.sequence_tile 4.*--train.sequence_tile none"),
 ]
 
 

@@ -474,7 +474,7 @@ def test_loops_with_gradients_are_refused() -> None:
     ("settings", "told"),
     [
         ({"delay": 1}, "train.delay 0"),
-        ({"clip": "speculative"}, "no correction"),
+        ({"clip": "speculative"}, "MeZO cannot be corrected"),
         ({"optimizer": {"eps": 0.0}}, "optimizer.eps"),
         ({"optimizer": {"eps": 1e-13}}, "optimizer.eps is 1e-13; .* at least 1e-12"),
         ({"optimizer": {"eps": True}}, "optimizer.eps is True"),

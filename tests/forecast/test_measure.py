@@ -196,7 +196,7 @@ class Asks(nn.Module):
 
 
 def test_a_model_that_asks_for_values_is_named() -> None:
-    with pytest.raises(CannotMeasureError, match="Asks asks for a value"):
+    with pytest.raises(CannotMeasureError, match="Asks reads a value"):
         told(Asks(), Settings())
 
 

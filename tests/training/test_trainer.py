@@ -308,7 +308,7 @@ def test_the_written_configuration_says_how_far_it_fetches_ahead(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"optimizer__groups": {"(": {"lr_scale": 1.0}}}, "no regular expression"),
+        ({"optimizer__groups": {"(": {"lr_scale": 1.0}}}, "is not a regular expression"),
         ({"optimizer__groups": {"a": {"lr": 1.0}}}, "unknown key 'lr'"),
         ({"offload__throttle": {"h2": 1}}, "h2d, d2h, collective, network, nvme_read, nvme_write, update"),
         ({"offload__parameters": "cpu", "offload__optimizer": "device"}, r"offload\.optimizer"),
