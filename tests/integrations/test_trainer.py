@@ -128,7 +128,7 @@ def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> Non
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     resumed.engine = find_own(resumed.optimizer).engine
     assert_same_run(resumed, plain)
-    with pytest.raises(ConfigError, match="given max_grad_norm 0.5, and the Trainer's is 2"):
+    with pytest.raises(ConfigError, match="given max_grad_norm 0.5, but the Trainer's is 2"):
         made(max_grad_norm=2.0).train()
     assert all(moved > 0 for moved in logged(whole, "offload/bytes"))
     assert all(seconds >= 0 for seconds in logged(whole, "offload/exposed_seconds"))
@@ -160,7 +160,7 @@ def test_the_factory_alone_clips_as_its_trainer_says(tmp_path: Path, clip: float
     alone.train()
     alone.engine = find_own(alone.optimizer).engine
     assert_same_run(alone, plain)
-    with pytest.raises(ConfigError, match=rf"max_grad_norm 2.0, and the Trainer's is {clip}"):
+    with pytest.raises(ConfigError, match=rf"max_grad_norm 2.0, but the Trainer's is {clip}"):
         made(max_grad_norm=2.0).train()
 
 

@@ -259,7 +259,7 @@ def test_wrong_options_are_refused(given: tuple[str, ...], said: str) -> None:
 
 @pytest.mark.slow
 def test_more_steps_than_the_run_has_are_refused(words: Callable[..., list[str]]) -> None:
-    with pytest.raises(ConfigError, match="--steps is 4, and the run has 3: set --train.steps"):
+    with pytest.raises(ConfigError, match="--steps is 4, but the run has only 3: raise --train.steps"):
         parity.main(words(*HOST, "--train.steps", "3", "--steps", "4"))
 
 

@@ -91,7 +91,7 @@ def test_a_log_with_holes_is_refused(run: Any, tmp_path: Path, capsys: Any) -> N
         replayed(texts[0], *texts[2:])
     with pytest.raises(ConfigError, match="the record is of step 2, but 0 steps are done"):
         replayed(*texts[1:])
-    with pytest.raises(ConfigError, match="line 2 of .* is no step"):
+    with pytest.raises(ConfigError, match="line 2 of .* is not a step"):
         replayed(texts[0], texts[1][:50], *texts[2:])
     with pytest.raises(ConfigError, match=r"it must be \(step, seed, slopes\)"):
         replayed(texts[0], json.dumps(skipped), *texts[2:])

@@ -53,7 +53,7 @@ def test_a_run_on_other_versions_says_so(run: Any, monkeypatch: pytest.MonkeyPat
     assert "is tested with" not in run("tested", train__steps=1, checkpoint__export=False)[2]
     monkeypatch.setattr(environment, "TESTED", {"torch": ("1.9", "1.10")})
     said = run("untested", train__steps=1, checkpoint__export=False)[2]
-    assert f"note: offload is tested with torch 1.9 to 1.10; this is torch {torch.__version__}.\n" in said
+    assert f"note: offload is tested with torch 1.9 to 1.10; this machine has torch {torch.__version__}.\n" in said
 
 
 @pytest.mark.parametrize(
