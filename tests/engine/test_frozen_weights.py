@@ -211,7 +211,7 @@ def test_checkpoints_have_what_is_trained_and_go_on_bit_for_bit(tmp_path: Path) 
         assert_same(weights(other), weights(engine))
     for width in ("exact", "int8"):
         with pytest.raises(
-            ConfigError, match=f"in nf4, and offload.frozen_weights is {width}.*--offload.frozen_weights nf4"
+            ConfigError, match=f"stored as nf4, but offload.frozen_weights is {width}.*--offload.frozen_weights nf4"
         ):
             Engine(build(adapted), frozen_weights=width).load_checkpoint(tmp_path / "trained")
 

@@ -439,6 +439,6 @@ def test_settings_move_from_step_to_step(rule: Any, how: dict[str, Any], within:
     assert_weights(engine, reference, within, "at the end")
     assert engine.optimizer == reference.rule
     assert (1.0, pytest.approx(0.3), [name]) in engine.groups
-    for wrong, told in (({"lr": 1.0}, "given lr: of "), ({"momentum": 0.0}, "other moments|given momentum")):
+    for wrong, told in (({"lr": 1.0}, "cannot change lr"), ({"momentum": 0.0}, "other moments|cannot change momentum")):
         with pytest.raises(ConfigError, match=told):
             engine.tune(wrong)

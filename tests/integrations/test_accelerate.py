@@ -203,7 +203,7 @@ def test_a_hook_can_neither_save_nothing_nor_load_other_weights(tmp_path: Path) 
     loads = runs.accelerator.register_load_state_pre_hook(
         lambda models, folder: models[0].load_state_dict(llama().state_dict())
     )
-    with pytest.raises(ConfigError, match=r"gives model.embed_tokens.weight other values than offload/ has"):
+    with pytest.raises(ConfigError, match="loads other values for model.embed_tokens.weight than"):
         runs.accelerator.load_state(str(tmp_path / "saved"))
     loads.remove()
     runs.accelerator.load_state(str(tmp_path / "saved"))

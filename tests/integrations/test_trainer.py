@@ -136,7 +136,7 @@ def test_a_plain_trainer_takes_an_engine_as_its_optimizer(tmp_path: Path) -> Non
     state = own.state_dict()
     own.load_state_dict(state)
     own.load_state_dict(state | {"updates": 7})
-    with pytest.raises(ConfigError, match="7 updates, and the engine has made 4.*OffloadCallback"):
+    with pytest.raises(ConfigError, match="7 updates, but the engine has made 4.*OffloadCallback"):
         own.step()
 
 
@@ -379,14 +379,13 @@ def test_weights_of_an_earlier_save_in_more_files_give_way(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_plain_trainer_takes_an_engines_optimizer(tmp_path: Path) -> None:
-    """The callback enables clipping. Without the callback the Trainer would find no gradients."""
+    """The Trainer clips by torch's own call, or with the callback by the engine."""
     engine = Engine(llama(), AdamW(lr=LR), PLACEMENT)
     args = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
     optimizer = OffloadOptimizer(engine)
     trainer = Trainer(engine.model, args, train_dataset=rows(8), optimizers=(optimizer, None))
-    with pytest.raises(ConfigError, match="clips if it has the callback OffloadCallback"):
-        trainer.train()
-    engine.zero_grad()
+    trainer.train()
+    assert optimizer.result is not None
     trainer.add_callback(OffloadCallback())
     trainer.train()
     assert optimizer.result is not None
