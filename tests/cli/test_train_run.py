@@ -196,9 +196,11 @@ def test_another_signal_saves_and_training_goes_on(
     words = [*tiny, "--train.steps", "1000000", "--train.log_every", "1000000", "--run.dir", str(run)]
     with training(folder, environment, begin, words, "tiers: ") as process:
         process.send_signal(signal.SIGUSR1)
-        said = [process.stdout.readline() for _ in range(3)]
+        said = [process.stdout.readline()]
+        while "  saved " not in said[-1] and len(said) < 1000:  # steps and evaluations go on until the signal arrives
+            said.append(process.stdout.readline())
         assert "SIGUSR1: saving after this step.\n" in said, said
-        saved = next(line for line in said if "  saved " in line)
+        saved = said[-1]
         step = int(saved.split()[1])
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate()

@@ -296,9 +296,7 @@ def test_another_base_is_refused_and_a_missing_one_is_named(run: Any, base: Path
     weights = load_file(moved / "model.safetensors")
     weights["model.norm.weight"][3] += 1
     save_file(weights, moved / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ConfigError, match=r"step-4 holds an adapter trained over .*elsewhere is another model, or has changed"
-    ):
+    with pytest.raises(ConfigError, match=r"step-4 holds an adapter trained over .*elsewhere is another model"):
         run("run", model__path=str(moved), train__steps=6, **more)
 
 
