@@ -202,7 +202,7 @@ def test_a_reference_that_was_interrupted_is_finished(run: Any, pairs: str, monk
         with pytest.raises(KeyboardInterrupt):
             run("first", **asked(pairs))
     _, lines, said = run("second", **asked(pairs))
-    assert "of 48 answers, of which 12 are known" in said
+    assert "of 48 answers, of which 12 are already computed" in said
     assert lines[0]["loss"] == pytest.approx(0.693147, abs=1e-6)
 
 
@@ -226,7 +226,7 @@ def test_a_reward_model_is_no_language_model(run: Any, pairs: str) -> None:
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     with pytest.raises(ConfigError, match="the model scores texts .* but train.method dpo"):
         run("again", **asked(pairs, model__path=str(result.export)))
-    with pytest.raises(ConfigError, match="train.method is orpo, and the model is a masked one"):
+    with pytest.raises(ConfigError, match="train.method is orpo, but the model is a masked one"):
         run("masked", "bert", **asked(pairs, "orpo"))
 
 

@@ -84,7 +84,7 @@ def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: 
     result, lines, _ = run("run", model__path=str(base), train__steps=2, **ADAPTER)
     _, others, said = run("files", model__path=str(base), train__steps=2, offload__parameters="files", **ADAPTER)
     assert [line["loss"] for line in lines] == [line["loss"] for line in others]
-    assert "stay in the model's own files" in said
+    assert "read from the model's own files" in said
     words = [
         *("--model.path", str(base), "--data.source", str(tmp_path / "text.txt"), "--lora.rank", "4"),
         *("--data.sequence_length", "32", "--lora.target_modules", "q_proj", "--offload.device", "cpu"),
@@ -138,7 +138,7 @@ def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_pat
 def test_what_restarts_is_in_no_codes(run: Any, tmp_path: Path) -> None:
     """With restarts, only weights outside the adapter may stay quantized."""
     settings = {"train__steps": 3, "lora__restart_every": 2, **ADAPTER, "model__path": str(tmp_path / "fp8")}
-    with pytest.raises(ConfigError, match=r"restart_every is 2, and .*q_proj.*weight is in few bits .*\(block fp8\)"):
+    with pytest.raises(ConfigError, match=r"restart_every is 2, but .*q_proj.*weight is quantized .*\(block fp8\)"):
         run("no", **settings | {"model__path": str(base_of(tmp_path / "fp8", "fp8"))})
     base = base_of(tmp_path / "base", "mxfp4")
     result, lines, said = run("run", **settings | {"model__path": str(base)})

@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, end_in: Any) 
     assert f"skipped: {folder}/step-4/rank-0.bin is damaged" in output
     assert "resumed at step 2" in output
     (aside,) = folder.glob("step-4.aside-*")
-    assert f"a checkpoint above step 2 is now {aside}" in output
+    assert f"a checkpoint above step 2 was renamed to {aside}" in output
     assert steps_of(result.dir) == ["step-6", "step-4", "step-2"]
     assert learnt(found) == learnt(wanted)
     assert_same_weights(result.dir, whole.dir)
@@ -236,7 +236,7 @@ def test_a_run_goes_back_to_one_of_its_checkpoints_and_then_on_from_there(run: A
     back = {"checkpoint.resume": str(first.dir / "checkpoints/step-2"), "optimizer.lr": 1e-2}
     result, found, output = run("run", **common, **back, **{"train.steps": 4})
     assert "resumed at step 2" in output
-    assert output.count("a checkpoint above step 2 is now ") == 2
+    assert output.count("a checkpoint above step 2 was renamed to ") == 2
     assert steps_of(result.dir) == ["step-4", "step-2"]
     assert learnt(found[:2]) == learnt(wanted[:2])
     assert [line["lr"] for line in found[2:]] == [1e-2, 1e-2]
