@@ -321,7 +321,7 @@ def test_a_replay_knows_what_no_pass_used_and_what_was_frozen(quantile: float) -
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.* begin anew")
+@pytest.mark.filterwarnings("ignore:.* the optimizer states are reset")
 @pytest.mark.parametrize("masters", [("bf16", "fp32"), ("fp32", "bf16")], ids=" to ".join)
 def test_a_run_goes_on_with_the_other_master_where_it_is_reset(masters: tuple[str, str], tmp_path: Path) -> None:
     """From bf16 masters no bit changes. To bf16 masters the weights are those used in compute."""

@@ -101,7 +101,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:gradients that are summed over several backward passes wait in host memory")
+@pytest.mark.filterwarnings("ignore:gradients summed over several backward passes are stored in host memory")
 @matrix(strength=1, make=[adamw, sgd], place=list(PLACES))
 def test_a_plain_loop_has_the_bits_of_the_loop_without_wrap(
     make: Callable[..., Any], place: str, tmp_path: Path
