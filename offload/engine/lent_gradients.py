@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -35,6 +35,10 @@ class LentGradients:
         self._store, self._infos, self._updates, self._measures = store, infos, updates, measures
         self._units, self._lanes = units, lanes
         self._versions: dict[int, int] = {}  # of each region's sums, as they were measured
+        self._resident: dict[int, torch.nn.Parameter] | None = None
+        """Trainable Parameters of units that stay on the device, by index. None: no look at a gradient in this step."""
+        self._refusal = ""
+        """The reason why no gradient can be lent in this step beside the resident ones; empty if all can."""
 
     def lend(self, info: ParameterInfo) -> torch.Tensor | None:
         """Return the summed gradient of a parameter: fp32, in the parameter's shape, in place. None: no gradient.
@@ -54,7 +58,7 @@ class LentGradients:
         self._updates.measure()
         states = self._store.states
         self._versions = self._versions or {s.region.index: s.sums._version for s in states if s.sums is not None}
-        for index, parameter in self._resident().items():  # an ordinary Parameter, which asks nobody
+        for index, parameter in self._begun().items():  # an ordinary Parameter, which asks nobody
             parameter.grad = self._store.values.gradient(index, self._measures.touched)
         return self._store.values.gradient(info.index, self._measures.touched)
 
@@ -74,9 +78,10 @@ class LentGradients:
     def forget(self) -> None:
         """End the step."""
         if self._versions:
-            for parameter in self._resident().values():
+            for parameter in self._begun().values():
                 parameter.grad = None
         self._versions.clear()
+        self._resident = None
 
     def _why_not(self, info: ParameterInfo) -> str:
         """Return the reason why a gradient cannot be lent; empty if it can."""
@@ -84,16 +89,24 @@ class LentGradients:
             return f"the gradients are divided over {self._store.comm.size} ranks"
         if self._store.values.is_cut(info.index):
             return "the engine has cut the parameter into pieces, for a small offload.device_memory"
+        self._begun()
+        return self._refusal
+
+    def _begun(self) -> dict[int, torch.nn.Parameter]:
+        """Return the resident Parameters. The first look in a step collects them, once for all parameters."""
+        if self._resident is None:
+            units = [unit for unit in self._units if unit.resident and unit.trainable]
+            self._resident = {i: p for unit in units for i, p in unit.live().items() if self._infos[i].trainable}
+            self._refusal = self._why_none(self._resident)
+        return self._resident
+
+    def _why_none(self, resident: Mapping[int, torch.nn.Parameter]) -> str:
+        """Return the reason why resident Parameters forbid every loan; empty if they do not."""
         # A resident Parameter is lent its gradient at the first look at another one, so a loop has to begin with that.
-        resident, trained = self._resident(), [each.index for each in self._infos if each.trainable]
+        trained = [each.index for each in self._infos if each.trainable]
         is_late = next((index for index in trained if index not in resident), 0) > min(resident, default=math.inf)
         for index, parameter in resident.items():
             if is_late or not parameter.is_cpu or parameter.dtype != torch.float32 or self._store.values.is_cut(index):
                 name = self._infos[index].name
                 return f"{name}, whose weights stay on the device, has its gradient in the engine alone"
         return ""
-
-    def _resident(self) -> dict[int, torch.nn.Parameter]:
-        """Return the trainable Parameters of units that stay on the device, by index."""
-        units = [unit for unit in self._units if unit.resident and unit.trainable]
-        return {i: p for unit in units for i, p in unit.live().items() if self._infos[i].trainable}
