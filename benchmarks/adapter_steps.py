@@ -23,8 +23,8 @@ from torch import nn
 
 from offload import AdamW, Engine, Placement
 from offload.benches import step
-from offload.benches.blocks import Contender, measure, none_left, summarise
-from offload.benches.report import Measured, Result
+from offload.benches.blocks import Contender, do_nothing, measure, summarise
+from offload.benches.report import BenchmarkOutput, Result
 from offload.layout.codecs import CODECS
 
 RECOMPUTE, LR = "never", 1e-4
@@ -52,7 +52,7 @@ def resident(model: nn.Module) -> Contender:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Contender("PEFT, resident", train, none_left)
+    return Contender("PEFT, resident", train, do_nothing)
 
 
 def streamed(model: nn.Module, precision: str, codec: str, opened: ExitStack) -> Contender:
@@ -88,7 +88,7 @@ def main() -> None:
             results += summarise(contenders, arguments.steps, arguments.batch * arguments.sequence, more)
         for result in results[-1 - len(CODECS) :]:
             print(result, file=sys.stderr, flush=True)
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.ideal import Unit, Use, Work, ideal
 from benchmarks.plan_models import MODELS
 from offload.config.config import Config
-from offload.forecast.alternatives import changed
+from offload.forecast.alternatives import apply_change
 from offload.forecast.forecast import Forecast, Forecaster
 from offload.forecast.timing import PlannedStep
 from offload.hf.models import quiet_transformers
@@ -80,7 +80,9 @@ def told(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: 
     if is_resident:
         hardware = hardware.with_(device_bytes=1 << 40)
     where = RESIDENT if is_resident else STREAMED
-    return forecaster.tell(changed(forecaster.config, {"train.recompute": "always", **change, **where}), hardware)
+    return forecaster.predict(
+        apply_change(forecaster.config, {"train.recompute": "always", **change, **where}), hardware
+    )
 
 
 def seconds_of(found: Forecast) -> float:
@@ -100,10 +102,10 @@ def best(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: 
 
 def ideal_seconds(forecaster: Forecaster, found: Forecast) -> float:
     """Return the step time in the ideal schedule for the forecast compute and copy times."""
-    work = forecaster._work(found.config, found.prepared, 1)
+    work = forecaster._workload(found.config, found.prepared, 1)
     assert not isinstance(work, str)
     step = PlannedStep(found.prepared, work, found.hardware)
-    plan, seconds, units = step.played(), step.seconds(), {}
+    plan, seconds, units = step.simulated_plan(), step.seconds(), {}
     moving = [tuple(r for r in call.regions if r.index not in plan.resident) for call in step.calls]
 
     def name(regions: Iterable[Region]) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.alone import main_of
 from benchmarks.limits import product_name
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 from offload.config.command_line import run_command, say
 from offload.errors import ConfigError, nearest
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--words", action="append", default=[], metavar="'NAME ...'", help=about)
 
 
-def run(arguments: argparse.Namespace) -> Measured:
+def run(arguments: argparse.Namespace) -> BenchmarkOutput:
     """Run the benchmarks one after the other; return all results, each with the benchmark name."""
     words = {name: short.split() for name, (_, short) in PARTS.items()}
     own = dict(map(_own_words, arguments.words))
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> Measured:
     if unused := set(own) - set(arguments.only):
         raise ConfigError(f"--words are given for {', '.join(sorted(unused))}, which --only leaves out; name it there.")
     words.update(own)
-    found = Measured([])
+    found = BenchmarkOutput([])
     for name in arguments.only:
         try:
             module = importlib.import_module(PARTS[name][0])

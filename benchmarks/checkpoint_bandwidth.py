@@ -32,9 +32,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
-from offload.benches.blocks import turned
+from offload.benches.blocks import rotate
 from offload.benches.nvme import run_fio
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 from offload.checkpoint.manifest import CHUNK_BYTES
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 13, "vocab_size": 8192}
@@ -57,7 +57,7 @@ def main() -> None:
     for tier in ("cpu", "nvme"):
         with tempfile.TemporaryDirectory(dir=arguments.dir) as inside:
             results += measure(tier, Path(inside), fio, arguments.pairs)
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
@@ -110,7 +110,7 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
             passes += [(f"{name}: write", lambda more=more: of_fio(more, write=other)) for name, more in FIO.items()]
             if tier == "nvme":
                 passes.append((f"{BOTH}: write", lambda: of_fio(DIRECT, read=source, write=other)))
-            for name, work in turned(passes, number):
+            for name, work in rotate(passes, number):
                 forget([*path.parent.glob("checkpoint/*"), other])
                 if name.endswith("write"):
                     other.unlink(missing_ok=True)  # ours is a new file too
@@ -119,7 +119,7 @@ def measure(tier: str, folder: Path, fio: str, num_pairs: int) -> list[Result]:
             passes += [(f"{name}: read", lambda more=more: of_fio(more, read=other)) for name, more in FIO.items()]
             if tier == "nvme":  # the target exists before, like our records
                 passes.append((f"{BOTH}: read", lambda: of_fio(DIRECT, read=other, write=source)))
-            for name, work in turned(passes, number):
+            for name, work in rotate(passes, number):
                 forget([*path.iterdir(), other])
                 rates[name] = work()
             shutil.rmtree(path)

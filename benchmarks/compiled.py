@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from offload import Engine
-from offload.benches.blocks import turned
-from offload.benches.report import Measured, Result
+from offload.benches.blocks import rotate
+from offload.benches.report import BenchmarkOutput, Result
 from offload.engine.units.forwards import compile_modules
 
 ROUNDS, WARM_STEPS, ROWS, LENGTH, WORDS = 9, 3, 4, 256, 512
@@ -114,7 +114,7 @@ def measured(family: str) -> list[Result]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     graphs = []
     for number in range(WARM_STEPS + ROUNDS):
-        for name in turned([*ways], number):
+        for name in rotate([*ways], number):
             rows, begin = batch(family, number), time.perf_counter()
             ways[name](rows)
             if number >= WARM_STEPS:
@@ -138,7 +138,7 @@ def measured(family: str) -> list[Result]:
 def main() -> None:
     """Measure all families and print the results."""
     torch.set_num_threads(1)
-    print(Measured([result for family in FAMILIES for result in measured(family)]).document())
+    print(BenchmarkOutput([result for family in FAMILIES for result in measured(family)]).document())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import AdamW, Engine, Placement
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 from tests.engine.inside import parts_of
 
 LAYERS, WIDTH, ROWS, LENGTH = 16, 256, 4, 128
@@ -73,7 +73,7 @@ def main() -> None:
         )
         for name, found in taken.items()
     ]
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
     for result in results:
         print(f"{result.name}: {result.details['over_largest_lane']:.3f} of the larger lane", file=sys.stderr)
 

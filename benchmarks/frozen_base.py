@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 
 MIB = 1 << 20
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 23, "num_attention_heads": 32}
@@ -37,7 +37,7 @@ FILES_HOST_BYTES = 256 * MIB
 
 
 @dataclass
-class Held:
+class MemorySource:
     """Memory and disk use of a run."""
 
     command: str
@@ -62,7 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.dir) as made:
         results = measure(Path(made), SHAPE, FILES_HOST_BYTES, arguments.steps)
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 def measure(folder: Path, shape: Mapping[str, int], files_host_bytes: int, steps: int) -> list[Result]:
@@ -151,12 +151,12 @@ def make_model(folder: Path, shape: Mapping[str, int]) -> Path:
     return folder
 
 
-def train(model: Path, flags: Sequence[str], run: Path, steps: int) -> Held:
+def train(model: Path, flags: Sequence[str], run: Path, steps: int) -> MemorySource:
     """Train a LoRA over a model in a separate process, and watch the process."""
     words = ["--model.path", str(model), "--data.source", "builtin:stdlib", "--lora.rank", str(RANK)]
     words += ["--train.precision", "bf16", "--train.steps", str(steps), "--train.batch_size", "2", *flags]
     words += ["--data.sequence_length", str(SEQUENCE), "--data.eval_fraction", "0", "--run.dir", str(run)]
-    found = Held(f"python -m offload.train {' '.join(words)}")
+    found = MemorySource(f"python -m offload.train {' '.join(words)}")
     log = run.with_suffix(".log")
     with log.open("w") as said:
         child = subprocess.Popen([sys.executable, "-m", "offload.train", *words], stdout=said, stderr=said)

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload.benches.report import Measured, Result
-from offload.hf.models import configuration, model_kind
+from offload.benches.report import BenchmarkOutput, Result
+from offload.hf.models import folder_config, model_kind
 from offload.hf.read import read_model
 from offload.inference.streamed_model import StreamedModel
 from offload.lanes.throttle import Throttle
@@ -49,12 +49,12 @@ def main() -> None:
             details = {"over_longest": seconds / longest, "compute_ms": 1e3 * compute_s, "bytes": num_bytes}
             results.append(Result(name, 1 / seconds, "tokens/s", "one after the other", serial / seconds, details))
             print(f"{name}: {serial / seconds:.2f} times of one after the other", file=sys.stderr)
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 def token_seconds(folder: Path, memory_bytes: int | None, throttle: dict[str, Throttle]) -> tuple[float, int]:
     """Return the median seconds of a token, and the bytes of all weights."""
-    config = configuration(folder)
+    config = folder_config(folder)
     model, weights = read_model(model_kind(config).auto, folder, config)
     stream = StreamedModel(model, weights.source, memory_bytes=memory_bytes, accelerator=None, throttle=throttle)
     ids, seconds = torch.arange(PROMPT).unsqueeze(0), []

@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
-from offload.benches.blocks import turned
-from offload.benches.report import Measured, Result
+from offload.benches.blocks import rotate
+from offload.benches.report import BenchmarkOutput, Result
 
 ROUNDS, WARM_STEPS = 15, 3
 LINK = {name: {"bandwidth": 2e9} for name in ("h2d", "d2h")}
@@ -49,7 +49,7 @@ def main() -> None:
     engines = {name: engine(*way) for name, way in WAYS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for number in range(WARM_STEPS + ROUNDS):
-        for name in turned([*WAYS], number):
+        for name in rotate([*WAYS], number):
             begin = time.perf_counter()
             engines[name].step(batch)
             engines[name].finish()
@@ -61,7 +61,7 @@ def main() -> None:
         ratio = statistics.median(mine / its for mine, its in zip(each, plain, strict=True))
         found.append(Result(f"{name}, over graphs on the device", ratio, ""))
     found.append(Result("bytes of graphs on the host", engines["graphs on the host"].graphs_on_host_bytes, "B"))
-    print(Measured(found).document())
+    print(BenchmarkOutput(found).document())
 
 
 if __name__ == "__main__":

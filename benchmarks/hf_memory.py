@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 
 MIB = 1 << 20
 SHAPE = {
@@ -45,7 +45,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--dir", folder, "--measure", placement]
             found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             results += [_result(f"{placement}: {name}", value) for name, value in found.items()]
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 def _result(name: str, value: float) -> Result:

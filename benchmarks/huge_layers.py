@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.plan_memory import Alive
 from offload import SGD, Engine, Placement
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 
 CHUNK_BYTES = 32 << 20
 
@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> None:
             Result(f"{name}: loss of step {arguments.steps}", found["losses"][-1], ""),
             Result(f"{name}: a step", found["seconds"], "s"),
         ]
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 if __name__ == "__main__":

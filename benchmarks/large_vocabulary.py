@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 
 VOCABULARY, ROWS, LENGTH = 262_144, 8, 4096
 
@@ -46,7 +46,7 @@ def main() -> None:
         ("peak resident memory of the process", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "B"),
         ("first step, recording included", time.perf_counter() - start, "s"),
     ]
-    print(Measured([Result(*each) for each in found]).document())
+    print(BenchmarkOutput([Result(*each) for each in found]).document())
 
 
 if __name__ == "__main__":

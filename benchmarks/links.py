@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 from benchmarks.states import last_line
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 
 LINKS = {"link_weights": ("exact", "int8"), "link_gradients": ("exact", "int8", "int4")}
 ON_HOST = ["--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.prefetch", "0"]
@@ -50,7 +50,7 @@ def main() -> None:
         apart = [found[seed, link]["eval_loss"] - found[seed, "exact"]["eval_loss"] for seed in arguments.seeds]
         results.append(Result(f"{link} - exact, largest", round(max(apart, key=abs), 5), "nats"))
         results.append(Result(f"{link} - exact, mean", round(statistics.mean(apart), 5), "nats"))
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 
 from benchmarks.plan_memory import Alive
 from offload import AdamW, Engine, Placement
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 
 BUDGET_BYTES = 6 << 30
 TILE, WINDOW = 4096, 128
@@ -137,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> None:
         Result(f"loss, {short} tokens, less that of whole sequences", tiled["losses"][0] - whole["losses"][0], ""),
         Result("gradient norm, by that of whole sequences, less 1", tiled["norms"][0] / whole["norms"][0] - 1, ""),
     ]
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 from tests import forks
 from tests.cluster.network import Network, network
 from tests.cluster.test_disks import settings
@@ -65,7 +65,7 @@ def main() -> None:
         results.append(Result(f"{name}: bytes told / of the interface", round(planned / sent, 4), ""))
         print(*results[-3:], sep="\n", flush=True)
     results.append(Result("seconds, off in the median", round(statistics.median(map(abs, off)), 3), ""))
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 def trained(ranks: int, words: Sequence[str], link: str, steps: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload import Engine, Placement
 from offload.benches.report import machine, versions
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.units.call import Call
+from offload.engine.units.call import UnitCall
 from offload.engine.units.router import Router
 from offload.engine.units.unit import Unit
 from offload.planning.memory import SLOT
@@ -236,7 +236,7 @@ class OwnTime:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._thread = threading.local()
-        for owner, name in ((Router, "call"), (Call, "backward"), (GradientFlow, "take")):
+        for owner, name in ((Router, "call"), (UnitCall, "backward"), (GradientFlow, "take")):
             setattr(owner, name, self._timed(getattr(owner, name), True))
         torch.autograd.backward = self._timed(torch.autograd.backward, False)
         forward = Unit.forward.fget

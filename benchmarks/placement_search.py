@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.step_times import Case, block_seconds, compute_of, work_of
 from offload import AdamW, Engine, Placement
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 from offload.errors import OffloadError
-from offload.forecast.search import Placed, Placer, placements, search
+from offload.forecast.search import PlacementCandidate, PlacementSearch, placements, search
 from offload.forecast.workload import Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.native import kernels
@@ -100,7 +100,7 @@ def work() -> Workload:
     return replace(found, calls=tuple(calls))
 
 
-def measured(estimates: list[Placed], num_rounds: int) -> list[float | None]:
+def measured(estimates: list[PlacementCandidate], num_rounds: int) -> list[float | None]:
     """Return the step seconds of each; None where an engine does not fit after all."""
     steps = itertools.cycle(batches(2))
     seconds: list[float | None] = [None] * len(estimates)
@@ -136,7 +136,7 @@ def run(machine: Machine, folder: str, num_rounds: int) -> Result:
     """Measure a machine."""
     settings, its = wanted(machine, folder), planned(CASE.model(), Settings())
 
-    placer = Placer(its, work(), hardware(machine), ThisMachine(None))
+    placer = PlacementSearch(its, work(), hardware(machine), ThisMachine(None))
     every = [placer.evaluate(each) for each in placements(settings, limited=True)]
     chosen = search(every)
     assert chosen is not None, "nothing fits"
@@ -184,7 +184,7 @@ def main() -> None:
     kernels.set_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         chosen = [m for m in MACHINES if not arguments.machines or any(p in m.name for p in arguments.machines)]
-        print(Measured([run(machine, folder, arguments.rounds) for machine in chosen]).document())
+        print(BenchmarkOutput([run(machine, folder, arguments.rounds) for machine in chosen]).document())
 
 
 if __name__ == "__main__":

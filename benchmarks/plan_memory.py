@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from offload.config.sections import OptimizerSection
-from offload.distributed.comm import Comm, ImaginedRanks
+from offload.distributed.comm import Comm, SimulatedRanks
 from offload.distributed.joining import open_comm
 from offload.engine.assemble import prepare
 from offload.engine.engine import Engine
@@ -36,7 +36,7 @@ from offload.forecast.measure import BatchSpec, measure
 from offload.forecast.memory import INPUTS, KEPT, OPERATIONS, footprint
 from offload.machine.hardware import Hardware, Rates
 from offload.optim.rules import make_rule
-from offload.planning.machines import DescribedMachine
+from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from offload.tiers.ledger import Ledger
 from offload.tiers.placement import Placement
@@ -251,7 +251,7 @@ def seeing_threads(model: nn.Module, alive: Alive) -> Iterator[None]:
 
 
 @dataclass
-class Held:
+class MemorySource:
     """Peak memory of an engine: by tier and name in the first step, waiting memory in any step, and memory of
     operations.
     """
@@ -278,7 +278,7 @@ def watched(held: dict[tuple[str, str], int]) -> Iterator[None]:
         Ledger.reserve = reserve  # type: ignore[method-assign]
 
 
-def actual(case: Case, folder: str, comm: Comm | None = None) -> Held:
+def actual(case: Case, folder: str, comm: Comm | None = None) -> MemorySource:
     """Run a few steps; return the held memory."""
     torch.manual_seed(0)
     peaks: dict[tuple[str, str], int] = {}
@@ -286,7 +286,7 @@ def actual(case: Case, folder: str, comm: Comm | None = None) -> Held:
     model = case.model()
     with watched(peaks), Engine(model, settings=case.settings(folder), comm=comm) as engine:
         engine.step(case.batch(rank))
-        held = Held(dict(peaks))
+        held = MemorySource(dict(peaks))
         for _ in range(NUM_STEPS - 1):
             alive = Alive()
             with alive, seeing_threads(model, alive):
@@ -298,14 +298,16 @@ def actual(case: Case, folder: str, comm: Comm | None = None) -> Held:
     return held
 
 
-def planned(case: Case, folder: str) -> Held:
+def planned(case: Case, folder: str) -> MemorySource:
     """Return the forecast memory."""
     with torch.device("meta"):
         model = case.model()
-    prepared = prepare(model, case.settings(folder), ImaginedRanks(case.ranks), DescribedMachine(HERE, case.ranks))
+    prepared = prepare(model, case.settings(folder), SimulatedRanks(case.ranks), SpecifiedMachine(HERE, case.ranks))
     work = measure(model, BatchSpec(case.kind, case.rows // case.ranks, case.length), prepared)
     found = footprint(prepared, work, HERE, case.ranks)
-    held = Held({(a.tier, a.name): a.num_bytes for a in found.allocations if a.name not in (INPUTS, KEPT, OPERATIONS)})
+    held = MemorySource(
+        {(a.tier, a.name): a.num_bytes for a in found.allocations if a.name not in (INPUTS, KEPT, OPERATIONS)}
+    )
     held.waiting = {a.name: a.num_bytes for a in found.allocations if a.name in (INPUTS, KEPT, CHECKPOINTS, GRAPHS)}
     of_device = (a.num_bytes for a in found.allocations if a.name in (INPUTS, KEPT, OPERATIONS))
     held.operations = sum(of_device)
@@ -339,7 +341,7 @@ def _ratio(told: float, was: float) -> float:
     return told / was if was else 1.0 if not told else float("inf")
 
 
-def _over_ranks(case: Case, folder: str) -> Held:
+def _over_ranks(case: Case, folder: str) -> MemorySource:
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         processes.spawn(_rank, (case, folder, file.name), nprocs=case.ranks)
         return torch.load(file.name, weights_only=False)

@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.config.config import Config
 from offload.errors import format_bytes
-from offload.forecast.alternatives import changed, find_fix, flags, place
+from offload.forecast.alternatives import apply_change, find_fix, place, to_flags
 from offload.forecast.forecast import Forecast, Forecaster
 from offload.hf.models import quiet_transformers
 from offload.machine.hardware import Hardware
@@ -95,11 +95,13 @@ def cell(found: Forecast) -> str:
 
 def fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> str:
     """Return the table cell of a plan, or of the nearest plan that fits."""
-    found = place(forecaster, forecaster.tell(config, hardware))
+    found = place(forecaster, forecaster.predict(config, hardware))
     change = {} if found.fits else find_fix(forecaster, found)
     if not change:
         return cell(found)
-    return f"`{flags(change)}`: {cell(place(forecaster, forecaster.tell(changed(config, change), hardware)))}"
+    return (
+        f"`{to_flags(change)}`: {cell(place(forecaster, forecaster.predict(apply_change(config, change), hardware)))}"
+    )
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ import torch
 
 from benchmarks import lanes
 from offload import AdamW, Engine, Placement
-from offload.benches.blocks import turned
-from offload.benches.report import Measured, Result
+from offload.benches.blocks import rotate
+from offload.benches.report import BenchmarkOutput, Result
 from offload.native import kernels
 from tests import accelerator
 from tests.accelerator.control import H200, RTX_4090, Control, Cost
@@ -102,12 +102,12 @@ def main() -> None:
         for device, tokens, mode in itertools.product(arguments.devices, arguments.tokens, arguments.modes)
     ]
     for number in range(arguments.rounds):
-        for case in turned(cases, number):
+        for case in rotate(cases, number):
             run(control, case)
     results = [result(case, arguments.layers) for case in cases]
     for case in cases:
         case.engine.close()
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 def opened(device: str, tokens: int, mode: str, num_layers: int, num_steps: int) -> Case:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.plan_models import MODELS
 from offload.config.config import Config
-from offload.forecast.alternatives import changed, place
+from offload.forecast.alternatives import apply_change, place
 from offload.forecast.forecast import Forecast, Forecaster
 from offload.hf.models import quiet_transformers
 from offload.machine.hardware import Hardware
@@ -109,7 +109,7 @@ def best(forecaster: Forecaster, row: Row, compiled: str) -> Forecast | None:
     rows = row.tokens // SEQUENCE
     for micro_rows in (size for size in MICRO_ROWS if size <= rows):
         change = {"train.batch_size": rows, "train.micro_batch_size": micro_rows, "train.compile": compiled}
-        found.append(place(forecaster, forecaster.tell(changed(forecaster.config, change), hardware)))
+        found.append(place(forecaster, forecaster.predict(apply_change(forecaster.config, change), hardware)))
     fitting = [each for each in found if each.fits and each.timing is not None]
     return max(fitting, key=lambda each: each.timing.tokens_per_second if each.timing else 0.0, default=None)
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.plan_models import MODELS, SETTINGS
 from offload.config.config import Config
 from offload.config.presets import PRESETS
-from offload.forecast.alternatives import changed, place
+from offload.forecast.alternatives import apply_change, place
 from offload.forecast.forecast import Forecast, Forecaster
 from offload.hf.models import quiet_transformers
 from offload.machine.hardware import Hardware
@@ -59,7 +59,7 @@ def best(forecaster: Forecaster, hardware: Hardware, budget: str | None) -> Fore
         change: dict[str, Any] = {"train.micro_batch_size": rows}
         if budget is not None:
             change["offload.device_memory"] = budget
-        plan = place(forecaster, forecaster.tell(changed(forecaster.config, change), hardware))
+        plan = place(forecaster, forecaster.predict(apply_change(forecaster.config, change), hardware))
         found.append(plan)
     fitting = [each for each in found if each.fits and each.timing is not None]
     return max(fitting, key=lambda each: each.timing.tokens_per_second if each.timing else 0.0, default=None)
@@ -79,16 +79,16 @@ def told(model: str, hardware: Hardware, host_gib: int, budget: str | None, plan
         "bound_by": plan.timing.bound_by,
         "mfu": plan.timing.mfu,
         "micro_rows": plan.config.train.micro_batch_size,
-        "placed": plan.placed,
+        "placed": plan.placement_flags,
         "held_bytes": held,
     }
 
 
 def host_bytes(forecaster: Forecaster, option: dict[str, Any]) -> dict[str, int]:
     """Return the planned bytes in host memory and on disk."""
-    config = changed(forecaster.config, SHORT | ON_THE_HOST | option)
+    config = apply_change(forecaster.config, SHORT | ON_THE_HOST | option)
     hardware = Hardware.read("rtx-4090").with_(host_bytes=4 << 40, disk_bytes=8 << 40)
-    memory = forecaster.tell(config, hardware, times=False).memory
+    memory = forecaster.predict(config, hardware, times=False).memory
     return {"host": memory.total("cpu", "pinned"), "disk": memory.total("nvme")}
 
 

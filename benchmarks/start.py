@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.benches.blocks import turned
-from offload.benches.report import Measured, Result
+from offload.benches.blocks import rotate
+from offload.benches.report import BenchmarkOutput, Result
 
 SHAPE = {
     "hidden_size": 128,
@@ -91,11 +91,11 @@ def main() -> None:
             loads.append(round(os.getloadavg()[0], 2))
             found = {
                 name: started(command, folder / f"cache-{number}")
-                for name, command in turned(list(commands(folder, number).items()), number)
+                for name, command in rotate(list(commands(folder, number).items()), number)
             }
             print(f"{number} of {arguments.pairs}:", json.dumps(found, default=vars), file=sys.stderr, flush=True)
             rounds.append(found)
-    print(Measured(summarise(rounds[1:], loads[1:])).document())
+    print(BenchmarkOutput(summarise(rounds[1:], loads[1:])).document())
 
 
 def prepare(folder: Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 
 ARMS = {
     "fp32": [],
@@ -48,7 +48,7 @@ def main() -> None:
         largest = max(differences, key=abs)
         results.append(Result(f"{arm} - fp32, largest", round(largest, 5), "nats"))
         results.append(Result(f"{arm} - fp32, mean", round(statistics.mean(differences), 5), "nats"))
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 def last_line(words: Sequence[str], seed: int, steps: int) -> dict[str, Any]:

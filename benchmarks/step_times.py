@@ -134,7 +134,7 @@ def compare(case: Case, nvme_dir: str, hardware: Hardware, num_blocks: int = 3) 
         case = replace(case, placement={**case.placement, "nvme_dir": nvme_dir})
     uses, settings = compute_of(case), case.engine_settings(case.throttle())
     its = planned(case.model(), settings)
-    timing = PlannedStep(its, work_of(case, uses), MACHINE, case.clips).play(12)
+    timing = PlannedStep(its, work_of(case, uses), MACHINE, case.clips).simulate(12)
     return {
         "case": case.name,
         **_row(timing, _measured(case, settings, num_blocks)),
@@ -151,7 +151,7 @@ def without_throttle(case: Case, hardware: Hardware, num_blocks: int = 3) -> dic
         model = case.prepared(Told(case.width, case.depth))
     its = planned(model, settings)
     work = measure(model, BatchSpec("causal", ROWS, LENGTH), its)
-    timing = PlannedStep(its, work, hardware, case.clips).play(12)
+    timing = PlannedStep(its, work, hardware, case.clips).simulate(12)
     return _row(timing, _measured(case, settings, num_blocks, num_steps=10))
 
 

@@ -31,8 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload.benches.blocks import turned
-from offload.benches.report import Measured, Result
+from offload.benches.blocks import rotate
+from offload.benches.report import BenchmarkOutput, Result
 from offload.machine.cores import usable_cores
 
 VOCABULARY = 16384
@@ -72,7 +72,7 @@ def main() -> None:
         results += beside_one_process(
             write_chats(folder / "chats.jsonl", arguments.chat_megabytes), folder, arguments.pairs
         )
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
 
 
 def drawn(megabytes: int) -> list[str]:
@@ -148,7 +148,7 @@ def rates(name: str, ways: dict[str, Callable[[], object]], num_bytes: int, pair
     """Return our speed against each other method."""
     rounds = []
     for number in range(pairs + 1):
-        rounds.append({way: timed(call) for way, call in turned(list(ways.items()), number)})
+        rounds.append({way: timed(call) for way, call in rotate(list(ways.items()), number)})
         print(f"{name} {number} of {pairs}:", json.dumps(rounds[-1]), file=sys.stderr, flush=True)
     results = []
     for reference in [each for each in ways if each != OURS]:
@@ -195,13 +195,13 @@ def ids_by(encode: Callable[..., Any], batches: list[list[str]]) -> list[list[in
 
 def built(path: Path, tokenizer: Any, folder: Path, num_workers: int) -> object:
     """Tokenize a file with an empty cache."""
-    from offload.data.prepare import Found, Preparation
+    from offload.data.prepare import Preparation, SourceFiles
     from offload.data.sources import Source
 
-    found = Found(Source((str(path),)), VOCABULARY, eval_share=0.0, on_bad_row="error")
+    source_files = SourceFiles(Source((str(path),)), VOCABULARY, eval_share=0.0, on_bad_row="error")
     with tempfile.TemporaryDirectory(dir=folder) as cache:
-        preparation = Preparation([found], VOCABULARY, Path(cache), lambda *_: None, num_workers)
-        return preparation.tokens(found, tokenizer, train_on_prompt=False)
+        preparation = Preparation([source_files], VOCABULARY, Path(cache), lambda *_: None, num_workers)
+        return preparation.tokenize(source_files, tokenizer, train_on_prompt=False)
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:

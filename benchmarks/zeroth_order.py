@@ -28,7 +28,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, MeZO, Placement
-from offload.benches.report import Measured, Result
+from offload.benches.report import BenchmarkOutput, Result
 from offload.native.directions import NoiseRange, descend, perturb
 from offload.optim.rule import parameter_key
 from tests.engine.inside import parts_of
@@ -141,7 +141,7 @@ def main() -> None:
         results.append(result(f"streamed, updates on the {where}", taken["played"], "the ideal schedule", ideal))
         played.close()
         unplayed.close()
-    print(Measured(results).document())
+    print(BenchmarkOutput(results).document())
     for each in results:
         print(f"{each.name}: {each.details['over_reference']:.3f} of {each.reference}", file=sys.stderr)
 

@@ -90,14 +90,14 @@ errors.
 def settings_page() -> str:
     """Return the page with all settings for `train`."""
     from offload.config.config import Config
-    from offload.config.options import shown, value_of
+    from offload.config.options import format_value, value_hint
 
     page = [MADE.format("offload/config/sections.py"), SETTINGS]
     for name, section in Config.SECTIONS.items():
         page.append(f"## {name}\n\n{section.__doc__}\n\n")
         for field_name, field in section.model_fields.items():
-            default = shown(field.get_default())
-            values = value_of(field_name, field).strip("{}").replace(",", "`, `")
+            default = format_value(field.get_default())
+            values = value_hint(field_name, field).strip("{}").replace(",", "`, `")
             page.append(f"### {name}.{field_name}\n\n")
             page.append(f"Values: `{values}`. Default: `{default}`.\n\n{_sentences(str(field.description))}\n\n")
     return "".join(page)

@@ -24,11 +24,11 @@ _bounds: dict[torch.device, list[int]] = {}
 
 def accelerators() -> list[Accelerator]:
     """Return the accelerators available to this process, in torch order; an empty list for CPU only."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or kind.type == "mps":  # Apple GPUs share host memory and have no streams
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type == "mps":  # Apple GPUs share host memory and have no streams
         return []
-    count = torch.get_device_module(kind).device_count()
-    return [open_accelerator(torch.device(kind.type, index)) for index in range(count)]
+    count = torch.get_device_module(device).device_count()
+    return [open_accelerator(torch.device(device.type, index)) for index in range(count)]
 
 
 def parse_device(name: str | None, flag: str = "offload.device") -> torch.device | None:
@@ -50,31 +50,31 @@ def own_accelerator(
     Without a name or an index: the device already selected in this thread (`set_device`), else the index in LOCAL_RANK,
     else the first. Raises ConfigError with the flag name if no such device exists.
     """
-    asked, found = parse_device(name, flag), accelerators()
-    if not found if asked is None else asked.type == "cpu":
-        if asked is None and (why := unusable_gpu(environ)):
+    requested, available = parse_device(name, flag), accelerators()
+    if not available if requested is None else requested.type == "cpu":
+        if requested is None and (why := unusable_gpu(environ)):
             warn(why)
         return None
-    if asked is not None and asked.type not in {each.device.type for each in found}:
-        there = f"{found[0].device.type} alone" if found else "only the CPU"
-        raise ConfigError(f"{flag} is {name}, and torch finds {there}: give cpu, or nothing.")
-    index = None if asked is None else asked.index
+    if requested is not None and requested.type not in {each.device.type for each in available}:
+        device_types = f"{available[0].device.type} alone" if available else "only the CPU"
+        raise ConfigError(f"{flag} is {name}, and torch finds {device_types}: give cpu, or nothing.")
+    index = None if requested is None else requested.index
     if index is None:  # a process starts on device 0, so 0 is no explicit selection
-        index = torch.accelerator.current_device_index() or int(environ.get("LOCAL_RANK") or 0) % len(found)
-    if index >= len(found):
+        index = torch.accelerator.current_device_index() or int(environ.get("LOCAL_RANK") or 0) % len(available)
+    if index >= len(available):
         raise ConfigError(
-            f"{flag} is {name}, but torch finds {len(found)} of this kind: give {found[0].device.type}:0 to "
-            f"{found[-1].device}."
+            f"{flag} is {name}, but torch finds {len(available)} of this kind: give {available[0].device.type}:0 to "
+            f"{available[-1].device}."
         )
-    return found[index]
+    return available[index]
 
 
 def unusable_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
     """Return why torch cannot use a GPU with an installed driver. None: no such GPU, or hidden by environment
     variables.
     """
-    kinds = {"cuda": ("NVIDIA", "dev/nvidiactl"), "hip": ("AMD", "dev/kfd")}
-    for runtime, (maker, path) in kinds.items():
+    makers = {"cuda": ("NVIDIA", "dev/nvidiactl"), "hip": ("AMD", "dev/kfd")}
+    for runtime, (maker, path) in makers.items():
         if not (root / path).exists() or not environ.get(f"{runtime.upper()}_VISIBLE_DEVICES", "unset"):
             continue
         version = root / "proc/driver/nvidia/version"
@@ -119,13 +119,17 @@ class Accelerator:
 
     def describe(self) -> dict[str, Any]:
         """Return torch device properties as plain data. "pci" is the bus address, for example "0000:3b:00.0"."""
-        found, kind = self.module.get_device_properties(self.device), self.device.type
-        told = {"name": found.name, "memory_bytes": found.total_memory}
-        told["runtime"] = f"{kind.upper()} {getattr(torch.version, kind, None) or torch.version.hip}"
+        properties, device_type = self.module.get_device_properties(self.device), self.device.type
+        description = {"name": properties.name, "memory_bytes": properties.total_memory}
+        description["runtime"] = (
+            f"{device_type.upper()} {getattr(torch.version, device_type, None) or torch.version.hip}"
+        )
         with suppress(AttributeError):  # missing for other device types and older torch versions
-            told["capability"] = f"{found.major}.{found.minor}"
-            told["pci"] = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        return told
+            description["capability"] = f"{properties.major}.{properties.minor}"
+            description["pci"] = (
+                f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+            )
+        return description
 
     @property
     def hardware(self) -> tuple[str, str | None]:
@@ -150,8 +154,8 @@ class Accelerator:
     @property
     def free_bytes(self) -> int:
         """Device memory free or cached by the torch allocator, in bytes."""
-        kept = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
-        return self.module.mem_get_info(self.device)[0] + kept
+        cached_bytes = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
+        return self.module.mem_get_info(self.device)[0] + cached_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -163,9 +167,9 @@ class Accelerator:
     @property
     def waiting_bytes(self) -> int:
         """Bytes freed but still in use on other streams, as far as the torch allocator knows."""
-        found = self.module.memory_stats_as_nested_dict(self.device)  # the flat form takes a hundred calls
-        active, held = (found.get(which, {}).get("all", {}).get("current", 0) for which in _ACTIVE_AND_HELD)
-        return active - held
+        stats = self.module.memory_stats_as_nested_dict(self.device)  # the flat form takes a hundred calls
+        active, allocated = (stats.get(name, {}).get("all", {}).get("current", 0) for name in _ACTIVE_AND_HELD)
+        return active - allocated
 
     def take_peak(self) -> int:
         """Return `peak_bytes` and reset the peak."""
@@ -248,12 +252,12 @@ class CudaAccelerator(Accelerator):
 
     def compile_kernel(self, source: str, name: str, options: Sequence[str]) -> Callable[..., None] | None:
         # torch `_compile_kernel` does the same but needs the headers from an installed CUDA toolkit.
-        found, tools = self.module.get_device_properties(self.device), self.module._utils
+        properties, tools = self.module.get_device_properties(self.device), self.module._utils
         own = ["--gpu-architecture=sm_{0.major}{0.minor}", "-default-device"]
         if torch.version.hip:
             own = ["--offload-arch={0.gcnArchName}", "-ffp-contract=off"]
         with self.module.device(self.device):
-            options = [*(option.format(found) for option in own), *options]
+            options = [*(option.format(properties) for option in own), *options]
             image, lowered = compiled_image(tools._get_gpu_rtc_library(), source, name, options)
             return tools._cuda_load_module(image, [lowered])[lowered]
 
@@ -280,7 +284,7 @@ INTEGERS = "".join(
 
 
 def compiled_image(
-    library: Any, source: str, name: str, options: Sequence[str], kind: str = "CUBIN"
+    library: Any, source: str, name: str, options: Sequence[str], image_format: str = "CUBIN"
 ) -> tuple[bytes, str]:
     """Compile a source with NVRTC, or with the equivalent under the same names in torch. Return (image, lowered kernel
     name).
@@ -293,21 +297,21 @@ def compiled_image(
         if error:
             raise RuntimeError(f"{doing}: error {error} of the GPU's compiler")
 
-    def read(what: str) -> bytes:
-        check(getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), what)
+    def read(field: str) -> bytes:
+        check(getattr(library, f"nvrtcGet{field}Size")(program, ctypes.byref(size)), field)
         text = ctypes.create_string_buffer(size.value)
-        check(getattr(library, f"nvrtcGet{what}")(program, text), what)
+        check(getattr(library, f"nvrtcGet{field}")(program, text), field)
         return text.raw
 
     names, texts = ((ctypes.c_char_p * 1)(text.encode()) for text in ("cstdint", INTEGERS))
-    begun = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"offload.cu", 1, texts, names)
-    check(begun, "create a program")
+    status = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"offload.cu", 1, texts, names)
+    check(status, "create a program")
     try:
         check(library.nvrtcAddNameExpression(program, name.encode()), name)
-        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        if library.nvrtcCompileProgram(program, len(options), given):
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), arguments):
             raise RuntimeError(read("ProgramLog").rstrip(b"\0").decode())
         check(library.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered)), name)
-        return read(kind), (lowered.value or b"").decode()
+        return read(image_format), (lowered.value or b"").decode()
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))

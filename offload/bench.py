@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from offload.benches.report import Measured
+from offload.benches.report import BenchmarkOutput
 from offload.config.command_line import run_command
 
 NAMES = ("step", "nvme", "sweep", "compare")
 """Modules in offload.benches. Each has a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which returns a list
-of Result, or a Measured.
+of Result, or a BenchmarkOutput.
 """
 
 
@@ -34,12 +34,12 @@ def declare(parser: argparse.ArgumentParser, module: Any) -> None:
 def measure(arguments: argparse.Namespace) -> int:
     """Run a benchmark and print the results."""
     with _only_results_on_stdout():
-        found = arguments.module.run(arguments)
-    found = Measured(found) if isinstance(found, list) else found
+        output = arguments.module.run(arguments)
+    output = BenchmarkOutput(output) if isinstance(output, list) else output
     if arguments.json:
-        print(found.document())
+        print(output.document())
     else:
-        found.show(arguments.module.SUMMARY)
+        output.show(arguments.module.SUMMARY)
     return 0
 
 

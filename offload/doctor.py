@@ -19,12 +19,12 @@ def main(words: list[str]) -> int:
     arguments = _parser().parse_args(words)
     from offload.machine.diagnosis import diagnose  # imports torch
 
-    found = diagnose(arguments.nvme_dir, probes=arguments.probe or arguments.refresh, refresh=arguments.refresh)
+    diagnosis = diagnose(arguments.nvme_dir, probes=arguments.probe or arguments.refresh, refresh=arguments.refresh)
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(diagnosis, indent=2))
     else:
-        _show(found)
-    return 0 if all(each["usable"] for each in found["nvme"]) else 1
+        _show(diagnosis)
+    return 0 if all(each["usable"] for each in diagnosis["nvme"]) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,24 +49,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(diagnosis: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in (*_machine(found["environment"]), *_live(found)):
+    for name, text in (*_machine(diagnosis["environment"]), *_live(diagnosis)):
         table.add_row(name, text)
-    if not found["nvme"]:
+    if not diagnosis["nvme"]:
         table.add_row("nvme dir", "none examined; name directories with --nvme-dir")
-    for each in found["nvme"]:
+    for each in diagnosis["nvme"]:
         table.add_row()
         for name, text in _directory(each):
             table.add_row(name, text)
-    if "probe" in found:
+    if "probe" in diagnosis:
         table.add_row()
-        for name, text in (*_rates(found["probe"]), *_limits(found["probe"])):
+        for name, text in (*_rates(diagnosis["probe"]), *_limits(diagnosis["probe"])):
             table.add_row(name, text)
     Console(highlight=False, markup=False).print(table)
 
@@ -88,8 +88,8 @@ def _machine(about: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _live(found: dict[str, Any]) -> list[tuple[str, str]]:
-    kernels, io = found["kernels"], found["io"]
+def _live(diagnosis: dict[str, Any]) -> list[tuple[str, str]]:
+    kernels, io = diagnosis["kernels"], diagnosis["io"]
     why_torch = "" if kernels["native"] else f"\nslower than C++: {kernels['missing_because']}"
     name = "C++" if kernels["native"] else "torch"
     return [
@@ -128,7 +128,7 @@ def _rates(about: dict[str, Any]) -> list[tuple[str, str]]:
     if not is_cpu:
         rows.insert(2, ("device", f"{format_bytes(machine['device_bytes'])} free, {moved['device_bytes_per_s']}"))
     if "nvme_read_bytes_per_s" in moved:
-        reads, writes = (moved[f"nvme_{way}_bytes_per_s"] for way in ("read", "write"))
+        reads, writes = (moved[f"nvme_{direction}_bytes_per_s"] for direction in ("read", "write"))
         rows.append(("disks", f"read {reads}, write {writes}, past the page cache"))
     return [*rows, ("", f"{next(iter(machine['sources'].values()))}; --refresh measures again")]
 

@@ -152,8 +152,8 @@ def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ` (did you mean NAME?)` for the allowed name closest to `word`, or an empty string."""
     if len(word) > _MAX_SHOWN:
         return ""
-    found = difflib.get_close_matches(word, list(allowed), n=1, cutoff=cutoff)
-    return f" (did you mean {found[0]}?)" if found else ""
+    matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=cutoff)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 def allocation_name(name: str) -> str:

@@ -43,16 +43,16 @@ class Options:
 def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.export", description=DESCRIPTION)
     shard_bytes = parse_size(options.shard_size, "--shard-size")
-    given, out = Path(options.checkpoint).expanduser(), Path(options.out).expanduser()
+    checkpoint_path, out = Path(options.checkpoint).expanduser(), Path(options.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give a new or empty folder for the export.")
-    from offload.checkpoint.folder import chosen_checkpoint  # imports torch
-    from offload.checkpoint.stored import DTYPES, export_stored
+    from offload.checkpoint.folder import choose_checkpoint  # imports torch
     from offload.checkpoint.stored_adapter import export_adapter, export_merged, has_adapter
+    from offload.checkpoint.stored_model import DTYPES, export_stored
     from offload.hf.models import quiet_transformers
 
     quiet_transformers()
-    folder = chosen_checkpoint(given, say)
+    folder = choose_checkpoint(checkpoint_path, say)
     if out.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
             f"{out} lies in the checkpoint {folder}, which must not hold other files; give another folder."
@@ -75,11 +75,13 @@ def main(words: list[str]) -> int:
         print(f"{out}: an adapter of {format_bytes(num_bytes)}, read back and unchanged.")
         return 0
     if options.merge:
-        done = export_merged(folder, out, options.base, dtype, shard_bytes, onto_original=options.onto == "original")
+        exported = export_merged(
+            folder, out, options.base, dtype, shard_bytes, onto_original=options.onto == "original"
+        )
     else:
-        done = export_stored(folder, out, dtype, shard_bytes)
-    files = counted(len(done.files), "file")
-    print(f"{done.folder}: {format_bytes(done.num_bytes)} of weights in {files}, read back and unchanged.")
+        exported = export_stored(folder, out, dtype, shard_bytes)
+    files = counted(len(exported.files), "file")
+    print(f"{exported.folder}: {format_bytes(exported.num_bytes)} of weights in {files}, read back and unchanged.")
     return 0
 
 

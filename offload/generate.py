@@ -86,32 +86,32 @@ def main(words: list[str]) -> int:
     prompt = as_utf8(sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt, "--prompt")
 
     from offload.accelerators import own_accelerator
-    from offload.checkpoint.folder import chosen_model
-    from offload.checkpoint.stored import DTYPES
+    from offload.checkpoint.folder import choose_model
+    from offload.checkpoint.stored_model import DTYPES
     from offload.hf.models import quiet_transformers
-    from offload.inference.sampler import Choices, Sampler, free_memory
+    from offload.inference.sampler import Sampler, SamplingOptions, free_memory
 
     quiet_transformers()
     own = own_accelerator(None if options.device == "auto" else options.device, flag="--device")
-    path = chosen_model(Path(options.model).expanduser(), say)
+    path = choose_model(Path(options.model).expanduser(), say)
     if memory_bytes == -1:
         memory_bytes = free_memory(own)
-    choices = Choices(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
+    choices = SamplingOptions(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
     adapter = None if options.adapter is None else Path(options.adapter).expanduser()
     with Sampler(
         path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, accelerator=own, adapter=adapter
     ) as sampler:
-        done = sampler.write(sampler.encode(prompt, chat=options.chat), choices, _show)
+        generation = sampler.write(sampler.encode(prompt, chat=options.chat), choices, _show)
         total = sampler.stream.total_bytes
-        text = sampler.tokenizer.decode(done.token_ids, skip_special_tokens=True)
+        text = sampler.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         has_template = bool(sampler.tokenizer.chat_template)
     print()
     if not text.strip():
         say(_no_text(lacks_template=has_template and not options.chat))
-    num_tokens = len(done.token_ids)
+    num_tokens = len(generation.token_ids)
     say(
-        f"{counted(num_tokens, 'token')} in {done.seconds:.1f} s, {num_tokens / done.seconds:.3g} a second; "
-        f"{format_bytes(total)} of weights, {format_bytes(done.bytes_read)} read while writing"
+        f"{counted(num_tokens, 'token')} in {generation.seconds:.1f} s, {num_tokens / generation.seconds:.3g} a "
+        f"second; {format_bytes(total)} of weights, {format_bytes(generation.bytes_read)} read while writing"
     )
     return 0
 

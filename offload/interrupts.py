@@ -22,7 +22,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """Context manager: in the main thread, signals wait for `look` or for the end of the context. Contexts may nest.
+    """Context manager: in the main thread, signals wait for `check` or for the end of the context. Contexts may nest.
 
     num_forced: number of exceptions raised inside engine work by a second signal, in this process.
     """
@@ -35,7 +35,7 @@ class Interrupts:
         self.num_forced = 0
         self._main = threading.main_thread().ident
         self._depth = self._firmness = 0
-        self._came: int | None = None  # the pending signal
+        self._pending: int | None = None  # the pending signal
         self._handlers: dict[int, _Handler] = {}
         self._threads: set[int] = set()  # threads doing work for the context
         self._wakes: list[Callable[[], None]] = []
@@ -60,19 +60,19 @@ class Interrupts:
             for number, handler in self._handlers.items():
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, handler)
-            self.look()
+            self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Mark a safe point: pass on a pending signal, which usually raises KeyboardInterrupt.
 
         Call only with consistent state, or state made consistent by the exception handling.
         """
-        if self._came is not None and not self._firmness and threading.get_ident() in self._threads:
-            number, self._came = self._came, None
+        if self._pending is not None and not self._firmness and threading.get_ident() in self._threads:
+            number, self._pending = self._pending, None
             self._handlers[number](number, None)
 
     @contextmanager
-    def firm(self) -> Iterator[None]:
+    def uninterrupted(self) -> Iterator[None]:
         """Context manager without safe points, for work to be finished once started."""
         self._firmness += 1
         try:
@@ -81,8 +81,8 @@ class Interrupts:
             self._firmness -= 1
 
     @contextmanager
-    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Context manager for a waiting thread: a signal calls `wake`, and the thread then calls `look`."""
+    def wake_on_signal(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Context manager for a waiting thread: a signal calls `wake`, and the thread then calls `check`."""
         self._wakes.append(wake)
         try:
             yield
@@ -99,12 +99,12 @@ class Interrupts:
             self._threads.discard(threading.get_ident())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        waiting, self._came = self._came, number
+        waiting, self._pending = self._pending, number
         if waiting is None and self._depth:
             for wake in list(self._wakes):
                 wake()
             return
-        self._came = None
+        self._pending = None
         try:
             for each in (waiting, number):
                 if each is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, say, take_gpus
+from offload.config.command_line import CommandOption, importing, is_on, parse_command, run_command, say, take_gpus
 from offload.errors import ConfigError, counted, shorten
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ DESCRIPTION = (
     "bad configuration or data."
 )
 OPTIONS = {
-    "samples": OwnOption("N", "(default: 3)", "How many rows to show, from the first of the first step on."),
-    "page": OwnOption("FILE.html", "", "Write an HTML file, which asks for nothing else, and not to the terminal."),
-    "json": OwnOption("{true,false}", "(default: false)", "Print one JSON object."),
+    "samples": CommandOption("N", "(default: 3)", "How many rows to show, from the first of the first step on."),
+    "page": CommandOption("FILE.html", "", "Write an HTML file, which asks for nothing else, and not to the terminal."),
+    "json": CommandOption("{true,false}", "(default: false)", "Print one JSON object."),
 }
 _MOST_ROWS = 1000
 _STYLES = {"trained": "green", "context": "", "padding": "dim"}
@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
     config, own = parse_command(words, prog="python -m offload.data", description=DESCRIPTION, own=OPTIONS)
     num_samples, as_json = _num_samples(own["samples"]), is_on(own, "json")
     page = None if own["page"] is None else Path(own["page"]).expanduser()
-    from offload.training.early import check_names
+    from offload.training.early_checks import check_names
 
     check_names(config)
     with importing():
@@ -71,11 +71,11 @@ def _num_samples(text: str | None) -> int:
 def _show(view: DataView) -> None:
     from rich.console import Console
 
-    from offload.data.view import told_rows
+    from offload.data.view import describe_rows
 
     console = Console(highlight=False, markup=False)
     in_colour = console.color_system is not None and not console.no_color
-    console.print("\n".join((*view.told, told_rows(view))), soft_wrap=True)
+    console.print("\n".join((*view.told, describe_rows(view))), soft_wrap=True)
     for source in view.sources:
         console.print("\n".join(_lengths(view, source)), soft_wrap=True)
     if view.samples:
@@ -88,10 +88,10 @@ def _show(view: DataView) -> None:
 
 def _lengths(view: DataView, source: SourceView) -> Iterator[str]:
     """Yield a document-length histogram for a source, with the row length marked."""
-    from offload.data.view import told_padding
+    from offload.data.view import describe_padding
 
     of = f"{source.name}, " if len(view.sources) > 1 else ""
-    yield f"\n{of}documents by tokens; {view.cut(source)}; {told_padding(source.padding_share)}"
+    yield f"\n{of}documents by tokens; {view.describe_cut(source)}; {describe_padding(source.padding_share)}"
     most = max(count for _, count in source.histogram)
     width = len(f"{source.histogram[-1][0]:,}")
     for end, count in source.histogram:

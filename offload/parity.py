@@ -10,13 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offload import __version__
-from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, say, take_gpus
+from offload.config.command_line import CommandOption, importing, is_on, parse_command, run_command, say, take_gpus
 from offload.distributed.launch import end_with_launcher, launch
 from offload.errors import ConfigError, counted, shorten
 
 if TYPE_CHECKING:
     from offload.config.config import Config
-    from offload.training.parity_check import Verdict
+    from offload.training.parity_check import ParityResult
 
 DESCRIPTION = (
     "Train the first steps of a run twice, offloaded as the settings of train say and resident in plain PyTorch, and "
@@ -26,15 +26,15 @@ DESCRIPTION = (
     "differs or failed, 2 bad configuration or input, 3 does not fit resident, 130 interrupted."
 )
 OPTIONS = {
-    "steps": OwnOption("N", "(default: 3)", "How many steps to compare."),
-    "same-order": OwnOption(
+    "steps": CommandOption("N", "(default: 3)", "How many steps to compare."),
+    "same-order": CommandOption(
         "{true,false}",
         "(default: false)",
         "Let the resident side sum as the engine does, where it can: unit by unit, over ranks and micro-batches.",
     ),
-    "json": OwnOption("{true,false}", "(default: false)", "Print one JSON object."),
+    "json": CommandOption("{true,false}", "(default: false)", "Print one JSON object."),
 }
-Say = Callable[[str], None]
+ShowLine = Callable[[str], None]
 
 
 def main(words: list[str]) -> int:
@@ -59,18 +59,18 @@ def main(words: list[str]) -> int:
             import torch.distributed.launcher.api  # noqa: F401
         return launch("offload.parity", words, num_ranks, debug=config.run.debug, say=say if as_json else print)
     is_first = os.environ.get("RANK", "0") == "0"
-    tell: Say = (say if as_json else print) if is_first else (lambda _text: None)
+    show_line: ShowLine = (say if as_json else print) if is_first else (lambda _text: None)
     if not is_launched:
-        tell(f"offload {__version__}: loading torch and transformers ...")
+        show_line(f"offload {__version__}: loading torch and transformers ...")
     # cuBLAS reads this variable at initialization; with this value, results are repeatable.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with importing():
-        verdict = compare(config, num_steps, same_order=same_order, tell=tell)
+        result = compare(config, num_steps, same_order=same_order, show_line=show_line)
     if is_first and as_json:
-        print(json.dumps(verdict.fields(), indent=2))
+        print(json.dumps(result.fields(), indent=2))
     elif is_first:
-        show(verdict)
-    return 0 if verdict.is_equal else 1
+        show(result)
+    return 0 if result.is_equal else 1
 
 
 def _check_rule(config: Config) -> None:
@@ -82,35 +82,35 @@ def _check_rule(config: Config) -> None:
         )
 
 
-def compare(config: Config, num_steps: int, *, same_order: bool, tell: Say) -> Verdict:
+def compare(config: Config, num_steps: int, *, same_order: bool, show_line: ShowLine) -> ParityResult:
     """Train both sides and compare. Every rank learns whether they are equal; rank 0 has the full result. Collective.
 
     Raises OffloadError, one on every rank.
     """
     from offload.distributed.joining import open_comm
     from offload.training.parity_check import check_parity
-    from offload.training.ranks import Parting
+    from offload.training.ranks import RankExit
 
     comm = open_comm(config.offload.device)
-    parting = Parting(comm)
-    check = partial(check_parity, config, num_steps, same_order=same_order, comm=comm, say=tell)
+    rank_exit = RankExit(comm)
+    check = partial(check_parity, config, num_steps, same_order=same_order, comm=comm, say=show_line)
     try:
         try:
             with _repeatable(strictly=comm.size == 1):
-                verdict = check()
+                result = check()
         except RuntimeError as error:
             if "deterministic implementation" not in str(error):
                 raise
-            tell(
+            show_line(
                 f"note: {str(error).partition(',')[0]}. So this operation runs as it is, with attention in plain "
                 "matrix products, and may give other bits in every run."
             )
             with _repeatable(strictly=False):
-                verdict = check()
+                result = check()
         comm.close()
-        return verdict
+        return result
     except BaseException as error:
-        left = parting.leave(error)
+        left = rank_exit.leave(error)
         if left is error:
             raise
         raise left from error
@@ -140,49 +140,50 @@ def _repeatable(*, strictly: bool) -> Iterator[None]:
         memory.fill_uninitialized_memory = filled
 
 
-def show(verdict: Verdict) -> None:
+def show(result: ParityResult) -> None:
     """Print the result."""
-    weights = verdict.weights
-    for each in verdict.steps:
-        for what, offloaded in each.offloaded.items():
-            distance = each.distance(what)
-            told = "equal" if not distance else f"apart by {distance:.1e} of it"
-            print(f"step {each.step}  {what}: offloaded {offloaded!r}, resident {each.resident[what]!r}, {told}")
+    weights = result.weights
+    for each in result.steps:
+        for quantity, offloaded in each.offloaded.items():
+            distance = each.distance(quantity)
+            difference = "equal" if not distance else f"apart by {distance:.1e} of it"
+            resident = each.resident[quantity]
+            print(f"step {each.step}  {quantity}: offloaded {offloaded!r}, resident {resident!r}, {difference}")
     differing = sum(weights.differing.values())
-    apart = "every bit is equal"
+    summary = "every bit is equal"
     if differing:
-        apart = (
+        summary = (
             f"{differing:,} elements of {counted(len(weights.differing), 'parameter')} differ, by at most "
             f"{weights.largest:.3g}; together by {weights.distance:.1e} of the change in training"
         )
-    print(f"weights: {weights.num_elements:,} elements of {counted(weights.num_parameters, 'parameter')}: {apart}")
-    for text in verdict.notes:
+    print(f"weights: {weights.num_elements:,} elements of {counted(weights.num_parameters, 'parameter')}: {summary}")
+    for text in result.notes:
         print(f"note: {text}")
-    for text in verdict.reasons:
+    for text in result.reasons:
         print(f"the order of sums differs: {text}")
-    if verdict.tolerance is not None:
-        numbers, of_weights = verdict.tolerance["numbers"], verdict.tolerance["weights"]
+    if result.tolerance is not None:
+        numbers, of_weights = result.tolerance["numbers"], result.tolerance["weights"]
         print(
             f"judged by a tolerance: losses and norms within {numbers:g}, weights within {of_weights:g} of their "
             "change in training"
         )
-    if verdict.first is not None and not verdict.is_bit_equal:
-        print(f"first difference: {verdict.first}")
-    elif not verdict.is_equal:
+    if result.first is not None and not result.is_bit_equal:
+        print(f"first difference: {result.first}")
+    elif not result.is_equal:
         print(
             "a comparison after each step finds no difference, so the difference depends on the timing between steps. "
             "Please report this, with the command."
         )
-    if not verdict.is_equal and not verdict.in_same_order:
+    if not result.is_equal and not result.in_same_order:
         print("if a layer uses an input in several places, --same-order sums in the engine's order.")
-    print(f"parity: {_summary(verdict)}")
+    print(f"parity: {_summary(result)}")
 
 
-def _summary(verdict: Verdict) -> str:
-    steps = f"over {counted(len(verdict.steps), 'step')}"
-    if not verdict.is_equal:
+def _summary(result: ParityResult) -> str:
+    steps = f"over {counted(len(result.steps), 'step')}"
+    if not result.is_equal:
         return f"offloaded and resident training differ {steps}"
-    if verdict.is_bit_equal:
+    if result.is_bit_equal:
         return f"offloaded and resident training are equal bit for bit {steps}"
     return f"offloaded and resident training are equal within the order of sums {steps}"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.config.command_line import OwnOption, importing, is_on, parse_command, run_command, take_gpus
+from offload.config.command_line import CommandOption, importing, is_on, parse_command, run_command, take_gpus
 from offload.errors import ConfigError, DoesNotFitError, allocation_name, counted, format_bytes
 
 if TYPE_CHECKING:
@@ -20,20 +20,20 @@ DESCRIPTION = (
     "with the smallest change that does."
 )
 OPTIONS = {
-    "hardware": OwnOption(
+    "hardware": CommandOption(
         "FILE|NAME",
         "(default: this machine)",
         "Plan for a described machine: a YAML file, or the name of one that is shipped, such as rtx-4090 or h100.",
     ),
-    "machines": OwnOption(
+    "machines": CommandOption(
         "N", "(default: 1)", "Plan for a run on so many such machines, each with the ranks that --gpus says."
     ),
-    "link": OwnOption(
+    "link": CommandOption(
         "RATE",
         "(default: as the machine is described)",
         'What the network of a machine sends in a second, and gets, such as "25Gbit" or "3GB".',
     ),
-    "json": OwnOption("{true,false}", "(default: false)", "Print one JSON object."),
+    "json": CommandOption("{true,false}", "(default: false)", "Print one JSON object."),
 }
 
 
@@ -47,12 +47,12 @@ def main(words: list[str]) -> int:
     quiet_transformers()
     described = own["hardware"]
     hardware = this_hardware(config) if described is None else Hardware.read(described)
-    found = forecast(config, _connected(hardware, own["machines"], own["link"]), num_ranks)
+    prediction = forecast(config, _connected(hardware, own["machines"], own["link"]), num_ranks)
     if is_on(own, "json"):
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(prediction.to_dict(), indent=2))
     else:
-        _show(found)
-    return 0 if found.fits else DoesNotFitError.exit_code
+        _show(prediction)
+    return 0 if prediction.fits else DoesNotFitError.exit_code
 
 
 def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Hardware:
@@ -79,53 +79,63 @@ def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Ha
     return hardware
 
 
-def _show(found: Forecast) -> None:
+def _show(prediction: Forecast) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from offload.forecast.here import NAMES, of_budget
+    from offload.forecast.run_forecast import TIER_NAMES, describe_budget
 
     console = Console(highlight=False, markup=False)
     # No line breaks, so a flag can be copied with the value.
-    console.print("\n".join(heading(found)), soft_wrap=True)
+    console.print("\n".join(describe_run(prediction)), soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
-    for tier, held in found.tiers.items():
-        table.add_row(NAMES[tier], f"{format_bytes(held['bytes'])}{of_budget(found.tiers, tier)}", style="bold")
-        for each in sorted(held["allocations"], key=lambda a: -a["bytes"]):
+    for tier, tier_plan in prediction.tiers.items():
+        table.add_row(
+            TIER_NAMES[tier],
+            f"{format_bytes(tier_plan['bytes'])}{describe_budget(prediction.tiers, tier)}",
+            style="bold",
+        )
+        for each in sorted(tier_plan["allocations"], key=lambda a: -a["bytes"]):
             table.add_row(f"  {allocation_name(each['name'])}", format_bytes(each["bytes"]))
-    beside = {"while loading": found.memory.loading_bytes, "while operations run": found.memory.operations_bytes}
-    for when, num_bytes in beside.items():
+    peaks = {
+        "while loading": prediction.memory.loading_bytes,
+        "while operations run": prediction.memory.operations_bytes,
+    }
+    for when, num_bytes in peaks.items():
         if num_bytes:
-            table.add_row(f"{when}, {NAMES['cpu']}", format_bytes(num_bytes))
+            table.add_row(f"{when}, {TIER_NAMES['cpu']}", format_bytes(num_bytes))
     console.print(table)
-    console.print("\n".join((*times(found), *verdict(found))), soft_wrap=True)
+    console.print("\n".join((*describe_times(prediction), *describe_fit(prediction))), soft_wrap=True)
 
 
-def heading(found: Forecast) -> Iterator[str]:
+def describe_run(prediction: Forecast) -> Iterator[str]:
     """Yield the heading: model, hardware, and the placement chosen by `train`."""
-    from offload.forecast.here import placed
+    from offload.forecast.run_forecast import describe_placement
 
-    machines, ranks = found.hardware.num_machines, ""
-    if found.total_ranks > 1:
-        where = f" on {machines} machines, with {found.num_replicas} copies of the model" if machines > 1 else ""
-        ranks = f", {counted(found.total_ranks, 'rank')}{where}; of one of them:"
-    length = int(found.config.data.sequence_length or 0)
-    rows = f"{counted(found.config.train.num_rows, 'row')} of {counted(length, 'token')} a step"
-    precision = found.config.train.precision
-    trained = sum(info.numel for info in found.prepared.structure.infos if info.trainable)
-    of = f", {trained:,} of them trained" if found.config.adapts else ""
-    yield f"{found.name}, {found.num_parameters:,} parameters{of}, {precision}, {rows}, on {found.hardware.name}{ranks}"
-    yield from (f"note: {note}" for note in found.notes)
-    yield from placed(found)
+    machines, ranks = prediction.hardware.num_machines, ""
+    if prediction.total_ranks > 1:
+        replicas = (
+            f" on {machines} machines, with {prediction.num_replicas} copies of the model" if machines > 1 else ""
+        )
+        ranks = f", {counted(prediction.total_ranks, 'rank')}{replicas}; of one of them:"
+    length = int(prediction.config.data.sequence_length or 0)
+    rows = f"{counted(prediction.config.train.num_rows, 'row')} of {counted(length, 'token')} a step"
+    precision = prediction.config.train.precision
+    trained = sum(info.numel for info in prediction.prepared.structure.infos if info.trainable)
+    of = f", {trained:,} of them trained" if prediction.config.adapts else ""
+    parameters = f"{prediction.num_parameters:,} parameters{of}"
+    yield f"{prediction.name}, {parameters}, {precision}, {rows}, on {prediction.hardware.name}{ranks}"
+    yield from (f"note: {note}" for note in prediction.notes)
+    yield from describe_placement(prediction)
 
 
-def times(found: Forecast) -> Iterator[str]:
+def describe_times(prediction: Forecast) -> Iterator[str]:
     """Yield the step time and the alternatives."""
-    from offload.forecast.here import hidden_from
+    from offload.forecast.run_forecast import describe_hiding
 
-    timing = found.timing
+    timing = prediction.timing
     if timing is None:
         return
     busy = ", ".join(f"{name} {seconds:.3g}" for name, seconds in timing.lane_seconds.items())
@@ -133,42 +143,48 @@ def times(found: Forecast) -> Iterator[str]:
         f"step: {timing.step_seconds:.3g} s, {timing.tokens_per_second:,.0f} tokens/s, "
         f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
     )
-    yield f"busy, in seconds: {'; '.join(filter(None, (busy, hidden_from(timing))))}"
-    if where := found.prepared.plan.told_updates(found.prepared.structure.regions):
-        yield where
-    prepared = found.prepared
-    yield from filter(None, (prepared.told_frozen_weights, prepared.told_links, prepared.structure.cutting.told))
-    if found.network_bytes:
-        yield f"network: {format_bytes(found.network_bytes)} a step from each machine to the others"
-    if found.written_bytes:
-        told = found.to_dict()
-        day, days = told["nvme_written_bytes_per_day"], told["nvme_endurance_days"]
+    yield f"busy, in seconds: {'; '.join(filter(None, (busy, describe_hiding(timing))))}"
+    if update_note := prediction.prepared.plan.describe_updates(prediction.prepared.structure.regions):
+        yield update_note
+    prepared = prediction.prepared
+    yield from filter(None, (prepared.frozen_weights_text, prepared.links_text, prepared.structure.cutting.description))
+    if prediction.network_bytes:
+        yield f"network: {format_bytes(prediction.network_bytes)} a step from each machine to the others"
+    if prediction.written_bytes:
+        document = prediction.to_dict()
+        day, days = document["nvme_written_bytes_per_day"], document["nvme_endurance_days"]
         lasts = f"; its rated endurance is used up in {days:,.0f} days" if days else ""
-        yield f"disk: {format_bytes(found.written_bytes)} written a step, {format_bytes(day)} a day{lasts}"
-    yield from (f"instead: {_alternative(found, each)}" for each in found.alternatives)
+        yield f"disk: {format_bytes(prediction.written_bytes)} written a step, {format_bytes(day)} a day{lasts}"
+    yield from (f"instead: {_alternative(prediction, each)}" for each in prediction.alternatives)
 
 
-def _alternative(found: Forecast, other: Alternative) -> str:
+def _alternative(prediction: Forecast, other: Alternative) -> str:
     if not other.fits:
         return f"{other.change}: does not fit"
-    if not found.fits or found.timing is None or other.tokens_per_second is None:
+    if not prediction.fits or prediction.timing is None or other.tokens_per_second is None:
         return f"{other.change}: fits"
-    ratio = other.tokens_per_second / found.timing.tokens_per_second
+    ratio = other.tokens_per_second / prediction.timing.tokens_per_second
     return f"{other.change}: {ratio:.3g}x"
 
 
-def verdict(found: Forecast) -> Iterator[str]:
+def describe_fit(prediction: Forecast) -> Iterator[str]:
     """Yield whether the run fits, and if not, the changes to make."""
-    from offload.forecast.here import NAMES, shortage
+    from offload.forecast.run_forecast import TIER_NAMES, describe_shortage
 
-    if found.fits:
+    if prediction.fits:
         yield "it fits."
         return
-    yield shortage(found)
-    yield f"the smallest change that fits: {found.fix}" if found.fix else "no single setting makes it fit: see --help."
-    if found.fix_bytes:
-        held = (f"{NAMES[tier]} {format_bytes(num_bytes)}" for tier, num_bytes in found.fix_bytes.items())
-        yield f"with that change: {', '.join(held)}"
+    yield describe_shortage(prediction)
+    yield (
+        f"the smallest change that fits: {prediction.fix}"
+        if prediction.fix
+        else "no single setting makes it fit: see --help."
+    )
+    if prediction.fix_bytes:
+        tier_sizes = (
+            f"{TIER_NAMES[tier]} {format_bytes(num_bytes)}" for tier, num_bytes in prediction.fix_bytes.items()
+        )
+        yield f"with that change: {', '.join(tier_sizes)}"
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def main(words: list[str]) -> int:
     elif (checkpoints := checkpoints_of(path)) is not None:
         for folder in reversed(checkpoints.folders()):
             report.check(folder, is_stored=True)
-        whole = [each["path"] for each in report.checked if each["whole"]]
-        report.end(whole[-1] if whole else None)
+        undamaged = [each["path"] for each in report.checked if each["whole"]]
+        report.end(undamaged[-1] if undamaged else None)
     elif (path / "config.json").exists() or any(path.glob("*.safetensors*")):
         report.check(path, is_stored=False)
     else:
@@ -66,15 +66,15 @@ class _Report:
 
     def check(self, folder: Path, is_stored: bool) -> None:
         """Check one folder."""
-        from offload.checkpoint.folder import verify_shown
+        from offload.checkpoint.folder import verify_with_progress
         from offload.hf.verify import verify_folder
 
         try:
-            found, is_whole = verify_shown(folder) if is_stored else verify_folder(folder), True
+            description, is_whole = verify_with_progress(folder) if is_stored else verify_folder(folder), True
         except OffloadError as error:
-            found, is_whole = " ".join(str(error).split()), False
-        self._say(f"{folder}: {'OK' if is_whole else 'DAMAGED'}: {found}")
-        self.checked.append({"path": str(folder), "whole": is_whole, "found": found})
+            description, is_whole = " ".join(str(error).split()), False
+        self._say(f"{folder}: {'OK' if is_whole else 'DAMAGED'}: {description}")
+        self.checked.append({"path": str(folder), "whole": is_whole, "found": description})
 
     def end(self, newest_whole: str | None) -> None:
         """Record the checkpoint from which the run would resume."""

@@ -40,7 +40,7 @@ RINGS = {
     "large": "offload.engine.loss.shared_rows offload.engine.recording.shared_trial offload.engine.units.cut_experts "
     "offload.engine.units.cutting offload.engine.units.expert_outputs offload.engine.units.row_blocks "
     "offload.engine.units.row_trials offload.engine.units.shared_attention offload.engine.units.streamed_experts "
-    "offload.engine.units.tiled_forwards offload.engine.units.tiles offload.engine.units.uncompiled",
+    "offload.engine.units.tiled_forwards offload.engine.units.tiles offload.engine.units.compile_wrappers",
     "zeroth": "offload.engine.methods.forwards offload.engine.methods.interleaved offload.engine.methods.perturbed "
     "offload.engine.methods.slot_updates offload.engine.methods.zeroth_order_update offload.native.directions "
     "offload.optim.mezo offload.replay offload.training.replay",

@@ -214,7 +214,7 @@ def test_a_device_asks_its_own_accelerator(machine: Any, monkeypatch: pytest.Mon
     assert (device.take_recent_peak(), device.take_recent_peak(), device.peak_bytes) == (70, 0, 70)
     device.set_random_state(device.random_state())
     assert states == [(5, own)]
-    assert ThisMachine(accelerator).free(Comm()).device_bytes == 70
+    assert ThisMachine(accelerator).free_memory(Comm()).device_bytes == 70
     assert set(asked) == {own}
 
 

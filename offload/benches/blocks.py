@@ -20,7 +20,7 @@ _MIN_WARM_STEPS = 4  # after the third step an engine distributes spare device m
 _Item = TypeVar("_Item")
 
 
-def none_left() -> None:
+def do_nothing() -> None:
     """Default `settle` for contenders without pending work."""
 
 
@@ -30,7 +30,7 @@ class Block:
 
     seconds: float
     left_seconds: float
-    moved: dict[str, int]
+    moved_bytes: dict[str, int]
 
 
 @dataclass
@@ -47,12 +47,12 @@ class Contender:
     step: Callable[[Any], object]
     settle: Callable[[], object]
     reference: str | None = None
-    moved: Callable[[], Mapping[str, int]] = dict
+    moved_bytes: Callable[[], Mapping[str, int]] = dict
     details: Callable[[], dict[str, Any]] = dict
     blocks: list[Block] = field(default_factory=list)
 
 
-def turned(items: Sequence[_Item], number: int) -> list[_Item]:
+def rotate(items: Sequence[_Item], number: int) -> list[_Item]:
     """Rotate the items by `number`, so that the order changes every round."""
     first = number % len(items) if items else 0
     return [*items[first:], *items[:first]]
@@ -75,7 +75,7 @@ def measure(
     for contender in contenders:
         _run(contender, batches, max(num_steps, _MIN_WARM_STEPS), clock, disk)
     for number in range(num_pairs):
-        for contender in turned(contenders, number):
+        for contender in rotate(contenders, number):
             contender.blocks.append(_run(contender, batches, num_steps, clock, disk))
 
 
@@ -87,14 +87,14 @@ def _run(
     disk: Callable[[], Mapping[str, int]],
 ) -> Block:
     contender.settle()
-    before = {**contender.moved(), **disk()}
+    before = {**contender.moved_bytes(), **disk()}
     begin = clock()
     for batch in itertools.islice(itertools.cycle(batches), num_steps):
         contender.step(batch)
     returned = clock()
     contender.settle()
     end = clock()
-    moved = {name: num_bytes - before[name] for name, num_bytes in {**contender.moved(), **disk()}.items()}
+    moved = {name: num_bytes - before[name] for name, num_bytes in {**contender.moved_bytes(), **disk()}.items()}
     return Block(end - begin, end - returned, moved)
 
 
@@ -102,8 +102,8 @@ def process_disk_bytes() -> dict[str, int]:
     """Return the disk bytes read and written by this process, with or without the page cache."""
     import psutil
 
-    found = psutil.Process().io_counters()
-    return {"disk_read_bytes": found.read_bytes, "disk_write_bytes": found.write_bytes}
+    counters = psutil.Process().io_counters()
+    return {"disk_read_bytes": counters.read_bytes, "disk_write_bytes": counters.write_bytes}
 
 
 def summarise(contenders: Sequence[Contender], num_steps: int, tokens: int, more: dict[str, Any]) -> list[Result]:
@@ -146,4 +146,7 @@ def summarise(contenders: Sequence[Contender], num_steps: int, tokens: int, more
 
 
 def _moved_in_a_step(blocks: Sequence[Block], num_steps: int) -> dict[str, float]:
-    return {name: statistics.median(block.moved[name] / num_steps for block in blocks) for name in blocks[0].moved}
+    return {
+        name: statistics.median(block.moved_bytes[name] / num_steps for block in blocks)
+        for name in blocks[0].moved_bytes
+    }

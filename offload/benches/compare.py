@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.benches.report import print_table, shown, spread
+from offload.benches.report import format_value, print_table, spread
 from offload.errors import ConfigError, shorten
 
 SUMMARY = "two files of results"
@@ -50,13 +50,13 @@ class Pair:
         return not 1 / (1 + self.spread) <= self.ratio <= 1 + self.spread
 
     @property
-    def verdict(self) -> str:
+    def change(self) -> str:
         """ "better", "worse", or empty."""
         return "" if not self.differs else "better" if self.ratio > 1 else "worse"
 
 
 @dataclass(frozen=True)
-class Compared:
+class ResultComparison:
     """Comparison of two files."""
 
     pairs: list[Pair]
@@ -70,7 +70,7 @@ class Compared:
 
     def document(self) -> str:
         """Return the comparison as JSON text."""
-        results = [asdict(pair) | {"differs": pair.differs, "verdict": pair.verdict} for pair in self.pairs]
+        results = [asdict(pair) | {"differs": pair.differs, "verdict": pair.change} for pair in self.pairs]
         only = {"before": self.only_before, "after": self.only_after}
         return json.dumps({"results": results, "only_in": only, "conditions": self.others}, indent=2)
 
@@ -84,46 +84,46 @@ class Compared:
         for column in ("", "A", "B", "ratio", "spread", ""):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         for pair in self.pairs:
-            values = [f"{shown(value)} {pair.unit}" for value in (pair.before, pair.after)]
-            table.add_row(pair.name, *values, f"{pair.ratio:.3f}", f"{pair.spread:.1%}", pair.verdict)
+            values = [f"{format_value(value)} {pair.unit}" for value in (pair.before, pair.after)]
+            table.add_row(pair.name, *values, f"{pair.ratio:.3f}", f"{pair.spread:.1%}", pair.change)
         print_table(table)
-        for what, names in (("A", self.only_before), ("B", self.only_after)):
+        for file_label, names in (("A", self.only_before), ("B", self.only_after)):
             if names:
-                print(f"only in {what}: {', '.join(names)}")
+                print(f"only in {file_label}: {', '.join(names)}")
         for key, (before, after) in self.others.items():
             print(f"{key}: {shorten(str(before))} in A, {shorten(str(after))} in B")
 
 
-def run(arguments: argparse.Namespace) -> Compared:
+def run(arguments: argparse.Namespace) -> ResultComparison:
     """Read and compare both files.
 
     Raises ConfigError for a file without results, and for files without common numbers.
     """
     before, after = (_read(Path(path)) for path in (arguments.before, arguments.after))
-    mine, its = (_by_key(document["results"]) for document in (before, after))
-    if not mine.keys() & its.keys():
+    before_results, after_results = (_by_key(document["results"]) for document in (before, after))
+    if not before_results.keys() & after_results.keys():
         raise ConfigError(
             f"{arguments.before} and {arguments.after} have no result in common: give two files of the same benchmark."
         )
-    return Compared(
-        [_pair(key, mine[key], its[key]) for key in mine if key in its],
-        [_title(key) for key in mine if key not in its],
-        [_title(key) for key in its if key not in mine],
+    return ResultComparison(
+        [_pair(key, before_results[key], after_results[key]) for key in before_results if key in after_results],
+        [_title(key) for key in before_results if key not in after_results],
+        [_title(key) for key in after_results if key not in before_results],
         dict(_others(before, after)),
     )
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        results = found["results"]
+        document = json.loads(path.read_text(encoding="utf-8"))
+        results = document["results"]
         for result in results:
             number, width = float(result["value"]), _spread_of(result)
             if not (
                 isinstance(result["name"], str) and isinstance(result["unit"], str) and math.isfinite(number + width)
             ):
                 raise ValueError(f"name {result['name']!r}, unit {result['unit']!r}, value {number}")
-        if not all(isinstance(found.get(part, {}), dict) for part in _CONDITIONS):
+        if not all(isinstance(document.get(part, {}), dict) for part in _CONDITIONS):
             raise ValueError(f"{' and '.join(_CONDITIONS)} are not mappings")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
@@ -132,7 +132,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} is not the result of a benchmark ({type(error).__name__}: {shorten(str(error))}); give a file "
             "that a benchmark printed with --json."
         ) from None
-    return dict(found)
+    return dict(document)
 
 
 def _by_key(results: list[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
@@ -142,10 +142,14 @@ def _by_key(results: list[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
 def _pair(key: Key, before: Mapping[str, Any], after: Mapping[str, Any]) -> Pair:
     if before["unit"] != after["unit"]:
         raise ConfigError(f"{key[1]} is in {before['unit']} in one file and in {after['unit']} in the other.")
-    mine, its = float(before["value"]), float(after["value"])
-    better, worse = (its, mine) if str(before["unit"]).endswith(_LARGER_IS_BETTER) else (mine, its)
+    before_value, after_value = float(before["value"]), float(after["value"])
+    better, worse = (
+        (after_value, before_value) if str(before["unit"]).endswith(_LARGER_IS_BETTER) else (before_value, after_value)
+    )
     ratio = better / worse if worse else math.inf if better else 1.0
-    return Pair(_title(key), before["unit"], mine, its, ratio, max(_spread_of(before), _spread_of(after)))
+    return Pair(
+        _title(key), before["unit"], before_value, after_value, ratio, max(_spread_of(before), _spread_of(after))
+    )
 
 
 def _spread_of(result: Mapping[str, Any]) -> float:
@@ -157,10 +161,10 @@ def _spread_of(result: Mapping[str, Any]) -> float:
 
 def _others(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, tuple[Any, Any]]]:
     return [
-        (key, (mine, its))
+        (key, (before_value, after_value))
         for part in _CONDITIONS
         for key in {**before.get(part, {}), **after.get(part, {})}
-        if (mine := before.get(part, {}).get(key)) != (its := after.get(part, {}).get(key))
+        if (before_value := before.get(part, {}).get(key)) != (after_value := after.get(part, {}).get(key))
     ]
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.benches.blocks import turned
+from offload.benches.blocks import rotate
 from offload.benches.report import Result, spread
 from offload.config.command_line import say
 from offload.config.sections import parse_size
@@ -45,7 +45,7 @@ GIB = 1 << 30
 
 
 @dataclass
-class Measured:
+class PassTiming:
     """One pass. num_bytes: bytes read plus bytes written."""
 
     num_bytes: int
@@ -54,13 +54,13 @@ class Measured:
 
 
 @dataclass
-class Contender:
+class IoContender:
     """Runs passes for one pattern. reference: name of the contender to compare with."""
 
     name: str
-    measure: Callable[[], Measured]
+    measure: Callable[[], PassTiming]
     reference: str | None = None
-    passes: list[Measured] = field(default_factory=list)
+    passes: list[PassTiming] = field(default_factory=list)
 
     def rates(self) -> list[float]:
         return [one.num_bytes / one.seconds / 1e9 for one in self.passes]
@@ -91,8 +91,10 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     folder = Path(arguments.dir)
     with _two_files(folder, size) as paths, contextlib.ExitStack() as stack:
         benches = [
-            Bench(stack.enter_context(_engines(kind, arguments.depth, block)), paths, size, arguments.depth * block)
-            for kind in arguments.engine or _engines_in_cpp()
+            Bench(
+                stack.enter_context(_engines(engine_name, arguments.depth, block)), paths, size, arguments.depth * block
+            )
+            for engine_name in arguments.engine or _engines_in_cpp()
         ]
         for bench in benches:
             bench.open()
@@ -105,7 +107,7 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             contenders = [bench.contender(pattern, compared=fio is not None) for bench in benches]
             if fio is not None:
                 command = fio_command(fio, pattern, paths, size, block, arguments.depth, registered)
-                contenders.append(Contender(f"fio: {pattern}", lambda command=command: run_fio(command)))  # type: ignore[misc]
+                contenders.append(IoContender(f"fio: {pattern}", lambda command=command: run_fio(command)))  # type: ignore[misc]
             _measure(contenders, pattern, arguments.pairs)
             results += summarise(contenders, arguments, size, block)
     return results
@@ -130,17 +132,17 @@ class Bench:
         if not all(file.is_direct for file in self.files):
             say(f"warning: {self.files[0].why_buffered}: this measures the page cache")
 
-    def contender(self, pattern: str, compared: bool) -> Contender:
+    def contender(self, pattern: str, compared: bool) -> IoContender:
         name = f"{self.engines[0].name}: {pattern}"
         num_bytes = self.size * (2 if pattern in ("both", "update") else 1)
         do_pass: Callable[[], None] = getattr(self, pattern)
 
-        def measure() -> Measured:
+        def measure() -> PassTiming:
             cpu, wall = time.process_time(), time.perf_counter()
             do_pass()
-            return Measured(num_bytes, time.perf_counter() - wall, time.process_time() - cpu)
+            return PassTiming(num_bytes, time.perf_counter() - wall, time.process_time() - cpu)
 
-        return Contender(name, measure, f"fio: {pattern}" if compared else None)
+        return IoContender(name, measure, f"fio: {pattern}" if compared else None)
 
     def fill(self) -> None:
         other = self.engines[0].open(self.paths[1])
@@ -215,24 +217,24 @@ def fio_command(
     return command
 
 
-def run_fio(command: list[str]) -> Measured:
+def run_fio(command: list[str]) -> PassTiming:
     """Run one pass with fio. Buffers are in huge pages, as in the engines (glibc only)."""
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     try:
-        jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+        jobs = json.loads(process.stdout[process.stdout.index("{") :])["jobs"]
     except ValueError:
         jobs = []
-    if done.returncode or not jobs or any(job["error"] for job in jobs):
-        text = " ".join((done.stderr or done.stdout).split())[-300:]
-        raise ConfigError(f"fio failed with exit code {done.returncode} ({text}); leave it out with --no-fio.")
+    if process.returncode or not jobs or any(job["error"] for job in jobs):
+        text = " ".join((process.stderr or process.stdout).split())[-300:]
+        raise ConfigError(f"fio failed with exit code {process.returncode} ({text}); leave it out with --no-fio.")
     seconds = [job["job_runtime"] / 1e3 for job in jobs]
     cpu = [(job["usr_cpu"] + job["sys_cpu"]) / 100 * wall for job, wall in zip(jobs, seconds, strict=True)]
     num_bytes = sum(job[direction]["io_bytes"] for job in jobs for direction in ("read", "write"))
-    return Measured(num_bytes, max(seconds), sum(cpu))
+    return PassTiming(num_bytes, max(seconds), sum(cpu))
 
 
-def summarise(contenders: list[Contender], arguments: argparse.Namespace, size: int, block: int) -> list[Result]:
+def summarise(contenders: list[IoContender], arguments: argparse.Namespace, size: int, block: int) -> list[Result]:
     """Return medians and best values, with ratios as medians over rounds."""
     by_name = {contender.name: contender for contender in contenders}
     results = []
@@ -243,27 +245,31 @@ def summarise(contenders: list[Contender], arguments: argparse.Namespace, size: 
         rate_ratio = cpu_ratio = cpu_reference = None
         if contender.reference:
             other = by_name[contender.reference]
-            ratios = sorted(own / its for own, its in zip(rates, other.rates(), strict=True))
+            ratios = sorted(
+                own_value / other_value for own_value, other_value in zip(rates, other.rates(), strict=True)
+            )
             details |= {"lowest_ratio": round(ratios[0], 4), "highest_ratio": round(ratios[-1], 4)}
-            cpu_ratios = [its / own for own, its in zip(cpu, other.cpu_per_gib(), strict=True)]
+            cpu_ratios = [
+                other_value / own_value for own_value, other_value in zip(cpu, other.cpu_per_gib(), strict=True)
+            ]
             rate_ratio, cpu_ratio = (round(statistics.median(each), 4) for each in (ratios, cpu_ratios))
             cpu_reference = f"{contender.reference}, CPU"
-        details |= _of_rounds(rates, max(rates), 3)
-        cpu_details = _of_rounds(cpu, min(cpu), 4)
+        details |= _round_statistics(rates, max(rates), 3)
+        cpu_details = _round_statistics(cpu, min(cpu), 4)
         rate, cpu_seconds = round(statistics.median(rates), 3), round(statistics.median(cpu), 4)
         results.append(Result(contender.name, rate, "GB/s", contender.reference, rate_ratio, details))
         results.append(Result(f"{contender.name}, CPU", cpu_seconds, "s/GiB", cpu_reference, cpu_ratio, cpu_details))
     return results
 
 
-def _of_rounds(values: list[float], best: float, digits: int) -> dict[str, Any]:
+def _round_statistics(values: list[float], best: float, digits: int) -> dict[str, Any]:
     alike = round(spread(values), 4)
-    return {"spread": alike, "best": round(best, digits), "all": [round(one, digits) for one in values]}
+    return {"spread": alike, "best": round(best, digits), "all": [round(value, digits) for value in values]}
 
 
-def _measure(contenders: list[Contender], pattern: str, num_pairs: int) -> None:
+def _measure(contenders: list[IoContender], pattern: str, num_pairs: int) -> None:
     for round_number in range(num_pairs + 1):
-        for contender in turned(contenders, round_number):
+        for contender in rotate(contenders, round_number):
             measured = contender.measure()
             if round_number > 0:
                 contender.passes.append(measured)
@@ -289,19 +295,22 @@ def _noise(num_bytes: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _engines(kind: str, depth: int, block: int) -> Iterator[tuple[IoEngine, IoEngine]]:
-    with IoEngine(kind, depth=depth, block_bytes=block) as one, IoEngine(kind, depth=depth, block_bytes=block) as other:
-        yield one, other
+def _engines(engine_name: str, depth: int, block: int) -> Iterator[tuple[IoEngine, IoEngine]]:
+    with (
+        IoEngine(engine_name, depth=depth, block_bytes=block) as first,
+        IoEngine(engine_name, depth=depth, block_bytes=block) as second,
+    ):
+        yield first, second
 
 
 def _engines_in_cpp() -> list[str]:
     names = []
-    for kind in ENGINES[:2]:
+    for engine_name in ENGINES[:2]:
         try:
-            IoEngine(kind).close()
-            names.append(kind)
+            IoEngine(engine_name).close()
+            names.append(engine_name)
         except ConfigError as error:
-            say(f"without {kind}: {error}")
+            say(f"without {engine_name}: {error}")
     return names or ["python"]
 
 
@@ -335,7 +344,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _find_fio() -> str | None:
-    found = shutil.which("fio")
-    if found is None:
+    path = shutil.which("fio")
+    if path is None:
         say("fio is not installed: there is nothing to compare with (on Debian and Ubuntu: apt-get install fio)")
-    return found
+    return path

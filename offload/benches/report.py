@@ -54,8 +54,8 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return versions for the installed packages."""
     packages = ("offload", "torch", "transformers", "numpy", "deepspeed", "bitsandbytes", "torchao")
-    found = {name: version for name in packages if (version := version_of(name)) is not None}
-    return {"python": platform.python_version(), "system": platform.system(), **found}
+    package_versions = {name: version for name in packages if (version := version_of(name)) is not None}
+    return {"python": platform.python_version(), "system": platform.system(), **package_versions}
 
 
 def spread(values: Sequence[float]) -> float:
@@ -67,7 +67,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 @dataclasses.dataclass
-class Measured:
+class BenchmarkOutput:
     """Benchmark output."""
 
     results: list[Result]
@@ -100,8 +100,8 @@ class Measured:
             table.add_row(
                 result.name,
                 str(more.get("threads", "")),
-                f"{shown(result.value)} {result.unit}",
-                shown(more["best"]) if "best" in more else "",
+                f"{format_value(result.value)} {result.unit}",
+                format_value(more["best"]) if "best" in more else "",
                 f"{more['gigabytes_per_second']:.1f}" if "gigabytes_per_second" in more else "",
                 result.reference or "",
                 f"{result.ratio:.2f}" if result.ratio is not None else "",
@@ -114,7 +114,7 @@ class Measured:
         print(" · ".join(f"{name} {version}" for name, version in versions().items()))
 
 
-def shown(value: float) -> str:
+def format_value(value: float) -> str:
     """Return a number as shown in tables."""
     return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
 

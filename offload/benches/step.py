@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from offload.benches.blocks import Contender, measure, none_left, summarise
+from offload.benches.blocks import Contender, do_nothing, measure, summarise
 from offload.benches.report import Result
 from offload.errors import ConfigError
 
@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     results: list[Result] = []
     for precision in arguments.precision:
         for recompute in arguments.recompute:
-            with ExitStack() as opened:
-                contenders = list(_contenders(arguments, precision, recompute, opened))
+            with ExitStack() as resources:
+                contenders = list(_contenders(arguments, precision, recompute, resources))
                 measure(contenders, batches, arguments.steps, arguments.pairs)
                 more = {"group": f"{precision}, recompute {recompute}", "threads": threads}
                 more |= {"precision": precision, "parameters": num_parameters}
@@ -73,16 +73,16 @@ def begin(arguments: argparse.Namespace) -> tuple[int, list[Any]]:
 
 
 def _contenders(
-    arguments: argparse.Namespace, precision: str, recompute: str, opened: ExitStack
+    arguments: argparse.Namespace, precision: str, recompute: str, resources: ExitStack
 ) -> Iterator[Contender]:
-    """Yield the contenders. Resources to close are registered in `opened`."""
+    """Yield the contenders. Resources to close are registered in `resources`."""
     checkpoints = recompute == "always"
     name = "plain PyTorch" + (" with checkpointing" if checkpoints else "")
     plain = plain_pytorch(name, llama(arguments, checkpoints), precision)
     yield plain
 
     def ours(name: str, **placement: Any) -> Contender:
-        return engine(name, arguments, precision, recompute, plain.name, opened, **placement)
+        return engine(name, arguments, precision, recompute, plain.name, resources, **placement)
 
     yield ours("engine")
     yield ours("engine, all units stay", device_memory="1TiB")
@@ -91,10 +91,10 @@ def _contenders(
     if not arguments.no_deepspeed and importlib.util.find_spec("deepspeed") is not None:
         folders: dict[str, str | None] = {"CPU": None}
         if arguments.nvme_dir:
-            folders["NVMe"] = opened.enter_context(tempfile.TemporaryDirectory(dir=arguments.nvme_dir[0]))
+            folders["NVMe"] = resources.enter_context(tempfile.TemporaryDirectory(dir=arguments.nvme_dir[0]))
         for tier, folder in folders.items():
             name = f"DeepSpeed ZeRO-3, {tier} offload"
-            yield deepspeed_zero3(name, arguments, precision, checkpoints, plain.name, opened, folder)
+            yield deepspeed_zero3(name, arguments, precision, checkpoints, plain.name, resources, folder)
 
 
 def llama(arguments: argparse.Namespace, checkpointing: bool = False) -> Any:
@@ -158,7 +158,7 @@ def plain_pytorch(name: str, model: Any, precision: str, rows: int | None = None
                 for master, weight in zip(masters, weights, strict=True):
                     weight.copy_(master)
 
-    return Contender(name, step, none_left if accelerator is None else accelerator.wait)
+    return Contender(name, step, do_nothing if accelerator is None else accelerator.wait)
 
 
 def engine(
@@ -167,7 +167,7 @@ def engine(
     precision: str,
     recompute: str,
     reference: str,
-    opened: ExitStack,
+    resources: ExitStack,
     **placement: Any,
 ) -> Contender:
     """Return the engine contender. Default: parameters and optimizer states in host memory, one slot on the device."""
@@ -175,7 +175,7 @@ def engine(
     from offload.optim.adamw import AdamW
     from offload.tiers.placement import Placement
 
-    made = Engine(
+    trained_engine = Engine(
         llama(arguments),
         optimizer=AdamW(lr=LEARNING_RATE, decay_1d=True),
         placement=Placement(**placement),
@@ -183,19 +183,19 @@ def engine(
         recompute=recompute,
         head_chunk_bytes=None,
     )
-    opened.callback(made.close)
-    moved = dict.fromkeys(MOVED, 0)
+    resources.callback(trained_engine.close)
+    moved_bytes = dict.fromkeys(MOVED, 0)
 
     def step(ids: Any) -> None:
-        made.step({"input_ids": ids, "labels": ids})
+        trained_engine.step({"input_ids": ids, "labels": ids})
         for name in MOVED:  # complete once a step returns, including transfers still in progress
-            moved[name] += getattr(made.counters, name)
+            moved_bytes[name] += getattr(trained_engine.counters, name)
 
     def details() -> dict[str, Any]:
-        counters = made.counters
+        counters = trained_engine.counters
         return {"peak_device_bytes": counters.peak_device_bytes, "peak_host_bytes": counters.peak_host_bytes}
 
-    return Contender(name, step, made.finish, reference, moved.copy, details)
+    return Contender(name, step, trained_engine.finish, reference, moved_bytes.copy, details)
 
 
 def deepspeed_zero3(
@@ -204,7 +204,7 @@ def deepspeed_zero3(
     precision: str,
     checkpointing: bool,
     reference: str,
-    opened: ExitStack,
+    resources: ExitStack,
     folder: str | None,
 ) -> Contender:
     """Return the DeepSpeed ZeRO-3 contender with optimizer states and parameters on the CPU or on disk in `folder`."""
@@ -232,18 +232,18 @@ def deepspeed_zero3(
         "steps_per_print": 10**9,
     }
     model = llama(arguments, checkpointing)
-    made, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
-    opened.callback(made.destroy)
+    ds_engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    resources.callback(ds_engine.destroy)
 
     def step(ids: Any) -> object:
         ids = ids.to(device)
-        loss = made(input_ids=ids, labels=ids).loss
-        made.backward(loss)
-        made.step()
+        loss = ds_engine(input_ids=ids, labels=ids).loss
+        ds_engine.backward(loss)
+        ds_engine.step()
         return loss
 
-    found = [getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()]
-    swappers = {id(swapper): swapper for swapper in found if swapper is not None}
+    parameter_swappers = [getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()]
+    swappers = {id(swapper): swapper for swapper in parameter_swappers if swapper is not None}
 
     def settle() -> None:
         for swapper in swappers.values():

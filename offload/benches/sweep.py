@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload.benches.blocks import turned
+from offload.benches.blocks import rotate
 from offload.benches.picture import draw, make_folder
-from offload.benches.report import Measured, Result, spread
+from offload.benches.report import BenchmarkOutput, Result, spread
 from offload.config.command_line import say
 from offload.errors import ConfigError, DiskError, DoesNotFitError
 
@@ -98,7 +98,7 @@ Train = Callable[[Point, Sequence[str], int], Steps]
 """Trains a point with further settings for a number of counted steps. Raises OffloadError."""
 
 
-def run(arguments: argparse.Namespace) -> Measured:
+def run(arguments: argparse.Namespace) -> BenchmarkOutput:
     """Measure all points. Ratios compare with the resident placement ("device") at the same token count."""
     return sweep(points(arguments), arguments, train_in_child)
 
@@ -120,14 +120,14 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     return list(dict.fromkeys(Point(*shape, *line, arguments.gpus) for line in lines for shape in shapes))
 
 
-def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) -> Measured:
+def sweep(points: Sequence[Point], arguments: argparse.Namespace, train: Train) -> BenchmarkOutput:
     """Measure points with `train`, taking turns, and draw a picture."""
     if arguments.picture:
         make_folder(Path(arguments.picture))
-    runs: dict[Point, list[Steps]] = {point: [] for point in wanted}
+    runs: dict[Point, list[Steps]] = {point: [] for point in points}
     left_out: dict[Point, str] = {}
     for number in range(arguments.rounds):
-        for point in turned(wanted, number):
+        for point in rotate(points, number):
             if point in left_out:
                 continue
             try:
@@ -138,22 +138,22 @@ def sweep(wanted: Sequence[Point], arguments: argparse.Namespace, train: Train) 
             else:
                 runs[point].append(steps)
                 say(f"{point.name}: {_rate(point, steps):,.0f} tokens/s")
-    if len(left_out) == len(wanted):
-        kind = DoesNotFitError if all(why.startswith(MISFIT) for why in left_out.values()) else ConfigError
-        raise kind(f"no point could be measured; the first one: {left_out[wanted[0]]}")
-    measured = {point: found for point, found in runs.items() if point not in left_out}
+    if len(left_out) == len(points):
+        error_class = DoesNotFitError if all(why.startswith(MISFIT) for why in left_out.values()) else ConfigError
+        raise error_class(f"no point could be measured; the first one: {left_out[points[0]]}")
+    measured = {point: output for point, output in runs.items() if point not in left_out}
     results = [_result(point, measured) for point in measured]
-    found = Measured(results, [(point.name, why) for point, why in left_out.items()])
+    output = BenchmarkOutput(results, [(point.name, why) for point, why in left_out.items()])
     if arguments.picture:
         lines: dict[str, list[tuple[float, float]]] = {}
         for point, result in zip(measured, results, strict=True):
             lines.setdefault(point.line, []).append((point.tokens, result.value))
         title = "Tokens a second over tokens a step"
         try:
-            found.files.extend(draw(Path(arguments.picture), title, lines, "tokens a step", "tokens a second"))
+            output.files.extend(draw(Path(arguments.picture), title, lines, "tokens a step", "tokens a second"))
         except DiskError as error:  # keep the measurements
-            found.left_out.append(("the picture", str(error)))
-    return found
+            output.left_out.append(("the picture", str(error)))
+    return output
 
 
 def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Steps:
@@ -165,16 +165,20 @@ def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Ste
             *("--run.dir", f"{folder}/run", "--data.eval_share", "0"),
             *("--checkpoint.export", "false", "--checkpoint.every", "none", "--checkpoint.resume", "never"),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.startswith("offload: ")]
-            ended = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-            if done.returncode == -signal.SIGKILL:
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            messages = [line for line in process.stderr.splitlines() if line.startswith("offload: ")]
+            ended = (
+                f"ended by signal {-process.returncode}"
+                if process.returncode < 0
+                else f"exit code {process.returncode}"
+            )
+            if process.returncode == -signal.SIGKILL:
                 ended += (
                     ", as the kernel does where memory runs out; give --offload.host_memory after --, or fewer rows"
                 )
-            text = (said or [ended])[-1].removeprefix("offload: ")
-            raise (DoesNotFitError if done.returncode == DoesNotFitError.exit_code else ConfigError)(text)
+            text = (messages or [ended])[-1].removeprefix("offload: ")
+            raise (DoesNotFitError if process.returncode == DoesNotFitError.exit_code else ConfigError)(text)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines][NUM_WARM_STEPS:]
 
@@ -211,5 +215,8 @@ def _result(point: Point, runs: Mapping[Point, list[Steps]]) -> Result:
     rate, resident = statistics.median(rates), replace(point, placement=RESIDENT)
     if point == resident or resident not in runs:
         return Result(point.name, rate, "tokens/s", details=details)
-    quotients = [mine / _rate(resident, its) for mine, its in zip(rates, runs[resident], strict=True)]
+    quotients = [
+        own_rate / _rate(resident, resident_steps)
+        for own_rate, resident_steps in zip(rates, runs[resident], strict=True)
+    ]
     return Result(point.name, rate, "tokens/s", resident.name, statistics.median(quotients), details)

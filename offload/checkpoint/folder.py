@@ -33,12 +33,12 @@ class Checkpoints:
 
     def folders(self) -> list[Path]:
         """Return all checkpoint folders, highest step first, without verification."""
-        found: list[Path] = []
+        folders: list[Path] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found = [path for path in self.path.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=_step, reverse=True)
+            folders = [path for path in self.path.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+        return sorted(folders, key=_step, reverse=True)
 
-    def newest_that_verifies(
+    def newest_intact(
         self, verify: Callable[[Path], object] = verify, but: str = ""
     ) -> tuple[Path | None, list[tuple[Path, str]]]:
         """Return the intact checkpoint with the highest step, and the damaged ones above with the reasons.
@@ -70,7 +70,7 @@ class Checkpoints:
             self._move(target, "foreign")
         return target
 
-    def saved(self, new: Path, keep: int | None = None, best: int | None = None) -> None:
+    def register(self, new: Path, keep: int | None = None, best: int | None = None) -> None:
         """Point `latest` at a new checkpoint if possible, then remove old ones, lowest step first.
 
         keep: number of highest steps to keep; None: all. The new checkpoint and the `best` step always stay, as does a
@@ -91,8 +91,8 @@ class Checkpoints:
         above = [path for path in self.folders() if _step(path) > step]
         return [self._move(path, "aside") for path in above]
 
-    def _move(self, folder: Path, kind: str) -> Path:
-        moved = folder.with_name(f"{folder.name}.{kind}-{secrets.token_hex(4)}")
+    def _move(self, folder: Path, suffix: str) -> Path:
+        moved = folder.with_name(f"{folder.name}.{suffix}-{secrets.token_hex(4)}")
         with as_disk_errors("the renaming", folder):
             return folder.rename(moved)
 
@@ -106,22 +106,22 @@ def _step(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def offering_another(folder: Path) -> Iterator[None]:
-    """Context manager: add the newest intact checkpoint to a CheckpointError; see `offer`."""
+def suggesting_alternative(folder: Path) -> Iterator[None]:
+    """Context manager: add the newest intact checkpoint to a CheckpointError; see `error_with_alternative`."""
     try:
         yield
     except CheckpointError as error:
-        raise offer(folder, str(error), error.path) from None
+        raise error_with_alternative(folder, str(error), error.path) from None
 
 
-def offer(folder: Path, reason: str, path: Path | None = None) -> CheckpointError:
+def error_with_alternative(folder: Path, reason: str, path: Path | None = None) -> CheckpointError:
     """Return an error for an unusable checkpoint with a reason and the newest intact alternative.
 
     path: file at fault, if known. Reads the other checkpoints to verify them.
     """
-    good, _ = Checkpoints(folder.parent).newest_that_verifies(but=folder.name)
-    found = f"The last good one is {good}." if good else "There is no other good one beside it."
-    return CheckpointError(f"{reason} {found}", path or folder)
+    good, _ = Checkpoints(folder.parent).newest_intact(but=folder.name)
+    alternative = f"The last good one is {good}." if good else "There is no other good one beside it."
+    return CheckpointError(f"{reason} {alternative}", path or folder)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -138,15 +138,15 @@ def checkpoints_of(path: Path) -> Checkpoints | None:
     return None
 
 
-def verify_shown(folder: Path) -> str:
+def verify_with_progress(folder: Path) -> str:
     """Verify a checkpoint with a progress bar. Return a summary. Raises CheckpointError."""
-    with Reader(folder) as reader, byte_progress(f"verifying {folder.name}", reader.num_bytes) as tell:
-        reader.verify(tell)
+    with Reader(folder) as reader, byte_progress(f"verifying {folder.name}", reader.num_bytes) as report:
+        reader.verify(report)
         about = f"{len(reader.contents):,} parameters and buffers, {format_bytes(reader.num_bytes)}"
         return f"{about}; all checksums agree"
 
 
-def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
+def choose_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
     """Return the checkpoint for a path: the folder itself, or the newest intact one of a run.
 
     Reads the candidates of a run to verify them. say: receives the choice and the reasons for skipped ones. Raises
@@ -156,9 +156,9 @@ def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
         return path
     checkpoints = checkpoints_of(path)
     if checkpoints is None:
-        what = "holds no checkpoint" if path.exists() else "does not exist"
-        raise ConfigError(f"{path} {what}; give RUN/checkpoints/step-N, or RUN for its newest undamaged one.")
-    good, damaged = checkpoints.newest_that_verifies(verify_shown)
+        problem = "holds no checkpoint" if path.exists() else "does not exist"
+        raise ConfigError(f"{path} {problem}; give RUN/checkpoints/step-N, or RUN for its newest undamaged one.")
+    good, damaged = checkpoints.newest_intact(verify_with_progress)
     for folder, reason in damaged:
         say(f"{folder.name} is skipped: {reason}")
     if good is None:
@@ -167,12 +167,12 @@ def chosen_checkpoint(path: Path, say: Callable[[str], None]) -> Path:
     return good
 
 
-def chosen_model(path: Path, say: Callable[[str], None]) -> Path:
-    """Return the Hugging Face folder or the checkpoint for a path; for a run as in `chosen_checkpoint`."""
+def choose_model(path: Path, say: Callable[[str], None]) -> Path:
+    """Return the Hugging Face folder or the checkpoint for a path; for a run as in `choose_checkpoint`."""
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist; give a Hugging Face folder, a checkpoint (RUN/checkpoints/step-N), or RUN for its "
             "newest one."
         )
     is_folder = (path / "config.json").is_file() and not is_checkpoint(path)
-    return path if is_folder else chosen_checkpoint(path, say)
+    return path if is_folder else choose_checkpoint(path, say)

@@ -73,13 +73,13 @@ class Entry:
             return self.counts[plane]
         return -(-math.prod(self.shape) // self.blocks.get(plane, 1))
 
-    def having(self, keeps: Callable[[str], bool]) -> Entry:
+    def with_planes(self, keeps: Callable[[str], bool]) -> Entry:
         """Return a copy with only the planes accepted by `keeps`."""
 
-        def kept(values: Mapping[str, _V]) -> dict[str, _V]:
+        def select(values: Mapping[str, _V]) -> dict[str, _V]:
             return {plane: value for plane, value in values.items() if keeps(plane)}
 
-        return Entry(self.shape, kept(self.planes), kept(self.blocks), kept(self.counts))
+        return Entry(self.shape, select(self.planes), select(self.blocks), select(self.counts))
 
 
 Contents = Mapping[str, Entry]
@@ -115,7 +115,7 @@ class DataFile(BaseModel):
         return min(self.chunk_bytes, self.num_bytes - index * self.chunk_bytes)
 
 
-class Attached(BaseModel):
+class AttachedFile(BaseModel):
     """A small file stored with the states, for example the model configuration: size and checksum."""
 
     model_config = _STRICT
@@ -123,7 +123,7 @@ class Attached(BaseModel):
     checksum: str
 
 
-class Plane(BaseModel):
+class StoredPlane(BaseModel):
     """A parameter plane, with one element per weight or per block, or with `numel` elements. The slices are
     ordered and cover the plane exactly once.
     """
@@ -140,7 +140,7 @@ class Parameter(BaseModel):
 
     model_config = _STRICT
     shape: list[_Count]
-    planes: dict[str, Plane]
+    planes: dict[str, StoredPlane]
 
 
 class Manifest(BaseModel):
@@ -150,7 +150,7 @@ class Manifest(BaseModel):
     format: str = _FORMAT
     version: _Count = _VERSION
     meta: dict[str, Any]
-    attached: dict[str, Attached]
+    attached: dict[str, AttachedFile]
     files: dict[str, DataFile]
     parameters: dict[str, Parameter]
 
@@ -184,11 +184,11 @@ class Manifest(BaseModel):
         try:
             fields = json.loads(data)
             del fields["checksum"]
-            kind, version = fields["format"], fields["version"]
-            if kind != _FORMAT or version != _VERSION:
+            format_name, version = fields["format"], fields["version"]
+            if format_name != _FORMAT or version != _VERSION:
                 newer = isinstance(version, int) and version > _VERSION
                 raise CheckpointError(
-                    f"{path} has the format {kind} version {version}, but this program reads {_FORMAT} version "
+                    f"{path} has the format {format_name} version {version}, but this program reads {_FORMAT} version "
                     f"{_VERSION}" + ("; use the newer program that wrote it." if newer else "."),
                     path,
                 )
@@ -214,21 +214,21 @@ class Manifest(BaseModel):
                 raise ValueError(f"{name!r} is not a valid name of a data file")
             if len(file.checksums) != -(-file.num_bytes // file.chunk_bytes):
                 raise ValueError(f"{name} has {file.num_bytes} bytes and {len(file.checksums)} checksums")
-        used = dict.fromkeys(self.files, 0)
+        covered = dict.fromkeys(self.files, 0)
         for name, parameter in self.parameters.items():
-            for plane, found in parameter.planes.items():
-                what = f"{plane} of {name}"
-                if found.dtype not in DTYPE_OF:
-                    raise ValueError(f"{what} has the unknown dtype {found.dtype!r}")
-                width = DTYPE_OF[found.dtype].itemsize
-                per_block = -(-math.prod(parameter.shape) // found.block)
-                _check_cover(what, found.slices, per_block if found.numel is None else found.numel)
-                for begin, end, file_name, offset in found.slices:
+            for plane, stored in parameter.planes.items():
+                label = f"{plane} of {name}"
+                if stored.dtype not in DTYPE_OF:
+                    raise ValueError(f"{label} has the unknown dtype {stored.dtype!r}")
+                width = DTYPE_OF[stored.dtype].itemsize
+                per_block = -(-math.prod(parameter.shape) // stored.block)
+                _check_cover(label, stored.slices, per_block if stored.numel is None else stored.numel)
+                for begin, end, file_name, offset in stored.slices:
                     num_bytes = (end - begin) * width
                     if file_name not in self.files or offset + num_bytes > self.files[file_name].num_bytes:
-                        raise ValueError(f"elements {begin} to {end} of {what} lie beyond the end of {file_name}")
-                    used[file_name] += num_bytes
-        for name, num_bytes in used.items():
+                        raise ValueError(f"elements {begin} to {end} of {label} lie beyond the end of {file_name}")
+                    covered[file_name] += num_bytes
+        for name, num_bytes in covered.items():
             if num_bytes != self.files[name].num_bytes:
                 raise ValueError(f"the slices in {name} cover {num_bytes} of its {self.files[name].num_bytes} bytes")
 
@@ -242,7 +242,10 @@ class RankManifest(BaseModel):
 
 
 def gather(
-    contents: Contents, parts: Iterable[Mapping[str, Any]], meta: Mapping[str, Any], attached: Mapping[str, Attached]
+    contents: Contents,
+    parts: Iterable[Mapping[str, Any]],
+    meta: Mapping[str, Any],
+    attached: Mapping[str, AttachedFile],
 ) -> Manifest:
     """Merge the parts from all ranks. Raises ValueError unless they contain each plane in `contents` exactly once."""
     files: dict[str, DataFile] = {}
@@ -253,15 +256,15 @@ def gather(
         if twice := files.keys() & part.files.keys():
             raise ValueError(f"two ranks wrote {', '.join(sorted(twice))}")
         files.update(part.files)
-        for name, plane, found in part.slices:
+        for name, plane, part_slice in part.slices:
             if (name, plane) not in slices:
                 raise ValueError(f"a rank wrote {plane} of {name}, which does not belong into the checkpoint")
-            slices[name, plane].append(found)
+            slices[name, plane].append(part_slice)
     parameters = {
         name: Parameter(
             shape=list(entry.shape),
             planes={
-                plane: Plane(
+                plane: StoredPlane(
                     dtype=name_of(dtype),
                     block=entry.blocks.get(plane, 1),
                     numel=entry.counts.get(plane),
@@ -279,8 +282,10 @@ def gather(
 
 def without_moved(contents: Contents) -> dict[str, Entry]:
     """Return the contents without per-rank buffers and quantization errors: only the model state."""
-    found = {name: entry.having(lambda plane: not plane.startswith((MOVED, ERROR))) for name, entry in contents.items()}
-    return {name: entry for name, entry in found.items() if entry.planes}
+    entries = {
+        name: entry.with_planes(lambda plane: not plane.startswith((MOVED, ERROR))) for name, entry in contents.items()
+    }
+    return {name: entry for name, entry in entries.items() if entry.planes}
 
 
 def checksum(data: Any) -> str:
@@ -320,16 +325,16 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
     return flat
 
 
-def _check_cover(what: str, slices: Sequence[Slice], numel: int) -> None:
+def _check_cover(label: str, slices: Sequence[Slice], numel: int) -> None:
     """Raise ValueError unless ordered slices cover `numel` elements exactly once."""
     at = 0
-    for found in slices:
-        if found.end <= found.begin:
-            raise ValueError(f"{what} has an empty slice at {found.begin}")
-        if found.begin > at:
-            raise ValueError(f"elements {at} to {found.begin} of {what} are missing")
-        if found.begin < at:
-            raise ValueError(f"elements {found.begin} to {min(at, found.end)} of {what} are stored twice")
-        at = found.end
+    for each in slices:
+        if each.end <= each.begin:
+            raise ValueError(f"{label} has an empty slice at {each.begin}")
+        if each.begin > at:
+            raise ValueError(f"elements {at} to {each.begin} of {label} are missing")
+        if each.begin < at:
+            raise ValueError(f"elements {each.begin} to {min(at, each.end)} of {label} are stored twice")
+        at = each.end
     if at != numel:
-        raise ValueError(f"{what} has {numel} elements, but its slices have {at}")
+        raise ValueError(f"{label} has {numel} elements, but its slices have {at}")

@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.manifest import MANIFEST, Attached, Contents, Manifest, checksum, gather
+from offload.checkpoint.manifest import MANIFEST, AttachedFile, Contents, Manifest, checksum, gather
 from offload.errors import CheckpointError, ConfigError, DiskError
-from offload.files.atomic_folder import as_disk_errors, make_partial, remove, take_place
+from offload.files.atomic_folder import as_disk_errors, make_partial, remove, replace_folder
 from offload.native.io import sync_path
 
 _OWN_FILE = re.compile(r"manifest\.json|rank-[0-9]+\.bin")
@@ -39,7 +39,7 @@ class Save:
                 "would delete this; give another folder."
             )
         self.target = target
-        self._attached: dict[str, Attached] = {}
+        self._attached: dict[str, AttachedFile] = {}
         with as_disk_errors("the making", target.parent):
             if not target.parent.is_dir():
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class Save:
             with path.open("xb") as stream:
                 stream.write(data)
             sync_path(path)
-        self._attached[name] = Attached(num_bytes=len(data), checksum=checksum(data))
+        self._attached[name] = AttachedFile(num_bytes=len(data), checksum=checksum(data))
 
     def commit(
         self,
@@ -80,7 +80,7 @@ class Save:
             os.fsync(self._lock.fileno())
             sync_path(self.path)  # from here on the folder is complete, even after a crash
         with as_disk_errors("the publishing", self.target):
-            old = take_place(self.path, self.target)
+            old = replace_folder(self.path, self.target)
             self._lock.close()
             sync_path(self.target.parent)  # durable before the old one is removed
         if old:
@@ -102,9 +102,9 @@ class Save:
 
     def _check_size(self, path: Path, num_bytes: int) -> None:
         with as_disk_errors("the look at what another rank has written", path):
-            found = path.lstat().st_size
-        if found != num_bytes:
-            raise DiskError(f"{path} has {found} bytes, but {num_bytes} were written.", 0, path)
+            size = path.lstat().st_size
+        if size != num_bytes:
+            raise DiskError(f"{path} has {size} bytes, but {num_bytes} were written.", 0, path)
 
 
 def foreign_names(folder: Path) -> list[str]:

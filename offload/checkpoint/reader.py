@@ -76,8 +76,8 @@ class Reader:
             with _as_checkpoint_errors(folder):
                 fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # same folder even after a rename
                 opened.callback(os.close, fd)
-                with os.scandir(fd) as found_here:
-                    names = {entry.name for entry in found_here}
+                with os.scandir(fd) as entries:
+                    names = {entry.name for entry in entries}
             self._manifest = Manifest.decode(_read_all(folder, fd, MANIFEST), folder / MANIFEST)
             self.meta: dict[str, Any] = self._manifest.meta
             self.contents: dict[str, Entry] = self._manifest.contents()
@@ -142,7 +142,7 @@ class Reader:
         """Total bytes in all data files."""
         return sum(self.num_bytes_of.values())
 
-    def verify(self, tell: Callable[[int], object] = lambda _num_bytes: None) -> None:
+    def verify(self, report: Callable[[int], object] = lambda _num_bytes: None) -> None:
         """Read everything and compare with the checksums. Raises CheckpointError for the first mismatch.
 
         tell: called with the size of each verified chunk.
@@ -155,8 +155,8 @@ class Reader:
         self._plan(iter(sizes))
         for key, num_bytes in sizes.items():
             self._chunk(key)
-            self._let_go(key)
-            tell(num_bytes)
+            self._release(key)
+            report(num_bytes)
 
     def close(self) -> None:
         """Stop the threads and close the files."""
@@ -175,9 +175,9 @@ class Reader:
         width = self.contents[name].planes[plane].itemsize
         index = bisect.bisect_right(slices, begin, key=_BEGIN) - 1
         while begin < end:
-            found = slices[index]
-            stop = min(end, found.end)
-            yield found.file, found.offset + (begin - found.begin) * width, (stop - begin) * width
+            stored = slices[index]
+            stop = min(end, stored.end)
+            yield stored.file, stored.offset + (begin - stored.begin) * width, (stop - begin) * width
             begin, index = stop, index + 1
 
     def _chunks(self, spans: Iterable[Span]) -> Iterator[_Key]:
@@ -201,7 +201,7 @@ class Reader:
             size = min(len(out), whole - within)
             out[:size] = self._chunk((name, index))[within : within + size]
             if within + size == whole:
-                self._let_go((name, index))
+                self._release((name, index))
             out, offset = out[size:], offset + size
 
     def _chunk(self, key: _Key) -> np.ndarray:
@@ -222,18 +222,18 @@ class Reader:
         try:
             chunk.reading.result()
         except Exception:  # a later request may succeed
-            self._let_go(key)
+            self._release(key)
             raise
         return chunk.buffer
 
     def _begin(self, key: _Key) -> None:
         """Start to read and verify a chunk."""
         if not self._free:
-            self._let_go(next(iter(self._kept)))
+            self._release(next(iter(self._kept)))
         buffer = self._free.pop()
         self._kept[key] = _Chunk(buffer, self._pool.submit(partial(self._load, *key, buffer)))
 
-    def _let_go(self, key: _Key) -> None:
+    def _release(self, key: _Key) -> None:
         """Release a chunk buffer for reuse."""
         chunk = self._kept.pop(key)
         self._ahead.discard(key)
@@ -299,10 +299,10 @@ def _read_all(folder: Path, folder_fd: int, name: str, num_bytes: int | None = N
         return file.readall()
 
 
-def _check_size(path: Path, found: int, num_bytes: int) -> None:
-    if found != num_bytes:
-        how = "was truncated" if found < num_bytes else "has grown"
-        raise CheckpointError(f"{path} {how}: it has {found} bytes instead of {num_bytes}.", path)
+def _check_size(path: Path, actual_bytes: int, num_bytes: int) -> None:
+    if actual_bytes != num_bytes:
+        change = "was truncated" if actual_bytes < num_bytes else "has grown"
+        raise CheckpointError(f"{path} {change}: it has {actual_bytes} bytes instead of {num_bytes}.", path)
 
 
 @contextlib.contextmanager

@@ -20,9 +20,9 @@ import torch
 from offload.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Manifest, checksum, raw
 from offload.checkpoint.reader import Reader
 from offload.distributed.comm import Comm
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.errors import CheckpointError, common
-from offload.files.atomic_folder import as_disk_errors, make_partial, remove, take_place
+from offload.files.atomic_folder import as_disk_errors, make_partial, remove, replace_folder
 from offload.native.io import sync_path
 
 _Value = TypeVar("_Value")
@@ -36,7 +36,7 @@ def keepers(comm: Comm, folder: Path) -> list[int]:
     if comm.size == 1:
         return [0]
     with ExitStack() as opened:
-        with as_one(comm, "look at the disk"), as_disk_errors("the making", folder):
+        with share_failure(comm, "look at the disk"), as_disk_errors("the making", folder):
             folder.mkdir(parents=True, exist_ok=True)
             mark = _make_partial(folder / "disk", opened)
         marks = comm.gather_objects(mark.name, "marks on disks")
@@ -50,50 +50,50 @@ def spread(comm: Comm, folders: Sequence[Path]) -> dict[Path, str]:
     folders: checkpoints visible to this rank, complete or in part. Return the broken checkpoints, each with a reason.
     Collective.
     """
-    told = comm.gather_objects({folder: _look(folder) for folder in folders}, "checkpoints on disks")
+    by_rank = comm.gather_objects({folder: _read_disk(folder) for folder in folders}, "checkpoints on disks")
     broken = {}
-    for folder in dict.fromkeys(folder for each in told for folder in each):
-        looks = [each.get(folder) for each in told]
+    for folder in dict.fromkeys(folder for each in by_rank for folder in each):
+        disks = [each.get(folder) for each in by_rank]
         present: dict[str, set[str]] = {}
-        for look in filter(None, looks):
-            present.setdefault(look.mark, set()).update(look.present)
-        missing = {look: sorted(look.files - present[look.mark]) for look in filter(None, looks)}
-        best = min(missing, key=lambda look: len(missing[look]), default=None)
+        for disk in filter(None, disks):
+            present.setdefault(disk.mark, set()).update(disk.present)
+        missing = {disk: sorted(disk.files - present[disk.mark]) for disk in filter(None, disks)}
+        best = min(missing, key=lambda disk: len(missing[disk]), default=None)
         if best is None or missing[best]:
             name = MANIFEST if best is None else missing[best][0]
             broken[folder] = f"{folder / name} is missing on the disks of all machines."
             continue
-        lacking = [rank for rank, look in enumerate(looks) if look is None or look.mark != best.mark]
-        if lacking:
+        ranks_without = [rank for rank, disk in enumerate(disks) if disk is None or disk.mark != best.mark]
+        if ranks_without:
             keeper = keepers(comm, folder.parent)
-            takers = {keeper[rank] for rank in lacking}
-            with _copied(comm, folder, dict(best.small), looks.index(best), takers) as partial:
+            takers = {keeper[rank] for rank in ranks_without}
+            with _copying(comm, folder, dict(best.small), disks.index(best), takers) as partial:
                 if partial is not None:
                     with as_disk_errors("the publishing", folder):
-                        old = take_place(partial, folder)
+                        old = replace_folder(partial, folder)
                         sync_path(folder.parent)
                     if old:
                         remove(old)
     return broken
 
 
-def bring(comm: Comm, reader: Reader, wanted: Collection[str]) -> None:
+def copy_missing_files(comm: Comm, reader: Reader, wanted: Collection[str]) -> None:
     """Copy data files wanted by this rank but absent on the local disk. Collective.
 
     Raises CheckpointError, on all ranks, if a file exists on no disk.
     """
-    lacking = comm.gather_objects(reader.absent & set(wanted), "files that a disk lacks")
-    if not any(lacking):
+    missing_by_rank = comm.gather_objects(reader.absent & set(wanted), "files that a disk lacks")
+    if not any(missing_by_rank):
         return
     keeper = keepers(comm, reader.path.parent)
     has = comm.gather_objects(reader.num_bytes_of.keys() - reader.absent, "files on disks")
-    for name in sorted(set().union(*lacking)):
-        takers = {keeper[rank] for rank, names in enumerate(lacking) if name in names}
+    for name in sorted(set().union(*missing_by_rank)):
+        takers = {keeper[rank] for rank, names in enumerate(missing_by_rank) if name in names}
         source = next((rank for rank, names in enumerate(has) if name in names), None)
         if source is None:
             missing = reader.path / name
             raise common(CheckpointError(f"{missing} is missing on the disks of all machines.", missing))
-        with _copied(comm, reader.path, {name: reader.num_bytes_of[name]}, source, takers) as partial:
+        with _copying(comm, reader.path, {name: reader.num_bytes_of[name]}, source, takers) as partial:
             if partial is not None:
                 with as_disk_errors("the publishing", reader.path):
                     (partial / name).rename(reader.path / name)
@@ -102,17 +102,17 @@ def bring(comm: Comm, reader: Reader, wanted: Collection[str]) -> None:
     reader.open_data()
 
 
-def of_rank_0(comm: Comm, value: _Value, what: str) -> _Value:
+def broadcast_value(comm: Comm, value: _Value, label: str) -> _Value:
     """Return the value from rank 0, with any length. Collective."""
     data = pickle.dumps(value if comm.rank == 0 else None)
-    num_bytes = comm.gather_objects(len(data), f"{what}: length")[0]
+    num_bytes = comm.gather_objects(len(data), f"{label}: length")[0]
     flat = torch.frombuffer(bytearray(data.ljust(num_bytes)), dtype=torch.uint8)[:num_bytes]
-    comm.broadcast(flat, 0, what)
-    found: _Value = pickle.loads(flat.numpy().tobytes())
-    return found
+    comm.broadcast(flat, 0, label)
+    result: _Value = pickle.loads(flat.numpy().tobytes())
+    return result
 
 
-class _Look(NamedTuple):
+class _DiskContents(NamedTuple):
     """Checkpoint parts on a disk.
 
     mark: manifest checksum. present: data files on this disk. files: data files listed in the manifest. small:
@@ -125,19 +125,19 @@ class _Look(NamedTuple):
     small: tuple[tuple[str, int], ...]
 
 
-def _look(folder: Path) -> _Look | None:
+def _read_disk(folder: Path) -> _DiskContents | None:
     """Return the checkpoint parts on this disk; None without a readable manifest."""
     with suppress(OSError, CheckpointError):
         data = (folder / MANIFEST).read_bytes()
         manifest = Manifest.decode(data, folder / MANIFEST)
         small = *((name, its.num_bytes) for name, its in manifest.attached.items()), (MANIFEST, len(data))
         present = frozenset(name for name in manifest.files if (folder / name).is_file())
-        return _Look(checksum(data), present, frozenset(manifest.files), small)
+        return _DiskContents(checksum(data), present, frozenset(manifest.files), small)
     return None
 
 
 @contextmanager
-def _copied(
+def _copying(
     comm: Comm, folder: Path, num_bytes: Mapping[str, int], source: int, takers: Collection[int]
 ) -> Iterator[Path | None]:
     """Copy files with sizes `num_bytes` from the disk of rank `source` to a partial folder on each taker disk.

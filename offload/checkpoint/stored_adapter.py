@@ -12,22 +12,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.checkpoint.folder import offering_another
+from offload.checkpoint.folder import suggesting_alternative
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored import REFERENCE, Stored
+from offload.checkpoint.stored_model import REFERENCE, StoredParameter
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
 from offload.hf.adapters import CONFIG, INITIAL, Adaptation, write_adapter
-from offload.hf.base_mark import base_config, mark_base
+from offload.hf.base_mark import load_base_config, mark_base
 from offload.hf.merge import MergedWeights, fill_adapter
-from offload.hf.models import BuiltModel, build_model, configuration, empty_model, is_pretrained, locate
-from offload.hf.residual import residual_of
-from offload.hf.write import SHARD_BYTES, Exported, write_model
+from offload.hf.models import BuiltModel, build_model, empty_model, folder_config, is_pretrained, locate
+from offload.hf.residual import subtract_products
+from offload.hf.write import SHARD_BYTES, ExportResult, write_model
 from offload.layout.codecs import CODECS, EXACT, Codec
 from offload.layout.planes import DTYPES as COMPUTED
 from offload.telemetry.byte_progress import byte_progress
 
-_NOT_THE_TOKENIZERS = (CONFIG, INITIAL, REFERENCE, "config.json", "generation_config.json")
+_NON_TOKENIZER_FILES = (CONFIG, INITIAL, REFERENCE, "config.json", "generation_config.json")
 
 
 def has_adapter(folder: Path) -> bool:
@@ -40,15 +40,15 @@ def export_adapter(folder: Path, out: Path) -> int:
 
     The base model is not needed. Raises CheckpointError, ConfigError, DiskError, OffloadError.
     """
-    with offering_another(folder), Reader(folder) as reader:
+    with suggesting_alternative(folder), Reader(folder) as reader:
         if changed := reader.changed:
             raise ConfigError(
                 f"{folder} has an adapter over a base with {len(changed)} changed weights (lora.restart_every), so the "
                 "adapter does not fit the original base. Export it with --merge."
             )
-        adaptation = Adaptation.stored(folder)
-        model = adaptation.over_shapes(empty_model(ModelSection(), configuration(folder)))
-        return write_adapter(model, _values(reader), out, _tokenizer(reader), adaptation.removed)
+        adaptation = Adaptation.from_checkpoint(folder)
+        model = adaptation.apply_to_shapes(empty_model(ModelSection(), folder_config(folder)))
+        return write_adapter(model, _read_values(reader), out, _tokenizer_files(reader), adaptation.removed)
 
 
 def export_merged(
@@ -59,7 +59,7 @@ def export_merged(
     shard_bytes: int | None = SHARD_BYTES,
     *,
     onto_original: bool = False,
-) -> Exported:
+) -> ExportResult:
     """Merge a checkpoint adapter into the base model and write a new Hugging Face folder `out`.
 
     The bits equal PEFT `merge_and_unload` and `save_pretrained`. Memory: the adapter, and all modules sharing a weight.
@@ -71,7 +71,7 @@ def export_merged(
     Raises CheckpointError, ConfigError (also for a missing or different base, and for a merge without any change),
     DiskError, OffloadError.
     """
-    with offering_another(folder), ExitStack() as opened:
+    with suggesting_alternative(folder), ExitStack() as opened:
         reader = opened.enter_context(Reader(folder))
         build = _base_of(reader, base, dtype)
         plain, beneath = build(), build()
@@ -84,44 +84,44 @@ def export_merged(
                 "--onto trained, or put the adapter (exported without --merge) over the unquantized model."
             )
         names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
-        adaptation = Adaptation.stored(folder)
-        adapted, plain = adaptation.over(beneath, seed=0), residual_of(plain, adaptation.removed)
-        own = fill_adapter(adapted.model, names, _values(reader))
+        adaptation = Adaptation.from_checkpoint(folder)
+        adapted, plain = adaptation.apply_to(beneath, seed=0), subtract_products(plain, adaptation.removed)
+        own = fill_adapter(adapted.model, names, _read_values(reader))
         changed = {names[id(adapted.model.get_parameter(name))]: name for name in reader.changed}
 
-        def trained(name: str) -> torch.Tensor | None:
-            return _value(reader, changed[name]) if name in changed else own.get(name)
+        def trained_value(name: str) -> torch.Tensor | None:
+            return _read_value(reader, changed[name]) if name in changed else own.get(name)
 
-        coded = {} if onto_original else _coded(reader, adapted.model, names)
-        if coded and dtype is not None:
+        quantized_base = {} if onto_original else _quantized_base(reader, adapted.model, names)
+        if quantized_base and dtype is not None:
             raise ConfigError(
                 f"--dtype is given, but the adapter of {folder} was trained over the dequantized values of its base: "
                 "leave --dtype out, or merge --onto original."
             )
-        merged = MergedWeights(plain, adapted.model, names, trained, coded)
-        if not merged.changes():
+        merged = MergedWeights(plain, adapted.model, names, trained_value, quantized_base)
+        if not merged.has_changes():
             raise ConfigError(
                 f"merging the adapter of {folder} changes no base weight: the adapter was not trained, or its changes "
                 "are lost in the precision of the weights. Export it without --merge, or with --dtype fp32."
             )
         total = sum(parameter.nbytes for parameter in plain.model.parameters())
-        tell = opened.enter_context(byte_progress("merging", total))
+        report = opened.enter_context(byte_progress("merging", total))
 
         def get(name: str, begin: int, end: int) -> torch.Tensor:
             value = merged.read(name, begin, end)
-            tell(value.nbytes)
+            report(value.nbytes)
             return value
 
         return write_model(
-            plain.model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=_tokenizer(reader)
+            plain.model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=_tokenizer_files(reader)
         )
 
 
-def _coded(reader: Reader, model: nn.Module, names: Mapping[int, str]) -> dict[str, tuple[Codec, torch.dtype]]:
+def _quantized_base(reader: Reader, model: nn.Module, names: Mapping[int, str]) -> dict[str, tuple[Codec, torch.dtype]]:
     """Return (codec, compute dtype) for base parameters quantized during adapter training, by base name."""
-    own, found = reader.meta["engine"], dict(model.named_parameters())
+    own, parameters = reader.meta["engine"], dict(model.named_parameters())
     codec = CODECS[own.get("frozen_weights", EXACT.name)]
-    return {names[id(found[name])]: (codec, COMPUTED[compute]) for name, compute in own.get("coded", {}).items()}
+    return {names[id(parameters[name])]: (codec, COMPUTED[compute]) for name, compute in own.get("coded", {}).items()}
 
 
 def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Callable[[], BuiltModel]:
@@ -129,39 +129,39 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
     base.
     """
     own = reader.meta["meta"]
-    saved = {key: value for key, (value, _) in own["config"].items()}
+    settings = {key: value for key, (value, _) in own["config"].items()}
     section = ModelSection(
-        path=moved or saved["model.path"],
-        preset=None if moved else saved["model.preset"],
-        init=saved["model.init"],
-        attention=saved["model.attention"],
+        path=moved or settings["model.path"],
+        preset=None if moved else settings["model.preset"],
+        init=settings["model.init"],
+        attention=settings["model.attention"],
     )
-    seed, config = int(saved["run.seed"]), base_config(section, own["base"], reader.path, "--base")
+    seed, config = int(settings["run.seed"]), load_base_config(section, own["base"], reader.path, "--base")
     mark_base(section, config, seed).check(own["base"], reader.path, "--base")
     if not is_pretrained(section, locate(section)):
-        config = configuration(reader.path)  # includes tokens added for the tokenizer
+        config = folder_config(reader.path)  # includes tokens added for the tokenizer
     elif dtype is not None:
         config.dtype = dtype
     return lambda: build_model(section, seed=seed, config=copy.deepcopy(config))
 
 
-def _value(reader: Reader, name: str) -> torch.Tensor:
+def _read_value(reader: Reader, name: str) -> torch.Tensor:
     """Return a parameter in fp32. Raises CheckpointError."""
     shape = reader.contents[name].shape
-    return Stored(reader, name, shape, torch.float32).read(0, math.prod(shape)).view(shape)
+    return StoredParameter(reader, name, shape, torch.float32).read(0, math.prod(shape)).view(shape)
 
 
-def _values(reader: Reader) -> dict[str, torch.Tensor]:
+def _read_values(reader: Reader) -> dict[str, torch.Tensor]:
     """Return all checkpoint tensors except changed base weights, parameters in fp32. Raises CheckpointError."""
-    found, changed = {}, reader.changed
+    tensors, changed = {}, reader.changed
     for name, entry in reader.contents.items():
         if "buffer" in entry.planes:
-            found[name] = torch.empty(entry.shape, dtype=entry.planes["buffer"])
-            reader.read(name, "buffer", 0, found[name])
+            tensors[name] = torch.empty(entry.shape, dtype=entry.planes["buffer"])
+            reader.read(name, "buffer", 0, tensors[name])
         elif name not in changed:
-            found[name] = _value(reader, name)
-    return found
+            tensors[name] = _read_value(reader, name)
+    return tensors
 
 
-def _tokenizer(reader: Reader) -> dict[str, bytes]:
-    return {name: path.read_bytes() for name, path in reader.attached.items() if name not in _NOT_THE_TOKENIZERS}
+def _tokenizer_files(reader: Reader) -> dict[str, bytes]:
+    return {name: path.read_bytes() for name, path in reader.attached.items() if name not in _NON_TOKENIZER_FILES}

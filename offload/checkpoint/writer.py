@@ -194,11 +194,11 @@ class Writer:
         async with self._turns:
             if self._error is None:
                 offset = index * self._chunk_bytes
-                what = f"the write of {num_bytes} bytes at offset {offset}"
+                action = f"the write of {num_bytes} bytes at offset {offset}"
                 try:
                     self._checksums[index] = await _write(self._file.fileno(), offset, chunk[:num_bytes])
                 except OSError as error:
-                    self._error = self._error or disk_error(what, self.path, error, offset, num_bytes)
+                    self._error = self._error or disk_error(action, self.path, error, offset, num_bytes)
                 except Exception as error:  # a caller waiting for a buffer must receive one
                     self._error = self._error or error
         self._free.put(chunk)
@@ -241,13 +241,13 @@ async def _open(path: Path) -> Any:
 
 def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
     """Write a chunk. Return the checksum."""
-    left, at = data.data, offset
-    while left:
+    rest, at = data.data, offset
+    while rest:
         # Partial pages (end of file, or a short write on a full disk) must go through the page cache.
-        if (len(left) | at) % mmap.PAGESIZE:
+        if (len(rest) | at) % mmap.PAGESIZE:
             set_direct(fd, False)
-        count = os.pwrite(fd, left, at)  # Python retries after a signal
-        left, at = left[count:], at + count
+        count = os.pwrite(fd, rest, at)  # Python retries after a signal
+        rest, at = rest[count:], at + count
     return checksum(data)
 
 

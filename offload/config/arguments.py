@@ -14,36 +14,36 @@ from offload.config.config import all_keys
 from offload.errors import ConfigError, shorten
 
 
-def check_types(of: Any, given: Mapping[str, Any]) -> None:
+def check_types(of: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError if an argument or a dataclass field does not match its annotation.
 
     `of`: function or dataclass with the annotations. The message names the configuration key for the argument.
     """
     hints = _hints(of)
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in hints and not _fits(value, hints[name]):
             own = f"{of.__qualname__.removesuffix('.__init__')}.{name}"
             key = next((key for key in all_keys() if key.endswith(f".{name}")), own)
-            kind = re.sub(r"\w+\.(?=\w)", "", inspect.formatannotation(hints[name]))
-            raise ConfigError(f"{key} is {shorten(repr(value))}; it must be {kind}.")
+            expected = re.sub(r"\w+\.(?=\w)", "", inspect.formatannotation(hints[name]))
+            raise ConfigError(f"{key} is {shorten(repr(value))}; it must be {expected}.")
 
 
 _hints = cache(typing.get_type_hints)
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if kind is Any:
+def _fits(value: Any, annotation: Any) -> bool:
+    origin, parts = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+    if annotation is Any:
         return True
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
-    if kind in (int, float):  # an integer counts as a float, and a bool does not
-        return isinstance(value, int | kind) and not isinstance(value, bool)
+    if annotation in (int, float):  # an integer counts as a float, and a bool does not
+        return isinstance(value, int | annotation) and not isinstance(value, bool)
     if origin in (tuple, Sequence):  # a list counts as a tuple; a string is no list
         if not isinstance(value, tuple | list):
             return False
-        kinds = parts if origin is tuple and ... not in parts else parts[:1] * len(value)
-        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+        annotations = parts if origin is tuple and ... not in parts else parts[:1] * len(value)
+        return len(annotations) == len(value) and all(map(_fits, value, annotations))
     if origin is Mapping and isinstance(value, Mapping):
         return all(_fits(pair, types.GenericAlias(tuple, parts)) for pair in value.items())
     return isinstance(value, origin)

@@ -63,7 +63,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         _complain(error, str(error), debug)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:
-        _leave_to_first_here(error)  # all ranks received the interrupt
+        _leave_to_first_local_rank(error)  # all ranks received the interrupt
         _complain(error, "interrupted; nothing was saved.", debug)
         sys.exit(InterruptedRun.exit_code)
     except BrokenPipeError:
@@ -99,11 +99,11 @@ def versions() -> str:
     """Return the versions of offload, Python, torch and transformers, without an import of torch or transformers."""
     import importlib.metadata
 
-    found = [f"offload {__version__}", f"python {sys.version.split()[0]}"]
+    texts = [f"offload {__version__}", f"python {sys.version.split()[0]}"]
     for name in ("torch", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join(found)
+            texts.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(texts)
 
 
 def _interrupt(_number: int, _frame: Any) -> None:
@@ -118,7 +118,7 @@ def _ignore_sigterm() -> None:
                 signal.signal(signal.SIGTERM, handler)
 
 
-def _leave_to_first_here(error: BaseException) -> None:
+def _leave_to_first_local_rank(error: BaseException) -> None:
     """Leave printing to the first rank on this machine if all ranks have the same error."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         leave_to_another_rank(error)
@@ -149,7 +149,7 @@ def wants_debug(words: Sequence[str]) -> bool:
     return False
 
 
-def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, description: str) -> _Options:
+def parse_options(options_class: type[_Options], words: Sequence[str], *, prog: str, description: str) -> _Options:
     """Parse the options of a command into a `kind`, a dataclass read by tyro.
 
     Raises ConfigError for an unknown option. A missing or impossible value ends the process with exit code 2, --help
@@ -158,11 +158,11 @@ def parse_options(kind: type[_Options], words: Sequence[str], *, prog: str, desc
     import tyro
 
     asks_for_help = {"--help", "-h"} & set(words)
-    if not asks_for_help and (missing := _missing(kind, words)):
+    if not asks_for_help and (missing := _missing(options_class, words)):
         raise ConfigError(f"--{missing} is missing; see --help.")
-    options, unknown = tyro.cli(kind, args=words, prog=prog, description=description, return_unknown_args=True)
+    options, unknown = tyro.cli(options_class, args=words, prog=prog, description=description, return_unknown_args=True)
     if unknown:
-        names = [field.name.replace("_", "-") for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        names = [field.name.replace("_", "-") for field in dataclasses.fields(options_class)]  # type: ignore[arg-type]
         close = nearest(unknown[0].lstrip("-"), [*names, "help"]).replace("mean ", "mean --")
         raise ConfigError(f"unknown option {shorten(unknown[0])}{close}; see --help.")
     return options
@@ -178,16 +178,21 @@ def as_utf8(word: str, option: str) -> str:
         raise ConfigError(f"{option} is not UTF-8 text: {error}.") from error
 
 
-def _missing(kind: type[Any], words: Sequence[str]) -> str | None:
+def _missing(options_class: type[Any], words: Sequence[str]) -> str | None:
     """Return the name of a required option absent from the words; None if all are present."""
     import tyro
 
-    given = {word.partition("=")[0].replace("_", "-") for word in words}
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for each in dataclasses.fields(kind):
+    set_options = {word.partition("=")[0].replace("_", "-") for word in words}
+    hints = typing.get_type_hints(options_class, include_extras=True)
+    for each in dataclasses.fields(options_class):
         name, has_default = each.name.replace("_", "-"), each.default is not dataclasses.MISSING
         is_option = tyro.conf.Positional not in getattr(hints[each.name], "__metadata__", ())
-        if is_option and not has_default and each.default_factory is dataclasses.MISSING and f"--{name}" not in given:
+        if (
+            is_option
+            and not has_default
+            and each.default_factory is dataclasses.MISSING
+            and f"--{name}" not in set_options
+        ):
             return name
     return None
 
@@ -195,28 +200,28 @@ def _missing(kind: type[Any], words: Sequence[str]) -> str | None:
 def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of ranks from --gpus (1 without the option) and the remaining words. Raises ConfigError."""
     rest: list[str] = []
-    given: list[str] = []
+    values: list[str] = []
     remaining = iter(words)
     for word in remaining:
         name, equals, value = word.partition("=")
         if name == "--gpus":
-            given.append(value if equals else next(remaining, ""))
+            values.append(value if equals else next(remaining, ""))
         else:
             rest.append(word)
-    if not given or {"--help", "-h"} & set(words):
+    if not values or {"--help", "-h"} & set(words):
         return 1, rest
-    if not given[-1].isdecimal() or int(given[-1]) < 1:
-        raise ConfigError(f"--gpus is {given[-1]!r}; it should be a whole number of ranks, at least 1.")
+    if not values[-1].isdecimal() or int(values[-1]) < 1:
+        raise ConfigError(f"--gpus is {values[-1]!r}; it should be a whole number of ranks, at least 1.")
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         where = f"RANK is {os.environ['RANK']} of WORLD_SIZE {os.environ['WORLD_SIZE']}"
         raise ConfigError(
-            f"--gpus {given[-1]} is given inside a process that torchrun started ({where}), and would start "
-            f"{given[-1]} ranks for each of them; leave out --gpus, or torchrun."
+            f"--gpus {values[-1]} is given inside a process that torchrun started ({where}), and would start "
+            f"{values[-1]} ranks for each of them; leave out --gpus, or torchrun."
         )
-    return int(given[-1]), rest
+    return int(values[-1]), rest
 
 
-class OwnOption(typing.NamedTuple):
+class CommandOption(typing.NamedTuple):
     """An option of one command, in addition to the configuration."""
 
     metavar: str
@@ -239,7 +244,7 @@ def parse_command(
     *,
     prog: str,
     description: str,
-    own: Mapping[str, OwnOption] | None = None,
+    own: Mapping[str, CommandOption] | None = None,
     may_go_on: bool = False,
 ) -> tuple[Config, dict[str, str | None]]:
     """Return the checked configuration and the text of each option in `own` by name, for example same-order; None: not
@@ -252,7 +257,7 @@ def parse_command(
 
         return read_command(words, prog, description, own or {}, may_go_on)
     except ConfigError as error:
-        _leave_to_first_here(error)
+        _leave_to_first_local_rank(error)
         raise
 
 

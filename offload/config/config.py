@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
-from offload.config.familiar import familiar, present_name
-from offload.config.rules import OFFERS
+from offload.config.other_trainers import current_name, equivalent_setting
+from offload.config.rules import RULE_SETTINGS
 from offload.config.sections import (
     CheckpointSection,
     DataSection,
@@ -40,7 +40,7 @@ BUILTIN_DEVICE_MEMORY = 9 * 2**20
 """Device budget in bytes for the built-in run on a CPU. The states take 16 MiB, so the run has to stream. (On a GPU the
 budget bounds the allocator, and the allocator reserves more at once.)
 """
-_FIXED = (
+_FIXED_KEYS = (
     "data",
     "lora",
     "model.path",
@@ -58,14 +58,14 @@ _FIXED = (
     "run.seed",
 )
 """Sections and keys fixed for a run: another value changes the data, the data order or the model."""
-_OF_THE_PROCESS = (
+_PROCESS_KEYS = (
     "run.dir",
     "run.name",
     "run.debug",
     "checkpoint.resume",
     "optimizer.reset",
 )  # Never copied from an earlier process.
-_NAMES_OF_FILES = (
+_FILE_KEYS = (
     "run.dir",
     "run.name",
     "model.path",
@@ -78,12 +78,12 @@ _NAMES_OF_FILES = (
     "offload.nvme_dir",
     "checkpoint.resume",
 )
-_OF_STATES = ("optimizer.name", "optimizer.states", "optimizer.master")
+_STATE_KEYS = ("optimizer.name", "optimizer.states", "optimizer.master")
 """Keys free to change with `optimizer.reset`: the rule starts with new optimizer states."""
-_OF_ANY_RULE = tuple(f"optimizer.{key}" for key in ("freeze", "decay_1d", "groups", "schedule", "warmup_steps"))
+_KEYS_OF_EVERY_RULE = tuple(f"optimizer.{key}" for key in ("freeze", "decay_1d", "groups", "schedule", "warmup_steps"))
 """Keys kept from the earlier run even when another update rule resumes the run."""
-_OF_THE_MACHINE = (
-    *(f"offload.{kind}" for kind in ("parameters", "optimizer", "gradients", "activations", "graphs")),
+_MACHINE_KEYS = (
+    *(f"offload.{state}" for state in ("parameters", "optimizer", "gradients", "activations", "graphs")),
     "data.num_workers",
     "offload.prefetch",
     "offload.zero_stage",
@@ -95,7 +95,7 @@ _OF_THE_MACHINE = (
 """Keys derived from the machine or from the number of steps. A resumed run resolves them again if the earlier run had
 resolved them.
 """
-_TIMING = ("prefetch", "zero_stage", "replicas", "replica_states", "throttle", "device", "update")
+_TIMING_FIELDS = ("prefetch", "zero_stage", "replicas", "replica_states", "throttle", "device", "update")
 """Fields in the offload section with no influence on the tier of any state."""
 
 
@@ -120,7 +120,7 @@ class Config(BaseModel):
     def __init__(self, /, **sections: Any) -> None:
         for name, values in sections.items():
             if isinstance(values, Mapping):
-                flat = _renamed({f"{name}.{field}": value for field, value in values.items()})
+                flat = _with_current_names({f"{name}.{field}": value for field, value in values.items()})
                 sections[name] = {key.partition(".")[2]: value for key, value in flat.items()}
         try:
             super().__init__(**sections)
@@ -141,11 +141,11 @@ class Config(BaseModel):
         `origin` is the source recorded for the overrides in the written configuration. `may_go_on`: see `check`. Raises
         ConfigError.
         """
-        values = _renamed(_flatten(_read_yaml(Path(path)))) if path is not None else {}
+        values = _with_current_names(_flatten(_read_yaml(Path(path)))) if path is not None else {}
         origins = dict.fromkeys(values, "file")
-        given = _renamed(_flatten(overrides or {}))
-        values.update(given)
-        origins.update(dict.fromkeys(given, origin))
+        override_values = _with_current_names(_flatten(overrides or {}))
+        values.update(override_values)
+        origins.update(dict.fromkeys(override_values, origin))
         sections: dict[str, Any] = {}
         for key, value in values.items():
             section, _, field = key.partition(".")
@@ -174,7 +174,7 @@ class Config(BaseModel):
     @property
     def has_gradients(self) -> bool:
         """True if a step runs a backward pass. Only rules based on forward passes alone do not."""
-        return OFFERS[self.optimizer.name].has_gradients
+        return RULE_SETTINGS[self.optimizer.name].has_gradients
 
     @property
     def adapts(self) -> bool:
@@ -206,39 +206,39 @@ class Config(BaseModel):
         like the learning rate or the clipping mode, stay; values derived from the machine, like the prefetch distance,
         are resolved again. Raises ConfigError with the keys if a value fixed for the run was set differently.
         """
-        saved = _renamed(saved)
-        was = Config.load(None, {key: value for key, (value, _) in saved.items()})
+        saved = _with_current_names(saved)
+        previous = Config.load(None, {key: value for key, (value, _) in saved.items()})
         copy, changed = self.model_copy(deep=True), []
-        is_given_rule = self.origin("optimizer.name") != "default"
-        is_another = self.optimizer.reset and is_given_rule and self.optimizer.name != was.optimizer.name
+        is_rule_set = self.origin("optimizer.name") != "default"
+        changes_rule = self.optimizer.reset and is_rule_set and self.optimizer.name != previous.optimizer.name
         for key, own in self.items():
             origin = saved[key][1] if key in saved else "default"
-            is_given, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED)
-            if key in _OF_THE_MACHINE or (self.optimizer.reset and key in _OF_STATES):
+            is_set, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED_KEYS)
+            if key in _MACHINE_KEYS or (self.optimizer.reset and key in _STATE_KEYS):
                 is_fixed = False
-            if is_given and is_fixed and own in (None, "auto"):
-                is_given = False
-            elif is_given and is_fixed and own != was.get(key) and not _has_moved(key, was.get(key)):
-                changed.append(f"{key} is {_show(own)} and was {_show(was.get(key))}")
-            found_anew = origin == "resolved" and key in _OF_THE_MACHINE
+            if is_set and is_fixed and own in (None, "auto"):
+                is_set = False
+            elif is_set and is_fixed and own != previous.get(key) and not _has_moved(key, previous.get(key)):
+                changed.append(f"{key} is {_show(own)} and was {_show(previous.get(key))}")
+            is_resolved_again = origin == "resolved" and key in _MACHINE_KEYS
             if key == "train.steps" and self.origin("train.epochs") != "default" and self.train.epochs is not None:
-                found_anew = True
-            if is_another and key.startswith("optimizer.") and key not in _OF_ANY_RULE:
+                is_resolved_again = True
+            if changes_rule and key.startswith("optimizer.") and key not in _KEYS_OF_EVERY_RULE:
                 continue
-            if is_another and key in OFFERS[was.optimizer.name].defaults and origin == "resolved":
+            if changes_rule and key in RULE_SETTINGS[previous.optimizer.name].defaults and origin == "resolved":
                 continue
-            if not is_given and origin != "default" and key not in _OF_THE_PROCESS and not found_anew:
+            if not is_set and origin != "default" and key not in _PROCESS_KEYS and not is_resolved_again:
                 section, field = key.split(".")
-                setattr(getattr(copy, section), field, was.get(key))
+                setattr(getattr(copy, section), field, previous.get(key))
                 copy._origins[key] = origin
         if changed:
-            is_rule = any(each.partition(" ")[0] in _OF_STATES for each in changed)
+            is_rule = any(each.partition(" ")[0] in _STATE_KEYS for each in changed)
             how = " Another update rule or state format starts from the weights with --optimizer.reset."
-            anew = how if is_rule else ""
+            hint = how if is_rule else ""
             raise ConfigError(
                 f"{'; '.join(changed)} in the run of {where}: a resumed run cannot change "
                 f"{'this' if len(changed) == 1 else 'these'}. Leave {'it' if len(changed) == 1 else 'them'} out to "
-                f"resume that run, or set --run.dir to a new folder to begin another one.{anew}"
+                f"resume that run, or set --run.dir to a new folder to begin another one.{hint}"
             )
         copy.check()
         return copy
@@ -264,11 +264,11 @@ class Config(BaseModel):
             )
         weights = [source.get("weight") for source in self.data.sources]
         if None in weights and any(weights):
-            lacking = self.data.sources[weights.index(None)]["path"]
+            path = self.data.sources[weights.index(None)]["path"]
             raise ConfigError(
-                f"data.sources gives no weight to {lacking}, but weights to others: give each source a weight, or none."
+                f"data.sources gives no weight to {path}, but weights to others: give each source a weight, or none."
             )
-        for key in _NAMES_OF_FILES:
+        for key in _FILE_KEYS:
             for name in _names_in(self.get(key)):
                 if not _can_be_a_file(name):
                     raise ConfigError(
@@ -342,7 +342,7 @@ class Config(BaseModel):
         init = model.init
         if init == "auto":
             init = "pretrained" if model.path and not model.path.endswith(".json") else "random"
-        where = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING)
+        where = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING_FIELDS)
         builtin = self.is_default("model", "data.sequence_length", "train.batch_size", "train.micro_batch_size", *where)
         steps, max_seconds = train.steps, train.max_seconds
         if steps is None and train.epochs is None and max_seconds is None:
@@ -355,10 +355,12 @@ class Config(BaseModel):
             schedule = "constant" if steps is None and train.epochs is None else "cosine"
         pretrained = (2e-4 if self.adapts else 2e-5) * (0.05 if train.method in ("dpo", "orpo") else 1.0)  # as in TRL
         rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
-        rate *= OFFERS[optimizer.name].rate
-        of_rule = {key: value for key, value in OFFERS[optimizer.name].defaults.items() if self.is_default(key)}
-        of_rows = ("data__packing", "data__packing_isolated", "data__group_by_length")
-        pairs = {} if train.method == "sft" else dict.fromkeys(of_rows, False)
+        rate *= RULE_SETTINGS[optimizer.name].rate
+        rule_defaults = {
+            key: value for key, value in RULE_SETTINGS[optimizer.name].defaults.items() if self.is_default(key)
+        }
+        row_keys = ("data__packing", "data__packing_isolated", "data__group_by_length")
+        pairs = {} if train.method == "sft" else dict.fromkeys(row_keys, False)
         return self.with_resolved(
             **pairs,
             model__preset=preset,
@@ -374,7 +376,7 @@ class Config(BaseModel):
             if builtin and not has_accelerator
             else self.offload.device_memory,
             offload__zero_stage=3 if self.offload.zero_stage == "auto" else self.offload.zero_stage,
-            **{key.replace(".", "__"): value for key, value in of_rule.items()},
+            **{key.replace(".", "__"): value for key, value in rule_defaults.items()},
         )
 
     def resolve_steps(self, num_steps: Callable[[float], int]) -> Config:
@@ -416,7 +418,7 @@ def _check_ranks(config: Config, world_size: int) -> None:
         raise ConfigError(too_few_rows(config.train.batch_size, world_size, size))
 
 
-_OF_METHODS = {
+_METHOD_KEYS = {
     "train.beta": ("dpo", "orpo"),
     "train.loss_type": ("dpo",),
     "train.center_rewards_coefficient": ("reward",),
@@ -432,11 +434,11 @@ def _check_method(config: Config) -> None:
             f"train.sequence_parallel is {size}, but the loss of train.method {method} compares whole sequences, which "
             "cannot be split over ranks: set --train.sequence_parallel 1, or --train.method sft."
         )
-    for key, having in _OF_METHODS.items():
-        if method not in having and config.get(key) != TrainSection.model_fields[key.partition(".")[2]].default:
+    for key, methods in _METHOD_KEYS.items():
+        if method not in methods and config.get(key) != TrainSection.model_fields[key.partition(".")[2]].default:
             raise ConfigError(
                 f"{key} is {_show(config.get(key))}, but train.method {method} has no such setting; leave it out, or "
-                f"set --train.method {' or '.join(having)}."
+                f"set --train.method {' or '.join(methods)}."
             )
     formats = [data.format, *(str(each["type"]) for each in (*data.sources, *data.eval_source) if "type" in each)]
     if method == "sft":
@@ -486,14 +488,20 @@ def _check_model(config: Config) -> None:
 def _check_rule(config: Config) -> None:
     """Reject settings unknown to the update rule."""
     rule = config.optimizer.name
-    rules = [rule, *(str(values["rule"]) for _, values in config.optimizer.groups if values.get("rule") in OFFERS)]
-    for key in dict.fromkeys(key for offer in OFFERS.values() for key in offer.keys):
+    rules = [
+        rule,
+        *(str(values["rule"]) for _, values in config.optimizer.groups if values.get("rule") in RULE_SETTINGS),
+    ]
+    for key in dict.fromkeys(key for settings in RULE_SETTINGS.values() for key in settings.keys):
         value = getattr(config.optimizer, key)
-        if not any(key in OFFERS[each].keys for each in rules) and value != OptimizerSection.model_fields[key].default:
-            having = [name for name, offer in OFFERS.items() if key in offer.keys]
+        if (
+            not any(key in RULE_SETTINGS[each].keys for each in rules)
+            and value != OptimizerSection.model_fields[key].default
+        ):
+            names = [name for name, settings in RULE_SETTINGS.items() if key in settings.keys]
             raise ConfigError(
                 f"optimizer.{key} is {_show(value)}, but {rule} has no such setting; leave it out, or set "
-                f"--optimizer.name {' or '.join(having)}."
+                f"--optimizer.name {' or '.join(names)}."
             )
     if (
         not config.has_gradients
@@ -513,10 +521,10 @@ def _check_rule(config: Config) -> None:
         )
     states = config.optimizer.states
     if (rule != "adamw" or states != "fp32") and config.train.clip == "speculative":
-        lacking = rule if states == "fp32" else f"{rule} with states in {states}"
+        label = rule if states == "fp32" else f"{rule} with states in {states}"
         raise ConfigError(
             "train.clip is speculative, which updates before the norm is known and corrects the updates afterwards, "
-            f"but {lacking} cannot be corrected: set --train.clip deferred or auto."
+            f"but {label} cannot be corrected: set --train.clip deferred or auto."
         )
 
 
@@ -555,7 +563,7 @@ def _check_frozen(config: Config) -> None:
     """Reject optimizer.freeze for an already frozen model, and for frozen weights missing from checkpoints."""
     if not config.optimizer.freeze:
         return
-    given = f"optimizer.freeze is {' '.join(config.optimizer.freeze)}"
+    setting = f"optimizer.freeze is {' '.join(config.optimizer.freeze)}"
     for pattern in config.optimizer.freeze:
         try:
             re.compile(pattern)
@@ -565,12 +573,12 @@ def _check_frozen(config: Config) -> None:
             ) from None
     if config.adapts:
         raise ConfigError(
-            f"{given}, but an adapter is configured, and all weights of its base are frozen anyway: leave it out."
+            f"{setting}, but an adapter is configured, and all weights of its base are frozen anyway: leave it out."
         )
     for key, own, other in (("parameters", "files", "cpu"), ("frozen_weights", config.offload.frozen_weights, "exact")):
         if config.get(f"offload.{key}") == own != other:
             raise ConfigError(
-                f"{given}, but offload.{key} is {own}: checkpoints of a partly frozen model contain all weights, but "
+                f"{setting}, but offload.{key} is {own}: checkpoints of a partly frozen model contain all weights, but "
                 f"with this setting the frozen ones cannot be saved. Set --offload.{key} {other}, or train an adapter "
                 "(--lora.rank)."
             )
@@ -579,12 +587,12 @@ def _check_frozen(config: Config) -> None:
 def _check_best(config: Config) -> None:
     """Reject settings about the best evaluation if the run has at most one evaluation."""
     train, checkpoint = config.train, config.checkpoint
-    asked = {
+    requests = {
         "train.early_stopping_patience": train.early_stopping_patience is not None,
         "checkpoint.keep_best": checkpoint.keep_best,
         "checkpoint.export_best": checkpoint.export_best,
     }
-    key = next((key for key, is_set in asked.items() if is_set), None)
+    key = next((key for key, is_set in requests.items() if is_set), None)
     if key is not None and not train.eval_every:
         raise ConfigError(
             f"{key} is {_show(config.get(key))}, but train.eval_every is 0, so the only evaluation is at the end: set "
@@ -617,14 +625,14 @@ def _check_best(config: Config) -> None:
 def _check_restarts(config: Config) -> None:
     """Reject adapter restarts if the base weights or the moments cannot be changed."""
     every, warmup = config.lora.restart_every, config.lora.restart_warmup_steps
-    for key, wanted in (
+    for key, allowed in (
         ("offload.frozen_weights", ("exact",)),
         ("offload.parameters", ("auto", "device", "cpu", "nvme")),
     ):
-        if config.get(key) not in wanted:
+        if config.get(key) not in allowed:
             raise ConfigError(
                 f"lora.restart_every is {every}, but a restart changes base weights, and with {key} {config.get(key)} "
-                f"these cannot be written. Set --{key} {wanted[-1]}, or leave --lora.restart_every out."
+                f"these cannot be written. Set --{key} {allowed[-1]}, or leave --lora.restart_every out."
             )
     if config.offload.link_weights != "exact":
         raise ConfigError(
@@ -659,14 +667,14 @@ def _names_in(value: Any) -> list[str]:
     return [each if isinstance(each, str) else each["path"] for each in value]
 
 
-def _has_moved(key: str, was: Any) -> bool:
+def _has_moved(key: str, value: Any) -> bool:
     """Tell whether the files named by a setting are gone. The new name may then mean the same files in another place.
 
     Later checks decide: the data are compared by their tokens, and the model comes from the checkpoint.
     """
-    if key not in ("model.path", "data.tokenizer", "data.source", "data.sources", "data.eval_source") or not was:
+    if key not in ("model.path", "data.tokenizer", "data.source", "data.sources", "data.eval_source") or not value:
         return False
-    paths = [str(Path(name).expanduser()) for name in _names_in(was)]
+    paths = [str(Path(name).expanduser()) for name in _names_in(value)]
     return not any(path.startswith("builtin:") or glob(path) for path in paths)  # noqa: PTH207 - absolute ones, too
 
 
@@ -724,14 +732,14 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values under current key names. Raises ConfigError if a key appears under both names."""
     for key in values:
-        if present_name(key) != key and present_name(key) in values:
+        if current_name(key) != key and current_name(key) in values:
             raise ConfigError(
-                f"{key} is the earlier name of {present_name(key)}, and both are set; leave one of them out."
+                f"{key} is the earlier name of {current_name(key)}, and both are set; leave one of them out."
             )
-    return {present_name(key): value for key, value in values.items()}
+    return {current_name(key): value for key, value in values.items()}
 
 
 def _yaml_value(value: Any) -> str:
@@ -752,9 +760,9 @@ def _show(value: Any) -> str:
 
 def _explain(error: ValidationError) -> str:
     """Turn pydantic errors into one paragraph: key, value, allowed values."""
-    found = error.errors()
-    unknown = [".".join(map(str, item["loc"][:2])) for item in found if item["type"] == "extra_forbidden"]
-    wrong = [item for item in found if item["type"] != "extra_forbidden"]
+    problems = error.errors()
+    unknown = [".".join(map(str, item["loc"][:2])) for item in problems if item["type"] == "extra_forbidden"]
+    wrong = [item for item in problems if item["type"] != "extra_forbidden"]
     sentences = [unknown_keys(unknown)] if unknown else []
     for item in wrong[:3]:
         place = [str(part) for part in item["loc"]]
@@ -776,7 +784,7 @@ def _explain(error: ValidationError) -> str:
 def _meant_value(key: str, item: Mapping[str, Any]) -> str:
     """Return ` (did you mean VALUE?)`: a value known to another key, else the nearest allowed value for this key."""
     value = str(item["input"])
-    meant = familiar(value)
+    meant = equivalent_setting(value)
     if meant and meant != key:
         return f" (did you mean {meant}?)"
     return nearest(value, re.findall(r"'([^']*)'", str(item.get("ctx", {}).get("expected", ""))), cutoff=0.6)
@@ -808,8 +816,8 @@ def _meant_key(key: str) -> str:
     section, _, field = key.partition(".")
     keys = all_keys()
     name = field or section
-    owners = [known for known in keys if known.split(".")[1] == name]
-    if meant := owners[0] if owners else familiar(name):
+    owners = [other for other in keys if other.split(".")[1] == name]
+    if meant := owners[0] if owners else equivalent_setting(name):
         return f" (did you mean {meant}?)"
     if section in Config.SECTIONS:
         near = nearest(field, Config.SECTIONS[section].model_fields).replace("mean ", f"mean {section}.")

@@ -16,8 +16,8 @@ import tyro
 from pydantic.fields import FieldInfo
 
 from offload.config.config import Config, all_keys, unknown_keys
-from offload.config.familiar import familiar, present_name
-from offload.config.sections import kinds_in
+from offload.config.other_trainers import current_name, equivalent_setting
+from offload.config.sections import nested_types
 from offload.errors import ConfigError, nearest, shorten
 
 _ABOUT_GPUS = (
@@ -26,7 +26,7 @@ _ABOUT_GPUS = (
 )
 _Own = Mapping[str, tuple[str, str, str]]
 """Options of a single command by name, each a `command_line.OwnOption`."""
-_BESIDE_SECTIONS = {
+_COMMON_OPTIONS = {
     "config": ("FILE.yaml", "", "Read settings from this file; the command line overrides it."),
     "debug": ("{true,false}", "", "Show tracebacks; the same as --run.debug."),
     "gpus": ("N", "(default: 1)", _ABOUT_GPUS),
@@ -59,9 +59,9 @@ def read_command(
     if parsed.debug != _UNSET:
         overrides["run.debug"] = parsed.debug
     path = None if parsed.config == _UNSET else Path(parsed.config)
-    given = {name: getattr(parsed, name.replace("-", "_")) for name in own}
+    texts = {name: getattr(parsed, name.replace("-", "_")) for name in own}
     config = Config.load(path, overrides, origin="command line", may_go_on=may_go_on)
-    return config, {name: None if text == _UNSET else text for name, text in given.items()}
+    return config, {name: None if text == _UNSET else text for name, text in texts.items()}
 
 
 def _normalise(words: Sequence[str], own: _Own) -> list[str]:
@@ -75,8 +75,8 @@ def _normalise(words: Sequence[str], own: _Own) -> list[str]:
             return ["--help"]
         if word.startswith("--"):
             key, *value = word.removeprefix("--").split("=", 1)
-            if (known := key.replace("-", "_")) != present_name(known):
-                word = "=".join([f"--{present_name(known)}", *value])
+            if (setting := key.replace("-", "_")) != current_name(setting):
+                word = "=".join([f"--{current_name(setting)}", *value])
         result.append(word)
         name = word.removeprefix("--").replace("-", "_")
         if not word.startswith("--") or "=" in word:
@@ -94,7 +94,7 @@ def _unknown_words(unknown: Sequence[str], own: Iterable[str]) -> str:
     sentences, keys = [], []
     for word in dict.fromkeys(word for word in unknown if word.startswith("--")):
         key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        is_option = "." not in key and not familiar(key)
+        is_option = "." not in key and not equivalent_setting(key)
         if is_option and (close := nearest(key, ["config", "debug", "gpus", "help", *own])):
             sentences.append(f"unknown option {shorten(word)}{close}; see --help.")
         else:
@@ -111,26 +111,26 @@ def _field(key: str) -> FieldInfo:
     return Config.SECTIONS[section].model_fields[field]
 
 
-def value_of(name: str, field: FieldInfo) -> str:
+def value_hint(name: str, field: FieldInfo) -> str:
     """Return the value shown in the help: the choices, or the type."""
     if "none" in str(field.description) and name.endswith(("_memory", "_bytes")):
         return "SIZE"
     choices = [
-        shown(word)
-        for part in kinds_in(field.annotation)
+        format_value(word)
+        for part in nested_types(field.annotation)
         if typing.get_origin(part) is typing.Literal
         for word in typing.get_args(part)
     ]
-    kinds = {typing.get_origin(part) or part for part in kinds_in(field.annotation)}
+    types = {typing.get_origin(part) or part for part in nested_types(field.annotation)}
     if choices:
-        return "{" + ",".join([*choices, "N"] if int in kinds else choices) + "}"
-    for kind, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
-        if kind in kinds:
-            return "{auto,N}" if kinds >= {int, str} else name
+        return "{" + ",".join([*choices, "N"] if int in types else choices) + "}"
+    for value_type, name in ((dict, "YAML"), (bool, "{true,false}"), (float, "NUMBER"), (int, "N"), (str, "TEXT")):
+        if value_type in types:
+            return "{auto,N}" if types >= {int, str} else name
     return "VALUE"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value in command-line notation."""
     if value is None:
         return "none"
@@ -140,27 +140,29 @@ def shown(value: Any) -> str:
 
 
 def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
-    metavar = value_of(name, field)
-    told = tyro.conf.arg(
+    metavar = value_hint(name, field)
+    argument = tyro.conf.arg(
         metavar=metavar,
         help=field.description,
-        help_behavior_hint=f"(default: {shown(field.get_default())})",
+        help_behavior_hint=f"(default: {format_value(field.get_default())})",
     )
-    many = metavar != "YAML" and any(typing.get_origin(kind) is tuple for kind in kinds_in(field.annotation))
-    kind: Any = tuple[str, ...] if many else str
-    return name, Annotated[kind, told], dataclasses.field(default=(_UNSET,) if many else _UNSET)
+    many = metavar != "YAML" and any(
+        typing.get_origin(value_type) is tuple for value_type in nested_types(field.annotation)
+    )
+    value_type: Any = tuple[str, ...] if many else str
+    return name, Annotated[value_type, argument], dataclasses.field(default=(_UNSET,) if many else _UNSET)
 
 
 def _command_line(own: _Own) -> type:
     """Build the dataclass for tyro: a few options, and the configuration sections with every value as text."""
     options: list[tuple[str, Any, Any]] = []
-    for name, (metavar, default, about) in {**_BESIDE_SECTIONS, **own}.items():
+    for name, (metavar, default, about) in {**_COMMON_OPTIONS, **own}.items():
         aliases = [f"--{name}"] if "-" in name else None
-        told = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default, aliases=aliases)
-        options.append((name.replace("-", "_"), Annotated[str, told], dataclasses.field(default=_UNSET)))
+        argument = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default, aliases=aliases)
+        options.append((name.replace("-", "_"), Annotated[str, argument], dataclasses.field(default=_UNSET)))
     for name, section in Config.SECTIONS.items():
         mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
         mirror.__doc__ = section.__doc__
-        told = tyro.conf.arg(help=section.__doc__)  # otherwise tyro searches this source file for a comment
-        options.append((name, Annotated[mirror, told], dataclasses.field(default_factory=mirror)))
+        argument = tyro.conf.arg(help=section.__doc__)  # otherwise tyro searches this source file for a comment
+        options.append((name, Annotated[mirror, argument], dataclasses.field(default_factory=mirror)))
     return dataclasses.make_dataclass("CommandLine", options)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from offload.config.data_sources import Format, as_columns, as_sources
 from offload.config.presets import PRESETS
-from offload.config.rules import OFFERS, RuleName
+from offload.config.rules import RULE_SETTINGS, RuleName
 from offload.errors import ConfigError, nearest, shorten
 
 _SIZE_UNITS = {
@@ -48,9 +48,9 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
         if not 0 <= num_bytes < 2**63:
             raise ValueError
     except (ValueError, KeyError):
-        what = f"{key} is {shorten(repr(value))}; " if key else ""
+        prefix = f"{key} is {shorten(repr(value))}; " if key else ""
         raise ConfigError(
-            f'{what}it should be a size such as "6GiB", "512MiB", "1.5GB", a number of bytes, or none'
+            f'{prefix}it should be a size such as "6GiB", "512MiB", "1.5GB", a number of bytes, or none'
         ) from None
     return int(num_bytes)
 
@@ -141,12 +141,12 @@ def _as_groups(value: Any) -> Any:
 
 def _as_group_value(value: Any) -> float | str:
     """Accept a finite number, or the name of an update rule."""
-    if isinstance(value, str) and value in OFFERS:
+    if isinstance(value, str) and value in RULE_SETTINGS:
         return value
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(value, bool) and math.isfinite(number := float(value)):
             return number
-    raise ValueError(f"it should be a finite number, or for rule one of {', '.join(OFFERS)}")
+    raise ValueError(f"it should be a finite number, or for rule one of {', '.join(RULE_SETTINGS)}")
 
 
 def _as_throttle(value: Any) -> Any:
@@ -225,7 +225,7 @@ Columns = Annotated[dict[str, str], BeforeValidator(lambda value: as_columns(_as
 StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 
-GIVEN = "python:"
+PYTHON_PREFIX = "python:"
 """Prefix in model.path before the class name, for a model object passed to `Trainer`."""
 
 
@@ -251,17 +251,17 @@ class Section(BaseModel):
     @classmethod
     def _words(cls, value: Any, info: ValidationInfo) -> Any:
         """Turn `none` into None if allowed, and reject true and false as numbers and names."""
-        kinds = kinds_in(cls.model_fields[str(info.field_name)].annotation)
-        if type(None) in kinds and isinstance(value, str) and value.strip().lower() in ("none", "null"):
+        types = nested_types(cls.model_fields[str(info.field_name)].annotation)
+        if type(None) in types and isinstance(value, str) and value.strip().lower() in ("none", "null"):
             return None
-        if isinstance(value, bool) and not any(kind is bool or kind is value for kind in kinds):
+        if isinstance(value, bool) and not any(each is bool or each is value for each in types):
             raise ValueError("it cannot be true or false")
         return value
 
 
-def kinds_in(annotation: Any) -> list[Any]:
+def nested_types(annotation: Any) -> list[Any]:
     """Return a type followed by all nested type arguments."""
-    return [annotation, *(kind for part in typing.get_args(annotation) for kind in kinds_in(part))]
+    return [annotation, *(nested for part in typing.get_args(annotation) for nested in nested_types(part))]
 
 
 class RunSection(Section):
@@ -299,7 +299,7 @@ class ModelSection(Section):
 
     @field_validator("preset")
     @classmethod
-    def _known(cls, value: str | None) -> str | None:
+    def _check_preset(cls, value: str | None) -> str | None:
         if value is not None and value not in PRESETS:
             raise ValueError(f"it should be one of {', '.join(PRESETS)}{nearest(value, PRESETS)}")
         return value

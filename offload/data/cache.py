@@ -19,7 +19,7 @@ from offload.native.io import sync_path
 T = TypeVar("T")
 
 
-def cached(root: Path, name: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
+def load_or_build(root: Path, name: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
     """Return `load(root / name)`. If the folder is absent or unreadable, `build` fills a new folder first.
 
     `load` raises OSError, ValueError or KeyError for an absent or damaged folder. Raises ConfigError if the cache is

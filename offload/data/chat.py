@@ -57,31 +57,34 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
         """Raises ConfigError for named templates without a `default`."""
-        named = tokenizer.chat_template or BUILTIN_TEMPLATE
-        named = named if isinstance(named, dict) else {"default": named}
-        if "default" not in named:
+        templates = tokenizer.chat_template or BUILTIN_TEMPLATE
+        templates = templates if isinstance(templates, dict) else {"default": templates}
+        if "default" not in templates:
             raise ConfigError(
-                f"the tokenizer has the chat templates {', '.join(sorted(named))}, and none is named default: write "
-                "one of them into chat_template.jinja in the folder of the tokenizer."
+                f"the tokenizer has the chat templates {', '.join(sorted(templates))}, and none is named default: "
+                "write one of them into chat_template.jinja in the folder of the tokenizer."
             )
-        self._default = Template(tokenizer, named["default"])
-        self._tool_use = Template(tokenizer, named["tool_use"]) if "tool_use" in named else self._default
+        self._default = Template(tokenizer, templates["default"])
+        self._tool_use = Template(tokenizer, templates["tool_use"]) if "tool_use" in templates else self._default
         self._train_on_prompt = train_on_prompt
 
-    def documents(self, chat: Chat) -> list[Segments]:
+    def render_documents(self, chat: Chat) -> list[Segments]:
         """Return the documents of a conversation: several only if the template rewrites earlier turns.
 
         Raises BadRow. Raises ConfigError if the answers cannot be located.
         """
         template = self._tool_use if chat.tools else self._default
-        chat = template.checked(chat)
+        chat = template.with_expected_arguments(chat)
         whole, marks = template.render(chat, len(chat.messages))
         if self._train_on_prompt:
-            return [_segments(whole, _left_out(template, chat, whole), inside=False)]
-        if marks is not None and not chat.marks and chat.num_given is None:
+            return [_segments(whole, _untrained_spans(template, chat, whole), inside=False)]
+        if marks is not None and not chat.marks and chat.num_prompt is None:
             return [_segments(whole, marks)]
         parts = [_find_message(template, chat, i) for i in range(len(chat.messages)) if chat.trains(i)]
-        spans = [_within((start, len(text)), own if chat.num_given is None else None) for start, text, own in parts]
+        spans = [
+            _within((start, len(text)), own_marks if chat.num_prompt is None else None)
+            for start, text, own_marks in parts
+        ]
         if all(whole.startswith(text) for _, text, _ in parts):
             return [_segments(whole, [span for each in spans for span in each])]
         return [_segments(text, each) for (_, text, _), each in zip(parts, spans, strict=True)]
@@ -93,8 +96,8 @@ class Template:
     def __init__(self, tokenizer: Any, text: str) -> None:
         self._tokenizer = tokenizer
         self._text: str = _FIXED_CLOCK + text if "strftime_now" in text else text
-        self._marked = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
-        self._written: dict[str, bool] = {}
+        self._has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+        self._key_is_written: dict[str, bool] = {}
 
     def render(self, chat: Chat, num_messages: int, add_generation_prompt: bool = False) -> tuple[str, Spans | None]:
         """Return the text of the first messages and the character ranges inside `generation` marks.
@@ -110,23 +113,23 @@ class Template:
                 f"{chat.where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
             ) from error
 
-    def checked(self, chat: Chat) -> Chat:
+    def with_expected_arguments(self, chat: Chat) -> Chat:
         """Return the conversation with tool call arguments in the form the template expects.
 
         Raises BadRow for a key that the template does not write.
         """
-        said = {"tools": "'tools'"} if chat.tools else {}
+        used_keys = {"tools": "'tools'"} if chat.tools else {}
         for number, message in enumerate(chat.messages, 1):
-            said |= {key: f"{key!r} in message {number}" for key in TEMPLATE_KEYS if message.get(key)}
+            used_keys |= {key: f"{key!r} in message {number}" for key in TEMPLATE_KEYS if message.get(key)}
             if message["role"] == _DEVELOPER:
-                said[_DEVELOPER] = f"message {number} of the role {_DEVELOPER!r}"
-        for key, named in said.items():
+                used_keys[_DEVELOPER] = f"message {number} of the role {_DEVELOPER!r}"
+        for key, key_name in used_keys.items():
             if not self._writes(key):
                 raise BadRow(
-                    f"{chat.where} has {named}, but the tokenizer's chat template drops it: use a tokenizer with "
+                    f"{chat.where} has {key_name}, but the tokenizer's chat template drops it: use a tokenizer with "
                     "another chat template, write it into a 'content', or leave it out."
                 )
-        if "tool_calls" not in said:
+        if "tool_calls" not in used_keys:
             return chat
         return replace(chat, messages=[self._with_arguments(each, chat.where) for each in chat.messages])
 
@@ -135,18 +138,18 @@ class Template:
 
         A template error counts as True: rendering the actual row decides.
         """
-        if key not in self._written:
-            shown = self._try_out(*_probe(key))
-            self._written[key] = shown is None or _PROBE in shown
-        return self._written[key]
+        if key not in self._key_is_written:
+            rendered = self._try_out(*_probe(key))
+            self._key_is_written[key] = rendered is None or _PROBE in rendered
+        return self._key_is_written[key]
 
     @cached_property
     def _takes_text(self) -> bool:
         """True if tool call arguments must be a text: the template fails on an object or writes a Python dict."""
         messages, _ = _probe("tool_calls")
-        shown = self._try_out(messages)
+        rendered = self._try_out(messages)
         messages[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(_KEYED)
-        return (shown is None or str(_KEYED) in shown) and self._try_out(messages) is not None
+        return (rendered is None or str(_KEYED) in rendered) and self._try_out(messages) is not None
 
     def _with_arguments(self, message: dict[str, Any], where: str) -> dict[str, Any]:
         """Return a message with tool call arguments as a text or an object, per `_takes_text`. Raises BadRow."""
@@ -155,10 +158,10 @@ class Template:
             function = call.get("function", call) if isinstance(call, dict) else None
             if not isinstance(function, dict):
                 raise BadRow(f"{where}: each of 'tool_calls' must be an object with a 'function'.")
-            own = dict(function)
-            if "arguments" in own:
-                own["arguments"] = _arguments(own["arguments"], self._takes_text, where)
-            calls.append({**call, "function": own} if "function" in call else own)
+            own_function = dict(function)
+            if "arguments" in own_function:
+                own_function["arguments"] = _parse_arguments(own_function["arguments"], self._takes_text, where)
+            calls.append({**call, "function": own_function} if "function" in call else own_function)
         return {**message, "tool_calls": calls} if calls else message
 
     def _try_out(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str | None:
@@ -169,14 +172,19 @@ class Template:
             return None
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, Spans | None]:
-        if not self._marked:
-            given = {"chat_template": self._text, "tokenize": False, **options}
-            return str(self._tokenizer.apply_chat_template(messages, tools=tools, **given)), None
+        if not self._has_marks:
+            render_options = {"chat_template": self._text, "tokenize": False, **options}
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, **render_options)), None
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        named = getattr(self._tokenizer, "tokenizer", self._tokenizer).special_tokens_map  # also from a processor
-        given = {"chat_template": self._text, "return_assistant_tokens_mask": True, **named, **options}
-        (text,), (spans,) = render_jinja_template([messages], tools, **given)
+        special = getattr(self._tokenizer, "tokenizer", self._tokenizer).special_tokens_map  # also from a processor
+        render_options = {
+            "chat_template": self._text,
+            "return_assistant_tokens_mask": True,
+            **special,
+            **options,
+        }
+        (text,), (spans,) = render_jinja_template([messages], tools, **render_options)
         return str(text), spans
 
 
@@ -197,7 +205,7 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
                 "with text that the finished conversation lacks, so the trained tokens cannot be found: leave the "
                 "variable out, or write the text into the answers."
             )
-        return max(len(before), _num_common(prompt, text)), text, marks
+        return max(len(before), _common_prefix_length(prompt, text)), text, marks
     raise ConfigError(
         f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, an answer, when the "
         "answer is added, so the assistant's tokens cannot be found. Set data.train_on_prompt=true to train on all "
@@ -205,7 +213,7 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
     )
 
 
-def _left_out(template: Template, chat: Chat, whole: str) -> Spans:
+def _untrained_spans(template: Template, chat: Chat, whole: str) -> Spans:
     """Return the ranges of messages marked as not trained. Raises BadRow."""
     parts = [_find_message(template, chat, index) for index, mark in chat.marks.items() if not mark]
     if not all(whole.startswith(text) for _, text, _ in parts):
@@ -216,7 +224,7 @@ def _left_out(template: Template, chat: Chat, whole: str) -> Spans:
     return [(start, len(text)) for start, text, _ in parts]
 
 
-def _num_common(a: str, b: str) -> int:
+def _common_prefix_length(a: str, b: str) -> int:
     """Return the common prefix length."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -248,14 +256,14 @@ def _probe(key: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
     return [turns[0], {**turns[1], key: TEMPLATE_KEYS[key](_PROBE)}], None
 
 
-def _arguments(given: Any, as_text: bool, where: str) -> Any:
+def _parse_arguments(arguments: Any, as_text: bool, where: str) -> Any:
     """Return tool call arguments as JSON text or as an object. Raises BadRow."""
     if as_text:
-        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     try:
-        made = json.loads(given or "{}") if isinstance(given, str) else given
+        parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         raise BadRow(f"{where}: 'tool_calls' have 'arguments' that are not valid JSON: {error}.") from error
-    if not isinstance(made, dict):
+    if not isinstance(parsed, dict):
         raise BadRow(f"{where}: the 'arguments' in 'tool_calls' must be an object, or a text with one as JSON.")
-    return made
+    return parsed

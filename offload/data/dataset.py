@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.data.groups import Batching, ByLength, Mixed
+from offload.data.groups import Batching, LengthBatching, MixedBatching
 from offload.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
 from offload.data.packing import IGNORE, Layout
-from offload.data.pictured import PictureInputs
-from offload.data.prepare import Found, Preparation
-from offload.data.source_rows import SourceFacts, SourceRows, names_of
+from offload.data.picture_encoder import PictureInputs
+from offload.data.prepare import Preparation, SourceFiles
+from offload.data.source_rows import SourceRows, SourceSummary, names_of
 from offload.data.sources import Source, SourceFile, both_names, hash_text
 from offload.data.storage import Mark
 from offload.data.tokenizer import UNKNOWN
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(
         ("sources", "eval_sources", "eval_share", "on_bad_row"),
-        "Tokens are made of one source at a time: `Found` has it, and the key a hash of the files.",
+        "Tokens are made of one source at a time: `SourceFiles` has it, and the key a hash of the files.",
     ),
     **dict.fromkeys(
         ("tokenizer", "model_path", "is_pretrained"),
@@ -70,9 +70,9 @@ class Dataset:
     """Seed for the row order."""
     notes: tuple[str, ...] = ()
     """Messages for the user, e.g. about skipped texts or truncated tokens."""
-    sources: tuple[SourceFacts, ...] = ()
+    sources: tuple[SourceSummary, ...] = ()
     """Properties of the training sources."""
-    eval_sources: tuple[SourceFacts, ...] = ()
+    eval_sources: tuple[SourceSummary, ...] = ()
     """Properties of the eval sources (without the held-out rows)."""
     named_evals: Mapping[str, RowSet] = field(default_factory=dict)
     """Eval source rows, by source name."""
@@ -80,7 +80,7 @@ class Dataset:
     """Rows from each training source."""
     pad_id: int = 0
     """Padding token id."""
-    batching: Batching = field(default_factory=Mixed)
+    batching: Batching = field(default_factory=MixedBatching)
     """Assigns rows to batches."""
     pictures: PictureInputs | None = None
     """Builds picture tensors. None: text only."""
@@ -113,22 +113,22 @@ class Dataset:
         return sum(rows.num_rows for rows in self.evals.values())
 
     @property
-    def one_picture_a_row(self) -> bool:
+    def has_one_picture_per_row(self) -> bool:
         """True if each training and eval row has exactly one picture."""
         stores = [each for rows in self.source_rows for each in (rows.tokens.train, rows.tokens.eval)]
-        return all(store.pictured is not None and store.pictured.one_each for store in stores)
+        return all(store.picture_store is not None and store.picture_store.has_one_picture_each for store in stores)
 
     @property
-    def rows(self) -> str:
+    def rows_description(self) -> str:
         """Row counts and row layout, in words."""
         group, rows = self.group, "pairs of rows" if self.group > 1 else "rows"
         return (
             f"{rows}: {self.num_train_rows // group:,} of {counted(self.sequence_length, 'token')} to train on, "
-            f"{self.num_eval_rows // group:,} to evaluate; {self.layout}"
+            f"{self.num_eval_rows // group:,} to evaluate; {self.layout_description}"
         )
 
     @property
-    def layout(self) -> str:
+    def layout_description(self) -> str:
         """Row layout, in words."""
         if self.train.packing == "isolated":
             return "packed, each document apart, with positions of its own"
@@ -186,11 +186,11 @@ class Dataset:
         if batch_size < 1:
             raise ConfigError(f"An eval batch must have at least 1 row, not {batch_size}.")
         name = next(iter(self.evals), "") if name is None else name
-        found = self.evals.get(name, self.eval)
-        num_batches = -(-found.num_rows // batch_size)
+        row_set = self.evals.get(name, self.eval)
+        num_batches = -(-row_set.num_rows // batch_size)
         for index in range(num_batches if max_batches is None else min(num_batches, max_batches)):
             begin = index * batch_size
-            rows = found.at(begin, min(batch_size, found.num_rows - begin), _EVAL_SEED)
+            rows = row_set.at(begin, min(batch_size, row_set.num_rows - begin), _EVAL_SEED)
             yield self._read(f"eval {name}", rows, rank, world_size)
 
     @property
@@ -212,22 +212,22 @@ class Dataset:
         rows = self.row_sets[name]
         part = share(len(indices), rank, world_size, rows.group)
         fillers = _fillers(rows, indices, part)
-        own = np.concatenate([indices[part], fillers])
+        own_rows = np.concatenate([indices[part], fillers])
         lengths = rows.lengths(indices)
         width = self.batching.width(lengths, rows.sequence_length)
-        ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own))
-        labels[len(own) - len(fillers) :] = IGNORE
+        ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own_rows))
+        labels[len(own_rows) - len(fillers) :] = IGNORE
         batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-        if (positions := rows.positions(own)) is not None:
+        if (positions := rows.positions(own_rows)) is not None:
             batch["position_ids"] = torch.from_numpy(positions)
         elif (lengths < width).any():
-            mask = np.arange(width) < rows.lengths(own)[:, None]
+            mask = np.arange(width) < rows.lengths(own_rows)[:, None]
             batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
-        if self.pictures is not None and (documents := rows.pictured(own)) is not None:
+        if self.pictures is not None and (documents := rows.picture_documents(own_rows)) is not None:
             batch |= self.pictures.of(documents, ids)
         for key, values in self.values.get(name, {}).items():
             batch[key] = torch.zeros(ids.shape, dtype=torch.float32)
-            batch[key][:, 0] = torch.from_numpy(values[own])
+            batch[key][:, 0] = torch.from_numpy(values[own_rows])
         return batch
 
     def eval_bytes(self, num_rows: int, name: str) -> int | None:
@@ -235,8 +235,8 @@ class Dataset:
 
         None: not known, because the data is token ids or the tokenizer is not a fast one.
         """
-        found = self.evals[name]
-        return found.num_bytes(found.at(0, num_rows, _EVAL_SEED))
+        row_set = self.evals[name]
+        return row_set.num_bytes(row_set.at(0, num_rows, _EVAL_SEED))
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings by which a checkpoint recognizes the data. The position is the step."""
@@ -255,15 +255,17 @@ class Dataset:
         """Raise ConfigError if `state` (from a `state_dict`) describes other batches."""
         keys = {"sequence_length": "data", "packing": "data", "group_by_length": "data"}
         keys |= {"batch_size": "train", "seed": "run"}
-        own, state = ({"group_by_length": False, **each} for each in (self.state_dict(), state))
+        current, state = ({"group_by_length": False, **each} for each in (self.state_dict(), state))
         for key, section in keys.items():
-            if state.get(key) != own[key]:
-                hint = " (isolated: --data.packing_isolated true)" if "isolated" in (own[key], state.get(key)) else ""
-                raise ConfigError(
-                    f"{section}.{key} is {own[key]} and was {state.get(key)} when the run began{hint}: batches would "
-                    "differ. Set it back, or begin a new run in another run.dir."
+            if state.get(key) != current[key]:
+                hint = (
+                    " (isolated: --data.packing_isolated true)" if "isolated" in (current[key], state.get(key)) else ""
                 )
-        if state.get("fingerprint") != own["fingerprint"]:
+                raise ConfigError(
+                    f"{section}.{key} is {current[key]} and was {state.get(key)} when the run began{hint}: batches "
+                    "would differ. Set it back, or begin a new run in another run.dir."
+                )
+        if state.get("fingerprint") != current["fingerprint"]:
             raise ConfigError(
                 "The training data has changed since the run began: the tokens differ, because of the files, their "
                 "format, the tokenizer, data.eval_share, data.train_on_prompt or the weights of sources. Restore them, "
@@ -327,7 +329,7 @@ def build_dataset(
         no_answers: The same for rows that separate a prompt from an answer.
         progress: Called with (stage, fraction done) during preparation.
     """
-    asked = {name: value for name, value in locals().items() if name not in LEFT_OUT}
+    key_settings = {name: value for name, value in locals().items() if name not in LEFT_OUT}
     if sequence_length < 2:
         raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
     if batch_size < 1:
@@ -336,33 +338,48 @@ def build_dataset(
         raise ConfigError(
             f"data.eval_share={eval_share} must lie in [0, 1): the share of the data kept for evaluation."
         )
-    found = [Found(source, vocab_size, eval_share, on_bad_row) for source in sources]
-    held = [Found(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
-    _check_apart(found, held)
-    _check_pairs([*found, *held], pairs=pairs)
-    pictured = next((each for each in (*found, *held) if each.holds_pictures), None)
-    if pictured is not None and no_pictures:
-        raise ConfigError(f"{pictured.source.setting} {pictured.source} has pictures, and {no_pictures}")
-    answered = next((each for each in (*found, *held) if each.may_mask), None)
-    if answered is not None and no_answers and not train_on_prompt:
-        formats = ", ".join(sorted(answered.formats))
-        raise ConfigError(f"{answered.source.setting} {answered.source} has the format {formats}, and {no_answers}")
-    where = cache_dir if cache_dir is not None else default_cache_dir()
-    preparation = Preparation([*found, *held], vocab_size, where, progress or (lambda *_: None), num_workers, asked)
-    loaded = preparation.tokenizer(tokenizer, model_path, is_pretrained)
+    training_files = [SourceFiles(source, vocab_size, eval_share, on_bad_row) for source in sources]
+    eval_files = [SourceFiles(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
+    _check_disjoint(training_files, eval_files)
+    _check_pairs([*training_files, *eval_files], pairs=pairs)
+    with_pictures = next((each for each in (*training_files, *eval_files) if each.has_pictures), None)
+    if with_pictures is not None and no_pictures:
+        raise ConfigError(f"{with_pictures.source.setting} {with_pictures.source} has pictures, and {no_pictures}")
+    with_answers = next((each for each in (*training_files, *eval_files) if each.may_mask), None)
+    if with_answers is not None and no_answers and not train_on_prompt:
+        formats = ", ".join(sorted(with_answers.formats))
+        raise ConfigError(
+            f"{with_answers.source.setting} {with_answers.source} has the format {formats}, and {no_answers}"
+        )
+    cache_folder = cache_dir if cache_dir is not None else default_cache_dir()
+    preparation = Preparation(
+        [*training_files, *eval_files],
+        vocab_size,
+        cache_folder,
+        progress or (lambda *_: None),
+        num_workers,
+        key_settings,
+    )
+    loaded = preparation.open_tokenizer(tokenizer, model_path, is_pretrained)
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
     )
-    names = names_of([each.source for each in (*found, *held)])
+    names = names_of([each.source for each in (*training_files, *eval_files)])
     if isolated is None:
-        isolated = any(each.holds_chats for each in found)
-    layout: Layout = False if pictured else "isolated" if packing and isolated else packing
-    told = {}
-    for name, each in zip(names, [*found, *held], strict=True):
-        tokens = preparation.tokens(each, loaded, train_on_prompt)
-        told[name] = SourceRows.of(name, each, tokens, sequence_length, layout, pad_id)
-    training, evaluated = list(told.values())[: len(found)], list(told.values())[len(found) :]
-    notes = [*preparation.notes, *(note for each in told.values() for note in each.notes(of=len(told) > 1))]
+        isolated = any(each.has_chats for each in training_files)
+    layout: Layout = False if with_pictures else "isolated" if packing and isolated else packing
+    source_rows = {}
+    for name, each in zip(names, [*training_files, *eval_files], strict=True):
+        tokens = preparation.tokenize(each, loaded, train_on_prompt)
+        source_rows[name] = SourceRows.of(name, each, tokens, sequence_length, layout, pad_id)
+    training, evaluated = (
+        list(source_rows.values())[: len(training_files)],
+        list(source_rows.values())[len(training_files) :],
+    )
+    notes = [
+        *preparation.notes,
+        *(note for each in source_rows.values() for note in each.notes(with_name=len(source_rows) > 1)),
+    ]
     if getattr(loaded, "unk_token", None) == UNKNOWN:
         notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
     parts = [each.train for each in training]
@@ -377,35 +394,35 @@ def build_dataset(
         batch_size * group,
         seed,
         tuple(notes),
-        tuple(each.facts(quota, sum(shares)) for each, quota in zip(training, shares, strict=True)),
-        tuple(each.facts(None, 0) for each in evaluated),
+        tuple(each.summarize(quota, sum(shares)) for each, quota in zip(training, shares, strict=True)),
+        tuple(each.summarize(None, 0) for each in evaluated),
         {each.name: each.train for each in evaluated},
         tuple(training),
         pad_id,
-        ByLength() if group_by_length and layout is False and not pairs else Mixed(),
+        LengthBatching() if group_by_length and layout is False and not pairs else MixedBatching(),
         None if preparation.processor is None else PictureInputs(preparation.processor),
     )
 
 
-def _fillers(rows: RowSet, indices: np.ndarray, own: slice) -> np.ndarray:
-    """Return filler rows for a rank, int64 [n], in addition to the rows in slice `own`.
+def _fillers(rows: RowSet, indices: np.ndarray, own_slice: slice) -> np.ndarray:
+    """Return filler rows for a rank, int64 [n], in addition to the rows in `own_slice`.
 
     A rank without rows gets one group. A rank without pictures gets one row with a picture if other ranks have
     pictures.
     """
-    shows = np.asarray([bool(each.pictures) for each in rows.pictured(indices) or ()], bool)
-    if shows.any() and not shows[own].any():
-        return indices[shows][:1]
-    return indices[:0] if own.stop > own.start else indices[: rows.group]
+    has_picture = np.asarray([bool(each.pictures) for each in rows.picture_documents(indices) or ()], bool)
+    if has_picture.any() and not has_picture[own_slice].any():
+        return indices[has_picture][:1]
+    return indices[:0] if own_slice.stop > own_slice.start else indices[: rows.group]
 
 
-def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
+def _check_disjoint(training: Sequence[SourceFiles], evaluation: Sequence[SourceFiles]) -> None:
     """Raise ConfigError if a file is in both training and evaluation, under any of its names."""
-    trained: dict[Mark, tuple[Found, SourceFile]] = {}
-    for each in found:
+    by_mark: dict[Mark, tuple[SourceFiles, SourceFile]] = {}
+    for each in training:
         for file in each.files:
             for mark in file.place.marks:
-                other, same = trained.setdefault(mark, (each, file))
+                other, same = by_mark.setdefault(mark, (each, file))
                 if other.holds_out(same) != each.holds_out(file):
                     raise ConfigError(
                         f"{both_names(file, same)} is in two entries of data.sources, {other.source} and "
@@ -413,9 +430,9 @@ def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
                         "would be trained on in the other. Name the file in one source (weight says how often), or set "
                         "--data.eval_share 0."
                     )
-    for each in held:
+    for each in evaluation:
         for file in each.files:
-            for other, same in (trained[mark] for mark in file.place.marks if mark in trained):
+            for other, same in (by_mark[mark] for mark in file.place.marks if mark in by_mark):
                 raise ConfigError(
                     f"data.eval_source {each.source} has {both_names(file, same)}, which data.source {other.source} "
                     "trains on: an eval loss on training data says nothing. Name other files, or hold out a part of "
@@ -423,14 +440,14 @@ def _check_apart(found: Sequence[Found], held: Sequence[Found]) -> None:
                 )
 
 
-def _check_pairs(found: Sequence[Found], *, pairs: bool) -> None:
+def _check_pairs(sources: Sequence[SourceFiles], *, pairs: bool) -> None:
     """Raise ConfigError unless all sources hold preferences (`pairs`), or none does."""
-    other = next((each for each in found if (each.formats == {"preference"}) != pairs), None)
+    other = next((each for each in sources if (each.formats == {"preference"}) != pairs), None)
     if other is not None:
-        formats, asked = ", ".join(sorted(other.formats)), "is not sft" if pairs else "is sft"
+        formats, method = ", ".join(sorted(other.formats)), "is not sft" if pairs else "is sft"
         fix = "name rows of prompt, chosen, rejected" if pairs else "set --train.method dpo, orpo or reward"
         raise ConfigError(
-            f"{other.source.setting} {other.source} has the format {formats}, and train.method {asked}: {fix}."
+            f"{other.source.setting} {other.source} has the format {formats}, and train.method {method}: {fix}."
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 import xxhash
 
-_Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _QUESTIONS = (
     "What does `{name}` do?",
     "Explain the {kind} `{name}` from Python's standard library.",
@@ -31,19 +31,21 @@ def docstring_chats(source: str, file_name: str) -> Iterator[tuple[int, list[dic
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in old modules
         tree = ast.parse(source)
-    for node, qualified, kind in _documented(tree.body, f"{module}.", "function"):
+    for node, qualified, kind in _documented_definitions(tree.body, f"{module}.", "function"):
         wording = _QUESTIONS[xxhash.xxh3_64_intdigest(qualified.encode()) % len(_QUESTIONS)]
         question = wording.format(name=qualified, kind=kind, module=module)
         answer = ast.get_docstring(node) or ""
         yield node.lineno, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _documented(body: list[ast.stmt], prefix: str, function_kind: str) -> Iterator[tuple[_Documented, str, str]]:
+def _documented_definitions(
+    body: list[ast.stmt], prefix: str, function_label: str
+) -> Iterator[tuple[_Definition, str, str]]:
     for node in body:
-        if not isinstance(node, _Documented):
+        if not isinstance(node, _Definition):
             continue
         is_class = isinstance(node, ast.ClassDef)
         if ast.get_docstring(node):
-            yield node, prefix + node.name, "class" if is_class else function_kind
+            yield node, prefix + node.name, "class" if is_class else function_label
         if is_class:
-            yield from _documented(node.body, f"{prefix}{node.name}.", "method")
+            yield from _documented_definitions(node.body, f"{prefix}{node.name}.", "method")

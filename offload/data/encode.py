@@ -13,20 +13,20 @@ import numpy as np
 
 from offload.data.chat import ChatRenderer, Segments
 from offload.data.formats import Chat, Ids, Pair, Preference, Record, Text, picture_bytes, pieces_of, texts_of
-from offload.data.pictures import Pictured
+from offload.data.pictures import PictureDocument
 from offload.data.rows import BadRow, BadRows
-from offload.data.workers import Maker, made_ahead
+from offload.data.workers import BatchEncoder, encode_ahead
 from offload.errors import ConfigError, shorten
 
 _BATCH_CHARS = 2 << 20  # three batches are in memory, one with several hundred bytes per token
 _BATCH_RECORDS = 4096
 
 
-Measured = Literal["none", "held out", "all"]
+ByteCountScope = Literal["none", "held out", "all"]
 """Documents with a byte count for each token. `all` takes twice the time, because byte counts need offsets."""
 
 
-class Tokenized(NamedTuple):
+class TokenizedText(NamedTuple):
     """Tokens in a document or a piece."""
 
     ids: np.ndarray
@@ -36,7 +36,7 @@ class Tokenized(NamedTuple):
     num_bytes: np.ndarray | None = None
     """UTF-8 bytes per token, int64 [n]. None: not counted."""
 
-    def framed(self, before: Sequence[int], after: Sequence[int]) -> Tokenized:
+    def with_frame(self, before: Sequence[int], after: Sequence[int]) -> TokenizedText:
         """Return the tokens between `before` and `after`, special tokens without text bytes.
 
         `before` is trained if all tokens are trained, `after` if the last token is.
@@ -47,17 +47,17 @@ class Tokenized(NamedTuple):
             trained = np.concatenate([np.full(len(before), first), trained, np.full(len(after), last)])
         if num_bytes is not None:
             num_bytes = np.pad(num_bytes, (len(before), len(after)))
-        return Tokenized(
+        return TokenizedText(
             np.concatenate([np.asarray(before, np.int64), ids, np.asarray(after, np.int64)]), trained, num_bytes
         )
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedDocument:
     """A document or a piece as token ids [n].
 
-    `trained` bool [n], None: all tokens are trained. `num_bytes`: as in `Tokenized`. `closes`: the document ends here.
-    `pictured`: rendered text and pictures, for a document with pictures.
+    `trained` bool [n], None: all tokens are trained. `num_bytes`: as in `TokenizedText`. `closes`: the document ends
+    here. `picture_document`: rendered text and pictures, for a document with pictures.
     """
 
     where: str
@@ -66,24 +66,24 @@ class Encoded:
     trained: np.ndarray | None
     closes: bool
     num_bytes: np.ndarray | None = None
-    pictured: Pictured | None = None
+    picture_document: PictureDocument | None = None
 
 
-class Asked(NamedTuple):
+class EncodeRequest(NamedTuple):
     """Request to encode one record."""
 
     record: Record
     in_eval: bool
-    measured: bool  # count UTF-8 bytes per token
+    counts_bytes: bool  # count UTF-8 bytes per token
 
 
 @dataclass
 class _Draft:
     where: str
     in_eval: bool
-    measured: bool
+    counts_bytes: bool
     segments: Segments
-    framed: bool  # add the tokenizer's first and last special tokens; a chat template writes them itself
+    is_framed: bool  # add the tokenizer's first and last special tokens; a chat template writes them itself
     opens: bool = True
     closes: bool = True
     may_be_empty: bool = False  # for a preference: both documents must stay side by side
@@ -93,20 +93,20 @@ class _Draft:
         return "".join(text for text, _ in self.segments)
 
     @property
-    def masked(self) -> bool:
+    def is_masked(self) -> bool:
         """True if some segment is not trained."""
         return any(not trained for _, trained in self.segments)
 
     @property
     def needs_offsets(self) -> bool:
-        return self.masked or self.measured
+        return self.is_masked or self.counts_bytes
 
 
 @dataclass
-class Made:
+class EncodedBatch:
     """Encoded batch."""
 
-    parts: list[Encoded | BadRow]
+    parts: list[EncodedDocument | BadRow]
     """Documents in order, with a `BadRow` in place of each refused record."""
     num_empty: int = 0
     """Skipped documents without a token."""
@@ -127,18 +127,19 @@ class Encoder:
         tokenizer: Any,
         train_on_prompt: bool,
         bad: BadRows | None = None,
-        measured: Measured = "none",
+        byte_count_scope: ByteCountScope = "none",
         num_workers: int = 0,
-        maker: Maker[list[Asked], Made] | None = None,
+        batch_encoder: BatchEncoder[list[EncodeRequest], EncodedBatch] | None = None,
     ) -> None:
         """`bad` receives refused conversations; without `bad` the first one is an error.
 
-        `measured`: documents with byte counts. For `held out`, training documents also get byte counts until the first
-        held-out document, because without one, eval rows are taken from the training rows. `num_workers`: encoding
-        processes; 0: this process with the threads of `tokenizers`. `maker`: encoder in place of the text encoder.
+        `byte_count_scope`: documents with byte counts. For `held out`, training documents also get byte counts until
+        the first held-out document, because without one, eval rows are taken from the training rows. `num_workers`:
+        encoding processes; 0: this process with the threads of `tokenizers`. `batch_encoder`: encoder in place of the
+        text encoder.
         """
-        self._maker = maker or _Maker(tokenizer, train_on_prompt)
-        self._measured, self._holds_out = measured, False
+        self._batch_encoder = batch_encoder or _TextEncoder(tokenizer, train_on_prompt)
+        self._byte_count_scope, self._holds_out = byte_count_scope, False
         self._bad = bad or BadRows("error")
         self._num_workers = num_workers
         self.num_empty = 0
@@ -146,30 +147,30 @@ class Encoder:
         self.num_split = 0
         """Conversations split into several documents."""
 
-    def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[Encoded]:
+    def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[EncodedDocument]:
         """Yield the encoded documents for each (in_eval, record) in order.
 
         Documents without a token are counted and skipped. Later batches are tokenized while the caller consumes earlier
         ones.
         """
-        with closing(made_ahead(self._maker, self._batches(records), self._num_workers)) as batches:
-            for made in batches:
-                self.num_empty += made.num_empty
-                self.num_split += made.num_split
-                for part in made.parts:
+        with closing(encode_ahead(self._batch_encoder, self._batches(records), self._num_workers)) as batches:
+            for batch in batches:
+                self.num_empty += batch.num_empty
+                self.num_split += batch.num_split
+                for part in batch.parts:
                     if isinstance(part, BadRow):
-                        self._bad.met(part)
+                        self._bad.handle(part)
                     else:
                         yield part
 
-    def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[list[Asked]]:
+    def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[list[EncodeRequest]]:
         """Cut records into batches with similar size."""
-        batch: list[Asked] = []
+        batch: list[EncodeRequest] = []
         num_chars = 0
         for in_eval, record in records:
             self._holds_out |= in_eval
-            open_yet = self._measured == "held out" and (in_eval or not self._holds_out)
-            batch.append(Asked(record, in_eval, open_yet or self._measured == "all"))
+            may_need_bytes = self._byte_count_scope == "held out" and (in_eval or not self._holds_out)
+            batch.append(EncodeRequest(record, in_eval, may_need_bytes or self._byte_count_scope == "all"))
             num_chars += len(record.ids) if isinstance(record, Ids) else sum(map(len, texts_of(record)))
             num_chars += picture_bytes(record)
             if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_RECORDS:
@@ -179,50 +180,52 @@ class Encoder:
             yield batch
 
 
-class _Maker:
+class _TextEncoder:
     """Encodes text records in batches, in this process or in a worker."""
 
     def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
         self._tokenizer = tokenizer
         self._train_on_prompt = train_on_prompt
         self._renderer = ChatRenderer(tokenizer, train_on_prompt)
-        self._prefix, self._suffix = frame_of(tokenizer)  # also switches truncation and padding off
+        self._prefix, self._suffix = find_frame(tokenizer)  # also switches truncation and padding off
         self._eos: int | None = tokenizer.eos_token_id
 
-    def make(self, batch: list[Asked]) -> Made:
+    def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode one batch."""
-        made, found = Made([]), list[tuple[Asked, list[Encoded | _Draft] | BadRow]]()
-        for asked in batch:
+        encoded, prepared = EncodedBatch([]), list[tuple[EncodeRequest, list[EncodedDocument | _Draft] | BadRow]]()
+        for request in batch:
             try:
-                found.append((asked, self._begun(asked)))
+                prepared.append((request, self._draft_documents(request)))
             except BadRow as bad:
-                found.append((asked, bad))
-        drafts = (part for _, begun in found if isinstance(begun, list) for part in begun if isinstance(part, _Draft))
-        tokenized = self._tokenized(drafts)
-        for asked, begun in found:
-            done = begun if isinstance(begun, BadRow) else self._documents(asked.record, begun, tokenized)
-            if isinstance(done, BadRow):
-                made.parts.append(done)
+                prepared.append((request, bad))
+        drafts = (
+            part for _, parts in prepared if isinstance(parts, list) for part in parts if isinstance(part, _Draft)
+        )
+        tokenized = self._tokenize_in_batches(drafts)
+        for request, parts in prepared:
+            documents = parts if isinstance(parts, BadRow) else self._finish_documents(request.record, parts, tokenized)
+            if isinstance(documents, BadRow):
+                encoded.parts.append(documents)
                 continue
-            made.num_split += isinstance(asked.record, Chat) and len(done) > 1
-            made.num_empty += done.count(None)
-            made.parts += [each for each in done if each is not None]
-        return made
+            encoded.num_split += isinstance(request.record, Chat) and len(documents) > 1
+            encoded.num_empty += documents.count(None)
+            encoded.parts += [each for each in documents if each is not None]
+        return encoded
 
-    def _begun(self, asked: Asked) -> list[Encoded | _Draft]:
+    def _draft_documents(self, request: EncodeRequest) -> list[EncodedDocument | _Draft]:
         """Return finished documents for token ids, drafts for texts. Raises BadRow."""
-        record = asked.record
+        record = request.record
         if isinstance(record, Ids):
             trained = None if self._train_on_prompt else record.trained
-            return [Encoded(record.where, asked.in_eval, record.ids, trained, record.closes)]
+            return [EncodedDocument(record.where, request.in_eval, record.ids, trained, record.closes)]
         if isinstance(record, Chat) and record.pictures:
             raise ConfigError(
                 f"{record.where} has a picture, but the first rows of its source have none, and decide whether the "
                 "source has pictures: put a row with a picture first."
             )
         if isinstance(record, Preference):
-            return [self._answer(asked, record.chosen), self._answer(asked, record.rejected)]
-        draft = partial(_Draft, record.where, asked.in_eval, asked.measured)
+            return [self._draft_answer(request, record.chosen), self._draft_answer(request, record.rejected)]
+        draft = partial(_Draft, record.where, request.in_eval, request.counts_bytes)
         if isinstance(record, Text):
             pieces = list(pieces_of(record.text))
             last = len(pieces) - 1
@@ -231,90 +234,90 @@ class _Maker:
                 for i, piece in enumerate(pieces)
             ]
         if isinstance(record, Pair):
-            return [draft([(record.prompt, self._train_on_prompt), (record.completion, True)], framed=True)]
-        return [draft(segments, framed=False) for segments in self._renderer.documents(record)]
+            return [draft([(record.prompt, self._train_on_prompt), (record.completion, True)], is_framed=True)]
+        return [draft(segments, is_framed=False) for segments in self._renderer.render_documents(record)]
 
-    def _answer(self, asked: Asked, record: Chat | Pair) -> _Draft:
+    def _draft_answer(self, request: EncodeRequest, record: Chat | Pair) -> _Draft:
         """Return one document (answer) for a preference. Raises BadRow."""
         if isinstance(record, Pair):
-            segments, framed = [(record.prompt, False), (record.completion, True)], True
+            segments, is_framed = [(record.prompt, False), (record.completion, True)], True
         else:
-            (segments, *more), framed = self._renderer.documents(record), False
+            (segments, *more), is_framed = self._renderer.render_documents(record), False
             if more:
                 raise BadRow(
                     f"{record.where}: the chat template changes an answer when another one follows, so several answers "
                     "in 'chosen' or 'rejected' cannot be written as one text: move all answers but the last into "
                     "'prompt'."
                 )
-        return _Draft(record.where, asked.in_eval, asked.measured, segments, framed, may_be_empty=True)
+        return _Draft(record.where, request.in_eval, request.counts_bytes, segments, is_framed, may_be_empty=True)
 
-    def _finished(self, draft: _Draft, made: Tokenized) -> Encoded | None:
+    def _finish_document(self, draft: _Draft, tokens: TokenizedText) -> EncodedDocument | None:
         """Return a document, or None for a document without a token."""
-        if not len(made.ids) and draft.opens and draft.closes and not draft.may_be_empty:
+        if not len(tokens.ids) and draft.opens and draft.closes and not draft.may_be_empty:
             return None
-        if draft.framed and draft.opens and self._prefix:
-            made = made.framed(self._prefix, ())
+        if draft.is_framed and draft.opens and self._prefix:
+            tokens = tokens.with_frame(self._prefix, ())
         if draft.closes:
-            made = self._close(made, draft.framed)
-        return Encoded(draft.where, draft.in_eval, made.ids, made.trained, draft.closes, made.num_bytes)
+            tokens = self._close(tokens, draft.is_framed)
+        return EncodedDocument(draft.where, draft.in_eval, tokens.ids, tokens.trained, draft.closes, tokens.num_bytes)
 
-    def _close(self, made: Tokenized, framed: bool) -> Tokenized:
+    def _close(self, tokens: TokenizedText, is_framed: bool) -> TokenizedText:
         """Append the end tokens of a document. They are trained if the last token is."""
-        closing = list(self._suffix) if framed else []
+        closing = list(self._suffix) if is_framed else []
         # A template may write a line end after the EOS.
-        if self._eos is not None and self._eos not in [*made.ids[-2:].tolist(), *closing][-2:]:
+        if self._eos is not None and self._eos not in [*tokens.ids[-2:].tolist(), *closing][-2:]:
             closing.append(self._eos)
-        return made.framed((), closing)
+        return tokens.with_frame((), closing)
 
-    def _documents(
-        self, record: Record, begun: list[Encoded | _Draft], tokenized: Iterator[Tokenized | BadRow]
-    ) -> list[Encoded | None] | BadRow:
+    def _finish_documents(
+        self, record: Record, parts: list[EncodedDocument | _Draft], tokenized: Iterator[TokenizedText | BadRow]
+    ) -> list[EncodedDocument | None] | BadRow:
         """Return the documents for a record, with None for a document without a token.
 
         If the tokenizer refuses one document, the result is a `BadRow` for the whole record, because a preference is
         two documents. Raises ConfigError for a refused piece of a text file, which is not a row.
         """
-        made = [part if isinstance(part, Encoded) else (part, next(tokenized)) for part in begun]
-        done: list[Encoded | None] = []
-        for each in made:
-            if isinstance(each, Encoded):
-                done.append(each)
+        with_tokens = [part if isinstance(part, EncodedDocument) else (part, next(tokenized)) for part in parts]
+        documents: list[EncodedDocument | None] = []
+        for each in with_tokens:
+            if isinstance(each, EncodedDocument):
+                documents.append(each)
                 continue
             draft, tokens = each
             if not isinstance(tokens, BadRow):
-                done.append(self._finished(draft, tokens))
+                documents.append(self._finish_document(draft, tokens))
             elif isinstance(record, Text) and not (record.opens and record.closes):
                 raise ConfigError(str(tokens)) from tokens
             else:
                 return tokens
-        return done
+        return documents
 
-    def _tokenized(self, drafts: Iterable[_Draft]) -> Iterator[Tokenized | BadRow]:
+    def _tokenize_in_batches(self, drafts: Iterable[_Draft]) -> Iterator[TokenizedText | BadRow]:
         """Yield the tokens per draft, or a `BadRow` with the tokenizer error.
 
         Tokenizes about `_BATCH_CHARS` at once, to bound memory.
         """
-        some: list[_Draft] = []
+        batch: list[_Draft] = []
         num_chars = 0
         for draft in drafts:
-            some.append(draft)
+            batch.append(draft)
             num_chars += len(draft.text)
             if num_chars >= _BATCH_CHARS:
-                yield from self._tokenize_each(some)
-                some, num_chars = [], 0
-        yield from self._tokenize_each(some)
+                yield from self._tokenize_each(batch)
+                batch, num_chars = [], 0
+        yield from self._tokenize_each(batch)
 
-    def _tokenize_each(self, drafts: list[_Draft]) -> list[Tokenized | BadRow]:
+    def _tokenize_each(self, drafts: list[_Draft]) -> list[TokenizedText | BadRow]:
         """Return the tokens per draft, or a `BadRow` with the tokenizer error."""
         try:
             return [*self._tokenize(drafts)]
         except Exception as error:  # tokenizers raise any exception, e.g. for half a surrogate pair
             if len(drafts) != 1:
-                return [made for draft in drafts for made in self._tokenize_each([draft])]
-            said = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
-            return [BadRow(f"{drafts[0].where}: the tokenizer refuses {_shown(drafts[0].text)}: {said}.")]
+                return [tokens for draft in drafts for tokens in self._tokenize_each([draft])]
+            reason = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
+            return [BadRow(f"{drafts[0].where}: the tokenizer refuses {_describe_text(drafts[0].text)}: {reason}.")]
 
-    def _tokenize(self, drafts: list[_Draft]) -> list[Tokenized]:
+    def _tokenize(self, drafts: list[_Draft]) -> list[TokenizedText]:
         """Return the tokens per draft."""
         if not self._tokenizer.is_fast:
             return [self._tokenize_by_segment(draft.segments) for draft in drafts]
@@ -322,13 +325,13 @@ class _Maker:
         for draft in drafts:
             texts[draft.needs_offsets].append(draft.text)
         rules = self._tokenizer.backend_tokenizer
-        found = {
+        encodings = {
             False: iter(rules.encode_batch_fast(texts[False], add_special_tokens=False)),
             True: iter(rules.encode_batch(texts[True], add_special_tokens=False)),
         }
-        return [_tokens(next(found[draft.needs_offsets]), draft) for draft in drafts]
+        return [_tokens(next(encodings[draft.needs_offsets]), draft) for draft in drafts]
 
-    def _tokenize_by_segment(self, segments: Segments) -> Tokenized:
+    def _tokenize_by_segment(self, segments: Segments) -> TokenizedText:
         """Encode segment by segment: without offsets, the only way to know the segment for each token."""
         ids: list[int] = []
         mask: list[bool] = []
@@ -336,16 +339,16 @@ class _Maker:
             part = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             ids += part
             mask += [trained] * len(part)
-        return Tokenized(np.asarray(ids, np.int64), None if all(mask) else np.asarray(mask, bool))
+        return TokenizedText(np.asarray(ids, np.int64), None if all(mask) else np.asarray(mask, bool))
 
 
-def _shown(text: str) -> str:
+def _describe_text(text: str) -> str:
     """Return a name for a text in an error message: half a surrogate pair with the position, else "the text"."""
     lone = re.search("[\ud800-\udfff]", text)
     return "the text" if lone is None else f"half a surrogate pair ({lone[0]!a} at character {lone.start():,})"
 
 
-def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
+def find_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the special token ids before and after every sequence of a tokenizer.
 
     Found by encoding one letter with and without special tokens.
@@ -358,15 +361,15 @@ def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _tokens(encoding: Any, draft: _Draft) -> Tokenized:
-    return Tokenized(
+def _tokens(encoding: Any, draft: _Draft) -> TokenizedText:
+    return TokenizedText(
         np.asarray(encoding.ids, np.int64),
-        trained_tokens(encoding.offsets, draft.segments) if draft.masked else None,
-        _byte_counts(encoding.offsets, draft.text) if draft.measured else None,
+        training_mask(encoding.offsets, draft.segments) if draft.is_masked else None,
+        _byte_counts(encoding.offsets, draft.text) if draft.counts_bytes else None,
     )
 
 
-def trained_tokens(offsets: list[tuple[int, int]], segments: Segments) -> np.ndarray:
+def training_mask(offsets: list[tuple[int, int]], segments: Segments) -> np.ndarray:
     """Return bool [tokens]: True if a token covers a character in a trained segment.
 
     `offsets` are character ranges in the joined text. A token across the border between prompt and answer is trained,

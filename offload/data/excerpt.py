@@ -40,8 +40,8 @@ def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> E
     ends = [*starts[1:], len(ids)]
     documents = list(zip(starts, ends, strict=True))
     documents = [span for span in [*documents[1:], *documents[:1]] if span[1] - span[0] > 1]
-    asked = [span for span in documents if (labels[span[0] + 1 : span[1]] == IGNORE).any()]
-    for begin, end in asked:
+    with_prompt = [span for span in documents if (labels[span[0] + 1 : span[1]] == IGNORE).any()]
+    for begin, end in with_prompt:
         is_answer = labels[begin:end] != IGNORE
         is_answer[0] = False  # the first token has no context
         first = int(is_answer.argmax())
@@ -50,6 +50,6 @@ def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> E
         if is_answer.any() and first <= MOST_PROMPT_TOKENS:
             return Excerpt(ids[begin : begin + first], ids[begin + first : begin + first + num_tokens])
     for begin, end in documents:
-        if (begin, end) not in asked:
+        if (begin, end) not in with_prompt:
             return Excerpt(ids[begin : begin + min(_TEXT_TOKENS, (end - begin) // 2)], None)
     return None

@@ -34,11 +34,11 @@ import numpy as np
 
 from offload.data.docstrings import docstring_chats
 from offload.data.packing import IGNORE
-from offload.data.pictures import Picture, Places
+from offload.data.pictures import Picture, PictureMatcher
 from offload.data.row_keys import MARKS, TEMPLATE_KEYS, check_row, columns_for, mark_of, refused_in, without_marks
 from offload.data.rows import BadRow, columns_of, read_rows
 from offload.data.sources import STDLIB_CHAT, SourceFile
-from offload.data.storage import LocalFile, first_bad_byte, opened
+from offload.data.storage import LocalFile, first_bad_byte, open_decompressed
 from offload.errors import ConfigError
 
 _PIECE_CHARS = 1 << 18
@@ -91,22 +91,22 @@ class Text:
 class Chat:
     """A conversation in the messages format.
 
-    Assistant messages are trained, from message `num_given` on if the row separates prompt and answer. `marks` override
-    this for single messages, by index from 0. `options` are variables for the chat template. `pictures`: the pictures
-    in order; the messages hold the placeholders.
+    Assistant messages are trained, from message `num_prompt` on if the row separates prompt and answer. `marks`
+    override this for single messages, by index from 0. `options` are variables for the chat template. `pictures`: the
+    pictures in order; the messages hold the placeholders.
     """
 
     where: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
-    num_given: int | None = None
+    num_prompt: int | None = None
     pictures: tuple[Picture, ...] = ()
     marks: Mapping[int, bool] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def trains(self, index: int) -> bool:
         """Return True if a message is trained."""
-        by_role = self.messages[index]["role"] == "assistant" and index >= (self.num_given or 0)
+        by_role = self.messages[index]["role"] == "assistant" and index >= (self.num_prompt or 0)
         return self.marks.get(index, by_role)
 
 
@@ -183,19 +183,21 @@ def detect_format(file: SourceFile) -> str:
             return "jsonl"  # no rows: every format reads nothing. Bad rows: the later read reports the error
         where, row = first
         if not isinstance(row, dict):
-            raise ConfigError(f"{where} has a value of type {type(row).__name__}, which is no known format. {_known()}")
+            raise ConfigError(
+                f"{where} has a value of type {type(row).__name__}, which is no known format. {_describe_formats()}"
+            )
         names = sorted(row)
     elif not names:
         return "jsonl"
     else:
         where = str(file.place)
-    return _by_keys(names, where, file.columns)
+    return _detect_by_keys(names, where, file.columns)
 
 
-def _by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
+def _detect_by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
     """Return the one format with all keys in `names`. Raises ConfigError."""
-    there = {*names, *(key for key, own in columns.items() if own in names)}
-    fitting = [name for name, keys in _KEYS.items() if all(key in there for key in keys)]
+    available = {*names, *(key for key, column in columns.items() if column in names)}
+    fitting = [name for name, keys in _KEYS.items() if all(key in available for key in keys)]
     if len(fitting) > 1 and "preference" in fitting:  # preferences are requested by train.method
         fitting.remove("preference")
     if columns and len(fitting) > 1:  # the format of the renamed columns
@@ -209,20 +211,20 @@ def _by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
         )
     renamed = f" (with data.columns {dict(columns)})" if columns else ""
     raise ConfigError(
-        f"{where} has the keys {sorted(names)}{renamed}, which is no known format. {_known()} Where a column has "
-        f"another name, say which: --data.columns '{_renaming(names)}'."
+        f"{where} has the keys {sorted(names)}{renamed}, which is no known format. {_describe_formats()} Where a "
+        f"column has another name, say which: --data.columns '{_example_renaming(names)}'."
     )
 
 
-def _renaming(names: list[str]) -> str:
+def _example_renaming(names: list[str]) -> str:
     """Return an example value for data.columns, with usual prompt and answer columns if present."""
-    found = {key: next((name for name in usual if name in names), None) for key, usual in _USUAL_NAMES.items()}
-    if None in found.values():
+    columns = {key: next((name for name in usual if name in names), None) for key, usual in _USUAL_NAMES.items()}
+    if None in columns.values():
         return "{text: NAME}"
-    return "{" + ", ".join(f"{key}: {name}" for key, name in found.items()) + "}"
+    return "{" + ", ".join(f"{key}: {name}" for key, name in columns.items()) + "}"
 
 
-def _known() -> str:
+def _describe_formats() -> str:
     known = "; ".join(f"{data_format}: {', '.join(keys)}" for data_format, keys in _KEYS.items())
     return f"The formats and their keys are {known}. See data.format."
 
@@ -232,8 +234,8 @@ def _check_keys(data_format: str, names: list[str], where: str, columns: Mapping
     missing = [columns.get(key, key) for key in _KEYS[data_format] if columns.get(key, key) not in names]
     if missing:
         raise ConfigError(
-            f"{where} lacks the column {_named(missing)} for data.format={data_format}; it has "
-            f"{_named(sorted(names)) or 'nothing'}. Where it has another name, say which: --data.columns "
+            f"{where} lacks the column {_quote_names(missing)} for data.format={data_format}; it has "
+            f"{_quote_names(sorted(names)) or 'nothing'}. Where it has another name, say which: --data.columns "
             f"'{{{_KEYS[data_format][0]}: NAME}}'."
         )
 
@@ -252,7 +254,7 @@ def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record | BadRow]
             yield Chat(f"{file.place}:{line}", messages)
     else:
         for where, row in read_rows(file, _columns_to_read(file)):
-            yield row if isinstance(row, BadRow) else _parsed(file, row, where)
+            yield row if isinstance(row, BadRow) else _parse_row(file, row, where)
 
 
 def _columns_to_read(file: SourceFile) -> list[str] | None:
@@ -262,12 +264,12 @@ def _columns_to_read(file: SourceFile) -> list[str] | None:
         return None
     _check_keys(file.format, names, str(file.place), file.columns)
     wanted = (*_KEYS[file.format], *columns_for(file.format), *refused_in(file.format))
-    return list(dict.fromkeys(own for key in wanted if (own := file.columns.get(key, key)) in names))
+    return list(dict.fromkeys(column for key in wanted if (column := file.columns.get(key, key)) in names))
 
 
-def _parsed(file: SourceFile, row: Any, where: str) -> Record | BadRow:
+def _parse_row(file: SourceFile, row: Any, where: str) -> Record | BadRow:
     if file.columns and isinstance(row, dict):
-        renamed = {key: row[own] for key, own in file.columns.items() if own in row}
+        renamed = {key: row[column] for key, column in file.columns.items() if column in row}
         row = {key: value for key, value in row.items() if key not in file.columns.values()} | renamed
     try:
         return _parse(file.format, row, where, file.place.path.parent if isinstance(file.place, LocalFile) else None)
@@ -278,15 +280,15 @@ def _parsed(file: SourceFile, row: Any, where: str) -> Record | BadRow:
 def _read_text(file: SourceFile) -> Iterator[Text]:
     where = str(file.place)
     try:
-        with opened(file.place) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
-            held, opens = "", True
+        with open_decompressed(file.place) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
+            pending, opens = "", True
             while block := text.read(_PIECE_CHARS):
-                if len(held) >= _PIECE_CHARS:  # hold one block back, to recognize the last piece
-                    cut = _cut(held, len(held))
-                    yield Text(where, held[:cut], opens, closes=False)
-                    held, opens = held[cut:], False
-                held += block
-            yield Text(where, held, opens, closes=True)
+                if len(pending) >= _PIECE_CHARS:  # hold one block back, to recognize the last piece
+                    cut = _cut(pending, len(pending))
+                    yield Text(where, pending[:cut], opens, closes=False)
+                    pending, opens = pending[cut:], False
+                pending += block
+            yield Text(where, pending, opens, closes=True)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{where} is not UTF-8 text ({first_bad_byte(file.place)}: {error.reason}). Convert it, such as by `iconv "
@@ -314,53 +316,53 @@ def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Re
     if not isinstance(record, dict):
         raise BadRow(
             f"{where} is a value of type {type(record).__name__}; data.format={data_format} needs an object with "
-            f"{_named(_KEYS[data_format])}."
+            f"{_quote_names(_KEYS[data_format])}."
         )
     missing = [key for key in _KEYS[data_format] if key not in record]
     if missing:
         raise BadRow(
-            f"{where} lacks {_named(missing)} for data.format={data_format}; "
-            f"it has {_named(sorted(record)) or 'nothing'}."
+            f"{where} lacks {_quote_names(missing)} for data.format={data_format}; "
+            f"it has {_quote_names(sorted(record)) or 'nothing'}."
         )
     check_row(data_format, record, where)
     if data_format == "tokens":
-        return _ids(record, where)
+        return _parse_ids(record, where)
     if data_format == "jsonl":
         return Text(where, _string(record, "text", where))
     if data_format == "prompt-completion":
-        return _completion(record, where)
+        return _parse_completion(record, where)
     if data_format == "preference":
-        return _preference(record, where)
+        return _parse_preference(record, where)
     if data_format == "alpaca":
-        return _chat(record, where, [*_system(record, where), *_alpaca_turns(record, where)])
-    turns = _structured(record["conversations" if data_format == "sharegpt" else "messages"], where)
+        return _parse_chat(record, where, [*_system(record, where), *_alpaca_turns(record, where)])
+    turns = _parse_json(record["conversations" if data_format == "sharegpt" else "messages"], where)
     if not isinstance(turns, list) or not turns:
         raise BadRow(
             f"{where}: {_KEYS[data_format][0]!r} must be a list of at least one message (data.format={data_format})."
         )
-    places = Places(_listed(record.get("images"), where), folder, where)
-    check = _sharegpt_turn if data_format == "sharegpt" else _checked_message
-    messages = [check(turn, f"{where}, message {i}", places) for i, turn in enumerate(turns, 1)]
-    places.check()
-    return _chat(record, where, [*_system(record, where), *messages], pictures=tuple(places.found))
+    matcher = PictureMatcher(_parse_list(record.get("images"), where), folder, where)
+    check = _parse_sharegpt_turn if data_format == "sharegpt" else _check_message
+    messages = [check(turn, f"{where}, message {i}", matcher) for i, turn in enumerate(turns, 1)]
+    matcher.check()
+    return _parse_chat(record, where, [*_system(record, where), *messages], pictures=tuple(matcher.pictures))
 
 
-def _chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **more: Any) -> Chat:
+def _parse_chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **more: Any) -> Chat:
     """Return a conversation with marks, tools and template variables. Raises BadRow."""
     marks = {
         i: mark for i, each in enumerate(messages) if (mark := mark_of(each, f"{where}, message {i + 1}")) is not None
     }
-    if marks and "num_given" in more:
-        named = ", ".join(repr(key) for key in MARKS if any(key in each for each in messages))
-        raise BadRow(f"{where} has {named} in a message, and a completion is trained as a whole: leave it out.")
+    if marks and "num_prompt" in more:
+        mark_keys = ", ".join(repr(key) for key in MARKS if any(key in each for each in messages))
+        raise BadRow(f"{where} has {mark_keys} in a message, and a completion is trained as a whole: leave it out.")
     tools, options = _tools_and_options(record, where)
     return Chat(where, [without_marks(each) for each in messages], tools, marks=marks, options=options, **more)
 
 
 def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:
     """Return the tools and the chat template variables in a row. Raises BadRow."""
-    tools = _structured(record.get("tools") or None, where) or None
-    options = _structured(record.get("chat_template_kwargs") or None, f"{where}, 'chat_template_kwargs',") or {}
+    tools = _parse_json(record.get("tools") or None, where) or None
+    options = _parse_json(record.get("chat_template_kwargs") or None, f"{where}, 'chat_template_kwargs',") or {}
     if tools is not None and not isinstance(tools, list):
         raise BadRow(f"{where}: 'tools' must be a list, it is {type(tools).__name__}.")
     if not isinstance(options, dict):
@@ -371,7 +373,7 @@ def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | 
 
 def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Return the `history` turns, [[question, answer], ...], followed by the row's own turn. Raises BadRow."""
-    history = _structured(record.get("history") or [], where)
+    history = _parse_json(record.get("history") or [], where)
     if not isinstance(history, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in history):
         raise BadRow(f"{where}: 'history' must be a list of pairs [question, answer].")
     extra = _string(record, "input", where) if record.get("input") else ""
@@ -384,11 +386,13 @@ def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
     ]
 
 
-def _completion(record: dict[str, Any], where: str) -> Chat | Pair:
+def _parse_completion(record: dict[str, Any], where: str) -> Chat | Pair:
     """Return a prompt and a completion as texts, or as one conversation for message lists. Raises BadRow."""
     if all(isinstance(record[key], list) for key in ("prompt", "completion")):
-        prompt, completion = (_said(record[key], f"{where}, {key!r}") for key in ("prompt", "completion"))
-        return _chat(record, where, [*prompt, *completion], num_given=len(prompt))
+        prompt, completion = (
+            _parse_text_or_messages(record[key], f"{where}, {key!r}") for key in ("prompt", "completion")
+        )
+        return _parse_chat(record, where, [*prompt, *completion], num_prompt=len(prompt))
     pair = Pair(where, _string(record, "prompt", where), _string(record, "completion", where))
     if any(_tools_and_options(record, where)):
         raise BadRow(
@@ -397,57 +401,62 @@ def _completion(record: dict[str, Any], where: str) -> Chat | Pair:
     return pair
 
 
-def _preference(record: dict[str, Any], where: str) -> Preference:
+def _parse_preference(record: dict[str, Any], where: str) -> Preference:
     """Turn a row into two texts, or into two conversations if any part is a conversation. Raises BadRow."""
     if record.get("images"):
         raise BadRow(f"{where} {_NO_PICTURES}")
-    own: dict[str, Any] = {
-        key: _said(record.get(key), f"{where}, {key!r}") for key in ("prompt", "messages", "chosen", "rejected")
+    parsed: dict[str, Any] = {
+        key: _parse_text_or_messages(record.get(key), f"{where}, {key!r}")
+        for key in ("prompt", "messages", "chosen", "rejected")
     }
-    system, answers = _system(record, where), [own["chosen"], own["rejected"]]
-    prompt = own["messages"] if own["prompt"] is None else own["prompt"]
+    system, answers = _system(record, where), [parsed["chosen"], parsed["rejected"]]
+    prompt = parsed["messages"] if parsed["prompt"] is None else parsed["prompt"]
     if answers[0] == answers[1]:
         raise BadRow(f"{where}: 'chosen' and 'rejected' are the same, so neither is preferred.")
     for key in ("chosen", "rejected"):
-        if not own[key]:
+        if not parsed[key]:
             raise BadRow(f"{where}: {key!r} is empty; a text or messages are expected (data.format=preference).")
     is_rendered = bool(system) or any(_tools_and_options(record, where))
     if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
-        num_given = 0 if prompt is not None else _num_same(*answers)
-        prompt = answers[0][:num_given] if prompt is None else prompt
-        return Preference(where, *(Pair(where, prompt, answer[num_given:]) for answer in answers))
-    given = [] if prompt is None else [_message("user", prompt)] if isinstance(prompt, str) else prompt
+        num_prompt = 0 if prompt is not None else _common_prefix_length(*answers)
+        prompt = answers[0][:num_prompt] if prompt is None else prompt
+        return Preference(where, *(Pair(where, prompt, answer[num_prompt:]) for answer in answers))
+    prompt_turns = [] if prompt is None else [_message("user", prompt)] if isinstance(prompt, str) else prompt
     turns = [[_message("assistant", each)] if isinstance(each, str) else each for each in answers]
-    whole = [each if given and each[: len(given)] == given else [*given, *each] for each in turns]
-    num_given = len(system) + (len(given) or min(_num_same(*whole), *(len(each) - 1 for each in whole)))
-    chats = [_chat(record, where, [*system, *each], num_given=num_given) for each in whole]
+    whole = [
+        each if prompt_turns and each[: len(prompt_turns)] == prompt_turns else [*prompt_turns, *each] for each in turns
+    ]
+    num_prompt = len(system) + (
+        len(prompt_turns) or min(_common_prefix_length(*whole), *(len(each) - 1 for each in whole))
+    )
+    chats = [_parse_chat(record, where, [*system, *each], num_prompt=num_prompt) for each in whole]
     for key, chat in zip(("chosen", "rejected"), chats, strict=True):
-        if all(message["role"] != "assistant" for message in chat.messages[num_given:]):
+        if all(message["role"] != "assistant" for message in chat.messages[num_prompt:]):
             raise BadRow(f"{where}: {key!r} has no message of the assistant behind the prompt.")
     return Preference(where, *chats)
 
 
-def _said(value: Any, where: str) -> Any:
+def _parse_text_or_messages(value: Any, where: str) -> Any:
     """Return a text, or checked messages from a message, a list, or a JSON list (string tables). Raises BadRow."""
     if isinstance(value, str) and value.lstrip().startswith('[{"'):
-        value = _structured(value, where)
+        value = _parse_json(value, where)
     if value is None or isinstance(value, str):
         return value
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not turns:
         raise BadRow(f"{where} must be a text or a list of at least one message (data.format=preference).")
     return [
-        (_sharegpt_turn if isinstance(turn, dict) and "from" in turn else _checked_message)(turn, f"{where}, {i}")
+        (_parse_sharegpt_turn if isinstance(turn, dict) and "from" in turn else _check_message)(turn, f"{where}, {i}")
         for i, turn in enumerate(turns, 1)
     ]
 
 
-def _num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the common prefix length for two texts or conversations."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _structured(value: Any, where: str) -> Any:
+def _parse_json(value: Any, where: str) -> Any:
     """Parse JSON if the value is a text, as in string tables. Raises BadRow."""
     if not isinstance(value, str) or not value.strip():
         return value
@@ -459,34 +468,36 @@ def _structured(value: Any, where: str) -> Any:
         ) from error
 
 
-def _listed(value: Any, where: str) -> Any:
+def _parse_list(value: Any, where: str) -> Any:
     """Parse a JSON list (string tables). Return any other value unchanged, None for an empty one."""
-    return _structured(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value or None
+    return _parse_json(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value or None
 
 
-def _ids(record: dict[str, Any], where: str) -> Ids:
+def _parse_ids(record: dict[str, Any], where: str) -> Ids:
     """Return ready-made token ids.
 
     Labels are unshifted, as in transformers. Completion and answer masks exclude tokens from training. Raises BadRow.
     """
-    arrays = {key: _integers(record[key], key, where) for key in ("input_ids", *columns_for("tokens")) if key in record}
+    arrays = {
+        key: _parse_integers(record[key], key, where) for key in ("input_ids", *columns_for("tokens")) if key in record
+    }
     ids = arrays["input_ids"]
     for key, array in arrays.items():
         if len(array) != len(ids):
             raise BadRow(f"{where} has {len(array)} {key} and {len(ids)} input_ids.")
-    seen = arrays.pop("attention_mask", np.ones(len(ids))) != 0
+    attended = arrays.pop("attention_mask", np.ones(len(ids))) != 0
     labels = arrays.pop("labels", ids)
     if not np.array_equal(labels[labels != IGNORE], ids[labels != IGNORE]):
         raise BadRow(
             f"{where} has labels that are neither {IGNORE} nor the input id in the same place: labels are unshifted."
         )
     masks = [mask != 0 for key, mask in arrays.items() if key != "input_ids"]
-    trained = np.logical_and.reduce([labels != IGNORE, *masks])[seen] if masks or "labels" in record else None
-    return Ids(where, ids[seen], closes=True, stream=False, trained=trained)
+    trained = np.logical_and.reduce([labels != IGNORE, *masks])[attended] if masks or "labels" in record else None
+    return Ids(where, ids[attended], closes=True, stream=False, trained=trained)
 
 
-def _integers(value: Any, key: str, where: str) -> np.ndarray:
-    value = _structured(value, where)
+def _parse_integers(value: Any, key: str, where: str) -> np.ndarray:
+    value = _parse_json(value, where)
     try:
         array = np.asarray(value if value != [] else np.zeros(0, np.int64))
     except (ValueError, OverflowError):
@@ -496,7 +507,7 @@ def _integers(value: Any, key: str, where: str) -> np.ndarray:
     return array
 
 
-def _sharegpt_turn(turn: Any, where: str, places: Places | None = None) -> dict[str, Any]:
+def _parse_sharegpt_turn(turn: Any, where: str, matcher: PictureMatcher | None = None) -> dict[str, Any]:
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise BadRow(f"{where} lacks 'from' or 'value' for data.format=sharegpt.")
     if turn["from"] not in _SHAREGPT_ROLES:
@@ -505,20 +516,23 @@ def _sharegpt_turn(turn: Any, where: str, places: Places | None = None) -> dict[
         )
     value = _string(turn, "value", where)
     more = {key: each for key, each in turn.items() if key not in ("from", "value")}
-    return {**more, **_message(_SHAREGPT_ROLES[turn["from"]], value if places is None else places.parts(value, where))}
+    return {
+        **more,
+        **_message(_SHAREGPT_ROLES[turn["from"]], value if matcher is None else matcher.parts(value, where)),
+    }
 
 
-def _checked_message(turn: Any, where: str, places: Places | None = None) -> dict[str, Any]:
+def _check_message(turn: Any, where: str, matcher: PictureMatcher | None = None) -> dict[str, Any]:
     """Return a message with string content (text parts are joined), or with a list of parts if pictures are present.
 
-    The pictures go to `places`; without `places` a picture raises BadRow.
+    The pictures go to `matcher`; without `matcher` a picture raises BadRow.
     """
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise BadRow(f"{where} lacks a 'role' for data.format=messages.")
     content = turn.get("content")
-    content = (places or Places(None, None, where)).parts(content, where)
+    content = (matcher or PictureMatcher(None, None, where)).parts(content, where)
     if isinstance(content, list):
-        if places is None:
+        if matcher is None:
             raise BadRow(f"{where} {_NO_PICTURES}")
         return {**turn, "content": content}
     if content is None and any(turn.get(key) for key in TEMPLATE_KEYS):
@@ -540,7 +554,7 @@ def _string(record: dict[str, Any], key: str, where: str) -> str:
     return str(record[key])
 
 
-def _named(keys: Any) -> str:
+def _quote_names(keys: Any) -> str:
     return ", ".join(repr(key) for key in keys)
 
 

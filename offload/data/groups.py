@@ -38,7 +38,7 @@ class Batching(Protocol):
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MixedBatching:
     """Batches in shuffled order, all with the same width."""
 
     by_length = False
@@ -51,7 +51,7 @@ class Mixed:
 
 
 @dataclass(frozen=True)
-class ByLength:
+class LengthBatching:
     """Batches with rows of similar length, padded to the longest.
 
     An epoch still has each row once. A batch across an epoch border has the longest rows from both epochs, within its
@@ -67,16 +67,16 @@ class ByLength:
         mixed = rows.at(group * size, size, seed)
         lengths = rows.lengths(mixed)
         epochs = (group * size + np.arange(size)) // rows.num_rows
-        found = np.empty(size, np.int64)
+        ordered = np.empty(size, np.int64)
         for epoch in np.unique(epochs):
-            here = np.flatnonzero(epochs == epoch)
-            batches = here // batch_size
+            in_epoch = np.flatnonzero(epochs == epoch)
+            batches = in_epoch // batch_size
             whole = np.flatnonzero(np.bincount(batches) == batch_size)
             slots = np.arange(size).reshape(in_group, batch_size)
             order = whole[shuffled(np.arange(len(whole)), len(whole), seed + _SEED, group)]
-            places = np.concatenate([here[~np.isin(batches, whole)], slots[order].ravel()])
-            found[places] = mixed[here[np.argsort(-lengths[here], kind="stable")]]
-        return found[place * batch_size :][:batch_size]
+            places = np.concatenate([in_epoch[~np.isin(batches, whole)], slots[order].ravel()])
+            ordered[places] = mixed[in_epoch[np.argsort(-lengths[in_epoch], kind="stable")]]
+        return ordered[place * batch_size :][:batch_size]
 
     def width(self, lengths: np.ndarray, sequence_length: int) -> int:
         """Round up to one of few distinct widths: four per doubling, all divisible by 8.

@@ -54,8 +54,8 @@ class IsolatedRows:
         whole = Rows.over(store, sequence_length, False, pad_id)
         if store.trained is None:
             starts, ends = _pieces(store.documents, sequence_length)
-            some = ends - starts > 1  # a single token has no context
-            starts, ends = starts[some], ends[some]
+            has_context = ends - starts > 1  # a single token has no context
+            starts, ends = starts[has_context], ends[has_context]
             num_targets = int((ends - starts - 1).sum())
         else:
             kept = np.arange(whole.num_rows) if whole.kept is None else whole.kept
@@ -82,7 +82,7 @@ class IsolatedRows:
         return len(self.borders) - 1
 
     @property
-    def num_different(self) -> int:
+    def num_distinct(self) -> int:
         return self.num_rows
 
     def part(self, begin: int, end: int) -> IsolatedRows:
@@ -105,7 +105,7 @@ class IsolatedRows:
         """Return input ids and labels as `RowSet.read` does. The first token in a document is not a target."""
         ids = np.full((len(rows), self.sequence_length), self.pad_id, np.int64)
         labels = np.full_like(ids, IGNORE)
-        for place, begin, end in self._placed(rows):
+        for place, begin, end in self._piece_spans(rows):
             ids[place] = labels[place] = self.store.tokens[begin:end]
             if self.store.trained is not None:
                 labels[place][~self.store.trained[begin:end]] = IGNORE
@@ -113,17 +113,17 @@ class IsolatedRows:
         return ids, labels
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
-        return total_bytes(self.store.trained_bytes(begin + 1, end) for _, begin, end in self._placed(rows))
+        return total_bytes(self.store.trained_bytes(begin + 1, end) for _, begin, end in self._piece_spans(rows))
 
     def positions(self, rows: np.ndarray) -> np.ndarray:
         """Return token positions within the document or the padding, int64 [n, sequence_length]."""
         length = self.sequence_length
-        found = np.arange(length) - self.lengths(rows)[:, None]
-        for place, begin, end in self._placed(rows):
-            found[place] = np.arange(end - begin)
-        return found
+        positions = np.arange(length) - self.lengths(rows)[:, None]
+        for place, begin, end in self._piece_spans(rows):
+            positions[place] = np.arange(end - begin)
+        return positions
 
-    def pictured(self, rows: np.ndarray) -> None:
+    def picture_documents(self, rows: np.ndarray) -> None:
         """Return None: isolated rows have no pictures."""
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
@@ -133,22 +133,22 @@ class IsolatedRows:
             for positions, length in zip(self.positions(rows), self.lengths(rows), strict=True)
         ]
 
-    def _placed(self, rows: np.ndarray) -> list[tuple[tuple[int, slice], int, int]]:
+    def _piece_spans(self, rows: np.ndarray) -> list[tuple[tuple[int, slice], int, int]]:
         """Return for each piece: the index into the row array, and the token range in the store."""
-        found = []
+        spans = []
         for number, row in enumerate(rows):
             at = 0
             for piece in range(self.borders[row], self.borders[row + 1]):
                 begin, end = int(self.starts[piece]), int(self.ends[piece])
-                found.append(((number, slice(at, at + end - begin)), begin, end))
+                spans.append(((number, slice(at, at + end - begin)), begin, end))
                 at += end - begin
-        return found
+        return spans
 
 
-Laid = Rows | IsolatedRows
+StoreRows = Rows | IsolatedRows
 
 
-def lay_out(store: TokenStore, sequence_length: int, layout: Layout, pad_id: int, group: int) -> Laid:
+def lay_out(store: TokenStore, sequence_length: int, layout: Layout, pad_id: int, group: int) -> StoreRows:
     """Return all rows of `store` in the given layout. `group`: as in `Rows`."""
     if layout == "isolated":
         return IsolatedRows.over(store, sequence_length, pad_id)

@@ -16,7 +16,7 @@ import numpy as np
 
 from offload.data.order import rows_at
 from offload.data.packing import Layout, total_bytes
-from offload.data.pictures import Pictured
+from offload.data.pictures import PictureDocument
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 
@@ -41,7 +41,7 @@ class RowSet(Protocol):
         """Neighbouring rows that stay side by side."""
 
     @property
-    def num_different(self) -> int:
+    def num_distinct(self) -> int:
         """Distinct rows, regardless of repetition within an epoch."""
 
     @property
@@ -63,7 +63,7 @@ class RowSet(Protocol):
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         """Return token positions within the document, int64 [n, sequence_length]. None: each row is one sequence."""
 
-    def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
+    def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
         """Return the rendered text and pictures of each row. None: no pictures."""
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
@@ -105,8 +105,8 @@ class Mixture:
         return self.parts[0].group
 
     @property
-    def num_different(self) -> int:
-        return sum(part.num_different for part in self.parts)
+    def num_distinct(self) -> int:
+        return sum(part.num_distinct for part in self.parts)
 
     @property
     def identity(self) -> str:
@@ -118,52 +118,52 @@ class Mixture:
         ends = np.cumsum(self.quotas)
         rows, first = np.empty(count, np.int64), 0
         for index, (part, quota, end) in enumerate(zip(self.parts, self.quotas, ends, strict=True)):
-            here = (slots >= end - quota) & (slots < end)
-            own = slots[here] - (end - quota)
+            mask = (slots >= end - quota) & (slots < end)
+            part_rows = slots[mask] - (end - quota)
             if quota != part.num_rows:  # otherwise the shared epoch order already has each row once
-                begin = _begin(epochs[here], quota, part.num_rows)
-                own = rows_at(begin + own, part.num_rows, seed + (index + 1 << 32), self.group)
-            rows[here] = first + own
+                begin = _begin(epochs[mask], quota, part.num_rows)
+                part_rows = rows_at(begin + part_rows, part.num_rows, seed + (index + 1 << 32), self.group)
+            rows[mask] = first + part_rows
             first += part.num_rows
         return rows
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         lengths = np.empty(len(rows), np.int64)
-        for part, here, own in self._by_part(rows):
-            lengths[here] = part.lengths(own)
+        for part, mask, part_rows in self._by_part(rows):
+            lengths[mask] = part.lengths(part_rows)
         return lengths
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ids = np.empty((len(rows), self.sequence_length), np.int64)
         labels = np.empty_like(ids)
-        for part, here, own in self._by_part(rows):
-            ids[here], labels[here] = part.read(own)
+        for part, mask, part_rows in self._by_part(rows):
+            ids[mask], labels[mask] = part.read(part_rows)
         return ids, labels
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
-        return total_bytes(part.num_bytes(own) for part, _, own in self._by_part(rows))
+        return total_bytes(part.num_bytes(part_rows) for part, _, part_rows in self._by_part(rows))
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         positions = np.empty((len(rows), self.sequence_length), np.int64)
-        for part, here, own in self._by_part(rows):
-            if (found := part.positions(own)) is None:  # all parts have the same layout
+        for part, mask, part_rows in self._by_part(rows):
+            if (part_positions := part.positions(part_rows)) is None:  # all parts have the same layout
                 return None
-            positions[here] = found
+            positions[mask] = part_positions
         return positions
 
-    def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
-        found = dict[int, Pictured]()
-        for part, here, own in self._by_part(rows):
-            if (pictured := part.pictured(own)) is None:  # all parts have the same preparation
+    def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
+        documents = dict[int, PictureDocument]()
+        for part, mask, part_rows in self._by_part(rows):
+            if (part_documents := part.picture_documents(part_rows)) is None:  # all parts have the same preparation
                 return None
-            found |= zip(np.flatnonzero(here).tolist(), pictured, strict=True)
-        return [found[index] for index in range(len(rows))]
+            documents |= zip(np.flatnonzero(mask).tolist(), part_documents, strict=True)
+        return [documents[index] for index in range(len(rows))]
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        found = dict[int, np.ndarray]()
-        for part, here, own in self._by_part(rows):
-            found |= zip(np.flatnonzero(here).tolist(), part.document_starts(own), strict=True)
-        return [found[index] for index in range(len(rows))]
+        starts = dict[int, np.ndarray]()
+        for part, mask, part_rows in self._by_part(rows):
+            starts |= zip(np.flatnonzero(mask).tolist(), part.document_starts(part_rows), strict=True)
+        return [starts[index] for index in range(len(rows))]
 
     def owners(self, rows: np.ndarray) -> np.ndarray:
         """Return the part index of each row, int64 [n]."""
@@ -173,10 +173,10 @@ class Mixture:
         """Return for each part with rows here: the part, a mask bool [n], and the row indices within the part."""
         ends = np.cumsum([part.num_rows for part in self.parts])
         owners = self.owners(rows)
-        here = [owners == index for index in range(len(self.parts))]
+        masks = [owners == index for index in range(len(self.parts))]
         return [
             (part, mask, rows[mask] - (end - part.num_rows))
-            for part, mask, end in zip(self.parts, here, ends, strict=True)
+            for part, mask, end in zip(self.parts, masks, ends, strict=True)
             if mask.any()
         ]
 
@@ -197,10 +197,10 @@ def quotas(num_rows: Sequence[int], weights: Sequence[float | None], strategy: S
 
     Without weights: each row once. `all_exhausted`: every source is used up. `first_exhausted`: no row comes twice.
     """
-    given = [weight for weight in weights if weight is not None]
-    if not given:
+    known = [weight for weight in weights if weight is not None]
+    if not known:
         return list(num_rows)
-    shares = [weight / sum(given) for weight in given]
+    shares = [weight / sum(known) for weight in known]
     lengths = [rows / share for rows, share in zip(num_rows, shares, strict=True)]
     slack = 1e-9  # for products that differ from whole numbers only by rounding
     if strategy == "all_exhausted":

@@ -37,8 +37,8 @@ def rows_at(positions: np.ndarray, num_rows: int, seed: int, group: int = 1) -> 
     epochs = positions // num_rows
     rows = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        rows[here] = shuffled(positions[here] % num_rows, num_rows, seed, int(epoch))
+        in_epoch = epochs == epoch
+        rows[in_epoch] = shuffled(positions[in_epoch] % num_rows, num_rows, seed, int(epoch))
     return rows
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from offload.data.order import rows_at
-from offload.data.pictures import Pictured
+from offload.data.pictures import PictureDocument
 from offload.data.store import TokenStore
 
 Layout = bool | Literal["isolated"]
@@ -66,7 +66,7 @@ class Rows:
             end = layout._group_end(begin, num_rows)
             targets = layout._count_targets(np.arange(begin, end))
             targets *= (targets > 0).reshape(-1, group).all(1).repeat(group)
-            if store.pictured is not None:
+            if store.picture_store is not None:
                 is_too_long = np.diff(store.documents[begin : end + 1]) > sequence_length
                 num_too_long += int(is_too_long.sum())
                 targets[is_too_long] = 0
@@ -85,7 +85,7 @@ class Rows:
         )
 
     @property
-    def num_different(self) -> int:
+    def num_distinct(self) -> int:
         return self.num_rows
 
     def part(self, begin: int, end: int) -> Rows:
@@ -103,7 +103,7 @@ class Rows:
     @property
     def num_truncated_tokens(self) -> int:
         """Tokens cut off beyond the row end, in the whole store (unpacked only)."""
-        if self.packing or not self.num_rows or self.store.pictured is not None:
+        if self.packing or not self.num_rows or self.store.picture_store is not None:
             return 0
         lengths = np.diff(self.store.documents)
         return int(np.maximum(lengths - self.sequence_length, 0).sum())
@@ -130,18 +130,18 @@ class Rows:
     def positions(self, rows: np.ndarray) -> None:
         """Return None: each row is one sequence."""
 
-    def pictured(self, rows: np.ndarray) -> list[Pictured] | None:
-        if self.store.pictured is None:
+    def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
+        if self.store.picture_store is None:
             return None
         rows = self.first + rows
-        return [self.store.pictured.at(int(row)) for row in (rows if self.kept is None else self.kept[rows])]
+        return [self.store.picture_store.at(int(row)) for row in (rows if self.kept is None else self.kept[rows])]
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        found = []
+        starts = []
         for start, end, _ in zip(*self._spans(rows), strict=True):
             first, last = np.searchsorted(self.store.documents, [start + 1, end])
-            found.append(np.concatenate([[0], np.unique(self.store.documents[first:last]) - start]))
-        return found
+            starts.append(np.concatenate([[0], np.unique(self.store.documents[first:last]) - start]))
+        return starts
 
     def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows = self.first + rows

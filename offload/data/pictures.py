@@ -45,7 +45,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Pictured:
+class PictureDocument:
     """Origin of a document with pictures."""
 
     text: str
@@ -54,12 +54,12 @@ class Pictured:
     """Pictures in placeholder order."""
 
 
-def digest_of(data: bytes) -> str:
+def hash_picture(data: bytes) -> str:
     """Return the content hash of a picture."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def decoded(data: bytes, name: str) -> Any:
+def decode_picture(data: bytes, name: str) -> Any:
     """Decode a picture as transformers does: a PIL.Image in RGB, rotated by EXIF.
 
     Raises BadRow and MissingLibraryError.
@@ -73,7 +73,7 @@ def decoded(data: bytes, name: str) -> Any:
         raise BadRow(f"the picture {name} is damaged, or has a format that Pillow cannot read: {error}.") from error
 
 
-class Places:
+class PictureMatcher:
     """Matches the pictures in a row with the placeholders in the messages."""
 
     def __init__(self, column: Any, folder: Path | None, where: str) -> None:
@@ -82,10 +82,10 @@ class Places:
         None: the messages name the pictures. `folder`: base for relative paths, or None. `where`: row name for errors.
         """
         self._has_column = column is not None
-        own = column if isinstance(column, list) else [] if column is None else [column]
-        self._column, self._num_listed = deque(own), len(own)
+        column_pictures = column if isinstance(column, list) else [] if column is None else [column]
+        self._column, self._num_pictures = deque(column_pictures), len(column_pictures)
         self._folder, self._where = folder, where
-        self.found: list[Picture] = []
+        self.pictures: list[Picture] = []
         """Pictures so far, in order."""
 
     def parts(self, content: Any, where: str) -> Any:
@@ -106,33 +106,33 @@ class Places:
         """Raise BadRow for pictures without a placeholder."""
         if self._column:
             raise BadRow(
-                f"{self._where} has {self._num_listed} images but {len(self.found)} placeholders: put each image into "
-                f"a message, as {PLACE} in its text or as a part {{'type': 'image'}}."
+                f"{self._where} has {self._num_pictures} images but {len(self.pictures)} placeholders: put each image "
+                f"into a message, as {PLACE} in its text or as a part {{'type': 'image'}}."
             )
 
     def _part(self, part: Any, where: str) -> dict[str, str]:
         if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") not in _TYPES:
             return {"type": "text", "text": part["text"]}
         if not isinstance(part, dict) or part.get("type") not in _TYPES:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise BadRow(f"{where} has content of type {kind!r}; only text and pictures can be trained on.")
+            part_type = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise BadRow(f"{where} has content of type {part_type!r}; only text and pictures can be trained on.")
         value = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None)
         if value is None:
             if not self._column:
                 raise BadRow(
-                    f"{where} has more placeholders than its row has images ({self._num_listed}): name the picture in "
-                    "the part as 'path', or add it to the column 'images'."
+                    f"{where} has more placeholders than its row has images ({self._num_pictures}): name the picture "
+                    "in the part as 'path', or add it to the column 'images'."
                 )
             value = self._column.popleft()
         if part.get("type") == "image_url" and isinstance(value, dict):
             value = value.get("url")
-        self.found.append(self._picture(value, where))
+        self.pictures.append(self._picture(value, where))
         return {"type": "image"}
 
     def _picture(self, value: Any, where: str) -> Picture:
         """Return the picture for a path, or for bytes with a path as in `datasets`. Raises BadRow."""
         if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-            return Picture(str(value.get("path") or f"picture {len(self.found) + 1}"), None, value["bytes"])
+            return Picture(str(value.get("path") or f"picture {len(self.pictures) + 1}"), None, value["bytes"])
         path = value.get("path") if isinstance(value, dict) else value
         if not isinstance(path, str) or not path:
             raise BadRow(f"{where}: a picture must be a path, or bytes in a column of `datasets`, not {value!r:.80}.")

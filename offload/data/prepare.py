@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from offload.data.cache import cached
+from offload.data.cache import load_or_build
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
-from offload.data.encode import Encoded, Encoder, Measured, frame_of
+from offload.data.encode import ByteCountScope, EncodedDocument, Encoder, find_frame
 from offload.data.formats import (
     CHAT_FORMATS,
     RENDERED_FORMATS,
@@ -27,7 +27,7 @@ from offload.data.formats import (
     read_records,
     texts_of,
 )
-from offload.data.pictured import PicturedMaker, load_processor
+from offload.data.picture_encoder import PictureEncoder, load_processor
 from offload.data.rows import BadRow, BadRows
 from offload.data.sources import Source, SourceFile, find_files, hash_files, hash_text, held_out_files, split_hash
 from offload.data.storage import LocalFile
@@ -35,19 +35,19 @@ from offload.data.store import TokenStore, TokenWriter
 from offload.data.tokenizer import (
     check_vocabulary,
     hash_tokenizer,
+    load_or_train_tokenizer,
     load_tokenizer,
     sampling_rate,
     tokenizer_folder,
-    trained_tokenizer,
     versions,
 )
 from offload.errors import ConfigError
 from offload.files.user_cache import code_hash
 from offload.machine.cores import usable_cores
 
-_BYTES_THAT_PAY = 32 << 20  # for smaller data, starting processes takes longer than they save
+_MIN_BYTES_FOR_WORKERS = 32 << 20  # for smaller data, starting processes takes longer than they save
 _MOST_WORKERS = 16  # 300 MB each
-_NUM_LOOKED_AT = 1000  # rows searched for a picture
+_NUM_SEARCHED = 1000  # rows searched for a picture
 
 Progress = Callable[[str, float], None]
 
@@ -72,7 +72,7 @@ class TokenizedData:
     """Error messages for the first bad rows."""
 
 
-class Found:
+class SourceFiles:
     """The files and records in one source."""
 
     def __init__(
@@ -88,17 +88,17 @@ class Found:
         self._held_out = held_out_files([file for file in self.files if file.is_whole], eval_share)
 
     @property
-    def holds_chats(self) -> bool:
+    def has_chats(self) -> bool:
         """True if some file holds prompts and answers instead of plain text."""
         return bool(self.formats & CHAT_FORMATS)
 
     @property
-    def holds_pairs(self) -> bool:
+    def has_pairs(self) -> bool:
         """True if each record is two documents: chosen and rejected answer."""
         return "preference" in self.formats
 
     @property
-    def renders(self) -> bool:
+    def uses_template(self) -> bool:
         """True if a chat template renders the rows. For prompt-completion and preference, the first record decides."""
         if not self.formats & {"prompt-completion", "preference"}:
             return bool(self.formats & RENDERED_FORMATS)
@@ -106,17 +106,17 @@ class Found:
         return isinstance(first.chosen if isinstance(first, Preference) else first, Chat)
 
     @cached_property
-    def holds_pictures(self) -> bool:
+    def has_pictures(self) -> bool:
         """True if one of the first conversations has a picture."""
         if not self.formats & {"messages", "sharegpt"}:
             return False
-        first = islice(self.records(BadRows("skip")), _NUM_LOOKED_AT)
+        first = islice(self.records(BadRows("skip")), _NUM_SEARCHED)
         return any(isinstance(record, Chat) and record.pictures for _, _, record in first)
 
     @property
     def may_mask(self) -> bool:
         """True if some tokens may be untrained."""
-        return self.holds_chats or any(file.format == "tokens" and not file.is_whole for file in self.files)
+        return self.has_chats or any(file.format == "tokens" and not file.is_whole for file in self.files)
 
     def holds_out(self, file: SourceFile) -> bool | str:
         """Return the hold-out rule for a file: True or False for the whole file, or a seed name for its rows."""
@@ -127,7 +127,7 @@ class Found:
         for file in self.files:
             for index, record in enumerate(read_records(file, self._vocab_size)):
                 if isinstance(record, BadRow):
-                    bad.met(record)
+                    bad.handle(record)
                     continue
                 name = f"{file.name}#{index}"
                 held_out = file.name in self._held_out if file.is_whole else split_hash(name) < self.eval_share
@@ -139,43 +139,47 @@ class Preparation:
 
     def __init__(
         self,
-        found: Sequence[Found],
+        sources: Sequence[SourceFiles],
         vocab_size: int,
         cache_dir: Path,
         progress: Progress,
         num_workers: int | None = None,
-        asked: Mapping[str, Any] | None = None,
+        key_settings: Mapping[str, Any] | None = None,
     ) -> None:
         """`num_workers`: processes for tokenization; None: as many as save time.
 
-        `asked`: other settings in the cache key.
+        `key_settings`: other settings in the cache key.
         """
-        self.notes = [note for each in found for note in each.notes]
+        self.notes = [note for each in sources for note in each.notes]
         self.processor: Any = None
-        """The model's processor for pictures, set by `tokenizer`. None: no pictures."""
-        self._found = found
-        self._formats = set[str]().union(*(each.formats for each in found))
-        self._num_bytes = sum(each.num_bytes for each in found)
+        """The model's processor for pictures, set by `open_tokenizer`. None: no pictures."""
+        self._sources = sources
+        self._formats = set[str]().union(*(each.formats for each in sources))
+        self._num_bytes = sum(each.num_bytes for each in sources)
         self._vocab_size = vocab_size
         self._cache_dir = cache_dir
         self._progress = progress
         self._num_workers = num_workers
-        self._asked = sorted((asked or {}).items())
+        self._key_settings = sorted((key_settings or {}).items())
 
-    def tokenizer(self, tokenizer: str | None, model_path: str | None, is_pretrained: bool) -> Any:
+    def open_tokenizer(self, tokenizer: str | None, model_path: str | None, is_pretrained: bool) -> Any:
         """Load `tokenizer` or the model's tokenizer, or train one on the data for a model without pretrained weights.
 
         Returns None for token id data without a tokenizer. A tokenizer without chat template gets the built-in one if
         needed. Raises ConfigError.
         """
         path = tokenizer or tokenizer_folder(model_path)
-        if any(each.holds_pictures for each in self._found):
-            self._check_pictured()
+        if any(each.has_pictures for each in self._sources):
+            self._check_picture_sources()
             self.processor = load_processor(path)
         if path is not None:
             loaded = load_tokenizer(path) if self.processor is None else self.processor.tokenizer
             check_vocabulary(loaded, self._vocab_size, path)
-            if not loaded.chat_template and self.processor is None and any(each.renders for each in self._found):
+            if (
+                not loaded.chat_template
+                and self.processor is None
+                and any(each.uses_template for each in self._sources)
+            ):
                 loaded.chat_template = BUILTIN_TEMPLATE  # set here, so it is saved with the model
                 self.notes.append(
                     f"The tokenizer {path} has no chat template: conversations are written with {ROLE_MARKERS[1]} and "
@@ -195,13 +199,13 @@ class Preparation:
                 "--data.tokenizer to a folder or hub name with the model's own tokenizer, or set --model.init random "
                 "to train from random weights."
             )
-        hashes = [each.files_hash for each in self._found]
+        hashes = [each.files_hash for each in self._sources]
         key = hashes[0] if len(hashes) == 1 else hash_text(" ".join(hashes))
-        return trained_tokenizer(self._texts, self._vocab_size, key, self._cache_dir, self._progress)
+        return load_or_train_tokenizer(self._texts, self._vocab_size, key, self._cache_dir, self._progress)
 
-    def _check_pictured(self) -> None:
+    def _check_picture_sources(self) -> None:
         """Raise ConfigError if some source has pictures and another is not of conversations."""
-        for each in self._found:
+        for each in self._sources:
             if others := each.formats - RENDERED_FORMATS:
                 raise ConfigError(
                     f"{each.source.setting} {each.source} has the format {', '.join(sorted(others))}, but other "
@@ -209,70 +213,72 @@ class Preparation:
                     "these rows as messages."
                 )
 
-    def _check_ends(self, found: Found, tokenizer: Any) -> None:
+    def _check_ends(self, source_files: SourceFiles, tokenizer: Any) -> None:
         """Raise ConfigError for text pairs without an end token; add a note for plain texts."""
-        if tokenizer is None or tokenizer.eos_token_id is not None or frame_of(tokenizer)[1]:
+        if tokenizer is None or tokenizer.eos_token_id is not None or find_frame(tokenizer)[1]:
             return
-        named = f"{found.source.setting} {found.source}"
-        if found.formats & {"prompt-completion", "preference"} and not found.renders:
+        label = f"{source_files.source.setting} {source_files.source}"
+        if source_files.formats & {"prompt-completion", "preference"} and not source_files.uses_template:
             raise ConfigError(
-                f"{named} has prompts and answers as texts, but the tokenizer has no EOS token to end an answer: set "
+                f"{label} has prompts and answers as texts, but the tokenizer has no EOS token to end an answer: set "
                 "eos_token in tokenizer_config.json in the folder of the tokenizer, or write the rows as messages, "
                 "which the chat template ends."
             )
-        if found.formats & {"text", "jsonl"}:
+        if source_files.formats & {"text", "jsonl"}:
             self.notes.append(
-                f"The tokenizer has no EOS token: nothing marks the end of a text of {named}, so packed texts run into "
+                f"The tokenizer has no EOS token: nothing marks the end of a text of {label}, so packed texts run into "
                 "each other without a separator."
             )
 
-    def tokens(self, found: Found, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
+    def tokenize(self, source_files: SourceFiles, tokenizer: Any, train_on_prompt: bool) -> TokenizedData:
         """Return the token stores for a source, from the cache if already prepared. Raises ConfigError."""
-        self._check_ends(found, tokenizer)
-        encodes, places = tokenizer if self.processor is None else self.processor, list[str]()
+        self._check_ends(source_files, tokenizer)
+        encoder, places = tokenizer if self.processor is None else self.processor, list[str]()
         if self.processor is not None:  # absolute picture paths, independent of the working directory
-            own = [file.place for file in found.files]
-            places = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in own]
-        rules = None if encodes is None else hash_tokenizer(encodes)
-        source = found.files_hash, found.eval_share, found.on_bad_row, found.is_evaluated
-        asked = self._asked, self._vocab_size, train_on_prompt
-        name = hash_text(repr((code_hash("data"), versions(), source, asked, rules, places)))
-        return cached(
+            places_read = [file.place for file in source_files.files]
+            places = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in places_read]
+        rules = None if encoder is None else hash_tokenizer(encoder)
+        source = source_files.files_hash, source_files.eval_share, source_files.on_bad_row, source_files.is_evaluated
+        settings = self._key_settings, self._vocab_size, train_on_prompt
+        name = hash_text(repr((code_hash("data"), versions(), source, settings, rules, places)))
+        return load_or_build(
             self._cache_dir / "tokens",
             name,
-            lambda folder: self._build(folder, found, tokenizer, train_on_prompt),
+            lambda folder: self._build(folder, source_files, tokenizer, train_on_prompt),
             _load,
         )
 
     def _texts(self) -> Iterator[str]:
         rate = sampling_rate(self._num_bytes)
-        for found in self._found:
-            for _, name, record in found.records(BadRows(found.on_bad_row)):
+        for source_files in self._sources:
+            for _, name, record in source_files.records(BadRows(source_files.on_bad_row)):
                 if rate < 1 and split_hash(f"sample {name}") >= rate:
                     continue
                 for text in texts_of(record):  # a row with half a surrogate pair is refused later, with the line
                     yield text.encode("utf-8", "ignore").decode()
 
-    def _build(self, folder: Path, found: Found, tokenizer: Any, train_on_prompt: bool) -> None:
-        maker = None if self.processor is None else PicturedMaker(self.processor, train_on_prompt)
-        masked = maker is not None or (not train_on_prompt and found.may_mask)
+    def _build(self, folder: Path, source_files: SourceFiles, tokenizer: Any, train_on_prompt: bool) -> None:
+        picture_encoder = None if self.processor is None else PictureEncoder(self.processor, train_on_prompt)
+        masked = picture_encoder is not None or (not train_on_prompt and source_files.may_mask)
         writers = {
-            in_eval: TokenWriter(folder / name, self._vocab_size, masked, pictured=maker is not None)
+            in_eval: TokenWriter(folder / name, self._vocab_size, masked, has_pictures=picture_encoder is not None)
             for name, in_eval in (("train", False), ("eval", True))
         }
-        bad = BadRows(found.on_bad_row)
-        workers = _that_pay(found) if self._num_workers is None else self._num_workers
+        bad = BadRows(source_files.on_bad_row)
+        workers = _num_useful_workers(source_files) if self._num_workers is None else self._num_workers
         encoder = None
         if tokenizer is not None:
-            measured: Measured = "all" if found.is_evaluated else "held out" if found.eval_share else "none"
-            encoder = Encoder(tokenizer, train_on_prompt, bad, measured, workers, maker=maker)
+            byte_count_scope: ByteCountScope = (
+                "all" if source_files.is_evaluated else "held out" if source_files.eval_share else "none"
+            )
+            encoder = Encoder(tokenizer, train_on_prompt, bad, byte_count_scope, workers, batch_encoder=picture_encoder)
         streams = False
 
-        def metered() -> Iterator[tuple[bool, Record]]:
+        def with_progress() -> Iterator[tuple[bool, Record]]:
             """Yield the records and report progress: characters so far relative to file bytes."""
             nonlocal streams
-            num_bytes, done, reported = max(found.num_bytes, 1), 0, 0
-            for in_eval, _, record in found.records(bad):
+            num_bytes, done, reported = max(source_files.num_bytes, 1), 0, 0
+            for in_eval, _, record in source_files.records(bad):
                 done += record.ids.nbytes if isinstance(record, Ids) else sum(map(len, texts_of(record)))
                 done += picture_bytes(record)
                 if done - reported >= num_bytes / 100:
@@ -281,9 +287,9 @@ class Preparation:
                 streams |= isinstance(record, Ids) and record.stream
                 yield in_eval, record
 
-        for part in encoder.encode(metered()) if encoder else _as_they_are(metered(), train_on_prompt):
+        for part in encoder.encode(with_progress()) if encoder else _encode_ids(with_progress(), train_on_prompt):
             self._check_ids(part, tokenizer)
-            writers[part.in_eval].append(part.ids, part.trained, part.closes, part.num_bytes, part.pictured)
+            writers[part.in_eval].append(part.ids, part.trained, part.closes, part.num_bytes, part.picture_document)
         meta = {
             "train": writers[False].finish(),
             "eval": writers[True].finish(),
@@ -296,7 +302,7 @@ class Preparation:
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
         self._progress("tokenizing", 1.0)
 
-    def _check_ids(self, part: Encoded, tokenizer: Any) -> None:
+    def _check_ids(self, part: EncodedDocument, tokenizer: Any) -> None:
         if len(part.ids) and not 0 <= int(part.ids.min()) <= (highest := int(part.ids.max())) < self._vocab_size:
             wrong = highest if highest >= self._vocab_size else int(part.ids.min())
             token = f" ({tokenizer.convert_ids_to_tokens(wrong)!r})" if tokenizer is not None and wrong >= 0 else ""
@@ -306,22 +312,22 @@ class Preparation:
             )
 
 
-def _that_pay(found: Found) -> int:
+def _num_useful_workers(source_files: SourceFiles) -> int:
     """Return the number of worker processes that save time.
 
     0: this process with the threads of `tokenizers` is faster. Workers help only with much Python work per record, and
     only for long passes.
     """
     cores = len(usable_cores())
-    pays = cores > 1 and found.holds_chats and found.num_bytes >= _BYTES_THAT_PAY
+    pays = cores > 1 and source_files.has_chats and source_files.num_bytes >= _MIN_BYTES_FOR_WORKERS
     return min(cores, _MOST_WORKERS) if pays else 0
 
 
-def _as_they_are(records: Iterator[tuple[bool, Record]], train_on_prompt: bool) -> Iterator[Encoded]:
+def _encode_ids(records: Iterator[tuple[bool, Record]], train_on_prompt: bool) -> Iterator[EncodedDocument]:
     for in_eval, record in records:
         assert isinstance(record, Ids)
         trained = None if train_on_prompt else record.trained
-        yield Encoded(record.where, in_eval, np.asarray(record.ids), trained, record.closes)
+        yield EncodedDocument(record.where, in_eval, np.asarray(record.ids), trained, record.closes)
 
 
 def _load(folder: Path) -> TokenizedData:

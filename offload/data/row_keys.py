@@ -132,13 +132,13 @@ def mark_of(message: Mapping[str, Any], where: str) -> bool | None:
     for key, fix in _REFUSED_MARKS.items():
         if not _is_empty(message.get(key)):
             raise BadRow(f"{where} has {key!r}, which is not supported: {fix}.")
-    found = {key: message[key] for key in MARKS if message.get(key) is not None}
-    for key, value in found.items():
+    marks = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for key, value in marks.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise BadRow(f"{where}: {key!r} is {value!r:.40}; a message is trained (1, true) or not (0, false).")
-    if len(set(map(bool, found.values()))) > 1:
-        raise BadRow(f"{where} has marks for trained and for not trained at the same time: {found}.")
-    return bool(next(iter(found.values()))) if found else None
+    if len(set(map(bool, marks.values()))) > 1:
+        raise BadRow(f"{where} has marks for trained and for not trained at the same time: {marks}.")
+    return bool(next(iter(marks.values()))) if marks else None
 
 
 def without_marks(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from offload.data.sources import SourceFile
-from offload.data.storage import LocalFile, Place, first_bad_byte, library, opened
+from offload.data.storage import LocalFile, Place, first_bad_byte, library, open_decompressed
 from offload.errors import ConfigError, counted
 
 Row = tuple[str, "dict[str, Any] | BadRow | Any"]
@@ -45,7 +45,7 @@ class BadRows:
         self.examples: list[str] = []
         """Error messages for the first bad rows."""
 
-    def met(self, bad: BadRow) -> None:
+    def handle(self, bad: BadRow) -> None:
         """Count a bad row, or raise it."""
         if not self._skips:
             raise BadRow(f"{bad} (--data.on_bad_row skip leaves such rows out, and counts them.)") from bad
@@ -82,7 +82,7 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
 
 
 def _json_rows(file: SourceFile) -> Iterator[Row]:
-    with opened(file.place) as stream:
+    with open_decompressed(file.place) as stream:
         if stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
                 yield from _json_array(text, file.place)
@@ -96,10 +96,10 @@ def _json_rows(file: SourceFile) -> Iterator[Row]:
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(_MAX_ROW_BYTES)
             elif line.strip():
-                yield where, _parsed(line, where)
+                yield where, _parse_line(line, where)
 
 
-def _parsed(data: bytes, where: str) -> Any:
+def _parse_line(data: bytes, where: str) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand brackets
@@ -109,57 +109,57 @@ def _parsed(data: bytes, where: str) -> Any:
 def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
     """Yield the elements in a JSON array. The array may be larger than memory."""
     decode = json.JSONDecoder().raw_decode
-    held, at, number = "", 0, 0
+    buffer, at, number = "", 0, 0
 
     def refill() -> bool:
         """Read on; the block doubles for each retry on an incomplete element."""
-        nonlocal held, at
+        nonlocal buffer, at
         try:
-            block = text.read(max(_BLOCK_CHARS, len(held) - at))
+            block = text.read(max(_BLOCK_CHARS, len(buffer) - at))
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"{path} is not UTF-8 text ({first_bad_byte(path)}: {error.reason}). Convert it, such as by `iconv -f "
                 "LATIN1 -t UTF-8 IN > OUT`."
             ) from error
-        held, at = held[at:] + block, 0
+        buffer, at = buffer[at:] + block, 0
         return bool(block)
 
-    def next_sign() -> str:
+    def next_character() -> str:
         """Return the next character after blanks, or an empty string at the file end."""
         nonlocal at
         while True:
-            at = _BLANK.match(held, at).end()  # type: ignore[union-attr]
-            if at < len(held) or not refill():
-                return held[at : at + 1]
+            at = _BLANK.match(buffer, at).end()  # type: ignore[union-attr]
+            if at < len(buffer) or not refill():
+                return buffer[at : at + 1]
 
-    next_sign()
+    next_character()
     at += 1  # the bracket
-    while (sign := next_sign()) != "]":
+    while (character := next_character()) != "]":
         if number:
-            if sign != ",":
+            if character != ",":
                 raise ConfigError(
                     f"{path} is not valid JSON: after record {number} a comma or a bracket is expected, not "
-                    f"{sign or 'the end of the file'!r}. One record a line is expected, or one array of records."
+                    f"{character or 'the end of the file'!r}. One record a line is expected, or one array of records."
                 )
             at += 1
-            next_sign()
+            next_character()
         number += 1
         where = f"{path}, record {number}"
         while True:
             try:
-                value, end = decode(held, at)
+                value, end = decode(buffer, at)
             except (ValueError, RecursionError) as error:
-                if len(held) - at < _MAX_ROW_BYTES and refill():
+                if len(buffer) - at < _MAX_ROW_BYTES and refill():
                     continue
                 raise ConfigError(
                     f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
                 ) from error
-            if end < len(held) or not refill():  # a number may continue in the next block
+            if end < len(buffer) or not refill():  # a number may continue in the next block
                 break
         length, at = end - at, end
         yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if length > _MAX_ROW_BYTES else value
     at += 1
-    if next_sign():
+    if next_character():
         raise ConfigError(
             f"{path} is not valid JSON: there is more text after the array. One record a line is expected, or one "
             "array of records."
@@ -173,8 +173,8 @@ def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
 def _csv_reader(file: SourceFile) -> Iterator[Any]:
     csv.field_size_limit(_MAX_ROW_BYTES)  # process-wide; the default of 131,072 characters is too small
     # Invalid UTF-8 becomes lone surrogates, so the error can name the row.
-    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-    with opened(file.place) as stream, io.TextIOWrapper(stream, **how) as text:
+    options: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with open_decompressed(file.place) as stream, io.TextIOWrapper(stream, **options) as text:
         yield csv.reader(text, delimiter="\t" if file.container == "tsv" else ",", strict=True)
 
 
@@ -183,9 +183,9 @@ def _header(file: SourceFile, reader: Any) -> list[str]:
         names: list[str] = next((fields for fields in reader if fields), [])
     except csv.Error as error:
         raise ConfigError(f"{file.place}:1 is not a valid header of a {file.container} file: {error}.") from error
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"{file.place}:1 names the column {twice[0]!r} twice: rename one of them.")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(f"{file.place}:1 names the column {repeated[0]!r} twice: rename one of them.")
     return names
 
 
@@ -252,9 +252,9 @@ def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
     meta = parquet.metadata
     first = 0
     for group in range(meta.num_row_groups):
-        about = meta.row_group(group)
+        row_group = meta.row_group(group)
         batches = parquet.iter_batches(
-            batch_size=_piece_rows(about.total_byte_size, about.num_rows),
+            batch_size=_piece_rows(row_group.total_byte_size, row_group.num_rows),
             row_groups=[group],
             columns=list(names),
             use_threads=False,
@@ -265,14 +265,15 @@ def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
                 batch = next(batches, None)
             except Exception as error:  # see _open_parquet
                 raise ConfigError(
-                    f"{file.place}: row group {group} (rows {first:,} to {first + about.num_rows - 1:,}) is damaged, "
-                    f"from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file again, or leave it out."
+                    f"{file.place}: row group {group} (rows {first:,} to {first + row_group.num_rows - 1:,}) is "
+                    f"damaged, from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file again, "
+                    "or leave it out."
                 ) from error
             if batch is None:
                 break
             yield from _rows_of(batch, str(file.place), row)
             row += batch.num_rows
-        first += about.num_rows
+        first += row_group.num_rows
 
 
 def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:

@@ -9,18 +9,18 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from offload.data.isolated import Laid, lay_out
+from offload.data.isolated import StoreRows, lay_out
 from offload.data.packing import Layout
-from offload.data.prepare import Found, TokenizedData
+from offload.data.prepare import SourceFiles, TokenizedData
 from offload.data.sources import STDLIB_CHAT, Source
-from offload.data.storage import unpacked
+from offload.data.storage import decompressed_name
 from offload.errors import ConfigError, counted, ratio
 
 _A_ROW = "makes a row of each document"
 
 
 @dataclass(frozen=True)
-class SourceFacts:
+class SourceSummary:
     """Source summary for logs and reports."""
 
     name: str
@@ -39,42 +39,50 @@ class SourceRows:
 
     name: str
     """Source name in logs."""
-    found: Found
+    source_files: SourceFiles
     """Files and settings."""
     tokens: TokenizedData
     """All tokens from the source."""
-    train: Laid
+    train: StoreRows
     """Training rows; for an eval source, the eval rows."""
-    eval: Laid
+    eval: StoreRows
     """Held-out rows."""
-    layouts: tuple[Laid, Laid]
+    layouts: tuple[StoreRows, StoreRows]
     """Layouts of training and eval documents, before rows are held out from one layout."""
 
     @classmethod
     def of(
-        cls, name: str, found: Found, tokens: TokenizedData, sequence_length: int, layout: Layout, pad_id: int
+        cls,
+        name: str,
+        source_files: SourceFiles,
+        tokens: TokenizedData,
+        sequence_length: int,
+        layout: Layout,
+        pad_id: int,
     ) -> SourceRows:
         """Lay out one source as rows. Raises ConfigError if no row has a target."""
         if tokens.streams and layout is not True:
-            setting, what = ("packing_isolated=true", "keeps documents apart") if layout else ("packing=false", _A_ROW)
+            setting, effect = (
+                ("packing_isolated=true", "keeps documents apart") if layout else ("packing=false", _A_ROW)
+            )
             raise ConfigError(
-                f"data.{setting} {what}, but a one-dimensional file of tokens marks no documents. Set "
+                f"data.{setting} {effect}, but a one-dimensional file of tokens marks no documents. Set "
                 "data.packing=true and data.packing_isolated=false, or store the ids as .npy [documents, tokens]."
             )
-        group = 2 if found.holds_pairs else 1
+        group = 2 if source_files.has_pairs else 1
         train = lay_out(tokens.train, sequence_length, layout, pad_id, group)
         held_out = lay_out(tokens.eval, sequence_length, layout, pad_id, group)
         layouts = train, held_out
-        if found.eval_share > 0 and not (train.num_rows and held_out.num_rows):
-            train, held_out = _split_rows(train if train.num_rows else held_out, found.eval_share)
-        rows = cls(name, found, tokens, train, held_out, layouts)
+        if source_files.eval_share > 0 and not (train.num_rows and held_out.num_rows):
+            train, held_out = _split_rows(train if train.num_rows else held_out, source_files.eval_share)
+        rows = cls(name, source_files, tokens, train, held_out, layouts)
         if not train.num_rows:
-            raise ConfigError(rows._nothing(sequence_length))
+            raise ConfigError(rows._no_target_message(sequence_length))
         return rows
 
-    def _nothing(self, sequence_length: int) -> str:
-        source, num_tokens = self.found.source, self.num_tokens
-        skipped = "".join(f" {text}." for text in self._left_out())
+    def _no_target_message(self, sequence_length: int) -> str:
+        source, num_tokens = self.source_files.source, self.num_tokens
+        skipped = "".join(f" {text}." for text in self._skipped())
         return (
             f"{source.setting}={list(source.paths)!r} has {counted(num_tokens, 'token')} but none to train on: a row "
             f"needs a trained token after another token within data.sequence_length={sequence_length}. "
@@ -109,43 +117,47 @@ class SourceRows:
         rows = self.train
         return 1 - int(rows.lengths(np.arange(rows.num_rows)).sum()) / (rows.num_rows * rows.sequence_length)
 
-    def facts(self, quota: int | None, num_rows: int) -> SourceFacts:
+    def summarize(self, quota: int | None, num_rows: int) -> SourceSummary:
         """Return the source summary.
 
         `quota`: rows from this source among `num_rows` per epoch; None for an eval source.
         """
-        more = self._left_out()
+        more = self._skipped()
         if quota is not None and num_rows != self.train.num_rows:
             often = ratio(quota / self.train.num_rows)
             passes = "" if quota == self.train.num_rows else f", {often} times its own rows"
             more.append(f"{100 * quota / num_rows:.3g}% of the rows of an epoch{passes}")
         targets = sum(rows.num_targets for rows in self.layouts)
-        return SourceFacts(self.name, self._contents(), targets / self.num_tokens, tuple(more))
+        return SourceSummary(self.name, self._describe_contents(), targets / self.num_tokens, tuple(more))
 
-    def _contents(self) -> str:
+    def _describe_contents(self) -> str:
         """Return the contents in words, e.g. `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
-        files, tokens = self.found.files, self.tokens
+        files, tokens = self.source_files.files, self.tokens
         num_documents = (tokens.train.num_documents + tokens.eval.num_documents) // self.train.group
-        pairs, chats = self.found.holds_pairs, self.found.holds_chats
+        pairs, chats = self.source_files.has_pairs, self.source_files.has_chats
         documents = counted(num_documents, "pair" if pairs else "conversation" if chats else "document")
         in_files = f" ({counted(len(files), 'file')})" if len(files) > 1 else ""
-        return f"{self.format} of {self.found.source}{in_files}: {documents}, {counted(self.num_tokens, 'token')}"
+        return (
+            f"{self.format} of {self.source_files.source}{in_files}: {documents}, {counted(self.num_tokens, 'token')}"
+        )
 
     @property
     def format(self) -> str:
         """Row format and container for all files, e.g. `messages in parquet`."""
-        return " and ".join(dict.fromkeys(_form(file.format, file.container) for file in self.found.files))
+        return " and ".join(
+            dict.fromkeys(_describe_format(file.format, file.container) for file in self.source_files.files)
+        )
 
-    def _left_out(self) -> list[str]:
+    def _skipped(self) -> list[str]:
         counts = {
             "bad rows skipped": self.tokens.num_bad,
             "documents without text left out": self.tokens.num_empty,
             "documents with pictures longer than a row left out": self.num_too_long,
         }
-        return [f"{count:,} {what}" for what, count in counts.items() if count]
+        return [f"{count:,} {label}" for label, count in counts.items() if count]
 
-    def notes(self, *, of: bool) -> list[str]:
-        """Return messages for the user. `of`: one among several sources, so messages begin with the name."""
+    def notes(self, *, with_name: bool) -> list[str]:
+        """Return messages for the user. `with_name`: one among several sources, so messages begin with the name."""
         tokens, notes = self.tokens, []
         if tokens.num_bad:
             examples = " ".join(tokens.bad)
@@ -171,10 +183,10 @@ class SourceRows:
             )
         if without_target := sum(rows.num_without_target for rows in self.layouts):
             notes.append(f"left out, without a trained token: {counted(without_target, 'row')}.")
-        return [f"{self.name}: {note}" if of else note for note in notes]
+        return [f"{self.name}: {note}" if with_name else note for note in notes]
 
 
-def _form(data_format: str, container: str) -> str:
+def _describe_format(data_format: str, container: str) -> str:
     """Return row format and container in words."""
     data_format = "messages" if data_format == STDLIB_CHAT else data_format
     if container in ("text", "ids", "json"):
@@ -182,7 +194,7 @@ def _form(data_format: str, container: str) -> str:
     return f"{'text' if data_format == 'jsonl' else data_format} in {container}"
 
 
-def _split_rows(whole: Laid, eval_share: float) -> tuple[Laid, Laid]:
+def _split_rows(whole: StoreRows, eval_share: float) -> tuple[StoreRows, StoreRows]:
     """Hold out the last rows, for data with too few documents to split by document."""
     number = whole.num_rows // whole.group
     num_eval = min(max(round(number * eval_share), 1), number - 1) if number > 1 else 0
@@ -193,7 +205,7 @@ def _split_rows(whole: Laid, eval_share: float) -> tuple[Laid, Laid]:
 def names_of(sources: Sequence[Source]) -> list[str]:
     """Return unique source names for logs: the last path part without ending, or the whole source if ambiguous."""
     short = [
-        unpacked(PurePosixPath(source.paths[0])).stem + (f"[{source.split}]" if source.split else "")
+        decompressed_name(PurePosixPath(source.paths[0])).stem + (f"[{source.split}]" if source.split else "")
         for source in sources
     ]
     whole = [str(source) for source in sources]

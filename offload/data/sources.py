@@ -19,19 +19,19 @@ import xxhash
 
 from offload.config.data_sources import Format
 from offload.data import saved
-from offload.data.kinds import (
+from offload.data.file_types import (
     CONTAINERS,
     ROW_SUFFIXES,
     TEXT_SUFFIXES,
     TOKEN_SUFFIXES,
     UNREAD_SUFFIXES,
-    check_choice,
     check_file,
+    check_one_type,
     check_split,
     container_of,
-    is_saved,
-    left_out,
-    of_split,
+    is_saved_data_set,
+    select_split,
+    skipped_note,
     suffix_of,
 )
 from offload.data.storage import DataSet, LocalFile, Mark, Place, remote_files
@@ -78,8 +78,8 @@ class Source:
     """Configuration key for this source, for errors."""
 
     def __str__(self) -> str:
-        shown = ", ".join(self.paths[:3]) + (", ..." if len(self.paths) > 3 else "")
-        return f"{shown}[{self.split}]" if self.split else shown
+        names = ", ".join(self.paths[:3]) + (", ..." if len(self.paths) > 3 else "")
+        return f"{names}[{self.split}]" if self.split else names
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SourceFile:
     num_bytes: int
     """Stored size in bytes."""
     container: str = "text"
-    """Row container: a key in kinds.CONTAINERS, `data set`, `ids` or `text`."""
+    """Row container: a key in file_types.CONTAINERS, `data set`, `ids` or `text`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """As `Source.columns`."""
     setting: str = "data.source"
@@ -124,20 +124,20 @@ def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFil
             f"{source.setting}={list(source.paths)!r} names nothing to read. Give {STDLIB}, a file, a folder or a glob."
         )
     notes = [] if notes is None else notes
-    found, named_again = dict[Mark, SourceFile](), list[str]()
+    by_mark, named_again = dict[Mark, SourceFile](), list[str]()
     files: list[SourceFile] = []
     for path in source.paths:
         for file in _find(path, source, notes):
-            before = next((found[mark] for mark in file.place.marks if mark in found), None)
-            if before is not None:
-                named_again.append(both_names(file, before))
+            known = next((by_mark[mark] for mark in file.place.marks if mark in by_mark), None)
+            if known is not None:
+                named_again.append(both_names(file, known))
                 continue
-            found |= dict.fromkeys(file.place.marks, file)
+            by_mark |= dict.fromkeys(file.place.marks, file)
             files.append(file)
     if named_again:
         more = f", and {len(named_again) - _MOST_NAMED} more" if len(named_again) > _MOST_NAMED else ""
-        shown = ", ".join(named_again[:_MOST_NAMED])
-        notes.append(f"{source.setting} {source} names some files twice; each is read once: {shown}{more}.")
+        listed = ", ".join(named_again[:_MOST_NAMED])
+        notes.append(f"{source.setting} {source} names some files twice; each is read once: {listed}{more}.")
     return files
 
 
@@ -158,18 +158,18 @@ def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
     if local.is_dir():
         return _find_folder(path, local, source, notes)
     if glob.has_magic(path):
-        base = _fixed_part(local)
+        base = _folder_before_wildcard(local)
         matches = sorted(p for p in map(Path, glob.glob(str(local), recursive=True)) if p.is_file())  # noqa: PTH207 - absolute patterns
         if not matches:
             raise ConfigError(f"{source.setting}={path!r} matches no file (looked from {base.absolute()}).")
         if source.format == "auto":
-            check_choice(path, matches, is_folder=False, setting=source.setting)
+            check_one_type(path, matches, is_folder=False, setting=source.setting)
         check_split(path, source.split, source.setting)
         return [_file(LocalFile(p), p.relative_to(base).as_posix(), source) for p in matches]
     if _may_be_on_hub(path, source):
         data_set = saved.from_hub(path, source.name, source.revision, source.split, source.setting)
-        return [_of_data_set(data_set, path, source)]
-    raise _is_nowhere(path, source.setting)
+        return [_data_set_file(data_set, path, source)]
+    raise _missing_path_error(path, source.setting)
 
 
 def check_exists(path: str, setting: str) -> None:
@@ -177,25 +177,25 @@ def check_exists(path: str, setting: str) -> None:
     local = Path(path).expanduser()
     is_local = "://" not in path and not path.startswith("builtin:") and not glob.has_magic(path)
     if is_local and not local.exists() and not _may_be_on_hub(path, Source((path,))):
-        raise _is_nowhere(path, setting)
+        raise _missing_path_error(path, setting)
 
 
-def _is_nowhere(path: str, setting: str) -> ConfigError:
+def _missing_path_error(path: str, setting: str) -> ConfigError:
     where = Path(path).expanduser().absolute()
     return ConfigError(f"{setting}={path!r} does not exist (looked for {where}). Give a file, a folder or a glob.")
 
 
 def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> list[SourceFile]:
-    inside, meant = _walk(folder), _suffixes(source.format)
-    if is_saved(inside, folder):
-        return [_of_data_set(saved.from_folder(folder, source.split, source.setting), "", source)]
+    inside, suffixes_read = _walk(folder), _suffixes(source.format)
+    if is_saved_data_set(inside, folder):
+        return [_data_set_file(saved.from_folder(folder, source.split, source.setting), "", source)]
     if source.format == "auto":
-        check_choice(path, inside, is_folder=True, setting=source.setting)
-        meant |= UNREAD_SUFFIXES  # refused by name, below
-    paths = [each for each in inside if suffix_of(each) in meant]
+        check_one_type(path, inside, is_folder=True, setting=source.setting)
+        suffixes_read |= UNREAD_SUFFIXES  # refused by name, below
+    paths = [each for each in inside if suffix_of(each) in suffixes_read]
     if not paths and source.format == "tokens":
-        meant = ROW_SUFFIXES
-        paths = [each for each in inside if suffix_of(each) in meant]
+        suffixes_read = ROW_SUFFIXES
+        paths = [each for each in inside if suffix_of(each) in suffixes_read]
     if not paths:
         suffixes = " ".join(sorted(_suffixes(source.format)))
         raise ConfigError(
@@ -203,19 +203,21 @@ def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> l
             f"ending in {suffixes} are read. Name the files by a glob such as '{folder / '*.log'}' to read other "
             "endings."
         )
-    if note := left_out(path, inside, meant):
+    if note := skipped_note(path, inside, suffixes_read):
         notes.append(note)
-    chosen = of_split(path, paths, source.split, source.setting) if source.format == "auto" or source.split else paths
+    chosen = (
+        select_split(path, paths, source.split, source.setting) if source.format == "auto" or source.split else paths
+    )
     return [_file(LocalFile(Path(p)), p.relative_to(folder).as_posix(), source) for p in chosen]
 
 
 def _find_remote(url: str, source: Source) -> list[SourceFile]:
     files, base = remote_files(url, source.setting)
-    meant = _suffixes(source.format) | UNREAD_SUFFIXES
+    suffixes_read = _suffixes(source.format) | UNREAD_SUFFIXES
     if len(files) > 1 or base == url.rstrip("/"):
-        files = [file for file in files if suffix_of(file.name) in meant]
+        files = [file for file in files if suffix_of(file.name) in suffixes_read]
         if source.format == "auto":
-            check_choice(url, [file.name for file in files], is_folder=True, setting=source.setting)
+            check_one_type(url, [file.name for file in files], is_folder=True, setting=source.setting)
     if not files:
         raise ConfigError(f"{source.setting}={url!r} matches no file to read (data.format={source.format}).")
     check_split(url, source.split, source.setting)
@@ -253,13 +255,13 @@ def _may_be_on_hub(path: str, source: Source) -> bool:
     return not known and bool(_HUB_NAME.fullmatch(path)) and not Path(path).parent.is_dir()
 
 
-def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
+def _walk(root: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
     """Return all files in a folder except hidden ones, sorted."""
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+        folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(files)
 
 
 def _suffixes(data_format: str) -> frozenset[str]:
@@ -268,7 +270,7 @@ def _suffixes(data_format: str) -> frozenset[str]:
     return TEXT_SUFFIXES if data_format == "text" else TOKEN_SUFFIXES if data_format == "tokens" else ROW_SUFFIXES
 
 
-def _fixed_part(pattern: Path) -> Path:
+def _folder_before_wildcard(pattern: Path) -> Path:
     """Return the folder before the first path part with a wildcard."""
     return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
 
@@ -292,7 +294,7 @@ def _file(place: Place, name: str, source: Source) -> SourceFile:
     return SourceFile(place, name, data_format, place.num_bytes, container, source.columns, source.setting)
 
 
-def _of_data_set(data_set: DataSet, name: str, source: Source) -> SourceFile:
+def _data_set_file(data_set: DataSet, name: str, source: Source) -> SourceFile:
     data_format = "jsonl" if source.format == "text" else source.format
     return SourceFile(data_set, name, data_format, data_set.num_bytes, "data set", source.columns, source.setting)
 
@@ -314,12 +316,12 @@ def held_out_files(files: Sequence[SourceFile], eval_share: float) -> frozenset[
     `source_rows` holds out rows instead.
     """
     wanted = eval_share * sum(file.num_bytes for file in files)
-    taken, taken_bytes = set(), 0
+    chosen, chosen_bytes = set(), 0
     for file in sorted(files, key=lambda file: (split_hash(file.name), file.name)):
-        if taken_bytes + file.num_bytes <= wanted:
-            taken.add(file.name)
-            taken_bytes += file.num_bytes
-    return frozenset(taken) if 2 * taken_bytes >= wanted > 0 else frozenset()
+        if chosen_bytes + file.num_bytes <= wanted:
+            chosen.add(file.name)
+            chosen_bytes += file.num_bytes
+    return frozenset(chosen) if 2 * chosen_bytes >= wanted > 0 else frozenset()
 
 
 def hash_files(files: Sequence[SourceFile]) -> str:
@@ -328,8 +330,8 @@ def hash_files(files: Sequence[SourceFile]) -> str:
     Above 1 GiB, sizes and times replace the contents; for remote data, the server's metadata.
     """
     whole = sum(file.num_bytes for file in files) <= _HASH_WHOLE_BYTES
-    said = [
+    field_values = [
         [(each.name, getattr(file, each.name)) for each in fields(file) if each.name not in LEFT_OUT] for file in files
     ]
     contents = [hash_paths(file.place.files) if whole and file.place.files else file.place.stamp for file in files]
-    return hash_text(repr((said, contents)))
+    return hash_text(repr((field_values, contents)))

@@ -65,8 +65,8 @@ class LocalFile:
     @property
     def marks(self) -> frozenset[Mark]:
         """Device and inode: places with a common mark hold the same bytes, under any spelling or link."""
-        found = self.path.stat()
-        return frozenset({(found.st_dev, found.st_ino)})
+        status = self.path.stat()
+        return frozenset({(status.st_dev, status.st_ino)})
 
     @property
     def stamp(self) -> str:
@@ -74,8 +74,8 @@ class LocalFile:
 
         Includes the change time, because a copy can keep the old modification time but not the old change time.
         """
-        found = self.path.stat()
-        return f"{self.path.absolute()}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ctime_ns}"
+        status = self.path.stat()
+        return f"{self.path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}"
 
     def open(self) -> BinaryIO:
         return self.path.open("rb")
@@ -108,8 +108,8 @@ class RemoteFile:
     @property
     def stamp(self) -> str:
         """URL and server metadata (size, time, ETag), without the redirect target, which may change each time."""
-        said = {key: value for key, value in self.system.info(self.url).items() if key != "url"}
-        return f"{self.url}\0{sorted(said.items())}"
+        metadata = {key: value for key, value in self.system.info(self.url).items() if key != "url"}
+        return f"{self.url}\0{sorted(metadata.items())}"
 
     def open(self) -> BinaryIO:
         return self.system.open(self.url, "rb")
@@ -136,8 +136,8 @@ class DataSet:
 
     @property
     def marks(self) -> frozenset[Mark]:
-        own = frozenset[Mark]().union(*(LocalFile(path).marks for path in self.files))
-        return own or frozenset({str(self.rows._fingerprint)})
+        marks = frozenset[Mark]().union(*(LocalFile(path).marks for path in self.files))
+        return marks or frozenset({str(self.rows._fingerprint)})
 
     def open(self) -> BinaryIO:
         raise NotImplementedError(f"{self.where} is no file")
@@ -146,16 +146,16 @@ class DataSet:
 Place = LocalFile | RemoteFile | DataSet
 
 
-def unpacked(path: PurePath) -> PurePath:
+def decompressed_name(path: PurePath) -> PurePath:
     """Return the file name after decompression: a.jsonl for a.jsonl.gz."""
     return path.with_suffix("") if path.suffix.lower() in PACKINGS else path
 
 
 @contextmanager
-def opened(place: Place) -> Iterator[io.BufferedReader]:
+def open_decompressed(place: Place) -> Iterator[io.BufferedReader]:
     """Open a file for reading, decompressed. Read errors inside the context become ConfigError."""
     try:
-        with place.open() as stream, _unpacking(place, stream) as reader:
+        with place.open() as stream, _decompressing_reader(place, stream) as reader:
             yield reader
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"{place} is a damaged or truncated .gz file: {error}. Compress it again.") from error
@@ -172,7 +172,7 @@ def first_bad_byte(place: Place) -> str:
     Decoder errors count from the last block, not from the file start.
     """
     decoder, num_bytes, num_lines = codecs.getincrementaldecoder("utf-8")(), 0, 1
-    with opened(place) as stream:
+    with open_decompressed(place) as stream:
         while True:
             block, pending = stream.read(_BUFFER_BYTES), len(decoder.getstate()[0])
             try:
@@ -183,16 +183,16 @@ def first_bad_byte(place: Place) -> str:
             num_bytes, num_lines = num_bytes + len(block), num_lines + block.count(b"\n")
 
 
-def _unpacking(place: Place, stream: BinaryIO) -> io.BufferedReader:
-    suffix, unpacking = place.name.suffix.lower(), typing.cast("io.RawIOBase", stream)
+def _decompressing_reader(place: Place, stream: BinaryIO) -> io.BufferedReader:
+    suffix, decompressing = place.name.suffix.lower(), typing.cast("io.RawIOBase", stream)
     if suffix == ".gz":
-        unpacking = typing.cast("io.RawIOBase", gzip.GzipFile(fileobj=stream))
+        decompressing = typing.cast("io.RawIOBase", gzip.GzipFile(fileobj=stream))
     elif suffix == ".zst":
         arrow = library("pyarrow", f"{place}, a .zst file,")
-        unpacking = arrow.CompressedInputStream(arrow.PythonFile(stream, "r"), "zstd")
+        decompressing = arrow.CompressedInputStream(arrow.PythonFile(stream, "r"), "zstd")
     elif isinstance(stream, io.BufferedReader):
         return stream
-    return io.BufferedReader(unpacking, _BUFFER_BYTES)
+    return io.BufferedReader(decompressing, _BUFFER_BYTES)
 
 
 def remote_files(url: str, setting: str) -> tuple[list[RemoteFile], str]:
@@ -210,10 +210,10 @@ def remote_files(url: str, setting: str) -> tuple[list[RemoteFile], str]:
             base, paths = path, system.find(path)
         else:
             base, paths = path.rpartition("/")[0], [path]
-        found = [
+        files = [
             RemoteFile(system.unstrip_protocol(each), int(system.size(each) or 0), system) for each in sorted(paths)
         ]
-        return found, system.unstrip_protocol(base).rstrip("/")
+        return files, system.unstrip_protocol(base).rstrip("/")
     except ImportError as error:
         raise MissingLibraryError(f"{setting}={url!r}: {error}") from error
     except Exception as error:  # each protocol raises different exception types

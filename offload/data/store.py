@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 from numpy.lib import format as npy
 
-from offload.data.pictures import Picture, Pictured
+from offload.data.pictures import Picture, PictureDocument
 from offload.data.sources import hash_text
 
 _HEADER_BYTES = 128  # numpy reserves header room for the final length in one dimension
@@ -44,33 +44,33 @@ class TokenStore:
         self.documents = _open(folder / "documents.npy", self.num_documents + 1)
         self.trained = _open(folder / "trained.npy", self.num_tokens) if meta["masked"] else None
         self._bytes = _open(folder / "bytes.npy", self.num_tokens) if meta["has_bytes"] else None
-        self.pictured = PicturedStore(folder, self.num_documents, meta["pictured"]) if meta["pictured"] else None
+        self.picture_store = PictureStore(folder, self.num_documents, meta["pictured"]) if meta["pictured"] else None
         """Document texts and pictures. None: text only."""
 
     def trained_bytes(self, begin: int, end: int) -> int | None:
         """Return the UTF-8 bytes of text under the trained tokens in [begin, end). None: not known."""
         if self._bytes is None:
             return None
-        found = self._bytes[begin:end]
-        return int((found if self.trained is None else found[self.trained[begin:end]]).sum(dtype=np.int64))
+        byte_counts = self._bytes[begin:end]
+        return int((byte_counts if self.trained is None else byte_counts[self.trained[begin:end]]).sum(dtype=np.int64))
 
 
-class PicturedStore:
+class PictureStore:
     """Document texts and pictures, memory-mapped."""
 
     def __init__(self, folder: Path, num_documents: int, meta: dict[str, Any]) -> None:
         """Open `folder`. Raises as `TokenStore` does."""
-        self.one_each: bool = meta["one_each"]
+        self.has_one_picture_each: bool = meta["one_each"]
         """True if each document has exactly one picture."""
         self._starts = _open(folder / "lines.npy", num_documents + 1)
         self._lines = _open(folder / "pictured.npy", meta["num_bytes"])
         self._data = _open(folder / "pictures.npy", meta["num_data_bytes"])
 
-    def at(self, document: int) -> Pictured:
+    def at(self, document: int) -> PictureDocument:
         """Return the text and the pictures for a document."""
         begin, end = self._starts[document : document + 2]
         text, pictures = json.loads(self._lines[begin:end].tobytes())
-        return Pictured(text, tuple(self._picture(*each) for each in pictures))
+        return PictureDocument(text, tuple(self._picture(*each) for each in pictures))
 
     def _picture(self, name: str, digest: str, path: str | None, span: tuple[int, int]) -> Picture:
         data = self._data[slice(*span)].tobytes() if path is None else None
@@ -80,10 +80,10 @@ class PicturedStore:
 class TokenWriter:
     """Appends documents to a new folder."""
 
-    def __init__(self, folder: Path, vocab_size: int, masked: bool, pictured: bool = False) -> None:
+    def __init__(self, folder: Path, vocab_size: int, masked: bool, has_pictures: bool = False) -> None:
         """Create `folder`.
 
-        `masked`: keep a training mask, dropped in the end if all tokens are trained. `pictured`: documents may have
+        `masked`: keep a training mask, dropped in the end if all tokens are trained. `has_pictures`: documents may have
         pictures.
         """
         folder.mkdir()
@@ -94,7 +94,7 @@ class TokenWriter:
         self._bytes: _Column | None = _Column(folder / "bytes.npy", np.dtype(np.uint32))
         self._documents.append(np.zeros(1))
         self._all_trained = True
-        self._pictured = _PicturedWriter(folder) if pictured else None
+        self._picture_writer = _PictureWriter(folder) if has_pictures else None
 
     def append(
         self,
@@ -102,15 +102,15 @@ class TokenWriter:
         trained: np.ndarray | None,
         closes: bool,
         num_bytes: np.ndarray | None = None,
-        pictured: Pictured | None = None,
+        picture_document: PictureDocument | None = None,
     ) -> None:
         """Append ids [n] to the current document. `closes` ends the document.
 
         `trained`: mask [n]; None: all trained. `num_bytes`: text bytes per token [n]; None: not known, and then dropped
-        for the whole folder. `pictured`: text and pictures for a whole document.
+        for the whole folder. `picture_document`: text and pictures for a whole document.
         """
-        if self._pictured is not None and pictured is not None:
-            self._pictured.append(pictured)
+        if self._picture_writer is not None and picture_document is not None:
+            self._picture_writer.append(picture_document)
         self._tokens.append(ids)
         if self._bytes is not None and num_bytes is not None:
             self._bytes.append(num_bytes)
@@ -136,21 +136,21 @@ class TokenWriter:
                 self._trained.path.unlink()
         if self._bytes is not None:  # not in the content hash: byte counts follow from the tokens
             self._bytes.finish()
-        pictured = None
-        if self._pictured is not None:
-            pictured, digest = self._pictured.finish()
+        picture_meta = None
+        if self._picture_writer is not None:
+            picture_meta, digest = self._picture_writer.finish()
             digests.append(digest)
         return {
             "num_tokens": self._tokens.num_items,
             "num_documents": self._documents.num_items - 1,
             "masked": masked,
             "has_bytes": self._bytes is not None,
-            "pictured": pictured,
+            "pictured": picture_meta,
             "content_hash": hash_text(" ".join(digests)),
         }
 
 
-class _PicturedWriter:
+class _PictureWriter:
     """Appends document texts and pictures."""
 
     def __init__(self, folder: Path) -> None:
@@ -161,7 +161,7 @@ class _PicturedWriter:
         self._starts.append(np.zeros(1))
         self._digest, self._one_each = xxhash.xxh3_128(), True
 
-    def append(self, document: Pictured) -> None:
+    def append(self, document: PictureDocument) -> None:
         pictures = []
         for each in document.pictures:
             begin = self._data.num_items

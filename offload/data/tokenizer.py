@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.data.cache import cached
+from offload.data.cache import load_or_build
 from offload.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.data.sources import hash_text
 from offload.errors import ConfigError
@@ -57,19 +57,19 @@ def as_files(tokenizer: Any) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
-_seen: dict[tuple[Any, ...], Any] = {}
+_preloaded: dict[tuple[Any, ...], Any] = {}
 """At most one loaded tokenizer, by folder and file metadata.
 
-`see_tokenizer` stores it for the next `load_tokenizer` call, because loading a large tokenizer takes seconds.
+`preload_tokenizer` stores it for the next `load_tokenizer` call, because loading a large tokenizer takes seconds.
 """
 
 
-def see_tokenizer(path: str) -> Any:
+def preload_tokenizer(path: str) -> Any:
     """Load a tokenizer for reading only. The next `load_tokenizer` call for the same path returns this object."""
     tokenizer = load_tokenizer(path)
-    _seen.clear()
-    if mark := _mark(_folder_of(path)):
-        _seen[mark] = tokenizer
+    _preloaded.clear()
+    if mark := _folder_key(_folder_of(path)):
+        _preloaded[mark] = tokenizer
     return tokenizer
 
 
@@ -78,12 +78,12 @@ def _folder_of(path: str) -> Path:
     return folder.parent if folder.is_file() else folder
 
 
-def _mark(folder: Path) -> tuple[Any, ...]:
+def _folder_key(folder: Path) -> tuple[Any, ...]:
     """Return a key for the folder contents (names, sizes, times, inodes). Empty for a hub name."""
     if not folder.is_dir():
         return ()
-    found = ((file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file())
-    return (folder.resolve(), *((name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for name, at in found))
+    status = ((file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file())
+    return (folder.resolve(), *((name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for name, at in status))
 
 
 def load_tokenizer(path: str) -> Any:
@@ -91,8 +91,8 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     folder = _folder_of(path)
-    if _seen and (seen := _seen.pop(_mark(folder), None)) is not None:
-        return seen
+    if _preloaded and (preloaded := _preloaded.pop(_folder_key(folder), None)) is not None:
+        return preloaded
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except Exception as error:  # transformers raises many exception types for a folder without a tokenizer
@@ -110,7 +110,7 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
     Unused special tokens beyond the embedding are tolerated (text models of Gemma 3 have an unused image token). The
     encoder checks every id in the data.
     """
-    if all(_marks_nothing(tokenizer, index) for index in _beyond(tokenizer, vocab_size)):
+    if all(_is_unused_special(tokenizer, index) for index in _ids_beyond(tokenizer, vocab_size)):
         return
     num_tokens = _num_tokens(tokenizer)
     raise ConfigError(
@@ -119,26 +119,28 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
     )
 
 
-def grown_vocabulary(tokenizer: Any, vocab_size: int, is_given: bool) -> int:
+def grown_vocabulary(tokenizer: Any, vocab_size: int, is_configured: bool) -> int:
     """Return the embedding rows needed for tokens added to the tokenizer: `vocab_size` or more.
 
     If other tokens lie beyond `vocab_size`, the tokenizer belongs to another model, and `check_vocabulary` refuses the
     tokenizer. An unused special token outside the chat template needs a row only if the user gave the tokenizer
-    (`is_given`).
+    (`is_configured`).
     """
-    beyond = _beyond(tokenizer, vocab_size)
+    beyond = _ids_beyond(tokenizer, vocab_size)
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
     if any(index not in added for index in beyond):
         return vocab_size
-    needs = any(is_given or not _marks_nothing(tokenizer, each) or str(added[each]) in template for each in beyond)
+    needs = any(
+        is_configured or not _is_unused_special(tokenizer, each) or str(added[each]) in template for each in beyond
+    )
     return _num_tokens(tokenizer) if needs else vocab_size
 
 
-def _beyond(tokenizer: Any, vocab_size: int) -> list[int]:
+def _ids_beyond(tokenizer: Any, vocab_size: int) -> list[int]:
     return [index for index in tokenizer.get_vocab().values() if index >= vocab_size]
 
 
-def _marks_nothing(tokenizer: Any, index: int) -> bool:
+def _is_unused_special(tokenizer: Any, index: int) -> bool:
     """Return True for a special token without a role in packing or padding."""
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     added = tokenizer.added_tokens_decoder
@@ -154,18 +156,18 @@ def hash_tokenizer(tokenizer: Any) -> str:
 
     Includes the files (without `LEFT_OUT` items), the class code, and the library versions.
     """
-    return hash_text(repr((_behaviour(as_files(tokenizer)), class_hash({type(tokenizer)}), versions())))
+    return hash_text(repr((_hashed_contents(as_files(tokenizer)), class_hash({type(tokenizer)}), versions())))
 
 
-def _behaviour(files: Mapping[str, bytes]) -> list[Any]:
+def _hashed_contents(files: Mapping[str, bytes]) -> list[Any]:
     """Return the contents of tokenizer files, without `LEFT_OUT` items."""
-    found = []
+    contents = []
     for name, data in files.items():
-        said: Any = data
-        if name.endswith("_config.json") and isinstance(read := json.loads(data), dict):
-            said = sorted((key, repr(value)) for key, value in read.items() if key not in LEFT_OUT)
-        found.append((name, said))
-    return found
+        content: Any = data
+        if name.endswith("_config.json") and isinstance(settings := json.loads(data), dict):
+            content = sorted((key, repr(value)) for key, value in settings.items() if key not in LEFT_OUT)
+        contents.append((name, content))
+    return contents
 
 
 def versions() -> dict[str, str | None]:
@@ -173,7 +175,7 @@ def versions() -> dict[str, str | None]:
     return {name: version_of(name) for name in _LIBRARIES}
 
 
-def trained_tokenizer(
+def load_or_train_tokenizer(
     texts: Callable[[], Iterable[str]],
     vocab_size: int,
     key: str,
@@ -198,7 +200,7 @@ def trained_tokenizer(
         except Exception as error:  # tokenizers raises plain Exception for an unreadable file
             raise ValueError(f"{folder}: {error}") from error
 
-    return cached(cache_dir / "tokenizers", name, build, load)
+    return load_or_build(cache_dir / "tokenizers", name, build, load)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:

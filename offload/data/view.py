@@ -17,8 +17,8 @@ from offload.errors import counted, ratio
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["context", "trained", "padding"]
-_KINDS: tuple[Kind, ...] = ("context", "trained", "padding")
+PieceKind = Literal["context", "trained", "padding"]
+_PIECE_KINDS: tuple[PieceKind, ...] = ("context", "trained", "padding")
 _MOST_BINS = 16
 _MOST_BATCHES = 1000
 _MANY = 4
@@ -31,7 +31,7 @@ class Targets(Protocol):
 
     name: str
 
-    def shown(self, batch: dict[str, torch.Tensor], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tokens_and_targets(self, batch: dict[str, torch.Tensor], step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the model's input tokens for a step's batch, and a target mask, both [rows, tokens]."""
 
     def share(self, labelled: float) -> float:
@@ -44,7 +44,7 @@ class Piece:
 
     text: str
     """Tokens as text; special tokens by name."""
-    kind: Kind
+    kind: PieceKind
     """trained: targets; context: input only; padding: no tokens."""
     is_special: bool
     """True for special tokens."""
@@ -81,9 +81,9 @@ class Sample:
     def title(self) -> str:
         """Row identity and counts, in words."""
         num_tokens = sum(piece.num_tokens for piece in self.pieces) - self.num_padding
-        which = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
+        position = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
         return (
-            f"step {self.step}, {which}, of {self.source}: "
+            f"step {self.step}, {position}, of {self.source}: "
             f"{counted(self.num_documents, 'document')}, {counted(num_tokens, 'token')}, "
             f"{self.num_trained:,} trained on, {self.num_padding:,} padding{self._pictures}"
         )
@@ -159,7 +159,9 @@ class DataView:
     """First rows in the run, in order."""
 
     @classmethod
-    def of(cls, data: Dataset, targets: Targets, told: Sequence[str], *, num_steps: int, num_samples: int) -> DataView:
+    def of(
+        cls, data: Dataset, targets: Targets, messages: Sequence[str], *, num_steps: int, num_samples: int
+    ) -> DataView:
         """Build the preview. `num_samples`: sample rows (or pairs) from the first step on."""
         num_samples *= data.group
         sources = tuple(_source(rows, data, targets) for rows in data.source_rows)
@@ -173,9 +175,9 @@ class DataView:
             samples += _samples(data, targets, step, min(data.batch_size, num_samples - len(samples)))
         return cls(
             sources,
-            tuple(told),
+            tuple(messages),
             data.train.packing,
-            data.layout,
+            data.layout_description,
             targets.name,
             data.sequence_length,
             data.batch_size,
@@ -188,7 +190,7 @@ class DataView:
             tuple(samples),
         )
 
-    def cut(self, source: SourceView) -> str:
+    def describe_cut(self, source: SourceView) -> str:
         """Describe how documents longer than a row are treated."""
         if not source.num_longer:
             return "no document is longer than a row"
@@ -199,14 +201,14 @@ class DataView:
         return f"{longer}, continued in further rows: no token is cut off"
 
 
-def told_rows(view: DataView) -> str:
+def describe_rows(view: DataView) -> str:
     """Return steps, epochs and padding share in words."""
     rows = counted(view.batch_size // view.group, "row" if view.group == 1 else "pair")
     often = f"{ratio(view.epochs)} times the data"
-    return f"{counted(view.num_steps, 'step')} of {rows}: {often}; {told_padding(view.padding_share)}"
+    return f"{counted(view.num_steps, 'step')} of {rows}: {often}; {describe_padding(view.padding_share)}"
 
 
-def told_padding(share: float) -> str:
+def describe_padding(share: float) -> str:
     """Return the padding share in words."""
     return f"{share:.1%} of the rows is padding" if share else "no padding"
 
@@ -229,14 +231,14 @@ def histogram(lengths: np.ndarray, row_length: int) -> tuple[tuple[int, int], ..
 
 def _source(rows: SourceRows, data: Dataset, targets: Targets) -> SourceView:
     lengths = rows.document_lengths
-    facts = next(each for each in data.sources if each.name == rows.name)
+    summary = next(each for each in data.sources if each.name == rows.name)
     return SourceView(
         rows.name,
-        str(rows.found.source),
+        str(rows.source_files.source),
         rows.format,
         len(lengths),
         rows.num_tokens,
-        targets.share(facts.target_share),
+        targets.share(summary.target_share),
         rows.tokens.num_bad,
         rows.tokens.num_empty,
         rows.train.num_rows,
@@ -260,37 +262,37 @@ def _as_batched(sources: Sequence[SourceView], data: Dataset) -> tuple[tuple[Sou
         real += np.bincount(owners, lengths, len(sources))
         wide += np.bincount(owners, minlength=len(sources)) * data.batching.width(lengths, data.sequence_length)
     shares = 1 - real / np.maximum(wide, 1)
-    found = tuple(replace(each, padding_share=float(share)) for each, share in zip(sources, shares, strict=True))
-    return found, float(1 - real.sum() / wide.sum())
+    updated = tuple(replace(each, padding_share=float(share)) for each, share in zip(sources, shares, strict=True))
+    return updated, float(1 - real.sum() / wide.sum())
 
 
 def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[Sample]:
     """Return the first rows in a step."""
-    ids, trained = (each.numpy() for each in targets.shown(data.batch(step), step))
+    ids, trained = (each.numpy() for each in targets.tokens_and_targets(data.batch(step), step))
     rows = data.rows_of(step)[:num_rows]
-    owners, lengths, found = data.owners(rows), data.train.lengths(rows), []
-    pictured = data.train.pictured(rows)
+    owners, lengths, samples = data.owners(rows), data.train.lengths(rows), []
+    picture_documents = data.train.picture_documents(rows)
     for index, borders in enumerate(data.train.document_starts(rows)):
-        kinds = np.where(trained[index], 1, 0)
-        kinds[lengths[index] :] = 2
-        pieces = _pieces(data.tokenizer, ids[index], kinds, borders)
-        num_trained, num_padding = int((kinds == 1).sum()), int((kinds == 2).sum())
+        kind_indices = np.where(trained[index], 1, 0)
+        kind_indices[lengths[index] :] = 2
+        pieces = _pieces(data.tokenizer, ids[index], kind_indices, borders)
+        num_trained, num_padding = int((kind_indices == 1).sum()), int((kind_indices == 2).sum())
         name = data.sources[owners[index]].name
         answer = ("chosen", "rejected")[index % 2] if data.group > 1 else ""
-        pictures = () if pictured is None else tuple(each.name for each in pictured[index].pictures)
+        pictures = () if picture_documents is None else tuple(each.name for each in picture_documents[index].pictures)
         counts = num_trained, num_padding, len(borders)
-        found.append(Sample(step + 1, index + 1, answer, name, *counts, pictures, tuple(pieces)))
-    return found
+        samples.append(Sample(step + 1, index + 1, answer, name, *counts, pictures, tuple(pieces)))
+    return samples
 
 
-def _pieces(tokenizer: Any, ids: np.ndarray, kinds: np.ndarray, borders: np.ndarray) -> list[Piece]:
+def _pieces(tokenizer: Any, ids: np.ndarray, kind_indices: np.ndarray, borders: np.ndarray) -> list[Piece]:
     """Cut a row [tokens] where the kind changes, at special tokens, and at document starts."""
     special = np.isin(ids, _special(tokenizer)) | (ids >= _num_tokens(tokenizer))
-    changes = np.flatnonzero(np.diff(2 * kinds + (special & (kinds < 2)))) + 1
+    changes = np.flatnonzero(np.diff(2 * kind_indices + (special & (kind_indices < 2)))) + 1
     cuts = np.unique(np.concatenate([[0], changes, borders, [len(ids)]]))
     pieces = []
     for begin, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        kind, is_special = _KINDS[kinds[begin]], bool(special[begin])
+        kind, is_special = _PIECE_KINDS[kind_indices[begin]], bool(special[begin])
         if kind == "padding":
             text = f"{_name(tokenizer, int(ids[begin]))} x {end - begin:,}"
         elif is_special:

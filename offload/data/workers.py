@@ -23,41 +23,41 @@ from typing import Any, Generic, Protocol, TypeVar
 from offload.errors import ConfigError, OffloadError
 
 Batch = TypeVar("Batch", contravariant=True)
-Made = TypeVar("Made", covariant=True)
+Output = TypeVar("Output", covariant=True)
 
 
-class Maker(Protocol, Generic[Batch, Made]):
+class BatchEncoder(Protocol, Generic[Batch, Output]):
     """Processes batches independently. Must be picklable."""
 
-    def make(self, batch: Batch, /) -> Made:
+    def encode_batch(self, batch: Batch, /) -> Output:
         """Return the result for a batch. Raises OffloadError."""
 
 
-def made_ahead(maker: Maker[Batch, Made], batches: Iterable[Batch], num_workers: int) -> Generator[Made]:
+def encode_ahead(encoder: BatchEncoder[Batch, Output], batches: Iterable[Batch], num_workers: int) -> Generator[Output]:
     """Yield the result for each batch, in order.
 
     `num_workers`: processes; 0: a thread in this process. Memory holds one batch more than are in progress. Raises the
-    errors of `maker`, and ConfigError if a process ends.
+    errors of `encoder`, and ConfigError if a process ends.
     """
     with ExitStack() as stack:
-        workers: queue.SimpleQueue[Maker[Batch, Made]] = queue.SimpleQueue()
+        workers: queue.SimpleQueue[BatchEncoder[Batch, Output]] = queue.SimpleQueue()
         for _ in range(num_workers):
-            workers.put(stack.enter_context(_Worker(maker)))
+            workers.put(stack.enter_context(_Worker(encoder)))
         if not num_workers:
-            workers.put(maker)
+            workers.put(encoder)
 
-        def make(batch: Batch) -> Made:
+        def encode_batch(batch: Batch) -> Output:
             worker = workers.get()
             try:
-                return worker.make(batch)
+                return worker.encode_batch(batch)
             finally:
                 workers.put(worker)
 
         threads = ThreadPoolExecutor(max(num_workers, 1), "tokenizing")
         stack.callback(threads.shutdown, wait=not num_workers, cancel_futures=True)
-        pending: deque[Future[Made]] = deque()
+        pending: deque[Future[Output]] = deque()
         for batch in batches:
-            pending.append(threads.submit(make, batch))
+            pending.append(threads.submit(encode_batch, batch))
             if len(pending) > max(num_workers, 1):
                 yield pending.popleft().result()
         while pending:
@@ -65,17 +65,18 @@ def made_ahead(maker: Maker[Batch, Made], batches: Iterable[Batch], num_workers:
 
 
 class _Worker:
-    """A process with a separate maker."""
+    """A process with a separate encoder."""
 
-    def __init__(self, maker: Maker[Any, Any]) -> None:
-        own = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    def __init__(self, encoder: BatchEncoder[Any, Any]) -> None:
+        worker_settings = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "offload.data.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **own},
+            env={**os.environ, **worker_settings},
         )
-        self._to_send: Maker[Any, Any] | None = maker  # sent with the first batch: a pipe blocks if nobody reads
+        # sent with the first batch: a pipe blocks if nobody reads
+        self._unsent_encoder: BatchEncoder[Any, Any] | None = encoder
 
     def __enter__(self) -> _Worker:
         return self
@@ -90,24 +91,24 @@ class _Worker:
             except OSError:  # unread input
                 pass
 
-    def make(self, batch: Any) -> Any:
+    def encode_batch(self, batch: Any) -> Any:
         """Return the process result for a batch. Raises OffloadError."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
-            pickle.dump((self._to_send, batch), stdin, pickle.HIGHEST_PROTOCOL)
+            pickle.dump((self._unsent_encoder, batch), stdin, pickle.HIGHEST_PROTOCOL)
             stdin.flush()
-            self._to_send = None
-            made = pickle.load(stdout)
+            self._unsent_encoder = None
+            result = pickle.load(stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise ConfigError(
                 f"A tokenizer process ended with exit code {self._process.wait()} (a negative code is a signal; -9 "
                 "often means too little memory). Set --data.num_workers lower, or to 0 to tokenize in this process."
             ) from error
-        if isinstance(made, OffloadError):
-            raise made
-        return made
+        if isinstance(result, OffloadError):
+            raise result
+        return result
 
 
 def main() -> None:
@@ -115,18 +116,18 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the interrupt and ends this one
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    maker: Any = None
+    encoder: Any = None
     while True:
         try:
-            sent, batch = pickle.load(sys.stdin.buffer)
+            new_encoder, batch = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        maker = sent or maker
+        encoder = new_encoder or encoder
         try:
-            made = maker.make(batch)
+            result = encoder.encode_batch(batch)
         except OffloadError as error:
-            made = error
-        pickle.dump(made, results, pickle.HIGHEST_PROTOCOL)
+            result = error
+        pickle.dump(result, results, pickle.HIGHEST_PROTOCOL)
         results.flush()
 
 

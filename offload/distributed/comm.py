@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
 from offload.distributed.agreement import difference, digest
-from offload.distributed.reach import LOOPBACK, Door, gloo_over
-from offload.distributed.watchdog import Position, Times, Watchdog, connect
+from offload.distributed.reach import LOOPBACK, NamespaceSocket, gloo_over
+from offload.distributed.watchdog import Position, Watchdog, WatchdogLimits, connect
 from offload.errors import ConfigError, RankLostError, common
 from offload.interrupts import interrupts
 
@@ -60,8 +60,8 @@ class Comm:
     host-value collectives (numbers, objects, flags) have two independent orders.
 
     Tensors are flat, contiguous and on the device. A gloo call returns when it is done. A CUDA call is enqueued on the
-    current stream, except for calls with host results. `what` names operation and unit ("all-gather of unit head"), the
-    same on all ranks, for error messages. After the loss of a rank every call raises RankLostError.
+    current stream, except for calls with host results. `operation` names operation and unit ("all-gather of unit
+    head"), the same on all ranks, for error messages. After the loss of a rank every call raises RankLostError.
 
     This base class is a single-rank communicator: nothing is sent, and data already in place is not copied.
     """
@@ -144,15 +144,15 @@ class Comm:
         """
         counts = set(Counter(self.machines).values())
         if any(count % num for count in counts):
-            here = min(counts)
-            fitting = ", ".join(str(n) for n in range(1, here + 1) if all(count % n == 0 for count in counts))
+            num_local = min(counts)
+            fitting = ", ".join(str(n) for n in range(1, num_local + 1) if all(count % n == 0 for count in counts))
             raise ConfigError(
-                f"train.sequence_parallel is {num}, but a machine has {here} ranks, which is no multiple of {num}: set "
-                f"--train.sequence_parallel to one of {fitting}, or change the number of ranks with --gpus or "
-                "--nproc-per-node."
+                f"train.sequence_parallel is {num}, but a machine has {num_local} ranks, which is no multiple of "
+                f"{num}: set --train.sequence_parallel to one of {fitting}, or change the number of ranks with "
+                "--gpus or --nproc-per-node."
             )
         groups, _ = self._places(self.size // num)
-        return next((number, its.index(self.rank)) for number, its in enumerate(groups) if self.rank in its)
+        return next((number, group.index(self.rank)) for number, group in enumerate(groups) if self.rank in group)
 
     def _places(self, num_replicas: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the ranks in each replica, and the ranks at each position over all replicas."""
@@ -162,20 +162,20 @@ class Comm:
         return replicas, [list(peers) for peers in zip(*replicas, strict=True)]
 
     @property
-    def stands(self) -> bool:
+    def is_alive(self) -> bool:
         """False after the caller has destroyed all process groups."""
         return True
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, operation: str) -> None:
         """Fill full [size * n] with all ranks' shards [n], in rank order. shard may be a view of full, in place."""
-        _check(full, shard, 1, what)
+        _check(full, shard, 1, operation)
         _place(full, shard)
 
     def reduce_scatter(
         self,
         shard: torch.Tensor,
         full: torch.Tensor,
-        what: str,
+        operation: str,
         scratch: torch.Tensor,  # noqa: ARG002
         coding: Coding | None = None,  # noqa: ARG002
     ) -> None:
@@ -185,26 +185,26 @@ class Comm:
         a view of full, in place. scratch: flat uint8 on the device; more scratch means fewer chunks. coding: quantizes
         terms from other ranks; n is a multiple of its block.
         """
-        _check(full, shard, 1, what)
+        _check(full, shard, 1, operation)
         _place(shard, full)
 
-    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:  # noqa: ARG002
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], operation: str) -> None:  # noqa: ARG002
         """Send pieces[r] to each rank r, and receive rank r's piece for this rank in received[r]. All are flat tensors
         [n] with one dtype, one per rank.
         """
         for to, piece in zip(received, pieces, strict=True):
             _place(to, piece)
 
-    def sum_in_order(self, values: Any, what: str) -> Any:  # noqa: ARG002
+    def sum_in_order(self, values: Any, operation: str) -> Any:  # noqa: ARG002
         """Return the float64 sum over ranks, in rank order. A number list gives a list, equal on all ranks; a flat
         float64 device tensor gives a new tensor.
         """
         return values.clone() if isinstance(values, torch.Tensor) else [float(value) for value in values]
 
-    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
+    def broadcast(self, flat: torch.Tensor, source: int, operation: str) -> None:
         """Fill a flat tensor with any dtype, on host or device, with the data from rank `source`."""
 
-    def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
+    def gather_objects(self, value: _Value, operation: str) -> list[_Value]:  # noqa: ARG002
         """Return all ranks' values, in rank order. Pickled: for small host objects."""
         return [value]
 
@@ -215,11 +215,11 @@ class Comm:
             ConfigError: on all ranks, if a value differs. The message names ranks and dictionary keys.
         """
 
-    def any(self, flag: bool, what: str) -> bool:  # noqa: ARG002
+    def any(self, flag: bool, operation: str) -> bool:  # noqa: ARG002
         """Return True on all ranks if `flag` is true on any rank."""
         return flag
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, operation: str) -> None:
         """Return after all ranks have arrived."""
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
@@ -249,16 +249,18 @@ def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
     return own
 
 
-class Row:
+class CollectiveQueue:
     """Sequence of collectives over two dedicated gloo groups: one at a time, in the same order on all participants."""
 
     def __init__(self, timeout: timedelta, groups: Groups = None) -> None:
-        self.group, self.back = (make_group(groups, "gloo", timeout) for _ in range(2))
+        self.group, self.back_group = (make_group(groups, "gloo", timeout) for _ in range(2))
         self.lock = threading.Lock()
-        self.now = Position(among=None if groups is None else frozenset(dist.get_process_group_ranks(self.group)))
+        self.position = Position(among=None if groups is None else frozenset(dist.get_process_group_ranks(self.group)))
 
 
-def _scatter(comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Tensor], row: Row) -> list[Any]:
+def _scatter(
+    comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Tensor], queue: CollectiveQueue
+) -> list[Any]:
     """Start an all-to-all exchange: send pieces[r] to rank r, and receive from rank r in received[r].
 
     Scatters need no staging copy and go straight to the receiver. The gloo all-to-all needs adjacent pieces, and gloo
@@ -266,7 +268,7 @@ def _scatter(comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Te
     both directions. The two groups alternate: on a busy connection, the permission for the next piece waits behind the
     present piece.
     """
-    turns = zip(_turns(tuple(comm.machines)), itertools.cycle((row.group, row.back)))
+    turns = zip(_turns(tuple(comm.machines)), itertools.cycle((queue.group, queue.back_group)))
     return [
         dist.scatter(received[rank], pieces if rank == comm.rank else None, group=group, async_op=True, group_src=rank)
         for rank, group in turns
@@ -282,13 +284,13 @@ def _turns(machines: tuple[int, ...]) -> list[int]:
 class Ranks(Comm):
     """Several ranks over gloo.
 
-    Tensors and host values use separate rows, so that a message to other ranks does not wait for tensors in transit.
+    Tensors and host values use separate queues, so that a message to other ranks does not wait for tensors in transit.
     """
 
     def __init__(
         self,
         device: torch.device,
-        times: Times,
+        times: WatchdogLimits,
         owns_default: bool,
         address: str = LOOPBACK,
         local: tuple[int, int] | None = None,
@@ -307,8 +309,8 @@ class Ranks(Comm):
             (f"The ranks could not start: {error}"), None
         )
         self._parts: dict[str, tuple[Ranks, ...]] = {}
-        self._left_by: list[BaseException] = []  # shared by all parts
-        self._open_rows(None)
+        self._errors: list[BaseException] = []  # shared by all parts
+        self._open_queues(None)
         try:
             connections = connect(self.rank, self._locate(address), self.gather_objects, times.start_s)
         except OSError as error:
@@ -326,29 +328,29 @@ class Ranks(Comm):
         atexit.register(self._at_exit)
         self.barrier("start")
 
-    def _open_rows(self, groups: Groups) -> None:
-        self._tensors, self._values = Row(self._timeout, groups), Row(self._timeout, groups)
+    def _open_queues(self, groups: Groups) -> None:
+        self._tensors, self._values = CollectiveQueue(self._timeout, groups), CollectiveQueue(self._timeout, groups)
 
     def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
-        within, between = self._made(f"{num_replicas} replicas", *self._places(num_replicas))
+        within, between = self._parts_for(f"{num_replicas} replicas", *self._places(num_replicas))
         return within, between
 
     def _neighbours(self, num: int) -> Comm:
-        return self._made(f"{num} neighbours", self._places(self.size // num)[0])[0]
+        return self._parts_for(f"{num} neighbours", self._places(self.size // num)[0])[0]
 
-    def _made(self, key: str, *kinds: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:
+    def _parts_for(self, key: str, *groupings: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:
         """Return the cached communicators for `key`, one per grouping, created on first use."""
         if key not in self._parts:
-            self._parts[key] = tuple(map(self._part, kinds))
+            self._parts[key] = tuple(map(self._part, groupings))
         return self._parts[key]
 
     def _part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """Return a communicator for this rank's group, with the same watchdog."""
-        own, part = next(its for its in groups if self.rank in its), copy.copy(self)
+        own, part = next(group for group in groups if self.rank in group), copy.copy(self)
         part._parts, part.rank, part.size = {}, own.index(self.rank), len(own)
         part.machines = [self.machines[rank] for rank in own]
         with gloo_over(self._address):
-            part._open_rows(groups)
+            part._open_queues(groups)
         return part
 
     def _all_parts(self) -> Iterator[Ranks]:
@@ -365,16 +367,16 @@ class Ranks(Comm):
         A rank may see all GPUs on the machine or only one. Raises ConfigError on all ranks if two ranks use one GPU.
         """
         own: Any = (None, None) if self.device.type == "cpu" else open_accelerator(self.device).hardware
-        door = Door(self.size)
+        probe = NamespaceSocket(self.size)
         try:
-            told = self.gather_objects((door.name, address, own, socket.gethostname()), "exchange of addresses")
-            reached = [door.reaches(name) for name, *_ in told]
+            addresses = self.gather_objects((probe.name, address, own, socket.gethostname()), "exchange of addresses")
+            reached = [probe.reaches(name) for name, *_ in addresses]
             # all ranks have connected by now
             self.machines = self.gather_objects(reached.index(True), "exchange of machines")
         finally:
-            door.close()
+            probe.close()
         users: dict[Any, int] = {}
-        for rank, (machine, (_, _, (gpu, _pci), host)) in enumerate(zip(self.machines, told, strict=True)):
+        for rank, (machine, (_, _, (gpu, _pci), host)) in enumerate(zip(self.machines, addresses, strict=True)):
             if gpu is not None and (other := users.setdefault((machine, gpu), rank)) != rank:
                 raise common(
                     ConfigError(
@@ -382,36 +384,41 @@ class Ranks(Comm):
                         "GPU. Start one rank per GPU, with --gpus or --nproc-per-node."
                     )
                 )
-        here = [rank for rank, is_here in enumerate(reached) if is_here]
-        self.local_rank, self.local_size = here.index(self.rank), len(here)
-        self.local_gpus = [told[rank][2][1] for rank in here]
-        return [LOOPBACK] * self.size if self.local_size == self.size else [address for _, address, *_ in told]
+        local_ranks = [rank for rank, is_here in enumerate(reached) if is_here]
+        self.local_rank, self.local_size = local_ranks.index(self.rank), len(local_ranks)
+        self.local_gpus = [addresses[rank][2][1] for rank in local_ranks]
+        return [LOOPBACK] * self.size if self.local_size == self.size else [address for _, address, *_ in addresses]
 
     # -- exchanges -------------------------------------------------------------------------------------------
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
-        _check(full, shard, self.size, what)
-        with self._exchange(what, full.numel()):
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, operation: str) -> None:
+        _check(full, shard, self.size, operation)
+        with self._exchange(operation, full.numel()):
             _place(pieces_of(full, self.size)[self.rank], shard)
             self._gather(full, self._tensors)
 
     def reduce_scatter(
-        self, shard: torch.Tensor, full: torch.Tensor, what: str, scratch: torch.Tensor, coding: Coding | None = None
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        operation: str,
+        scratch: torch.Tensor,
+        coding: Coding | None = None,
     ) -> None:
-        _check(full, shard, self.size, what)
+        _check(full, shard, self.size, operation)
         if full.dtype not in _FLOATS or shard.dtype not in _FLOATS:
             raise ValueError(
-                f"{what}: from {full.dtype} to {shard.dtype}; only float32, bfloat16 and float64 can be summed."
+                f"{operation}: from {full.dtype} to {shard.dtype}; only float32, bfloat16 and float64 can be summed."
             )
-        with self._exchange(what, full.numel()):
+        with self._exchange(operation, full.numel()):
             self._reduce(shard, _open_chunks(scratch, pieces_of(full, self.size), self.rank, coding))
 
-    def _gather(self, full: torch.Tensor, row: Row) -> None:
+    def _gather(self, full: torch.Tensor, queue: CollectiveQueue) -> None:
         """Send this rank's piece to all ranks. The gloo all-gather needs a second buffer as large as full and takes
         three times as long.
         """
         pieces = pieces_of(full, self.size)
-        self._wait(_scatter(self, pieces, [pieces[self.rank]] * self.size, row))
+        self._wait(_scatter(self, pieces, [pieces[self.rank]] * self.size, queue))
 
     def _reduce(self, shard: torch.Tensor, chunks: _Chunks) -> None:
         """Reduce one chunk while the next one is in transit (on CUDA, in stream order)."""
@@ -430,46 +437,49 @@ class Ranks(Comm):
             chunks.add_up(*travelling[1:])
 
     def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
-        """Start an all-to-all exchange in the tensor row."""
+        """Start an all-to-all exchange in the tensor queue."""
         return _scatter(self, received, pieces, self._tensors)
 
-    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:
-        with self._exchange(what, self.size * pieces[0].numel()):
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], operation: str) -> None:
+        with self._exchange(operation, self.size * pieces[0].numel()):
             self._wait(self._swap(list(received), list(pieces)))
 
-    def sum_in_order(self, values: Any, what: str) -> Any:
+    def sum_in_order(self, values: Any, operation: str) -> Any:
         of_device = isinstance(values, torch.Tensor)
         own = values if of_device else torch.tensor([float(value) for value in values], dtype=torch.float64)
         if own.dtype != torch.float64:
-            raise ValueError(f"{what}: {own.dtype}; only float64 can be summed.")
-        first, *others = self._collect(own, what, of_device)
+            raise ValueError(f"{operation}: {own.dtype}; only float64 can be summed.")
+        first, *others = self._collect(own, operation, of_device)
         total = first.clone()
         for other in others:
             total += other
         return total if of_device else total.tolist()
 
-    def _collect(self, own: torch.Tensor, what: str, of_device: bool = False) -> torch.Tensor:
+    def _collect(self, own: torch.Tensor, operation: str, of_device: bool = False) -> torch.Tensor:
         """Return `own` [n] from every rank as [size, n]. Waits for the result unless it is a device tensor."""
-        row = None if of_device else self._values
+        queue = None if of_device else self._values
         full = own.new_empty(self.size * own.numel())
-        with self._exchange(what, full.numel(), row):
+        with self._exchange(operation, full.numel(), queue):
             pieces_of(full, self.size)[self.rank].copy_(own)
-            self._gather(full, row or self._tensors)
+            self._gather(full, queue or self._tensors)
         return full.view(self.size, -1)
 
-    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
-        with self._exchange(what, flat.numel()):
+    def broadcast(self, flat: torch.Tensor, source: int, operation: str) -> None:
+        with self._exchange(operation, flat.numel()):
             self._send(flat.view(torch.uint8), source)
 
     def _send(self, data: torch.Tensor, source: int) -> None:
         self._wait([dist.broadcast(data, group=self._tensors.group, async_op=True, group_src=source)])
 
-    def gather_objects(self, value: _Value, what: str) -> list[_Value]:
+    def gather_objects(self, value: _Value, operation: str) -> list[_Value]:
         data = pickle.dumps(value)
-        lengths = [int(length) for length in self._collect(torch.tensor([len(data)]), f"{what}: lengths")]
+        lengths = [int(length) for length in self._collect(torch.tensor([len(data)]), f"{operation}: lengths")]
         padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
-        rows = self._collect(padded, what)
-        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+        padded_values = self._collect(padded, operation)
+        return [
+            pickle.loads(padded_value[:length].numpy().tobytes())
+            for padded_value, length in zip(padded_values, lengths, strict=True)
+        ]
 
     def agree(self, name: str, value: Any) -> None:
         own = torch.tensor([digest(value)])
@@ -478,20 +488,20 @@ class Ranks(Comm):
             values = self.gather_objects(value, f"values of {name}")
             raise common(ConfigError(difference(name, digests, values)))
 
-    def any(self, flag: bool, what: str) -> bool:
-        return bool(self._collect(torch.tensor([flag]), what).any())
+    def any(self, flag: bool, operation: str) -> bool:
+        return bool(self._collect(torch.tensor([flag]), operation).any())
 
-    def barrier(self, what: str) -> None:
-        self._collect(torch.zeros(1, dtype=torch.uint8), what)
+    def barrier(self, operation: str) -> None:
+        self._collect(torch.zeros(1, dtype=torch.uint8), operation)
 
     # -- waits and shutdown -------------------------------------------------------------------------------------
 
     def look(self) -> Sequence[Position]:
-        """Return this rank's positions in all rows. Safe in any thread."""
-        return [place for part in self._all_parts() for place in part._own_places()]
+        """Return this rank's positions in all queues. Safe in any thread."""
+        return [position for part in self._all_parts() for position in part._own_positions()]
 
-    def _own_places(self) -> tuple[Position, Position]:
-        return self._tensors.now, self._values.now
+    def _own_positions(self) -> tuple[Position, Position]:
+        return self._tensors.position, self._values.position
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
         self._watch.listeners.append(listener)
@@ -499,29 +509,31 @@ class Ranks(Comm):
             listener(self._watch.error)
 
     @contextmanager
-    def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
-        """Mark this rank as inside a collective in `row` (None: the tensor row).
+    def _exchange(self, operation: str, numel: int, queue: CollectiveQueue | None = None) -> Iterator[None]:
+        """Mark this rank as inside a collective in `queue` (None: the tensor queue).
 
-        After an exception the row stays marked inside, for the error message, and every later collective raises the
+        After an exception the queue stays marked inside, for the error message, and every later collective raises the
         same exception: ranks may now disagree about the next collective, and would wait for each other forever.
         """
-        row = row or self._tensors
-        with row.lock:
+        queue = queue or self._tensors
+        with queue.lock:
             self._check()
-            if self._left_by:
-                raise self._left_by[0]
-            if not self.stands:
+            if self._errors:
+                raise self._errors[0]
+            if not self.is_alive:
                 raise ConfigError(
                     "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still "
                     "used it: close the engine first."
                 )
             try:
-                row.now = Position(row.now.number + 1, what, numel, inside=True, among=row.now.among)
+                queue.position = Position(
+                    queue.position.number + 1, operation, numel, inside=True, among=queue.position.among
+                )
                 yield
             except BaseException as error:
-                self._left_by.append(error)
+                self._errors.append(error)
                 raise
-            row.now = replace(row.now, inside=False, since=time.monotonic())
+            queue.position = replace(queue.position, inside=False, since=time.monotonic())
 
     def _wait(self, works: Iterable[Any]) -> None:
         """Block until gloo work is done, or raise after the loss of a rank: a stopped rank blocks gloo forever. An
@@ -532,7 +544,7 @@ class Ranks(Comm):
                 with suppress(RuntimeError):
                     work.wait(timedelta(seconds=LOOK_S))
                 self._check()
-                interrupts.look()
+                interrupts.check()
             try:
                 work.wait()  # raises the error of the work
             except RuntimeError as error:
@@ -542,7 +554,7 @@ class Ranks(Comm):
             raise explained
 
     @property
-    def stands(self) -> bool:
+    def is_alive(self) -> bool:
         with suppress(KeyError, ValueError):
             return bool(dist.get_process_group_ranks(self._tensors.group))
         return False
@@ -561,32 +573,32 @@ class Ranks(Comm):
             return
         atexit.unregister(self._at_exit)
         # destroyed groups are destroyed on all ranks, so there is no error to report
-        self._watch.end(error if self.stands else None)
+        self._watch.end(error if self.is_alive else None)
         if any(place.inside for place in self.look()):
             self._abandon(None)
         else:  # after an error too: a gloo group alive at interpreter exit may abort the process
             self._destroy()
 
-    def _rows(self) -> list[Row]:
-        """Return the rows in all parts."""
-        return [row for part in self._all_parts() for row in (part._tensors, part._values)]
+    def _queues(self) -> list[CollectiveQueue]:
+        """Return the queues in all parts."""
+        return [queue for part in self._all_parts() for queue in (part._tensors, part._values)]
 
     def _groups(self) -> list[Any]:
         """Return the gloo groups in all parts."""
-        return [group for row in self._rows() for group in (row.group, row.back)]
+        return [group for queue in self._queues() for group in (queue.group, queue.back_group)]
 
     def _at_exit(self) -> None:
         self.close(getattr(sys, "last_value", None))
 
     def _destroy(self) -> None:
-        rows = self._rows()
-        if self.stands:
+        queues = self._queues()
+        if self.is_alive:
             for group in (None,) if self._owns_default else self._groups():
                 dist.destroy_process_group(group)
         # The last references end the gloo threads. These may still free tensors and need the GIL, so drop the
         # references before interpreter exit; otherwise the process aborts (seen with torch 2.13).
-        for row in rows:
-            row.group = row.back = None
+        for queue in queues:
+            queue.group = queue.back_group = None
 
 
 class _Chunks:
@@ -688,21 +700,23 @@ def pieces_of(full: torch.Tensor, size: int) -> list[torch.Tensor]:
     return list(full.view(size, -1))
 
 
-def _place(to: torch.Tensor, source: torch.Tensor) -> None:
+def _place(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` to `to`, unless both are the same memory."""
-    if to.data_ptr() != source.data_ptr() or to.dtype != source.dtype:
-        to.copy_(source)
+    if target.data_ptr() != source.data_ptr() or target.dtype != source.dtype:
+        target.copy_(source)
 
 
-def _check(full: torch.Tensor, shard: torch.Tensor, size: int, what: str) -> None:
+def _check(full: torch.Tensor, shard: torch.Tensor, size: int, operation: str) -> None:
     if full.dim() != 1 or shard.dim() != 1 or full.numel() != size * shard.numel():
         shapes = f"full {tuple(full.shape)}, shard {tuple(shard.shape)}"
-        raise ValueError(f"{what}: {shapes}; both must be flat, and full must have {size} times the elements of shard.")
+        raise ValueError(
+            f"{operation}: {shapes}; both must be flat, and full must have {size} times the elements of shard."
+        )
     if not full.is_contiguous() or not shard.is_contiguous() or full.device != shard.device:
-        raise ValueError(f"{what}: full and shard must be contiguous, on one device.")
+        raise ValueError(f"{operation}: full and shard must be contiguous, on one device.")
 
 
-class ImaginedRanks(Comm):
+class SimulatedRanks(Comm):
     """Simulated rank 0 among `size` ranks on one machine, or on several equal machines. No other rank runs: host values
     on all ranks equal rank 0's, and there is no tensor exchange.
     """
@@ -714,7 +728,7 @@ class ImaginedRanks(Comm):
     def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
         parts = []
         for groups in self._places(num_replicas):
-            part = ImaginedRanks(len(groups[0]))
+            part = SimulatedRanks(len(groups[0]))
             part.machines = [self.machines[rank] for rank in groups[0]]
             parts.append(part)
         return parts[0], parts[1]
@@ -722,5 +736,5 @@ class ImaginedRanks(Comm):
     def _neighbours(self, num: int) -> Comm:
         return self._split(self.size // num)[0]
 
-    def gather_objects(self, value: _Value, what: str) -> list[_Value]:  # noqa: ARG002
+    def gather_objects(self, value: _Value, operation: str) -> list[_Value]:  # noqa: ARG002
         return [value] * self.size

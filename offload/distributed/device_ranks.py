@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
-from offload.distributed.comm import Coding, Groups, Ranks, Row, make_group, pieces_of
+from offload.distributed.comm import Coding, CollectiveQueue, Groups, Ranks, make_group, pieces_of
 from offload.distributed.watchdog import Position
 from offload.errors import RankLostError
 
@@ -22,8 +22,8 @@ from offload.errors import RankLostError
 class _AcceleratorRanks(Ranks):
     """Several ranks with one accelerator each."""
 
-    def _open_rows(self, groups: Groups) -> None:
-        super()._open_rows(groups)
+    def _open_queues(self, groups: Groups) -> None:
+        super()._open_queues(groups)
         self._accelerator = open_accelerator(self.device)
         self._accelerator.enter()
 
@@ -42,31 +42,31 @@ class DeviceRanks(_AcceleratorRanks):
     gloo.
     """
 
-    def _open_rows(self, groups: Groups) -> None:
-        super()._open_rows(groups)
+    def _open_queues(self, groups: Groups) -> None:
+        super()._open_queues(groups)
         self._all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # name since torch 2.13
         self._group = make_group(groups, self._accelerator.backend, self._timeout)
         self._enqueued: deque[tuple[Position, torch.Event]] = deque()
         self._looking = threading.Lock()
 
     @contextmanager
-    def _exchange(self, what: str, numel: int, row: Row | None = None) -> Iterator[None]:
-        with super()._exchange(what, numel, row):
+    def _exchange(self, operation: str, numel: int, queue: CollectiveQueue | None = None) -> Iterator[None]:
+        with super()._exchange(operation, numel, queue):
             yield
-            if row is None:
+            if queue is None:
                 event = self._accelerator.event()  # no thread waits for this event
                 event.record()
-                self._enqueued.append((self._tensors.now, event))
+                self._enqueued.append((self._tensors.position, event))
 
-    def _own_places(self) -> tuple[Position, Position]:
-        """Return the oldest collective not yet done on the device as the position of the tensor row."""
-        with self._looking:  # not the row lock, which is held during a collective
+    def _own_positions(self) -> tuple[Position, Position]:
+        """Return the oldest collective not yet done on the device as the position of the tensor queue."""
+        with self._looking:  # not the queue lock, which is held during a collective
             while self._enqueued:
-                place, event = self._enqueued[0]
+                position, event = self._enqueued[0]
                 if not event.query():
-                    return place, self._values.now
+                    return position, self._values.position
                 self._enqueued.popleft()
-        return super()._own_places()
+        return super()._own_positions()
 
     def _send(self, data: torch.Tensor, source: int) -> None:
         if data.is_cpu:
@@ -76,9 +76,9 @@ class DeviceRanks(_AcceleratorRanks):
             self._hold(data)
             dist.broadcast(data, group=self._group, group_src=source)
 
-    def _gather(self, full: torch.Tensor, row: Row) -> None:
+    def _gather(self, full: torch.Tensor, queue: CollectiveQueue) -> None:
         if full.is_cpu:
-            super()._gather(full, row)
+            super()._gather(full, queue)
             return
         self._hold(full)
         self._all_gather(full, pieces_of(full, self.size)[self.rank], group=self._group)
@@ -102,7 +102,7 @@ class DeviceRanks(_AcceleratorRanks):
             group._get_backend(self.device).abort()  # ends the kernels, and so every wait for the device
 
     def _destroy(self) -> None:
-        if not self._owns_default and self.stands:
+        if not self._owns_default and self.is_alive:
             for group in self._device_groups():
                 dist.destroy_process_group(group)
         super()._destroy()
@@ -114,39 +114,39 @@ class DeviceRanks(_AcceleratorRanks):
 class StagedRanks(_AcceleratorRanks):
     """Several ranks with one accelerator each, over gloo with D2H and H2D copies. The host waits for all copies."""
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, operation: str) -> None:
         host = _on_host(full)
-        super().all_gather(host, shard.cpu(), what)
+        super().all_gather(host, shard.cpu(), operation)
         _take_up(full, host)
 
     def reduce_scatter(
         self,
         shard: torch.Tensor,
         full: torch.Tensor,
-        what: str,
+        operation: str,
         scratch: torch.Tensor,
         coding: Coding | None = None,
     ) -> None:
         host = _on_host(shard)
-        super().reduce_scatter(host, full.cpu(), what, _on_host(scratch), coding)
+        super().reduce_scatter(host, full.cpu(), operation, _on_host(scratch), coding)
         _take_up(shard, host)
 
-    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], what: str) -> None:
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], operation: str) -> None:
         self._finish_copies()
         hosts = [_on_host(tensor) for tensor in received]
-        super().all_to_all(hosts, [piece.cpu() for piece in pieces], what)
+        super().all_to_all(hosts, [piece.cpu() for piece in pieces], operation)
         for tensor, host in zip(received, hosts, strict=True):
             _take_up(tensor, host)
 
-    def sum_in_order(self, values: Any, what: str) -> Any:
+    def sum_in_order(self, values: Any, operation: str) -> Any:
         if not isinstance(values, torch.Tensor):
-            return super().sum_in_order(values, what)
-        return super().sum_in_order(values.cpu(), what).to(values.device)
+            return super().sum_in_order(values, operation)
+        return super().sum_in_order(values.cpu(), operation).to(values.device)
 
-    def broadcast(self, flat: torch.Tensor, source: int, what: str) -> None:
+    def broadcast(self, flat: torch.Tensor, source: int, operation: str) -> None:
         self._finish_copies()
         host = flat.cpu()
-        super().broadcast(host, source, what)
+        super().broadcast(host, source, operation)
         _take_up(flat, host)
 
 

@@ -17,14 +17,14 @@ from offload.accelerators import accelerators, device_of, own_accelerator
 from offload.distributed.comm import Comm, Ranks
 from offload.distributed.device_ranks import DeviceRanks, StagedRanks
 from offload.distributed.reach import address_toward, gloo_over, own_address
-from offload.distributed.watchdog import Times
+from offload.distributed.watchdog import WatchdogLimits
 from offload.errors import ConfigError, OffloadError, RankLostError
 
 
 def open_comm(
     device: str | None = None,
     *,
-    times: Times = Times(),  # noqa: B008 (frozen)
+    times: WatchdogLimits = WatchdogLimits(),  # noqa: B008 (frozen)
     environ: Mapping[str, str] | None = None,
 ) -> Comm:
     """Return the communicator for this process. Collective.
@@ -51,10 +51,10 @@ def open_comm(
     num_devices = len(accelerators())
     if exists and not local and num_devices:
         environ = {**environ, "LOCAL_RANK": str(dist.get_rank() % num_devices)}
-    own = own_accelerator(device, environ)
-    where, backend = device_of(own), None if own is None else own.backend
-    kind = DeviceRanks if backend else Ranks if own is None else StagedRanks
-    begun = time.monotonic()
+    accelerator = own_accelerator(device, environ)
+    torch_device, backend = device_of(accelerator), None if accelerator is None else accelerator.backend
+    comm_class = DeviceRanks if backend else Ranks if accelerator is None else StagedRanks
+    start_time = time.monotonic()
     try:
         start = timedelta(seconds=times.start_s)
         rank, store = (dist.get_rank(), None) if exists else _meet(environ, start)
@@ -62,16 +62,16 @@ def open_comm(
         address = address_toward(host) if store is None else own_address(store, rank, size, host)
         with gloo_over(address):
             if store is not None:
-                named = None if backend else "gloo"  # backend for caller code; None: all backends
-                dist.init_process_group(named, store=store, rank=rank, world_size=size, timeout=start)
-            return kind(where, times, not exists, address, local)
+                default_backend = None if backend else "gloo"  # backend for caller code; None: all backends
+                dist.init_process_group(default_backend, store=store, rank=rank, world_size=size, timeout=start)
+            return comm_class(torch_device, times, not exists, address, local)
     except OffloadError:
         raise
     except (RuntimeError, ValueError) as error:
         place = "over the existing process group"
         if not exists:
             place = f"at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
-        after = f"after {time.monotonic() - begun:.1f} s of at most {times.start_s:g}"
+        after = f"after {time.monotonic() - start_time:.1f} s of at most {times.start_s:g}"
         raise RankLostError(f"The {size} ranks did not connect {place}, {after}: {error}", None) from error
 
 
@@ -141,12 +141,12 @@ def _read_environment(environ: Mapping[str, str]) -> int:
 
 def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
     """Return (rank, number of ranks), or None if neither variable is set."""
-    given = [name for name in (rank, size) if environ.get(name)]
-    if not given:
+    present = [name for name in (rank, size) if environ.get(name)]
+    if not present:
         return None
-    if len(given) == 1:
-        other = size if given[0] == rank else rank
-        raise ConfigError(f"{given[0]} is {environ[given[0]]}, and {other} is not set: start with torchrun.")
+    if len(present) == 1:
+        other = size if present[0] == rank else rank
+        raise ConfigError(f"{present[0]} is {environ[present[0]]}, and {other} is not set: start with torchrun.")
     try:
         number, count = int(environ[rank]), int(environ[size])
     except ValueError:

@@ -82,30 +82,31 @@ def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:
     After one failure the other ranks end with 1 or are killed, and torchrun may see any of them first. The most
     specific code wins. Raises RankLostError if all failed ranks were killed from outside.
     """
-    found = set(codes.values())
+    exit_codes = set(codes.values())
     for code in (ConfigError.exit_code, DoesNotFitError.exit_code):
-        if code in found:
+        if code in exit_codes:
             return code
     interrupted = InterruptedRun.exit_code
-    killed = all(code < 0 for code in found)
-    if found and (found == {interrupted} or (is_interrupted and (interrupted in found or killed))):
+    killed = all(code < 0 for code in exit_codes)
+    if exit_codes and (exit_codes == {interrupted} or (is_interrupted and (interrupted in exit_codes or killed))):
         return interrupted
-    if found and killed:
+    if exit_codes and killed:
         rank = min(codes)
         names = ", ".join(f"rank {rank} by {signal.Signals(-code).name}" for rank, code in sorted(codes.items()))
         raise RankLostError(f"All ranks were killed from outside: {names}; the machine may be out of memory.", rank)
-    return OffloadError.exit_code if found else 0
+    return OffloadError.exit_code if exit_codes else 0
 
 
 def _check_gpus(num_ranks: int, say: Callable[[str], None]) -> None:
     from offload.accelerators import accelerators
 
-    found = len(accelerators())
-    if not found:
+    num_gpus = len(accelerators())
+    if not num_gpus:
         say(f"note: no GPU is found here; the {num_ranks} ranks share the CPU.")
-    elif found < num_ranks:
+    elif num_gpus < num_ranks:
         raise ConfigError(
-            f"--gpus is {num_ranks}, but this process can use {found} on this machine; set --gpus to {found} or less."
+            f"--gpus is {num_ranks}, but this process can use {num_gpus} on this machine; set --gpus to {num_gpus} or "
+            "less."
         )
 
 

@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-class Door:
+class NamespaceSocket:
     """Abstract Unix socket, reachable only for processes with the same kernel and network namespace: Linux keeps names
     with a leading zero byte per network namespace (unix(7)). These processes also share the loopback address.
     """
@@ -45,9 +45,9 @@ class Door:
 def address_toward(host: str) -> str:
     """Return the address of this machine in the network toward `host`."""
     with suppress(OSError):
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # sends no packet
+        addresses = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        with socket.socket(addresses[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(addresses[0][4])  # sends no packet
             return str(probe.getsockname()[0])
     return LOOPBACK
 
@@ -62,9 +62,9 @@ def own_address(store: Any, rank: int, size: int, host: str) -> str:
     """
     address = address_toward(host)
     store.set(f"address-{rank}", address)
-    told = [str(found, "ascii") for found in store.multi_get([f"address-{other}" for other in range(size)])]
-    away = next((other for other in told if not is_loopback(other)), None)
-    return address_toward(away) if away and is_loopback(address) else address
+    addresses = [str(entry, "ascii") for entry in store.multi_get([f"address-{other}" for other in range(size)])]
+    remote = next((other for other in addresses if not is_loopback(other)), None)
+    return address_toward(remote) if remote and is_loopback(address) else address
 
 
 @contextmanager

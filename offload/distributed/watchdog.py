@@ -34,7 +34,7 @@ CLEANUP_S = 3.0
 
 
 @dataclass(frozen=True)
-class Times:
+class WatchdogLimits:
     """Intervals and limits in seconds. After a loss all ranks end within beat_s + silence_s + grace_s + CLEANUP_S."""
 
     beat_s: float = 0.25  # heartbeat interval, also the age of the reported state of a lost rank
@@ -52,7 +52,7 @@ class Position:
     """
 
     number: int = 0
-    what: str = ""
+    operation: str = ""
     numel: int = 0
     inside: bool = False
     since: float = field(default_factory=time.monotonic)
@@ -62,9 +62,9 @@ class Position:
         """Return the rank's activity as text: "waiting in all-gather of unit head for 3.0 s"."""
         age = (time.monotonic() if now is None else now) - self.since
         if self.inside:
-            return f"waiting in {self.what} for {age:.1f} s"
-        if self.what:
-            return f"computing, {age:.1f} s after the end of {self.what}"
+            return f"waiting in {self.operation} for {age:.1f} s"
+        if self.operation:
+            return f"computing, {age:.1f} s after the end of {self.operation}"
         return f"computing, {age:.1f} s after its start"
 
 
@@ -80,9 +80,9 @@ class _Peer:
     unsent: bytes = b""
     ended: bool = False  # after a clean end the rank sends nothing more
 
-    def at(self, row: int) -> Position:
-        """Return the rank's position in `row`, or the start position if the row does not exist yet."""
-        return self.positions[row] if row < len(self.positions) else Position()
+    def at(self, queue: int) -> Position:
+        """Return the rank's position in `queue`, or the start position if the queue does not exist yet."""
+        return self.positions[queue] if queue < len(self.positions) else Position()
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one line. Data refused by the socket is sent before the next line."""
@@ -92,23 +92,23 @@ class _Peer:
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the new messages, and True while the connection is open."""
-        stands = True
+        is_open = True
         try:
             while data := self.connection.recv(1 << 16):
                 self.unread += data
-            stands = False
+            is_open = False
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            stands = False
+            is_open = False
         *lines, self.unread = self.unread.split(b"\n")
-        return [json.loads(line) for line in lines], stands
+        return [json.loads(line) for line in lines], is_open
 
 
 class Watchdog:
     """Heartbeat thread for this rank.
 
-    `look` returns this rank's positions in all rows. After a loss, a watchdog thread calls all `listeners` with the
+    `look` returns this rank's positions in all queues. After a loss, a watchdog thread calls all `listeners` with the
     error, to wake waiting threads. `enter` runs first in each watchdog thread.
     """
 
@@ -117,7 +117,7 @@ class Watchdog:
         rank: int,
         connections: Mapping[int, socket.socket],
         look: Callable[[], Sequence[Position]],
-        times: Times,
+        times: WatchdogLimits,
         enter: Callable[[], object] = lambda: None,
     ) -> None:
         self.rank = rank
@@ -133,9 +133,9 @@ class Watchdog:
         for peer in self._peers.values():
             peer.connection.setblocking(False)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-        self._bell, self._rope = socket.socketpair()
-        self._bell.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._wait_socket, self._wake_socket = socket.socketpair()
+        self._wait_socket.setblocking(False)
+        self._selector.register(self._wait_socket, selectors.EVENT_READ)
         atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._run, name="offload watch", daemon=True)
         self._thread.start()
@@ -177,7 +177,7 @@ class Watchdog:
             positions = self._positions()
             for peer in self._peers.values():
                 peer.send({"kind": "end", "error": error and f"{type(error).__name__}: {error}", **positions})
-        self._rope.send(b".")
+        self._wake_socket.send(b".")
         if self._thread is not threading.current_thread():
             self._thread.join(1)
         for peer in self._peers.values():
@@ -206,69 +206,72 @@ class Watchdog:
                     peer.heard += now - before
             for key, _ in ready:
                 if isinstance(key.data, _Peer):
-                    self._hear(key.data)
-            self._judge(time.monotonic())
+                    self._read_messages(key.data)
+            self._check_peers(time.monotonic())
 
-    def _hear(self, peer: _Peer) -> None:
-        messages, stands = peer.receive()
+    def _read_messages(self, peer: _Peer) -> None:
+        messages, is_open = peer.receive()
         now = time.monotonic()
         for message in messages:
             peer.heard = now
             if message["kind"] == "lost":
-                self._learn(peer, message)
+                self._on_lost_report(peer, message)
                 continue
             peer.positions = [
-                Position(number, what, numel, inside, now - age)
-                for number, what, numel, inside, age in message["positions"]
+                Position(number, operation, numel, inside, now - age)
+                for number, operation, numel, inside, age in message["positions"]
             ]
             if message["kind"] == "end":
                 peer.ended = True
                 if message["error"]:
                     doing = describe(peer.positions, now)
                     self._lose(peer.rank, f"Rank {peer.rank} ended with: {message['error']} (it was {doing})")
-        if not stands:
+        if not is_open:
             self._selector.unregister(peer.connection)
             if not peer.ended:
                 peer.ended = True
                 ended = "its process ended without a message: it was killed, ran out of memory or crashed"
                 self._lose(peer.rank, self._describe(peer, ended))
 
-    def _learn(self, peer: _Peer, message: Mapping[str, Any]) -> None:
+    def _on_lost_report(self, peer: _Peer, message: Mapping[str, Any]) -> None:
         if message["rank"] != self.rank:
             self._lose(message["rank"], message["why"])
             return
         self._lose(self.rank, f"Rank {peer.rank} reported this rank, {self.rank}, as lost. {message['why']}")
 
-    def _judge(self, now: float) -> None:
+    def _check_peers(self, now: float) -> None:
         """Detect silent ranks, absent ranks, and ranks in different collectives."""
         for peer in self._peers.values():
             if not peer.ended and now - peer.heard > self._times.silence_s:
                 silent = f"no heartbeat for {now - peer.heard:.1f} s: its process is stopped, its machine is down, "
                 self._lose(peer.rank, self._describe(peer, silent + "or a thread holds its Python lock"))
-        for row, here in enumerate(self._look()):
-            self._compare(row, here, now)
+        for queue, own in enumerate(self._look()):
+            self._compare(queue, own, now)
 
-    def _compare(self, row: int, here: Position, now: float) -> None:
-        """Compare this rank's position in `row` with the positions of the other ranks."""
+    def _compare(self, queue: int, own: Position, now: float) -> None:
+        """Compare this rank's position in `queue` with the positions of the other ranks."""
         stall_s = self._times.stall_s
-        waited = now - here.since if here.inside else 0.0
-        peers = [peer for peer in self._peers.values() if here.among is None or peer.rank in here.among]
+        waited = now - own.since if own.inside else 0.0
+        peers = [peer for peer in self._peers.values() if own.among is None or peer.rank in own.among]
         for peer in peers:
-            there = peer.at(row)
+            other = peer.at(queue)
             if peer.ended:
-                if waited and there.number < here.number:
-                    ended = max(peer.positions, key=lambda position: position.since).what
+                if waited and other.number < own.number:
+                    ended = max(peer.positions, key=lambda position: position.since).operation
                     self._lose(peer.rank, f"Rank {peer.rank} ended cleanly, after {ended or 'no exchange'}")
-            elif there.number == here.number and (there.what, there.numel) != (here.what, here.numel):
-                other = f"{there.what} ({there.numel} elements)"
-                mine = f"rank {self.rank} is at {here.what} ({here.numel} elements)"
-                self._lose(peer.rank, f"Ranks called different operations: rank {peer.rank} is at {other}, {mine}")
+            elif other.number == own.number and (other.operation, other.numel) != (own.operation, own.numel):
+                other_position = f"{other.operation} ({other.numel} elements)"
+                own_position = f"rank {self.rank} is at {own.operation} ({own.numel} elements)"
+                self._lose(
+                    peer.rank,
+                    f"Ranks called different operations: rank {peer.rank} is at {other_position}, {own_position}",
+                )
         present = [peer for peer in peers if not peer.ended]
         if stall_s is not None and waited > stall_s and present:
-            last = min(present, key=lambda peer: peer.at(row).number)
+            last = min(present, key=lambda peer: peer.at(queue).number)
             missing = f"other ranks have waited for it for {stall_s:g} s, though it is alive"
-            if last.at(row).number == here.number:
-                missing = f"all ranks have been in {here.what} for {stall_s:g} s"
+            if last.at(queue).number == own.number:
+                missing = f"all ranks have been in {own.operation} for {stall_s:g} s"
             self._lose(last.rank, self._describe(last, missing))
 
     def _describe(self, peer: _Peer, why: str) -> str:
@@ -278,7 +281,7 @@ class Watchdog:
 
     def _positions(self) -> dict[str, Any]:
         now = time.monotonic()
-        return {"positions": [(p.number, p.what, p.numel, p.inside, now - p.since) for p in self._look()]}
+        return {"positions": [(p.number, p.operation, p.numel, p.inside, now - p.since) for p in self._look()]}
 
     # -- after a loss -------------------------------------------------------------------------------------------
 
@@ -351,21 +354,21 @@ def connect(
     with socket.create_server(
         (hosts[rank], 0), backlog=len(hosts), family=socket.AF_INET6 if ":" in hosts[rank] else socket.AF_INET
     ) as server:
-        told = gather((server.getsockname()[1], secrets.token_hex(16)), "exchange of addresses")
-        token = told[0][1]  # unique for this run, to reject other processes
+        endpoints = gather((server.getsockname()[1], secrets.token_hex(16)), "exchange of addresses")
+        token = endpoints[0][1]  # unique for this run, to reject other processes
         connections: dict[int, socket.socket] = {}
         for other in range(rank):
-            connection = socket.create_connection((hosts[other], told[other][0]), timeout=start_s)
+            connection = socket.create_connection((hosts[other], endpoints[other][0]), timeout=start_s)
             connection.sendall(f"{token} {rank:8}".encode())
             connections[other] = connection
         server.settimeout(start_s)
         while len(connections) < len(hosts) - 1:
             connection, _ = server.accept()
             connection.settimeout(start_s)
-            given, _, number = (
+            received_token, _, number = (
                 connection.recv(len(token) + 9, socket.MSG_WAITALL).decode(errors="replace").partition(" ")
             )
-            if secrets.compare_digest(given.encode(), token.encode()):
+            if secrets.compare_digest(received_token.encode(), token.encode()):
                 connections[int(number)] = connection
             else:
                 connection.close()

@@ -17,8 +17,8 @@ from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.engine.take_over import share_buffers, take_over
 from offload.engine.units.cut_experts import cut_experts
-from offload.engine.units.cutting import Cutting
-from offload.engine.units.find import Candidate, describe_parameters, find_units, regions_of
+from offload.engine.units.cutting import RowCutting
+from offload.engine.units.find import UnitCandidate, describe_parameters, find_units, regions_of
 from offload.engine.units.row_blocks import RowBlocks
 from offload.engine.units.shared_attention import check_shared
 from offload.errors import ConfigError, DoesNotFitError
@@ -27,12 +27,12 @@ from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import Plan, make_plan, sharding_of, told_frozen_weights, told_links
+from offload.planning.plan import Plan, describe_frozen_weights, describe_links, make_plan, sharding_of
 from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.tiers.placement import Placement
 
-_ASKING = "make_inputs_require_grad"
+_HOOK_PREFIX = "make_inputs_require_grad"
 """Name prefix of the forward hooks with which transformers and PEFT make embedding outputs require a gradient."""
 
 
@@ -46,13 +46,13 @@ class Structure:
 
     infos: list[ParameterInfo]
     """Model parameters."""
-    candidates: list[Candidate]
+    candidates: list[UnitCandidate]
     """Units, in module order."""
     regions: Sequence[Region]
     """Regions: storage layout of the parameters."""
     units: list[UnitPlan]
     """Planning properties for each unit."""
-    cutting: Cutting
+    cutting: RowCutting
     """How to split units too large for the device."""
 
     @classmethod
@@ -69,20 +69,20 @@ class Structure:
         `quantized`: codecs for parameters quantized in the model files. `share_bytes`: limit for unit weights in bytes;
         None: no limit. Collective. Raises ConfigError.
         """
-        leave_off_checkpointing(model)
+        disable_checkpointing(model)
         comm.group_of(settings.sequence_parallel)
         check_shared(model, settings.sequence_parallel)
         infos = describe_parameters(
             model, settings.optimizer, settings.precision, settings.frozen_weights, quantized, settings.link_weights
         )
-        cutting = Cutting() if share_bytes is None else Cutting.of(model, infos, settings.optimizer, share_bytes)
+        cutting = RowCutting() if share_bytes is None else RowCutting.of(model, infos, settings.optimizer, share_bytes)
         candidates = find_units(model, infos, cutting)
         rules, sharding = settings.optimizer.parts, sharding_of(settings, comm)
         if settings.placement.experts == "streamed":
             candidates = cut_experts(candidates, infos, settings.optimizer, sharding.num_replicas)
         regions = build_regions(
             infos,
-            {name: its for unit in candidates for name, its in unit.cargoes.items()},
+            {name: cargo for unit in candidates for name, cargo in unit.cargoes.items()},
             [rule.moments for rule in rules],
             comm.size,
             delays=settings.delay > 0,
@@ -122,7 +122,7 @@ class EnginePlan:
         return cls(settings, structure, plan)
 
     @classmethod
-    def fitting(
+    def fit(
         cls,
         structure_of: Callable[[Settings, int | None], Structure],
         settings: Settings,
@@ -141,12 +141,12 @@ class EnginePlan:
         """
 
         @cache
-        def structure(how: str, share_bytes: int | None) -> tuple[Structure, Settings]:
-            told = replace(settings, placement=replace(settings.placement, experts=how))
-            return structure_of(told, share_bytes), told
+        def structure(experts: str, share_bytes: int | None) -> tuple[Structure, Settings]:
+            expert_settings = replace(settings, placement=replace(settings.placement, experts=experts))
+            return structure_of(expert_settings, share_bytes), expert_settings
 
-        def plan(how: str, share_bytes: int | None = None, checks: bool = checks) -> EnginePlan:
-            return cls.of(*structure(how, share_bytes), comm, machine, checks=checks)
+        def plan(experts: str, share_bytes: int | None = None, checks: bool = checks) -> EnginePlan:
+            return cls.of(*structure(experts, share_bytes), comm, machine, checks=checks)
 
         if settings.placement.experts == "streamed":
             return plan("streamed")
@@ -163,30 +163,30 @@ class EnginePlan:
                 raise refusal
             return whole
         if refusal is not None and isinstance(settings.prefetch, int) and settings.prefetch:
-            nearer = cls.of(whole.structure, replace(settings, prefetch=0), comm, machine, checks=False)
-            if nearer.plan.fits_device:
+            without_prefetch = cls.of(whole.structure, replace(settings, prefetch=0), comm, machine, checks=False)
+            if without_prefetch.plan.fits_device:
                 raise refusal
-        budget, cut = whole.plan.device_bytes or 0, list[EnginePlan]()
+        budget, cut_plans = whole.plan.device_bytes or 0, list[EnginePlan]()
         for part in _SHARES:
-            cut.append(plan("whole", budget // part, checks=False))
-            if (cut[-1].plan.device_room_bytes or 0) >= budget // 3:
+            cut_plans.append(plan("whole", budget // part, checks=False))
+            if (cut_plans[-1].plan.device_room_bytes or 0) >= budget // 3:
                 break
-        chosen = max(cut, key=lambda each: each.plan.device_room_bytes or 0)
+        chosen = max(cut_plans, key=lambda each: each.plan.device_room_bytes or 0)
         if chosen.plan.fits_device:
             return cls.of(chosen.structure, chosen.settings, comm, machine)
         if refusal is not None:
-            raise DoesNotFitError(f"{refusal}{chosen.structure.cutting.told_whole}") from refusal
+            raise DoesNotFitError(f"{refusal}{chosen.structure.cutting.whole_description}") from refusal
         return whole
 
     @property
-    def told_frozen_weights(self) -> str:
-        """Text about quantized frozen weights; see `planning.plan.told_frozen_weights`."""
-        return told_frozen_weights(self.structure.infos, self.structure.regions, self.plan.layout)
+    def frozen_weights_text(self) -> str:
+        """Text about quantized frozen weights; see `planning.plan.describe_frozen_weights`."""
+        return describe_frozen_weights(self.structure.infos, self.structure.regions, self.plan.layout)
 
     @property
-    def told_links(self) -> str:
-        """Text about quantized transfers; see `planning.plan.told_links`."""
-        return told_links(self.structure.regions, self.plan.layout.sharding)
+    def links_text(self) -> str:
+        """Text about quantized transfers; see `planning.plan.describe_links`."""
+        return describe_links(self.structure.regions, self.plan.layout.sharding)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -207,18 +207,20 @@ def prepare(
     Raises ConfigError and DoesNotFitError.
     """
     machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
-    comm.agree("the engine's settings", _shown(settings, ignored=("throttle", "debug", "device")))
+    comm.agree("the engine's settings", _field_texts(settings, ignored=("throttle", "debug", "device")))
 
     def structure_of(settings: Settings, share_bytes: int | None) -> Structure:
         structure = Structure.of(model, settings, comm, quantized or {}, share_bytes)
-        shown = {info.name: _shown(info) for info in structure.infos} | {u.name: _shown(u) for u in structure.units}
+        shown = {info.name: _field_texts(info) for info in structure.infos} | {
+            u.name: _field_texts(u) for u in structure.units
+        }
         comm.agree("the model", shown)
         return structure
 
-    prepared = EnginePlan.fitting(structure_of, settings, comm, machine)
+    prepared = EnginePlan.fit(structure_of, settings, comm, machine)
     layout = prepared.plan.layout
     comm.agree(
-        "the plan", _shown(prepared.plan, ignored=("layout",)) | {"layout": repr((layout.planes, layout.staying))}
+        "the plan", _field_texts(prepared.plan, ignored=("layout",)) | {"layout": repr((layout.planes, layout.staying))}
     )
     return prepared
 
@@ -233,8 +235,8 @@ def assemble(
 ) -> EngineState:
     """Prepare, allocate, and take the weights over. `quantized`: see `Structure.of`. Collective."""
     # CPU weights are freed as the engine takes them over. Weights still to be filled use no memory yet.
-    given = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
-    machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(given.values()))
+    cpu_weight_bytes = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
+    machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(cpu_weight_bytes.values()))
     prepared = prepare(model, settings, comm, machine, quantized)
     if prepared.plan.layout.files and fill is None:
         raise ConfigError(
@@ -271,18 +273,18 @@ def engine_device(settings: Settings, comm: Comm) -> torch.device:
     return comm.device
 
 
-def _shown(value: Any, ignored: Sequence[str] = ()) -> dict[str, str]:
+def _field_texts(value: Any, ignored: Sequence[str] = ()) -> dict[str, str]:
     """Return dataclass fields as text, equal on all ranks for equal values."""
-    shown = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in ignored}
-    placement = shown.get("placement")
+    values = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in ignored}
+    placement = values.get("placement")
     if isinstance(placement, Placement):
         # Folder names and ranks per machine may differ between ranks; the plans are compared too.
         folder = None if placement.nvme_dir is None else "given"
-        shown["placement"] = replace(placement, nvme_dir=folder, host_memory=None, nvme_memory=None)
-    return {name: repr(found) for name, found in shown.items()}
+        values["placement"] = replace(placement, nvme_dir=folder, host_memory=None, nvme_memory=None)
+    return {name: repr(field_value) for name, field_value in values.items()}
 
 
-def leave_off_checkpointing(model: nn.Module) -> None:
+def disable_checkpointing(model: nn.Module) -> None:
     """Turn off transformers' gradient checkpointing: units already recompute.
 
     Also remove the hooks with which embedding outputs require a gradient. With the hooks, the backward would continue
@@ -295,5 +297,5 @@ def leave_off_checkpointing(model: nn.Module) -> None:
     disable()
     for module in model.modules():
         hooks = module._forward_hooks  # transformers tracks only the last one, and PEFT adds another
-        for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "").startswith(_ASKING)]:
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "").startswith(_HOOK_PREFIX)]:
             del hooks[key]

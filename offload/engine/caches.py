@@ -13,32 +13,32 @@ class Caches:
     """The `use_cache` flags in the model configurations."""
 
     def __init__(self, model: nn.Module) -> None:
-        found: dict[int, Any] = {}
+        configs: dict[int, Any] = {}
         for module in model.modules():
             config = getattr(module, "config", None)
             if getattr(config, "use_cache", None) is not None:
-                found[id(config)] = config
-        self._given = [(config, config.use_cache) for config in found.values()]
+                configs[id(config)] = config
+        self._original_flags = [(config, config.use_cache) for config in configs.values()]
 
     def turn_off(self) -> None:
         """Set all flags to False."""
-        _say((config, False) for config, _ in self._given)
+        _set_flags((config, False) for config, _ in self._original_flags)
 
     def restore(self) -> None:
         """Restore the original flags."""
-        _say(self._given)
+        _set_flags(self._original_flags)
 
     @contextmanager
-    def as_given(self) -> Iterator[None]:
+    def with_original_flags(self) -> Iterator[None]:
         """Context with the original flags in the model configurations."""
-        now = [(config, config.use_cache) for config, _ in self._given]
+        current_flags = [(config, config.use_cache) for config, _ in self._original_flags]
         self.restore()
         try:
             yield
         finally:
-            _say(now)
+            _set_flags(current_flags)
 
 
-def _say(uses: Iterable[tuple[Any, Any]]) -> None:
-    for config, used in uses:
-        config.use_cache = used
+def _set_flags(flags: Iterable[tuple[Any, Any]]) -> None:
+    for config, flag in flags:
+        config.use_cache = flag

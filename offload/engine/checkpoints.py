@@ -22,19 +22,19 @@ import torch
 from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, without_moved
 from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import CHANGED, Reader, Span
-from offload.checkpoint.spread import keepers, of_rank_0
+from offload.checkpoint.spread import broadcast_value, keepers
 from offload.checkpoint.writer import Writer
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.engine.kept_errors import error_planes, error_spans, fill_error
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
-from offload.hf.names import CannotStream, conversions_used
+from offload.hf.names import CannotStream, describe_conversions
 from offload.hf.write import write_configuration
 from offload.lanes.ticket import Ticket
 from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, MASTER, STALE
-from offload.layout.quantized import Quantized
+from offload.layout.quantized import FileCodec
 from offload.layout.regions import Region
 from offload.machine.environment import memory
 from offload.tiers.lease import Lease
@@ -45,7 +45,7 @@ _TRAINED_ONLY = "trained_only"
 _BUFFER = "buffer"  # a buffer's only plane
 
 
-class Saving:
+class PendingCheckpoint:
     """A checkpoint in progress: states are copied, and go to the disk while training continues.
 
     The previous folder stays until `finish`. Leaving the `with` block before `finish` removes all written files.
@@ -67,17 +67,17 @@ class Saving:
         far as possible; data beyond wait for the disk. `trained_only`: leave out parameters frozen at engine creation
         and unchanged since.
 
-        Raises, on all ranks, DiskError, ConfigError, or any error from `outcome`.
+        Raises, on all ranks, DiskError, ConfigError, or any error from `share_outcome`.
         """
         trained_only = trained_only and not all(state.region.trainable for state in engine.store.states)
-        codec = _codec(engine)
-        if not trained_only and (why := _why_trained_only(engine)):
+        codec = _frozen_codec(engine)
+        if not trained_only and (why := _trained_only_reason(engine)):
             raise ConfigError(
                 f"{why}, and a full checkpoint cannot hold them: save with trained_only=True, and load into an engine "
                 "built from the same model."
             )
         comm, contents = engine.comm, _contents(engine, engine.changed if trained_only else None)
-        moved = engine.moved.find(comm, _buffers(engine))
+        moved = engine.moved_buffers.find(comm, _buffers(engine))
         for name, entry in moved.items():
             known = contents.get(name, Entry(entry.shape, {}))
             contents[name] = replace(known, planes={**known.planes, **entry.planes})
@@ -86,7 +86,7 @@ class Saving:
         steps = ((state.region.parameters, state.steps) for state in engine.store.states)
         updates = {engine.infos[index].name: count for each in steps for index, count in zip(*each, strict=True)}
         own = {**decided, "step": engine.runner.step_number, "updates": updates}
-        own |= {"built_in": _built_in(engine), "conversions": _conversions(engine), "rule": _rule(engine)}
+        own |= {"built_in": _built_dtypes(engine), "conversions": _conversions(engine), "rule": _rule_titles(engine)}
         if codec != EXACT.name:
             own["frozen_weights"] = codec
             own["coded"] = {info.name: info.compute for info in engine.infos if info.codec is not EXACT}
@@ -96,31 +96,31 @@ class Saving:
             own[CHANGED] = sorted(engine.changed)
         with ExitStack() as opened:
             self._keepers = keepers(comm, folder.parent)
-            with as_one(comm, "metadata of the checkpoint"):
+            with share_failure(comm, "metadata of the checkpoint"):
                 # The caller may change these values in later steps: copy them now.
                 self._meta = json.loads(json.dumps({"engine": own, "meta": dict(meta)}))
             if len(set(self._keepers)) > 1:  # one manifest for several disks, but `seconds` differ by rank
-                files, self._meta = of_rank_0(comm, (files, self._meta), "metadata of the checkpoint")
-            with as_one(comm, "creation of the checkpoint"):
+                files, self._meta = broadcast_value(comm, (files, self._meta), "metadata of the checkpoint")
+            with share_failure(comm, "creation of the checkpoint"):
                 if self._keepers[comm.rank] == comm.rank:
                     self._save = opened.enter_context(Save(folder))
                     for name, data in {**_configuration(engine), **(files or {})}.items():
                         self._save.attach(name, data)
             paths = comm.gather_objects(self._save and self._save.path, "folders of the checkpoint")
             path: Any = paths[self._keepers[comm.rank]]
-            with as_one(comm, "writing of the checkpoint"):
+            with share_failure(comm, "writing of the checkpoint"):
                 engine.host.make_room()  # frees the copy from an earlier save
                 spare_bytes = _spare_bytes(engine, contents) if copies else 0
                 self._writer = opened.enter_context(Writer(path, comm.rank, contents, spare_bytes=spare_bytes))
                 if self._writer.spare_bytes:
-                    opened.enter_context(engine.host.lent(_COPY, self._writer.spare_bytes, self._has_let_go))
-                _write(engine, self._writer, _kept(engine, contents))
-                for name, plane, value in engine.moved.own(comm.rank, moved):
+                    opened.enter_context(engine.host.reserve_until(_COPY, self._writer.spare_bytes, self._is_on_disk))
+                _write(engine, self._writer, _saved_regions(engine, contents))
+                for name, plane, value in engine.moved_buffers.rank_values(comm.rank, moved):
                     self._writer.write(name, plane, 0, value)
                 self._writer.end()
             self._opened = opened.pop_all()
 
-    def _has_let_go(self) -> bool:
+    def _is_on_disk(self) -> bool:
         """Return whether the copy is on disk and the memory is free. Raises a write error."""
         assert self._writer is not None
         if self._writer.has_ended:
@@ -137,13 +137,13 @@ class Saving:
         comm = self._comm
         with self._opened:
             agree_on_pass(comm, "finish of a checkpoint")
-            with as_one(comm, "writing of the checkpoint"):
+            with share_failure(comm, "writing of the checkpoint"):
                 written = self._writer.finish()
-            told = comm.gather_objects((written, self._random), "parts of the checkpoint")
-            with as_one(comm, "publication of the checkpoint"):
+            parts_by_rank = comm.gather_objects((written, self._random), "parts of the checkpoint")
+            with share_failure(comm, "publication of the checkpoint"):
                 if self._save is not None:
-                    self._meta["engine"]["random"] = [random for _, random in told]
-                    parts = [its for its, _ in told]
+                    self._meta["engine"]["random"] = [random for _, random in parts_by_rank]
+                    parts = [part for part, _ in parts_by_rank]
                     others = (part for part, keeper in zip(parts, self._keepers, strict=True) if keeper != comm.rank)
                     elsewhere = {name for part in others for name in part["files"]}
                     self._save.commit(self._contents, parts, self._meta, elsewhere)
@@ -152,10 +152,10 @@ class Saving:
         """Remove all written files. No effect after `finish`. Not collective."""
         self._opened.close()
 
-    def __enter__(self) -> Saving:
+    def __enter__(self) -> PendingCheckpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, _type: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.abort()
 
 
@@ -175,11 +175,11 @@ def _spare_bytes(engine: EngineState, contents: Contents) -> int:
     return max(0, min(share // engine.comm.size + CHUNK_BYTES, free))
 
 
-def spans_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> Iterator[Span]:
+def spans_to_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> Iterator[Span]:
     """Yield the spans this rank reads from a checkpoint, in `load_states` order."""
-    for state in _kept(engine, reader.contents):
-        for tile in state.held:
-            for plane in _read_of(engine, reader, state, tile, anew):
+    for state in _saved_regions(engine, reader.contents):
+        for tile in state.held_tiles:
+            for plane in _names_to_read(engine, reader, state, tile, anew):
                 for _, span in _stretches(engine, reader.contents, state.region, tile, plane):
                     yield span
         for _, name, plane, values in () if anew else _factors(engine, state):
@@ -188,10 +188,10 @@ def spans_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> It
             yield span
     for name, buffer in _buffers(engine).items():
         yield name, _BUFFER, 0, buffer.numel()
-    yield from engine.moved.spans(reader, engine.comm.rank, _is_same_size(engine, reader))
+    yield from engine.moved_buffers.spans(reader, engine.comm.rank, _has_same_ranks(engine, reader))
 
 
-def _is_same_size(engine: EngineState, reader: Reader) -> bool:
+def _has_same_ranks(engine: EngineState, reader: Reader) -> bool:
     """Return whether an equal number of ranks wrote the checkpoint."""
     return len(reader.meta["engine"]["random"]) == engine.comm.size
 
@@ -203,14 +203,16 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
 
     Raises CheckpointError for damaged data; the states then belong to no step.
     """
-    own, kept = reader.meta["engine"], _kept(engine, reader.contents)
-    there = {tile: _read_of(engine, reader, state, tile, anew) for state in kept for tile in state.held}
-    reader.expect(spans_read(engine, reader, anew=anew))
+    own, kept = reader.meta["engine"], _saved_regions(engine, reader.contents)
+    plane_names = {
+        tile: _names_to_read(engine, reader, state, tile, anew) for state in kept for tile in state.held_tiles
+    }
+    reader.expect(spans_to_read(engine, reader, anew=anew))
     updates = {} if anew else own["updates"]
     for state in kept:
-        for tile in state.held:
-            _fill(engine, reader, state.region, tile, there[tile])
-            tile.keep_stale(STALE in there[tile])
+        for tile in state.held_tiles:
+            _fill(engine, reader, state.region, tile, plane_names[tile])
+            tile.keep_stale(STALE in plane_names[tile])
         for _, name, plane, values in _factors(engine, state):
             piece = torch.zeros(values.shape, dtype=values.dtype)
             if not anew:
@@ -222,9 +224,9 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
         reader.read(name, _BUFFER, 0, value)
         buffer.copy_(value)
-    engine.moved.load(reader, engine.comm.rank, _is_same_size(engine, reader))
-    engine.runner.go_on_from(own["step"])
-    if _is_same_size(engine, reader):
+    engine.moved_buffers.load(reader, engine.comm.rank, _has_same_ranks(engine, reader))
+    engine.runner.set_step_number(own["step"])
+    if _has_same_ranks(engine, reader):
         states = [base64.b64decode(text) for text in own["random"][engine.comm.rank]]
         if len(states) == len(engine.device.random_state()):
             engine.device.set_random_state(
@@ -243,14 +245,14 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     """
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
-    codecs = reader.meta["engine"].get("frozen_weights", EXACT.name), _codec(engine)
+    codecs = reader.meta["engine"].get("frozen_weights", EXACT.name), _frozen_codec(engine)
     if len(set(codecs)) > 1:
         raise ConfigError(
             f"{reader.path} was trained on frozen weights stored as {codecs[0]}, but offload.frozen_weights is "
             f"{codecs[1]}, which gives other weights. Set --offload.frozen_weights {codecs[0]}."
         )
     trained_only, changed = reader.meta["engine"].get(_TRAINED_ONLY, False), reader.changed
-    if not trained_only and (why := _why_trained_only(engine)):
+    if not trained_only and (why := _trained_only_reason(engine)):
         raise ConfigError(
             f"{reader.path} contains frozen weights, but {why} and cannot be loaded from a checkpoint: load one saved "
             "with trained_only=True, or set --offload.parameters cpu and --offload.frozen_weights exact."
@@ -262,57 +264,63 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
         )
     own = _contents(engine, changed if trained_only else None)
     # Stale weights exist only with delayed updates, and only a delayed update needs them.
-    wanted, found = (
-        {name: entry.having(STALE.__ne__) for name, entry in contents.items()}
+    wanted, saved = (
+        {name: entry.with_planes(STALE.__ne__) for name, entry in contents.items()}
         for contents in map(without_moved, (own, reader.contents))
     )
-    was, now = reader.meta["engine"].get("rule"), _rule(engine)
-    if was in (None, now) and not may_reset:
-        _check_frozen(reader, wanted, found)
+    saved_rule, own_rule = reader.meta["engine"].get("rule"), _rule_titles(engine)
+    if saved_rule in (None, own_rule) and not may_reset:
+        _check_frozen(reader, wanted, saved)
     trained = {info.name for info in engine.infos if info.trainable}
-    for name in [*wanted, *found]:
+    for name in [*wanted, *saved]:
         # For trainable parameters the update rule decides about a low half of the master weights.
         kept = (*MASTER[: 1 if name in trained else 2], _BUFFER)
-        its, model = (each and each.having(kept.__contains__) for each in (found.get(name), wanted.get(name)))
-        if its != model:
+        saved_entry, model_entry = (
+            each and each.with_planes(kept.__contains__) for each in (saved.get(name), wanted.get(name))
+        )
+        if saved_entry != model_entry:
             raise ConfigError(
-                f"{reader.path} does not fit the model: for {name} the checkpoint has {_shown(found.get(name))}, and "
-                f"the model has {_shown(wanted.get(name))}. Resume with the model, trainable parameters and "
+                f"{reader.path} does not fit the model: for {name} the checkpoint has "
+                f"{_describe_entry(saved.get(name))}, and the model has "
+                f"{_describe_entry(wanted.get(name))}. Resume with the model, trainable parameters and "
                 "--train.precision of the saved run."
             )
-    different = next((name for name in wanted if wanted[name] != found[name]), None)
-    if different is None and was in (None, now):
+    different = next((name for name in wanted if wanted[name] != saved[name]), None)
+    if different is None and saved_rule in (None, own_rule):
         return False
     if not may_reset:
         where = (
             ""
             if different is None
             else (
-                f" ({different}: {_shown(found[different])} in the checkpoint, {_shown(wanted[different])} in the "
-                "model)"
+                f" ({different}: {_describe_entry(saved[different])} in the checkpoint, "
+                f"{_describe_entry(wanted[different])} in the model)"
             )
         )
         raise ConfigError(
-            f"{reader.path} contains optimizer states of {was or 'another update rule'}{where}, which {now} cannot "
-            "use. Resume with the --optimizer.name, .states, .master and .groups of the saved run, or set "
-            "--optimizer.reset (load_checkpoint(..., reset=True)), which restores weights, step number and data "
-            f"position, and resets the states of {now}."
+            f"{reader.path} contains optimizer states of {saved_rule or 'another update rule'}{where}, which "
+            f"{own_rule} cannot use. Resume with the --optimizer.name, .states, .master and .groups of the saved run, "
+            "or set --optimizer.reset (load_checkpoint(..., reset=True)), which restores weights, step number and data "
+            f"position, and resets the states of {own_rule}."
         )
     return True
 
 
-def _check_frozen(reader: Reader, wanted: Contents, found: Contents) -> None:
+def _check_frozen(reader: Reader, wanted: Contents, saved: Contents) -> None:
     """Raise ConfigError if the checkpoint has optimizer state for other trainable parameters than `wanted`."""
     trained_only = reader.meta["engine"].get(_TRAINED_ONLY, False)
-    known = wanted if trained_only else wanted.keys() & found.keys()
-    now, was = (
+    known = wanted if trained_only else wanted.keys() & saved.keys()
+    trainable, saved_trainable = (
         {name for name in known if name in contents and not contents[name].planes.keys() <= {*MASTER, _BUFFER}}
-        for contents in (wanted, found)
+        for contents in (wanted, saved)
     )
-    if now and was and now != was:
+    if trainable and saved_trainable and trainable != saved_trainable:
         changes = [
             f"{len(names)} are {is_now} now but were {was_then} in the checkpoint, such as {min(names)}"
-            for names, is_now, was_then in ((now - was, "trainable", "frozen"), (was - now, "frozen", "trainable"))
+            for names, is_now, was_then in (
+                (trainable - saved_trainable, "trainable", "frozen"),
+                (saved_trainable - trainable, "frozen", "trainable"),
+            )
             if names
         ]
         reset = (
@@ -325,23 +333,23 @@ def _check_frozen(reader: Reader, wanted: Contents, found: Contents) -> None:
         )
 
 
-def _codec(engine: EngineState) -> str:
+def _frozen_codec(engine: EngineState) -> str:
     """Return the codec name for frozen weights from the settings."""
-    names = (info.codec.name for info in engine.infos if info.codec not in (EXACT, *_in_few_bits(engine)))
+    names = (info.codec.name for info in engine.infos if info.codec not in (EXACT, *_quantized_codecs(engine)))
     return next(names, EXACT.name)
 
 
-def _in_few_bits(engine: EngineState) -> list[Quantized]:
+def _quantized_codecs(engine: EngineState) -> list[FileCodec]:
     """Return the codecs for weights already quantized in the model files."""
-    return [info.codec for info in engine.infos if isinstance(info.codec, Quantized)]
+    return [info.codec for info in engine.infos if isinstance(info.codec, FileCodec)]
 
 
-def _why_trained_only(engine: EngineState) -> str:
+def _trained_only_reason(engine: EngineState) -> str:
     """Say which weights cannot be in a checkpoint; empty if all can."""
-    if (codec := _codec(engine)) != EXACT.name:
+    if (codec := _frozen_codec(engine)) != EXACT.name:
         return f"offload.frozen_weights is {codec}, so frozen weights are stored quantized"
-    if found := _in_few_bits(engine):
-        return f"the model's files store frozen weights as {found[0].name}"
+    if codecs := _quantized_codecs(engine):
+        return f"the model's files store frozen weights as {codecs[0].name}"
     return (
         ("offload.parameters is files, so frozen weights stay in the model's own files")
         if engine.files is not None
@@ -349,29 +357,29 @@ def _why_trained_only(engine: EngineState) -> str:
     )
 
 
-def _rule(engine: EngineState) -> str:
+def _rule_titles(engine: EngineState) -> str:
     """Return the update rule titles, comma-separated."""
     return ", ".join(dict.fromkeys(rule.title for rule in engine.rules))
 
 
-def _shown(entry: Entry | None) -> str:
+def _describe_entry(entry: Entry | None) -> str:
     if entry is None:
         return "nothing"
     planes = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in entry.planes.items())
     return f"{list(entry.shape)} as {planes}"
 
 
-def _kept(engine: EngineState, contents: Contents) -> list[RegionState]:
+def _saved_regions(engine: EngineState, contents: Contents) -> list[RegionState]:
     """Return the regions with a parameter in the checkpoint."""
-    return [state for state in engine.store.states if any(name in contents for name in _names(engine, state))]
+    return [state for state in engine.store.states if any(name in contents for name in _parameter_names(engine, state))]
 
 
-def _names(engine: EngineState, state: RegionState) -> list[str]:
+def _parameter_names(engine: EngineState, state: RegionState) -> list[str]:
     """Return the parameter names in a region."""
     return [engine.infos[index].name for index in state.region.parameters]
 
 
-def _left_out(is_late: bool) -> set[str]:
+def _unsaved_planes(is_late: bool) -> set[str]:
     """Return the planes no checkpoint has.
 
     Quantized records are made again from the master weights. Stale weights are saved only for a late region.
@@ -383,7 +391,7 @@ def _contents(engine: EngineState, changed: Collection[str] | None = None) -> di
     """Return the entries for parameters and buffers. `changed`: the only frozen parameters to include."""
     contents = {}
     for state in engine.store.states:
-        left_out = _left_out(state.is_late)
+        left_out = _unsaved_planes(state.is_late)
         kept = [plane for plane in state.region.states if plane.name not in left_out]
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}
@@ -402,12 +410,12 @@ def _contents(engine: EngineState, changed: Collection[str] | None = None) -> di
 
 def _buffers(engine: EngineState) -> dict[str, torch.Tensor]:
     """Return the buffers in the model's state dict, each under its first name."""
-    kept = engine.model.state_dict(keep_vars=True)  # leaves out non-persistent buffers
-    found = {name: buffer for name, buffer in engine.model.named_buffers() if kept.get(name) is buffer}
-    return {name: buffer.detach() for name, buffer in found.items()}
+    state_dict = engine.model.state_dict(keep_vars=True)  # leaves out non-persistent buffers
+    buffers = {name: buffer for name, buffer in engine.model.named_buffers() if state_dict.get(name) is buffer}
+    return {name: buffer.detach() for name, buffer in buffers.items()}
 
 
-def _built_in(engine: EngineState) -> dict[str, Any]:
+def _built_dtypes(engine: EngineState) -> dict[str, Any]:
     """Return the most common weight dtype ("main") and the parameters with another dtype ("others").
 
     Loading decides by these dtypes which weights stay in fp32.
@@ -423,14 +431,14 @@ def _built_in(engine: EngineState) -> dict[str, Any]:
 def _conversions(engine: EngineState) -> dict[str, Any]:
     """Return the state-dict key conversions that an export needs in addition to the model configuration."""
     try:
-        return conversions_used(engine.model)
+        return describe_conversions(engine.model)
     except CannotStream:  # an export then uses the model family's default rules; the checkpoint is good
         return {}
 
 
 def _configuration(engine: EngineState) -> dict[str, bytes]:
     """Return the files that describe the original model configuration, by name."""
-    with TemporaryDirectory() as folder, engine.caches.as_given():
+    with TemporaryDirectory() as folder, engine.caches.with_original_flags():
         write_configuration(engine.model, Path(folder))
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
@@ -449,25 +457,25 @@ def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> 
         for begin, name, plane, values in _factors(engine, state):
             if shard.start <= begin < shard.stop:
                 writer.write(name, plane, 0, values.cpu())
-        for its, (name, plane, begin, _) in error_spans(engine, writer.contents, state):
+        for elements, (name, plane, begin, _) in error_spans(engine, writer.contents, state):
             assert state.error is not None
-            writer.write(name, plane, begin, state.error[its].cpu())
-    with closing(_lent(engine, kept)) as lent:
+            writer.write(name, plane, begin, state.error[elements].cpu())
+    with closing(_lease_tiles(engine, kept)) as lent:
         for region, tile, lease in lent:
             shard = sharding.piece(region)
             engine.lanes.wait(lease.reads)
             for plane, flat in lease.planes.items():
-                for its, (name, _, begin, _) in _stretches(engine, writer.contents, region, tile, plane, shard):
-                    writer.write(name, plane, begin, flat[its].cpu())
+                for elements, (name, _, begin, _) in _stretches(engine, writer.contents, region, tile, plane, shard):
+                    writer.write(name, plane, begin, flat[elements].cpu())
 
 
-def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[Region, Tile, Lease], None, None]:
+def _lease_tiles(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[Region, Tile, Lease], None, None]:
     """Yield a lease for each tile this rank writes. The disk read for the next tile runs meanwhile."""
     shares = [(state.region, engine.store.sharding.piece(state.region), state.tiles) for state in kept]
     wanted = [
         (region, tile)
-        for region, shard, its in shares
-        for tile in its
+        for region, shard, tiles in shares
+        for tile in tiles
         if tile.begin < shard.stop and shard.start < tile.end
     ]
     open_now: deque[tuple[Region, Tile, Lease]] = deque()
@@ -475,7 +483,7 @@ def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[R
         for number in range(len(wanted) + 1):
             if number < len(wanted):
                 region, tile = wanted[number]
-                left_out = _left_out(tile.stale is not None)
+                left_out = _unsaved_planes(tile.stale is not None)
                 names = [name for name in tile.states if name not in left_out]
                 open_now.append((region, tile, tile.lend(*names)))
             if number:
@@ -486,42 +494,42 @@ def _lent(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[R
             lease.give_back()
 
 
-def _read_of(engine: EngineState, reader: Reader, state: RegionState, tile: Tile, anew: bool) -> Collection[str]:
+def _names_to_read(engine: EngineState, reader: Reader, state: RegionState, tile: Tile, anew: bool) -> Collection[str]:
     """Return the tile planes to read from the checkpoint.
 
     With `anew`: master weights only. Stale weights: only if the checkpoint and the next update are both late. For
     quantized records the master weights are read, also on a rank that does not store them.
     """
-    there = [name for name in tile.states if name != CODES]
+    names = [name for name in tile.states if name != CODES]
     if CODES in tile.states:
-        there += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in there]
+        names += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in names]
     if anew:
-        return [name for name in there if name in MASTER]
-    first = next(reader.contents[name] for name in _names(engine, state) if name in reader.contents)
+        return [name for name in names if name in MASTER]
+    first = next(reader.contents[name] for name in _parameter_names(engine, state) if name in reader.contents)
     is_late = STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
-    return [name for name in there if name != STALE or is_late]
+    return [name for name in names if name != STALE or is_late]
 
 
-def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, there: Collection[str]) -> None:
+def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, read_names: Collection[str]) -> None:
     """Read the planes `there` from the checkpoint into a tile and clear the other planes.
 
     Disk planes are written while the tile is read. For a region only partly in the checkpoint the other values stay.
     """
-    names = [name for name in tile.states if name != STALE or name in there]
+    names = [name for name in tile.states if name != STALE or name in read_names]
     is_whole = all(engine.infos[index].name in reader.contents for index in region.parameters)
     lease = tile.land(*names) if is_whole else tile.lend(*names)
     give_back = lease.done_reading
     try:
         engine.lanes.wait(lease.reads, fills=lease.fills)
-        beside = {region.plane(name) for name in there if name not in names}  # another rank's, to quantize
+        beside = {region.plane(name) for name in read_names if name not in names}  # another rank's, to quantize
         planes = lease.planes | {p.name: torch.zeros(p.numel(tile.end - tile.begin), dtype=p.dtype) for p in beside}
-        for plane in (*(name for name in names if name != CODES), *(name for name in there if name not in names)):
+        for plane in (*(name for name in names if name != CODES), *(name for name in read_names if name not in names)):
             flat, filled = planes[plane], 0
-            stretches = _stretches(engine, reader.contents, region, tile, plane) if plane in there else ()
-            for its, (name, _, begin, _) in stretches:
+            stretches = _stretches(engine, reader.contents, region, tile, plane) if plane in read_names else ()
+            for elements, (name, _, begin, _) in stretches:
                 if is_whole:
-                    flat[filled : its.start] = 0  # padding, or values missing in the checkpoint
-                target, filled = flat[its], its.stop
+                    flat[filled : elements.start] = 0  # padding, or values missing in the checkpoint
+                target, filled = flat[elements], elements.stop
                 piece = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype)
                 reader.read(name, plane, begin, piece)
                 if piece is not target:
@@ -541,13 +549,16 @@ def _stretches(
 
     A rule with bf16-only weights has written no low half.
     """
-    kind, shard_begin, shard_end = region.plane(plane), shard.start or 0, shard.stop or region.numel
+    plane_type, shard_begin, shard_end = region.plane(plane), shard.start or 0, shard.stop or region.numel
     for position, piece in enumerate(region.pieces):
         span, name = engine.store[region].span(position), engine.infos[piece.parameter].name
         begin, end = max(span.start, tile.begin, shard_begin), min(span.stop, tile.end, shard_end)
         if begin < end and name in contents and plane in contents[name].planes:
-            its = kind.cut(slice(begin - tile.begin, end - tile.begin))
-            yield its, (name, plane, (piece.begin + begin - span.start) // kind.block, its.stop - its.start)
+            elements = plane_type.cut(slice(begin - tile.begin, end - tile.begin))
+            yield (
+                elements,
+                (name, plane, (piece.begin + begin - span.start) // plane_type.block, elements.stop - elements.start),
+            )
 
 
 def _factors(engine: EngineState, state: RegionState) -> Iterator[tuple[int, str, str, torch.Tensor]]:

@@ -20,11 +20,11 @@ from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.loss.loss import LossFunction
 from offload.engine.methods.result import StepResult
 from offload.engine.own_loop import OwnLoop
-from offload.engine.reading import Reading
+from offload.engine.parameter_reads import ParameterReads
 from offload.engine.state_access import StateAccess
 from offload.engine.steps import Steps
-from offload.engine.units.residency import refuse_copy, refuse_held, refuse_sparse
-from offload.engine.units.uncompiled import uncompiled
+from offload.engine.units.compile_wrappers import remove_compile_wrappers
+from offload.engine.units.residency import refuse_copy, refuse_owned, refuse_sparse
 from offload.errors import ConfigError
 from offload.hf.sources import Fill
 from offload.layout.codecs import Codec
@@ -68,16 +68,16 @@ class Engine(StateAccess):
         check_types(
             Engine.__init__, {"model": model, "fill": fill, "quantized": quantized, "comm": comm, "settings": settings}
         )
-        given = {"optimizer": optimizer, "placement": placement}
-        options |= {key: value for key, value in given.items() if value is not None}
+        positional = {"optimizer": optimizer, "placement": placement}
+        options |= {key: value for key, value in positional.items() if value is not None}
         settings = replace(settings or Settings(), **options)
         if torch.is_inference_mode_enabled():
             raise ConfigError(
                 "Engine() was called under torch.inference_mode, where training is not possible: call it outside."
             )
-        refuse_held(model)
+        refuse_owned(model)
         refuse_sparse(model)
-        model = uncompiled(model, settings.compile)
+        model = remove_compile_wrappers(model, settings.compile)
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None
         self.comm = comm or self._owned_comm or Comm()
@@ -94,15 +94,17 @@ class Engine(StateAccess):
         self._recovery = self._state.recovery
         self._steps = Steps(self._state, self.counters, settings)
         self._own_loop = OwnLoop(self._state, self._steps)
-        self._reading = Reading(self._state, self.counters, self._own_loop)
-        self._recovery.also(self._steps.trial_runs.give_up, self._state.spare_memory.give_up, self._own_loop.forget)
+        self._parameter_reads = ParameterReads(self._state, self.counters, self._own_loop)
+        self._recovery.on_give_up(
+            self._steps.trial_runs.discard_incomplete, self._state.spare_memory.give_up, self._own_loop.forget
+        )
 
     def __repr__(self) -> str:
         return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}>"
 
     def stay(self) -> None:
         """Keep the engine alive as long as the model, even without other references. `engine_of` finds the engine."""
-        self._state.hold.keep(self)
+        self._state.ownership.keep_alive(self)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -120,7 +122,7 @@ class Engine(StateAccess):
                 "train: call it outside, or call engine.evaluate for a loss."
             )
         self._state.snapshot.check(trains=True)
-        self._own_loop.refuse_middle("engine.step")
+        self._own_loop.refuse_during_step("engine.step")
         self._own_loop.forget()  # a forward that had no backward
         with self._recovery.working():
             return self._steps.step(batch, loss_fn)
@@ -146,8 +148,8 @@ class Engine(StateAccess):
         metrics.jsonl line, or (step, 0, ()) without slopes.
         """
         self._settle("replay")
-        self._own_loop.refuse_middle("engine.replay")
-        with self.counters.unchanged():
+        self._own_loop.refuse_during_step("engine.replay")
+        with self.counters.preserve():
             self._steps.replay(records)
             self._state.weights_changed()
 
@@ -219,16 +221,16 @@ class Engine(StateAccess):
         parameter name. Call between steps, or before `update`.
         """
         settings, decays, rule = dict(settings or {}), dict(decays or {}), self.optimizer
-        wrong = next((key for key in settings if key not in rule.steered), None)
-        if wrong is not None or not rule.has_gradients:
+        refused = next((key for key in settings if key not in rule.steered), None)
+        if refused is not None or not rule.has_gradients:
             raise ConfigError(
-                f"engine.tune cannot change {wrong or 'weight decays'}: besides the learning rate, {rule.title} lets "
+                f"engine.tune cannot change {refused or 'weight decays'}: besides the learning rate, {rule.title} lets "
                 f"only {', '.join(rule.steered) or 'no setting'} change between steps."
             )
         self._recovery.check_usable()
         agree_on_pass(self.comm, f"tune({settings}, {decays})")
-        whole: Any = rule
-        changed = replace(whole, **settings)
+        untyped_rule: Any = rule
+        changed = replace(untyped_rule, **settings)
         self._state.updates.tune(changed, decays)
         self.optimizer = changed
 
@@ -238,11 +240,11 @@ class Engine(StateAccess):
 
         Groups with the engine's own learning rate come first.
         """
-        found: dict[tuple[float, float], list[str]] = {}
+        names_by_group: dict[tuple[float, float], list[str]] = {}
         for info in self._state.updates.infos:
             if info.trainable:
-                found.setdefault((info.lr_scale, info.weight_decay), []).append(info.name)
-        return [(*alike, names) for alike, names in sorted(found.items(), key=lambda item: item[0][0] != 1.0)]
+                names_by_group.setdefault((info.lr_scale, info.weight_decay), []).append(info.name)
+        return [(*group, names) for group, names in sorted(names_by_group.items(), key=lambda item: item[0][0] != 1.0)]
 
     @property
     def rank(self) -> int:
@@ -325,7 +327,7 @@ class Engine(StateAccess):
             self._recovery.recover()
         error = sys.exc_info()[1]  # error in the block for which this call cleans up
         is_sound = error is None and not self._recovery.torn and self._state.updates.failure() is None
-        if is_sound and (restore or (self.comm.size > 1 and self.comm.stands)):
+        if is_sound and (restore or (self.comm.size > 1 and self.comm.is_alive)):
             self._settle(f"close(restore={restore})")
         if self._owned_comm is not None and not is_sound:
             self._owned_comm.close(error)
@@ -340,7 +342,7 @@ class Engine(StateAccess):
         self._recovery.check_open()
         return self
 
-    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+    def __exit__(self, _type: Any, error: BaseException | None, _trace: Any) -> None:
         """Close without `restore`. An error in the block takes precedence over an error in `close`."""
         try:
             self.close()

@@ -10,22 +10,22 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from offload.distributed.outcome import outcome
+from offload.distributed.outcome import share_outcome
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
-from offload.hf.write import Get, write_model
+from offload.hf.write import ReadValues, write_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _END = -1
 
 
-class Made(Protocol):
+class DerivedModel(Protocol):
     """Another model to export, with weights computed from the engine's weights."""
 
     model: nn.Module
     """The model to write, without weights."""
 
-    def reading(self, get: Get) -> Get:
+    def get_reader(self, get: ReadValues) -> ReadValues:
         """Return a reader for the weights of `model`. `get` reads the engine's weights in fp32."""
 
 
@@ -36,22 +36,22 @@ def export_model(
     shard_bytes: int,
     files: Mapping[str, bytes],
     replace: bool,
-    made: Made | None = None,
+    derived_model: DerivedModel | None = None,
 ) -> None:
     """Write the engine's model, or `made`, as a folder (see `write_model`). Collective; no update may be pending. Rank
     0 writes, and broadcasts the next (parameter, range) to read.
 
-    Raises, on all ranks, ConfigError, DiskError, or any error from `outcome` if rank 0 cannot write.
+    Raises, on all ranks, ConfigError, DiskError, or any error from `share_outcome` if rank 0 cannot write.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"the export's dtype is {dtype}; it must be float32, bfloat16 or float16, or None.")
     comm = state.comm
     # The device weights may be rounded to bf16: any other dtype comes from the fp32 masters.
-    read = partial(state.store.values.read_range, travelling=made is None and dtype in (None, torch.bfloat16))
+    read = partial(state.store.values.read_range, travelling=derived_model is None and dtype in (None, torch.bfloat16))
     if comm.rank:
-        while (wanted := _told(state, _END, 0, 0))[0] != _END:
+        while (wanted := _broadcast_range(state, _END, 0, 0))[0] != _END:
             read(*wanted)
-        outcome(comm, None, None, "export")
+        share_outcome(comm, None, None, "export")
         return
     index_of = {info.name: info.index for info in state.infos}
     failure: Exception | None = None
@@ -60,23 +60,25 @@ def export_model(
     def get(name: str, begin: int, end: int) -> torch.Tensor:
         nonlocal is_reading
         is_reading = True
-        values = read(*_told(state, index_of[name], begin, end))
+        values = read(*_broadcast_range(state, index_of[name], begin, end))
         is_reading = False
         return values
 
     try:
-        model, give = (state.model, get) if made is None else (made.model, made.reading(get))
-        with state.caches.as_given(), state.at_rest():
-            write_model(model, give, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
+        model, get_weights = (
+            (state.model, get) if derived_model is None else (derived_model.model, derived_model.get_reader(get))
+        )
+        with state.caches.with_original_flags(), state.with_placeholders():
+            write_model(model, get_weights, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
     except Exception as error:
         if is_reading or comm.size == 1:  # the other ranks are in another collective
             raise
         failure = error
-    _told(state, _END, 0, 0)
-    outcome(comm, None, failure, "export")
+    _broadcast_range(state, _END, 0, 0)
+    share_outcome(comm, None, failure, "export")
 
 
-def _told(state: EngineState, index: int, begin: int, end: int) -> tuple[int, int, int]:
+def _broadcast_range(state: EngineState, index: int, begin: int, end: int) -> tuple[int, int, int]:
     """Return rank 0's three numbers."""
     if state.comm.size == 1:
         return index, begin, end

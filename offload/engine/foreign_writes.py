@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from offload.engine.state import EngineState
-from offload.engine.units.belongings import same_bits
+from offload.engine.units.state_snapshot import same_bits
 from offload.errors import ConfigError
 from offload.telemetry.counters import Counters
 
-_NUM_LOOKS = 2
+_NUM_CHECKS = 2
 """A script with writes between steps writes from the first step on. Each check reads all resident weights."""
 
 
@@ -26,20 +26,20 @@ class ForeignWrites:
         """
         self._state, self._counters, self._was_step = state, counters, False
         is_elsewhere = bool(state.plan.rings) or state.plan.layout.sharding.gathers
-        self._num_left = 0 if is_late or is_elsewhere else _NUM_LOOKS
+        self._num_left = 0 if is_late or is_elsewhere else _NUM_CHECKS
 
-    def note(self, is_step: bool) -> None:
+    def record_pass(self, is_step: bool) -> None:
         """Record the end of a pass. The next look compares weights only after a training step: in an evaluation a model
         may write weights and restore them later.
         """
         self._was_step = is_step
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check before a step. Raises ConfigError if weights were written since the previous step."""
         if not self._num_left or not self._was_step:
             return
         self._num_left -= 1
-        with self._counters.unchanged():
+        with self._counters.preserve():
             written = self._find()
         if written is not None:
             self._state.weights_changed()
@@ -58,6 +58,6 @@ class ForeignWrites:
         # The model itself may write weights it reads outside their unit (RWKV does).
         staying = [unit for unit in state.units if unit.resident and unit.name not in state.read_outside]
         for index, weight in ((index, weight) for unit in staying for index, weight in unit.live().items()):
-            if not same_bits(weight.detach().cpu(), state.store.values.read_here(index)):
+            if not same_bits(weight.detach().cpu(), state.store.values.read_local(index)):
                 return state.infos[index].name
         return None

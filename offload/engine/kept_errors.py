@@ -36,10 +36,10 @@ def error_spans(engine: EngineState, contents: Contents, state: RegionState) -> 
         span, name = state.span(position), engine.infos[piece.parameter].name
         begin, end = max(span.start, shard.start), min(span.stop, shard.stop)
         if begin < end and name in contents:
-            there = (f"{PREFIX}{replica}" for replica in count(sharding.replica, sharding.num_replicas))
-            for plane in takewhile(contents[name].planes.__contains__, there):
-                its = slice(begin - shard.start, end - shard.start)
-                yield its, (name, plane, piece.begin + begin - span.start, end - begin)
+            planes = (f"{PREFIX}{replica}" for replica in count(sharding.replica, sharding.num_replicas))
+            for plane in takewhile(contents[name].planes.__contains__, planes):
+                elements = slice(begin - shard.start, end - shard.start)
+                yield elements, (name, plane, piece.begin + begin - span.start, end - begin)
 
 
 def fill_error(engine: EngineState, reader: Reader, state: RegionState, anew: bool) -> None:
@@ -47,7 +47,7 @@ def fill_error(engine: EngineState, reader: Reader, state: RegionState, anew: bo
     if state.error is None:
         return
     state.error.zero_()
-    for its, (name, plane, begin, numel) in () if anew else error_spans(engine, reader.contents, state):
+    for elements, (name, plane, begin, numel) in () if anew else error_spans(engine, reader.contents, state):
         piece = torch.empty(numel, dtype=ERROR.dtype)
         reader.read(name, plane, begin, piece)
-        state.error[its] += piece.to(state.error.device)
+        state.error[elements] += piece.to(state.error.device)

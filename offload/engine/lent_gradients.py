@@ -48,7 +48,7 @@ class LentGradients:
         """
         if not info.trainable:
             return None
-        if why := self._why_not(info):
+        if why := self._obstacle(info):
             raise ConfigError(
                 f"the grad of {info.name} was read during a step, but {why}. For clipping, call "
                 "optimizer.clip_grad_norm_(model.parameters(), max_norm) of the optimizer from offload.wrap, or "
@@ -58,7 +58,7 @@ class LentGradients:
         self._updates.measure()
         states = self._store.states
         self._versions = self._versions or {s.region.index: s.sums._version for s in states if s.sums is not None}
-        for index, parameter in self._begun().items():  # an ordinary Parameter, which asks nobody
+        for index, parameter in self._collect_resident().items():  # an ordinary Parameter, which asks nobody
             parameter.grad = self._store.values.gradient(index, self._measures.touched)
         return self._store.values.gradient(info.index, self._measures.touched)
 
@@ -68,43 +68,43 @@ class LentGradients:
             index, sums = state.region.index, state.sums
             if sums is not None and self._versions.get(index, sums._version) != sums._version:
                 for piece in state.region.pieces:
-                    self._measures.know(piece, None)
-                if (bring_down := self._measures.measure(state.region, sums)) is not None:
-                    bring_down()
+                    self._measures.record_square(piece, None)
+                if (copy_to_host := self._measures.measure(state.region, sums)) is not None:
+                    copy_to_host()
                     self._lanes.wait(self._lanes.mark())
-                    self._measures.measured(state.region)
+                    self._measures.complete(state.region)
                 self._versions[index] = sums._version
 
     def forget(self) -> None:
         """End the step."""
         if self._versions:
-            for parameter in self._begun().values():
+            for parameter in self._collect_resident().values():
                 parameter.grad = None
         self._versions.clear()
         self._resident = None
 
-    def _why_not(self, info: ParameterInfo) -> str:
+    def _obstacle(self, info: ParameterInfo) -> str:
         """Return the reason why a gradient cannot be lent; empty if it can."""
         if self._store.comm.size > 1:
             return f"the gradients are divided over {self._store.comm.size} ranks"
         if self._store.values.is_cut(info.index):
             return "the engine has cut the parameter into pieces, for a small offload.device_memory"
-        self._begun()
+        self._collect_resident()
         return self._refusal
 
-    def _begun(self) -> dict[int, torch.nn.Parameter]:
+    def _collect_resident(self) -> dict[int, torch.nn.Parameter]:
         """Return the resident Parameters. The first look in a step collects them, once for all parameters."""
         if self._resident is None:
             units = [unit for unit in self._units if unit.resident and unit.trainable]
             self._resident = {i: p for unit in units for i, p in unit.live().items() if self._infos[i].trainable}
-            self._refusal = self._why_none(self._resident)
+            self._refusal = self._resident_obstacle(self._resident)
         return self._resident
 
-    def _why_none(self, resident: Mapping[int, torch.nn.Parameter]) -> str:
+    def _resident_obstacle(self, resident: Mapping[int, torch.nn.Parameter]) -> str:
         """Return the reason why resident Parameters forbid every loan; empty if they do not."""
         # A resident Parameter is lent its gradient at the first look at another one, so a loop has to begin with that.
-        trained = [each.index for each in self._infos if each.trainable]
-        is_late = next((index for index in trained if index not in resident), 0) > min(resident, default=math.inf)
+        trainable = [each.index for each in self._infos if each.trainable]
+        is_late = next((index for index in trainable if index not in resident), 0) > min(resident, default=math.inf)
         for index, parameter in resident.items():
             if is_late or not parameter.is_cpu or parameter.dtype != torch.float32 or self._store.values.is_cut(index):
                 name = self._infos[index].name

@@ -33,33 +33,33 @@ class MovedBuffers:
         `saved`: buffers always written, with rank 0's values. Collective.
         """
         first, *others = comm.gather_objects(digests_of(self._model), "buffers that have moved")
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for name, buffer in self._model.named_buffers():
             ranks = [0] if name not in saved and first[name] != self._at_start.get(name) else []
             ranks += [rank for rank, other in enumerate(others, 1) if other[name] != first[name]]
             if ranks:
-                found[name] = Entry(tuple(buffer.shape), {f"{MOVED}{rank}": buffer.dtype for rank in ranks})
-        return found
+                entries[name] = Entry(tuple(buffer.shape), {f"{MOVED}{rank}": buffer.dtype for rank in ranks})
+        return entries
 
-    def own(self, rank: int, found: Mapping[str, Entry]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    def rank_values(self, rank: int, entries: Mapping[str, Entry]) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (buffer, plane, value) for this rank to write."""
         plane = f"{MOVED}{rank}"
         for name, buffer in self._model.named_buffers():
-            if name in found and plane in found[name].planes:
+            if name in entries and plane in entries[name].planes:
                 yield name, plane, buffer.detach().cpu().contiguous()
 
-    def spans(self, reader: Reader, rank: int, is_same_size: bool) -> Iterator[Span]:
+    def spans(self, reader: Reader, rank: int, has_same_ranks: bool) -> Iterator[Span]:
         """Yield the spans `load` reads."""
-        wanted = (f"{MOVED}{rank}", f"{MOVED}0") if is_same_size else (f"{MOVED}0",)
+        wanted = (f"{MOVED}{rank}", f"{MOVED}0") if has_same_ranks else (f"{MOVED}0",)
         for name, entry in reader.contents.items():
             plane = next((plane for plane in wanted if plane in entry.planes), None)
             if plane is not None:
                 yield name, plane, 0, entry.count(plane)
 
-    def load(self, reader: Reader, rank: int, is_same_size: bool) -> None:
+    def load(self, reader: Reader, rank: int, has_same_ranks: bool) -> None:
         """Restore this rank's buffers; with another number of ranks, rank 0's buffers."""
         buffers = dict(self._model.named_buffers())
-        for name, plane, _, _ in self.spans(reader, rank, is_same_size):
+        for name, plane, _, _ in self.spans(reader, rank, has_same_ranks):
             entry = reader.contents[name]
             value = torch.empty(entry.shape, dtype=entry.planes[plane])
             reader.read(name, plane, 0, value)

@@ -41,11 +41,11 @@ class OwnLoop:
             agree_on_pass(self._state.comm, "zero_grad")
             self._recovery.give_up()
 
-    def refuse_middle(self, what: str) -> None:
+    def refuse_during_step(self, operation: str) -> None:
         """Raise ConfigError if the step already has gradients: the named call would lose them."""
         if self.has_gradients():
             raise ConfigError(
-                f"{what} was called during a step of your training loop and would lose its gradients: call "
+                f"{operation} was called during a step of your training loop and would lose its gradients: call "
                 "engine.update() first."
             )
 
@@ -71,7 +71,7 @@ class OwnLoop:
 
     def grad_norm(self) -> float:
         """Return the gradient norm over all ranks. The gradients are complete after this call."""
-        self._refuse_nothing("grad_norm")
+        self._require_gradients("grad_norm")
         agree_on_pass(self._state.comm, "grad_norm")
         with self._recovery.ending():
             self._lent.measure_changed()
@@ -82,7 +82,7 @@ class OwnLoop:
 
         NaN if a rank passed no loss to `backward`.
         """
-        self._refuse_nothing("update")
+        self._require_gradients("update")
         check_max_grad_norm(max_grad_norm)
         state, lr = self._state, self._steps.method.lr
         agree_on_pass(
@@ -103,12 +103,12 @@ class OwnLoop:
         self._lent.forget()
         self.is_open = False
 
-    def _refuse_nothing(self, what: str) -> None:
+    def _require_gradients(self, operation: str) -> None:
         self._steps.method.own_loop()
         if not self.has_gradients():
             raise ConfigError(
-                f"engine.{what}() was called without engine.backward(loss) or loss.backward() before it: there are no "
-                "gradients."
+                f"engine.{operation}() was called without engine.backward(loss) or loss.backward() before it: there "
+                "are no gradients."
             )
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class OwnLoop:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Prepare for a call of the model: record new calls on their own arguments, and make room for gradient sums."""
         state, recovery, trial_runs = self._state, self._recovery, self._steps.trial_runs
-        if state.runner.is_ours:
+        if state.runner.is_engine_call:
             return
         if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             raise ConfigError(
@@ -148,9 +148,11 @@ class OwnLoop:
             state.attention.refuse_own_loop()
             self._steps.method.own_loop()
             trial_runs.forget_other_modes()
-            if agree_on_pass(state.comm, "own loop", news=lambda: (trial_runs.is_new_call(args, kwargs), False)).is_new:
-                samples = trial_runs.samples.of_call(args, kwargs)
-                trial_runs.on_call(args, kwargs, partial(self._steps.judging.judge_call, module, samples))
+            if agree_on_pass(
+                state.comm, "own loop", recording_status=lambda: (trial_runs.is_new_call(args, kwargs), False)
+            ).is_new:
+                samples = trial_runs.samples.call_samples(args, kwargs)
+                trial_runs.on_call(args, kwargs, partial(self._steps.equivalence.check_call, module, samples))
             self._open_step()
 
     def _open_step(self) -> None:

@@ -37,12 +37,12 @@ class Recovery:
         self.torn: str | None = None
         self._num_forced = interrupts.num_forced
         self.is_closed = False
-        self._also: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
         self._depth = 0  # nesting of `working`
 
-    def also(self, *give_up: Callable[[], None]) -> None:
+    def on_give_up(self, *give_up: Callable[[], None]) -> None:
         """Register callbacks for `give_up`, called in this order."""
-        self._also += give_up
+        self._callbacks += give_up
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Recovery:
 
     def give_up(self) -> None:
         """Cancel pending work. If some units are already updated, the states are torn."""
-        with interrupts, interrupts.firm():
+        with interrupts, interrupts.uninterrupted():
             self.torn = self._updates.give_up() or self.torn
             self._store.reset()
             self._executor.forget()
@@ -81,8 +81,8 @@ class Recovery:
             self._runner.reset()
             for unit in self._units:
                 unit.drop_gradients()
-                unit.rest()
-            for give_up in self._also:
+                unit.install_placeholders()
+            for give_up in self._callbacks:
                 give_up()
 
     @property
@@ -119,13 +119,13 @@ class Recovery:
                 "over."
             )
 
-    def mend(self) -> None:
+    def mark_sound(self) -> None:
         """Mark the states as sound: all were written again."""
-        self._updates.mend()
+        self._updates.mark_sound()
         self.torn, self._num_forced = None, interrupts.num_forced
 
-    def tear(self, why: str) -> None:
-        """Mark the states as torn until `mend`."""
+    def mark_torn(self, why: str) -> None:
+        """Mark the states as torn until `mark_sound`."""
         self.torn = why
 
     def close(self) -> None:

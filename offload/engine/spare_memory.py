@@ -16,7 +16,7 @@ from offload.tiers.slots import Slots
 _ALIGNMENT_BYTES = 4096
 
 
-def shared_out(room_bytes: int, slots: tuple[int, int], buffer: tuple[int, int]) -> tuple[int, int]:
+def divide_memory(room_bytes: int, slots: tuple[int, int], buffer: tuple[int, int]) -> tuple[int, int]:
     """Divide device memory between the slots and the gradient buffer; return both sizes in bytes.
 
     `slots`, `buffer`: (least, most) useful bytes. A second gradient buffer has priority over larger slots.
@@ -37,13 +37,23 @@ class SpareMemory:
     """
 
     def __init__(
-        self, comm: Comm, device: Device, slots: Slots, gradients: GradientFlow, plan: Plan, moved: Callable[[], None]
+        self,
+        comm: Comm,
+        device: Device,
+        slots: Slots,
+        gradients: GradientFlow,
+        plan: Plan,
+        forget_addresses: Callable[[], None],
     ) -> None:
         """`moved`: called before the weights lose their memory."""
         self._comm, self._device, self._slots, self._gradients = comm, device, slots, gradients
-        self._slots_bytes, self._buffer_bytes, self._moved = plan.range(SLOT), plan.range(BUFFER), moved
+        self._slots_bytes, self._buffer_bytes, self._forget_addresses = (
+            plan.range(SLOT),
+            plan.range(BUFFER),
+            forget_addresses,
+        )
         self._is_moving = False
-        self._others = -1
+        self._other_bytes = -1
         self._most_elements = 0
 
     def begin_step(self, num_elements: int) -> None:
@@ -63,42 +73,44 @@ class SpareMemory:
         budget = self._device.ledger.budget_bytes
         if budget is None:
             return
-        mine = self._slots.capacity_bytes + self._gradients.buffer_bytes
-        told = self._comm.gather_objects((peak_bytes - mine, -budget), "room on the device")
-        others, budget = (max(found) for found in zip(*told, strict=True))  # equal on all ranks, like the schedules
+        own_bytes = self._slots.capacity_bytes + self._gradients.buffer_bytes
+        ranks = self._comm.gather_objects((peak_bytes - own_bytes, -budget), "room on the device")
+        other_bytes, budget = (
+            max(rank_values) for rank_values in zip(*ranks, strict=True)
+        )  # equal on all ranks, like the schedules
         budget = -budget
-        settled, self._others = others <= self._others, max(self._others, others)
-        room_bytes = budget - self._others - self._device.late_bytes
-        slots_bytes, buffer_bytes = shared_out(room_bytes, self._slots_bytes, self._buffer_bytes)
+        settled, self._other_bytes = other_bytes <= self._other_bytes, max(self._other_bytes, other_bytes)
+        room_bytes = budget - self._other_bytes - self._device.late_bytes
+        slots_bytes, buffer_bytes = divide_memory(room_bytes, self._slots_bytes, self._buffer_bytes)
         if settled and slots_bytes > self._slots.capacity_bytes:
-            self._take(slots_bytes, buffer_bytes)
+            self._resize(slots_bytes, buffer_bytes)
 
     def give_back(self) -> bool:
         """Shrink to the least sizes. Return False if already there."""
         if (self._slots.capacity_bytes, self._gradients.buffer_bytes) <= (self._slots_bytes[0], self._buffer_bytes[0]):
             return False
-        self._take(self._slots_bytes[0], self._buffer_bytes[0])
-        self._others = -1
+        self._resize(self._slots_bytes[0], self._buffer_bytes[0])
+        self._other_bytes = -1
         self._device.take_recent_peak()  # the returned memory must not count as a need of others
         return True
 
     def retreat(self) -> bool:
         """Shrink after an allocator failure, and from now on give the slots at most half as much."""
-        taken = self._slots.capacity_bytes
+        capacity_bytes = self._slots.capacity_bytes
         if not self.give_back():
             return False
         least = self._slots_bytes[0]
-        self._slots_bytes = least, max(least, taken // 2)
+        self._slots_bytes = least, max(least, capacity_bytes // 2)
         return True
 
     def give_up(self) -> None:
         """Shrink to the least sizes if a resize was interrupted."""
         if self._is_moving:
-            self._take(self._slots_bytes[0], self._buffer_bytes[0])
+            self._resize(self._slots_bytes[0], self._buffer_bytes[0])
 
-    def _take(self, slots_bytes: int, buffer_bytes: int) -> None:
+    def _resize(self, slots_bytes: int, buffer_bytes: int) -> None:
         self._is_moving = True
-        self._moved()
+        self._forget_addresses()
         self._slots.resize(0)  # free both before allocating either: the budget holds at every moment
         failed = False
         try:

@@ -14,16 +14,23 @@ from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.update_place import InPlace, UpdatePlace, open_place
+from offload.engine.gradients.update_place import InPlaceUpdates, UpdatePlace, open_place
 from offload.engine.gradients.updates import Updates
 from offload.engine.moved_buffers import MovedBuffers
 from offload.engine.recovery import Recovery
 from offload.engine.spare_memory import SpareMemory
-from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS, ActivationOffload, OnDisk, OnHost
-from offload.engine.units.cutting import Cutting
-from offload.engine.units.find import Candidate
+from offload.engine.units.activation_offload import (
+    CHECKPOINTS,
+    GRAPHS,
+    ActivationOffload,
+    DiskActivationOffload,
+    HostActivationOffload,
+)
+from offload.engine.units.cutting import RowCutting
+from offload.engine.units.execution_mode import ExecutionMode
+from offload.engine.units.find import UnitCandidate
 from offload.engine.units.recompute_policy import RecomputePolicy
-from offload.engine.units.residency import ModelOwnership, Snapshot
+from offload.engine.units.residency import ModelOwnership, ModelStructure
 from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
@@ -31,7 +38,6 @@ from offload.engine.units.shared_attention import open_attention
 from offload.engine.units.streamed_experts import ExpertStreams
 from offload.engine.units.tiled_forwards import open_forwards
 from offload.engine.units.unit import Unit, open_units, put_parameters
-from offload.engine.units.way import Way
 from offload.errors import warn
 from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
@@ -41,8 +47,8 @@ from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
+from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import open_device
-from offload.tiers.due import Due
 from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import READ_RING, ModelFiles
 from offload.tiers.nvme import Nvme
@@ -60,20 +66,23 @@ class EngineState:
         model: nn.Module,
         settings: Settings,
         infos: list[ParameterInfo],
-        candidates: Sequence[Candidate],
+        candidates: Sequence[UnitCandidate],
         regions: Sequence[Region],
-        cutting: Cutting,
+        cutting: RowCutting,
         plan: Plan,
         counters: Counters,
         comm: Comm,
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
-        self.way, self.changed = Way(), set[str]()  # changed: frozen parameters changed since the start
+        self.execution_mode, self.changed = (
+            ExecutionMode(),
+            set[str](),
+        )  # changed: frozen parameters changed since the start
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self._has_room_for_sums: bool | None = False  # None: an interrupt came during the change
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
-        self._staged = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
+        self._staged_regions = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
         self._keeps_gradients, self._splits = keeps_gradients, settings.splits
         device_ledger = Ledger("device", plan.device_bytes, "offload.device_memory")
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
@@ -85,12 +94,12 @@ class EngineState:
         self.lanes = open_lanes(
             accelerator, settings.throttles, delay_seed, plan.overlap, abort=comm.close if comm.size > 1 else None
         )
-        self._dropped = weakref.finalize(self, self.lanes.abandon)  # without close(): ends the threads
-        counters.look_at(self)
+        self._finalizer = weakref.finalize(self, self.lanes.abandon)  # without close(): ends the threads
+        counters.read_peaks_from(self)
         self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # dtypes of the original model
         self.caches = Caches(model)
         _put_buffers(model, self.device.torch_device)
-        self.moved = MovedBuffers(model)
+        self.moved_buffers = MovedBuffers(model)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
         ring = plan.of("cpu", READ_RING).num_bytes
@@ -114,11 +123,11 @@ class EngineState:
         if keeps_gradients:
             self.store.hold_gradients(accumulates=False)
         slot = plan.of("device", SLOT)
-        self.due = Due()
+        self.deferred_updates = DeferredUpdates()
         self.slots = Slots(
             self.store,
             self.device,
-            self.due,
+            self.deferred_updates,
             self.lanes,
             counters,
             slot_bytes=slot.num_bytes,
@@ -132,7 +141,7 @@ class EngineState:
             self.lanes,
             counters,
             settings,
-            self._stage(self._staged),
+            self._stage(self._staged_regions),
             {name: plan.of("device", name).num_bytes for name in (BUFFER, EXPERT_BUFFER, SHARDS, SCRATCH)},
             Measures(self.store, self.device, self.lanes),
         )
@@ -141,9 +150,9 @@ class EngineState:
         workspace = self._open_workspace()
         place = self._open_update_place(counters, has_workspace=workspace is not None)
         self.updates = Updates(
-            self.store, infos, self.gradients, self.slots, self.due, self.lanes, settings, place, workspace
+            self.store, infos, self.gradients, self.slots, self.deferred_updates, self.lanes, settings, place, workspace
         )
-        self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_places)
+        self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_addresses)
         self.runner = UnitRunner(
             self.device,
             self.lanes,
@@ -157,7 +166,7 @@ class EngineState:
                     settings.recompute,
                     self.device,
                     self.slots.holds,
-                    self.way,
+                    self.execution_mode,
                     self._activation_offload(placement.graphs, counters, GRAPHS, budget_bytes(placement.graphs_memory)),
                 ),
                 self._activation_offload(placement.activations, counters, CHECKPOINTS),
@@ -172,11 +181,13 @@ class EngineState:
         self.router = Router(self.runner, self.recovery.recover)
         self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
-        self.experts = ExpertStreams(self.units, self.runner, self.store, self.due, self.lanes, counters, plan)
+        self.experts = ExpertStreams(
+            self.units, self.runner, self.store, self.deferred_updates, self.lanes, counters, plan
+        )
         self.attention = open_attention(model, settings.sequence_parallel, comm, counters)
         self.cutting = cutting
-        self.hold = ModelOwnership(model, infos, self.units, self.device.torch_device, cutting.by_parameter)
-        self.snapshot = Snapshot(model, infos, self.units, self.hold)
+        self.ownership = ModelOwnership(model, infos, self.units, self.device.torch_device, cutting.by_parameter)
+        self.snapshot = ModelStructure(model, infos, self.units, self.ownership)
 
     def _activation_offload(
         self, tier: str, counters: Counters, name: str, most_bytes: int | None = None
@@ -184,9 +195,9 @@ class EngineState:
         """Return the store for unit inputs or saved graphs until the backward; None: they stay on the device."""
         if tier == "nvme":
             assert self._nvme is not None
-            return OnDisk(self.device, self.lanes, counters, self._nvme, most_bytes)
+            return DiskActivationOffload(self.device, self.lanes, counters, self._nvme, most_bytes)
         if tier == "cpu":
-            return OnHost(self.device, self.lanes, counters, self.host, name, most_bytes)
+            return HostActivationOffload(self.device, self.lanes, counters, self.host, name, most_bytes)
         return None
 
     def _open_workspace(self) -> torch.Tensor | None:
@@ -201,8 +212,10 @@ class EngineState:
     def _open_update_place(self, counters: Counters, has_workspace: bool) -> UpdatePlace:
         """Return the place of the updates: in place, or for streamed regions on the device, through a ring."""
         # Device work from a host lane needs a separate stream, beside compute.
-        has_stream = has_workspace and self.store.updating is self.lanes.update
-        in_place = InPlace(self.store.updating, self.device, self.device.aside if has_stream else nullcontext)
+        has_stream = has_workspace and self.store.update_lane is self.lanes.update
+        in_place = InPlaceUpdates(
+            self.store.update_lane, self.device, self.device.side_context if has_stream else nullcontext
+        )
         ring = self.plan.of("device", UPDATE_RING)
         memory = self.device.allocate(ring.name, ring.num_bytes) if ring.num_bytes else None
         return open_place(in_place, memory, self.plan.layout.streamed, self.regions, self.lanes, self.device, counters)
@@ -215,10 +228,10 @@ class EngineState:
         for allocation in self.plan.allocations:
             if allocation.tier == "nvme":
                 self.nvme_ledger.reserve(allocation.name, allocation.num_bytes)
-        made: Nvme | None = None
+        nvme: Nvme | None = None
         for turn in range(self.comm.size):
             if turn == self.comm.rank:
-                made = Nvme(
+                nvme = Nvme(
                     placement.dirs,
                     self.plan.layout.num_bytes(self.regions),
                     rings=self.plan.rings,
@@ -229,8 +242,8 @@ class EngineState:
                     pinning=self.device.pinning,
                 )
             self.comm.barrier(f"creation of the files of rank {turn}")
-        assert made is not None
-        return made
+        assert nvme is not None
+        return nvme
 
     def backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, *leaves: torch.Tensor) -> None:
         """Run the backward. In a trial or a norm-only pass, only `leaves` outside the model receive gradients.
@@ -238,17 +251,17 @@ class EngineState:
         Hooks of other tensors could have any side effects.
         """
         inputs = None
-        if self.gradients.lands_nowhere:
+        if self.gradients.discards_gradients:
             live = [parameter for unit in self.units if unit.resident for parameter in unit.live().values()]
             inputs = [t for t in (self.runner.anchor, *leaves, *live) if t.requires_grad]
         torch.autograd.backward(tensor, gradient, inputs=inputs)
 
     @contextmanager
-    def at_rest(self) -> Iterator[None]:
+    def with_placeholders(self) -> Iterator[None]:
         """Context with the stand-ins in all modules, also for resident units. Reads no weights."""
         resident = [unit for unit in self.units if unit.resident]
         for unit in resident:
-            unit.install(unit.resting)
+            unit.install(unit.placeholders)
         try:
             yield
         finally:
@@ -260,7 +273,7 @@ class EngineState:
         self.read_outside |= names
         for unit in self.units:
             if unit.name in names:
-                unit.warn_that_it_stays(sum(r.weight_bytes for r in unit.regions if not self.slots.is_resident(r)))
+                unit.warn_of_residency(sum(r.weight_bytes for r in unit.regions if not self.slots.is_resident(r)))
                 self.keep(unit)
 
     def keep(self, unit: Unit) -> None:
@@ -276,7 +289,7 @@ class EngineState:
                 other.forget_live()
         for region in unit.regions:
             self.gradients.make_lasting(region)
-        unit.stay()
+        unit.keep_on_device()
         unit.install(unit.live())
 
     def weights_changed(self, regions: Iterable[Region] | None = None) -> None:
@@ -288,7 +301,7 @@ class EngineState:
         self.runner.forget_forwards()
         self.slots.refresh(regions, always=True)
 
-    def _forget_places(self) -> None:
+    def _forget_addresses(self) -> None:
         """Forget device addresses of weights before the slot memory is replaced."""
         self.executor.reset(keep_orders=True)
         for unit in self.units:
@@ -310,41 +323,41 @@ class EngineState:
         self.lanes.drain_updates()  # they read memory about to be freed
         self.store.hold_gradients(accumulates, waits=self._keeps_gradients)
         self.gradients.accumulate(
-            accumulates, self._stage(self.regions if accumulates else self._staged, accumulates=accumulates)
+            accumulates, self._stage(self.regions if accumulates else self._staged_regions, accumulates=accumulates)
         )
         self._has_room_for_sums = accumulates
 
     def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
         """Return memory on the tier of the states, for these regions' gradients on their way to the update."""
         neighbours = 2 if self.lanes.overlap else 1
-        splits = self._splits or self.plan.adds_up
+        splits = self._splits or self.plan.sums_gradients_on_host
         num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates, splits)
         return self.store.stage("gradient staging", num_bytes)
 
     def end_lanes(self) -> None:
         self.lanes.close()
-        self._dropped.detach()  # errors in a finalizer are lost, even a Ctrl-C: none runs here
+        self._finalizer.detach()  # errors in a finalizer are lost, even a Ctrl-C: none runs here
 
     def close(self, restore: bool) -> None:
         """Undo the rerouting, restore real parameters with `restore`, and free the tiers."""
-        made: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         for unit in self.units:
             unit.unroute()
             for place in unit.places:
-                index, now = place.parameter, place.module._parameters.get(place.key)
-                if restore and index not in made:
+                index, current = place.parameter, place.module._parameters.get(place.key)
+                if restore and index not in parameters:
                     value = self.store.values.read(index).to(self.device.torch_device, self.dtypes[index])
-                    trainable = self.infos[index].trainable if now is None else now.requires_grad
-                    made[index] = nn.Parameter(value, requires_grad=trainable)
-                put_parameters([place], made if restore else unit.resting)
+                    trainable = self.infos[index].trainable if current is None else current.requires_grad
+                    parameters[index] = nn.Parameter(value, requires_grad=trainable)
+                put_parameters([place], parameters if restore else unit.placeholders)
             unit.forget_live()
         self.caches.restore()
         self.experts.undo()
         self.attention.undo()
         if restore:
-            self.hold.release()
+            self.ownership.release()
         else:
-            self.hold.spend()
+            self.ownership.invalidate()
         self.end_lanes()
         self.runner.close()
         self.slots.free()

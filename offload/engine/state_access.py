@@ -11,29 +11,29 @@ import torch
 import xxhash
 
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.spread import bring
+from offload.checkpoint.spread import copy_missing_files
 from offload.distributed.comm import Comm
-from offload.distributed.outcome import as_one
-from offload.engine.checkpoints import Saving, check_contents, load_states, spans_read
-from offload.engine.exporting import Made, export_model
+from offload.distributed.outcome import share_failure
+from offload.engine.checkpoints import PendingCheckpoint, check_contents, load_states, spans_to_read
+from offload.engine.exporting import DerivedModel, export_model
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.own_loop import OwnLoop
-from offload.engine.reading import Reading
+from offload.engine.parameter_reads import ParameterReads
 from offload.engine.recovery import Recovery
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.engine.units.activation_offload import GRAPHS
 from offload.errors import ConfigError, nearest, warn
-from offload.hf.safetensors_file import reader
+from offload.hf.safetensors_file import tensor_reader
 from offload.hf.write import SHARD_BYTES
 from offload.layout.codecs import EXACT
 from offload.layout.regions import ParameterInfo
-from offload.planning.plan import told_frozen_weights, told_links
+from offload.planning.plan import describe_frozen_weights, describe_links
 from offload.telemetry.counters import Counters
 
 _Json = Mapping[str, Any] | None
 _Files = Mapping[str, bytes] | None
-_MARKED = 4096
+_MARK_ELEMENTS = 4096
 """Elements per parameter that enter a `weights_mark`."""
 _BLOCK = 1 << 22
 """Elements read at a time when all are read."""
@@ -50,7 +50,7 @@ class StateAccess:
     _recovery: Recovery
     _steps: Steps
     _own_loop: OwnLoop
-    _reading: Reading
+    _parameter_reads: ParameterReads
 
     def _settle(self, operation: str) -> None:
         """Wait for all pending updates before the host reads the states. Collective."""
@@ -80,7 +80,7 @@ class StateAccess:
         """Return fp32 master weights in the parameter's shape, or a flat range `span` of elements. Collective."""
         if self.comm.size > 1:  # a step may have run since the last request
             self._state.lanes.finish()
-        with self._recovery.working(), self.counters.unchanged():
+        with self._recovery.working(), self.counters.preserve():
             values = self._state.store.values
             return values.read(info.index) if span is None else values.read_range(info.index, *span)
 
@@ -100,10 +100,10 @@ class StateAccess:
         parameter is in every later checkpoint, also with `trained_only`.
         """
         wanted = self.check_edit(names)
-        self._own_loop.refuse_middle("engine.edit")
+        self._own_loop.refuse_during_step("engine.edit")
         self._settle(f"edit({', '.join(info.name for info in wanted)})")
         self.catch_up()
-        return self._edited(wanted)
+        return self._edit_each(wanted)
 
     def check_edit(self, names: Iterable[str] | None = None) -> list[ParameterInfo]:
         """Return the parameters `edit` would yield, without a write.
@@ -126,7 +126,7 @@ class StateAccess:
 
         For code in other libraries that saves on one rank weights partitioned over several. Not collective.
         """
-        return self._reading.given(values)
+        return self._parameter_reads.answering(values)
 
     def _infos_of(self, call: str, names: Iterable[str] | None) -> list[ParameterInfo]:
         """Return parameters by name; None: all. Raises ConfigError for an unknown name."""
@@ -137,7 +137,7 @@ class StateAccess:
             raise ConfigError(f"{call}: the model has no parameter {unknown!r}{nearest(unknown, infos)}.")
         return [infos[name] for name in wanted]
 
-    def _edited(self, infos: Iterable[ParameterInfo]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _edit_each(self, infos: Iterable[ParameterInfo]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter and write it back. Other engine calls between two parameters are safe."""
         state = self._state
         for info in infos:
@@ -150,8 +150,8 @@ class StateAccess:
                     f"engine.edit got {num_wrong} of {value.numel()} values of {info.name} that are not finite; no "
                     "value was written."
                 )
-            with self._recovery.working(), self.counters.unchanged():
-                state.store.values.write(info.index, reader(value), value.dtype, source=0)
+            with self._recovery.working(), self.counters.preserve():
+                state.store.values.write(info.index, tensor_reader(value), value.dtype, source=0)
                 state.lanes.drain_updates()  # a disk failure is raised here
                 if not info.trainable:
                     state.changed.add(info.name)
@@ -176,9 +176,9 @@ class StateAccess:
         self._check_moments("read")
         self._settle("named_moments")
         for info in wanted:
-            with self._recovery.working(), self.counters.unchanged():
-                num_steps, found = self._state.store.values.read_moments(info.index)
-            state = {"step": torch.tensor(float(num_steps))} | found
+            with self._recovery.working(), self.counters.preserve():
+                num_steps, moments = self._state.store.values.read_moments(info.index)
+            state = {"step": torch.tensor(float(num_steps))} | moments
             yield info.name, state if num_steps else {}
 
     def load_moments(self, moments: Mapping[str, Mapping[str, torch.Tensor | float | None]]) -> None:
@@ -189,24 +189,25 @@ class StateAccess:
         several ranks, and for moments that are not fp32.
         """
         infos = self._infos_of("engine.load_moments", moments)
-        self._own_loop.refuse_middle("engine.load_moments")
+        self._own_loop.refuse_during_step("engine.load_moments")
         self._check_moments("written")
-        given: list[tuple[ParameterInfo, int, dict[str, torch.Tensor]]] = []
+        states: list[tuple[ParameterInfo, int, dict[str, torch.Tensor]]] = []
         for info in infos:
             num_steps = int(moments[info.name].get("step", 1) or 0) if moments[info.name] else 0
-            its = {k: v for k, v in moments[info.name].items() if isinstance(v, torch.Tensor) and k != "step"}
-            wanted = self._state.store.values.moment_shapes(info.index)
-            found = {key: tuple(value.shape) for key, value in its.items()}
-            if moments[info.name] and found != wanted:
+            tensors = {k: v for k, v in moments[info.name].items() if isinstance(v, torch.Tensor) and k != "step"}
+            rule_shapes = self._state.store.values.moment_shapes(info.index)
+            shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+            if moments[info.name] and shapes != rule_shapes:
                 raise ConfigError(
-                    f"the optimizer state of {info.name} has {_shown(found)}, and {self._state.rules[info.rule].title} "
-                    f"has {_shown(wanted)}: give the rule with which the state was made, or begin without a state."
+                    f"the optimizer state of {info.name} has {_describe_shapes(shapes)}, and "
+                    f"{self._state.rules[info.rule].title} has {_describe_shapes(rule_shapes)}: give the rule with "
+                    "which the state was made, or begin without a state."
                 )
-            given.append((info, num_steps, its))
+            states.append((info, num_steps, tensors))
         self._settle("load_moments")
-        with self._recovery.working(), self.counters.unchanged():
-            for info, num_steps, its in given:
-                self._state.store.values.write_moments(info.index, num_steps, its)
+        with self._recovery.working(), self.counters.preserve():
+            for info, num_steps, tensors in states:
+                self._state.store.values.write_moments(info.index, num_steps, tensors)
             self._state.lanes.drain_updates()
 
     def prune_moments(self, names: Iterable[str], share: float) -> None:
@@ -218,14 +219,14 @@ class StateAccess:
         ConfigError for an unknown name, and for a share below 1 with int8 moments.
         """
         wanted = self._infos_of("engine.prune_moments", names)
-        self._own_loop.refuse_middle("engine.prune_moments")
+        self._own_loop.refuse_during_step("engine.prune_moments")
         self._settle(f"prune_moments({share})")
-        with self._recovery.working(), self.counters.unchanged():
+        with self._recovery.working(), self.counters.preserve():
             for info in wanted:
                 self._state.store.values.prune_moments(info.index, share)
             self._state.lanes.drain_updates()
 
-    def _check_moments(self, how: str) -> None:
+    def _check_moments(self, access: str) -> None:
         """Raise ConfigError where moments cannot be read or written by parameter."""
         size, title = self._state.comm.size, self._state.rules[0].title
         narrow = any(
@@ -237,7 +238,7 @@ class StateAccess:
         if size > 1 or narrow:
             why = f"divided over {size} ranks" if size > 1 else f"not fp32 ({title})"
             raise ConfigError(
-                f"the optimizer states were to be {how} by parameter, and are {why}: optimizer.save(folder) and "
+                f"the optimizer states were to be {access} by parameter, and are {why}: optimizer.save(folder) and "
                 "optimizer.load(folder), or engine.save_checkpoint and engine.load_checkpoint, write and read them."
             )
 
@@ -248,13 +249,13 @@ class StateAccess:
         read in blocks. Collective.
         """
         self._settle("weights_mark")
-        found = xxhash.xxh64()
+        hasher = xxhash.xxh64()
         for info in self._state.infos:
-            found.update(info.name.encode())
-            end = info.numel if whole else min(info.numel, _MARKED)
+            hasher.update(info.name.encode())
+            end = info.numel if whole else min(info.numel, _MARK_ELEMENTS)
             for begin in range(0, end, _BLOCK):
-                found.update(self._read(info, (begin, min(begin + _BLOCK, end))).numpy().data)
-        return found.hexdigest()
+                hasher.update(self._read(info, (begin, min(begin + _BLOCK, end))).numpy().data)
+        return hasher.hexdigest()
 
     @property
     def graphs_on_host_bytes(self) -> int:
@@ -285,27 +286,27 @@ class StateAccess:
     @property
     def told_updates(self) -> str:
         """Text about the update devices of host states; empty if all updates run on the host."""
-        return self._state.plan.told_updates(self._state.regions)
+        return self._state.plan.describe_updates(self._state.regions)
 
     @property
     def told_tiles(self) -> str:
         """Text about split units and sequence tiles due to little device memory; empty if none."""
-        return ".\n".join(filter(None, (self._state.cutting.told, self._state.runner.forwards.told)))
+        return ".\n".join(filter(None, (self._state.cutting.description, self._state.runner.forwards.description)))
 
     @property
     def told_frozen_weights(self) -> str:
         """Text about frozen weights that are quantized or read from the model files; empty if none."""
-        return told_frozen_weights(self._state.infos, self._state.regions, self._state.plan.layout)
+        return describe_frozen_weights(self._state.infos, self._state.regions, self._state.plan.layout)
 
     @property
     def told_links(self) -> str:
         """Text about quantized transfers of weights and gradients, and their approximations; empty if none."""
-        return told_links(self._state.regions, self._state.plan.layout.sharding)
+        return describe_links(self._state.regions, self._state.plan.layout.sharding)
 
     @property
     def resting(self) -> frozenset[str]:
         """Names of host allocations the device never copies from; they are not pinned."""
-        return self._state.plan.layout.resting(self._state.regions)
+        return self._state.plan.layout.resting_labels(self._state.regions)
 
     def export(
         self,
@@ -314,7 +315,7 @@ class StateAccess:
         shard_bytes: int = SHARD_BYTES,
         files: Mapping[str, bytes] | None = None,
         replace: bool = False,
-        made: Made | None = None,
+        made: DerivedModel | None = None,
     ) -> None:
         """Write the model as a Hugging Face folder: the original configuration and safetensors files. Collective; rank
         0 writes. Weights are read piece by piece. A failed export leaves no folder.
@@ -329,7 +330,7 @@ class StateAccess:
         self._recovery.check_open()
         self._state.snapshot.check(trains=False)
         self._settle("export")
-        with self._recovery.working(), self.counters.unchanged():
+        with self._recovery.working(), self.counters.preserve():
             export_model(self._state, Path(path), dtype, shard_bytes, files or {}, replace, made)
 
     def save_checkpoint(
@@ -343,13 +344,13 @@ class StateAccess:
 
         Raises, on all ranks, DiskError or ConfigError; training can continue after either.
         """
-        how = {"copies": False, "trained_only": trained_only}
-        with self._saving("save_checkpoint", path, meta, files, **how) as saving, self._recovery.working():
+        options = {"copies": False, "trained_only": trained_only}
+        with self._saving("save_checkpoint", path, meta, files, **options) as saving, self._recovery.working():
             saving.finish()
 
     def begin_checkpoint(
         self, path: str | Path, meta: _Json = None, files: _Files = None, *, trained_only: bool = False
-    ) -> Saving:
+    ) -> PendingCheckpoint:
         """Begin a `save_checkpoint` and return while the disk writes are in progress. States are first copied to spare
         host memory (the unused budget, or half the free memory without a budget); states without room there are written
         before the return. Training may continue. The checkpoint is complete when `finish` of the result returns.
@@ -360,13 +361,15 @@ class StateAccess:
         """
         return self._saving("begin_checkpoint", path, meta, files, copies=True, trained_only=trained_only)
 
-    def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, **how: bool) -> Saving:
-        self._own_loop.refuse_middle(f"engine.{name}")
+    def _saving(self, name: str, path: str | Path, meta: _Json, files: _Files, **options: bool) -> PendingCheckpoint:
+        self._own_loop.refuse_during_step(f"engine.{name}")
         self._settle(name)
         with ExitStack() as interrupted:  # an interrupt is raised as `working` ends, before the caller has it
-            with self._recovery.working(), self.counters.unchanged():
-                decided = self._steps.decided
-                saving = interrupted.enter_context(Saving(self._state, Path(path), decided, meta or {}, files, **how))
+            with self._recovery.working(), self.counters.preserve():
+                decided = self._steps.decisions
+                saving = interrupted.enter_context(
+                    PendingCheckpoint(self._state, Path(path), decided, meta or {}, files, **options)
+                )
             interrupted.pop_all()
         return saving
 
@@ -382,25 +385,25 @@ class StateAccess:
         self._recovery.recover()
         self._state.lanes.finish()
         with self._recovery.working(), ExitStack() as opened:
-            opened.enter_context(self.counters.unchanged())
-            with as_one(self.comm, "opening of the checkpoint"):
+            opened.enter_context(self.counters.preserve())
+            with share_failure(self.comm, "opening of the checkpoint"):
                 reader = opened.enter_context(Reader(Path(path), in_part=self.comm.size > 1))
                 anew = check_contents(self._state, reader, may_reset=reset)
-            bring(self.comm, reader, reader.files_of(spans_read(self._state, reader, anew=anew)))
+            copy_missing_files(self.comm, reader, reader.files_of(spans_to_read(self._state, reader, anew=anew)))
             if anew and self.comm.rank == 0:
                 warn(f"{path} has states of another update rule: the optimizer states are reset.")
-            self._recovery.tear(f"{path} was only partly read")
+            self._recovery.mark_torn(f"{path} was only partly read")
             self._steps.method.forget()
             self._state.store.forgive()
             self._state.lanes.forget_failures()
-            with as_one(self.comm, "reading of the checkpoint"):
+            with share_failure(self.comm, "reading of the checkpoint"):
                 decided, meta = load_states(self._state, reader, anew=anew)
                 self._state.lanes.drain_updates()  # a failed disk write fails the load
             self._state.weights_changed()
             self._state.slots.settle()
-        self._steps.decide_again(decided)
+        self._steps.restore_decisions(decided)
         self._state.lanes.settle()
-        self._recovery.mend()
+        self._recovery.mark_sound()
         self._own_loop.forget()
         return meta
 
@@ -410,10 +413,10 @@ class StateAccess:
         For the end of a run with delayed updates: between steps, an evaluation uses the weights of the next step.
         """
         self._settle("catch_up")
-        with self._recovery.working(), self.counters.unchanged():
+        with self._recovery.working(), self.counters.preserve():
             self._state.updates.catch_up()
             self._state.weights_changed()
 
 
-def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _describe_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "no moments"

@@ -13,14 +13,14 @@ import torch
 from torch.nn import Module
 
 from offload.accelerators import own_accelerator
+from offload.engine.equivalence_checks import EquivalenceChecks
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.gradients.noise import GradientNoise
-from offload.engine.judging import Judging
 from offload.engine.loss.batch import IGNORED, Batch, check_batch, map_tensors
-from offload.engine.loss.batch_agreement import BatchFacts, agree_on_pass, host_labels
+from offload.engine.loss.batch_agreement import PassInputs, agree_on_pass, host_labels
 from offload.engine.loss.group_loss import GroupLoss
 from offload.engine.loss.loss import LossFunction
-from offload.engine.loss.parts import Losses, summed
+from offload.engine.loss.parts import Losses, sum_parts
 from offload.engine.loss.shared_rows import share_rows
 from offload.engine.methods.backward import Backward
 from offload.engine.methods.forwards import Forwards
@@ -29,12 +29,12 @@ from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.recording.shared_trial import check_sharing
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
-from offload.engine.units.condition import BufferPlace, Moment, buffer_places
+from offload.engine.units.execution_mode import ExecutionMode
+from offload.engine.units.snapshots import BufferPlace, PassSnapshot, buffer_places
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
-from offload.engine.units.way import Way
 from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.hf.models import in_eval_mode
-from offload.planning.estimates import forward_seconds, is_small, update_seconds
+from offload.planning.estimates import forward_seconds, is_small_update, update_seconds
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import LEAST_CHUNK_BYTES, Settings
 from offload.telemetry.counters import Counters
@@ -46,11 +46,11 @@ _MOST_DEPARTURES = 3
 """Limit per batch: each departure is recorded on one rank's rows, and several ranks may each have a new call."""
 
 
-def _misfit(error: torch.OutOfMemoryError) -> DoesNotFitError:
+def _memory_error(error: torch.OutOfMemoryError) -> DoesNotFitError:
     """Return a DoesNotFitError for an out-of-memory error in a step, with torch's text."""
-    found = str(error).partition("If reserved but unallocated")[0]  # drops advice on allocator settings: already set
+    message = str(error).partition("If reserved but unallocated")[0]  # drops advice on allocator settings: already set
     return DoesNotFitError(
-        f"a step on this batch does not fit into the device memory: {' '.join(found.split())} Lower "
+        f"a step on this batch does not fit into the device memory: {' '.join(message.split())} Lower "
         "--train.batch_size, --train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, set "
         "--train.recompute always and --offload.activations cpu, raise --offload.device_memory if it is below the "
         "physical memory, or set --offload.optimizer cpu if optimizer states are on the device."
@@ -69,24 +69,24 @@ class Steps:
         self.trial_runs = TrialRuns(state, counters, settings.rows, cuts, has_backward)
         self._modules = list(state.model.modules())
         method = METHODS[self._rule.method]
-        self.method: Method = method(state, counters, settings, self.losses, self._moment)
+        self.method: Method = method(state, counters, settings, self.losses, self._take_snapshot)
         self._writes = ForeignWrites(state, counters, is_late=settings.delay > 0 or not has_backward)
-        self.judging = Judging(state, self.method, self.losses, settings.precision)
+        self.equivalence = EquivalenceChecks(state, self.method, self.losses, settings.precision)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch in host memory."""
-        self._writes.look()
+        self._writes.check()
         self.trial_runs.forget_other_modes()
-        facts = self._meet("step", batch, loss_fn, self.method.lr)
-        result = self._again(lambda departed: self._step(self._rehearsed(facts, departed)))
-        self._writes.note(is_step=True)
+        inputs = self._agree("step", batch, loss_fn, self.method.lr)
+        result = self._run_until_recorded(lambda departed: self._step(self._rehearse(inputs, departed)))
+        self._writes.record_pass(is_step=True)
         return result
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
         """Return the batch's loss without side effects."""
-        self._writes.note(is_step=False)
-        facts = self._meet("evaluate", batch, loss_fn)
-        return self._again(lambda departed: self._evaluate(self._rehearsed(facts, departed)))
+        self._writes.record_pass(is_step=False)
+        inputs = self._agree("evaluate", batch, loss_fn)
+        return self._run_until_recorded(lambda departed: self._evaluate(self._rehearse(inputs, departed)))
 
     def replay(self, records: Iterable[Any]) -> None:
         """Repeat steps from records. Raises ConfigError."""
@@ -95,30 +95,30 @@ class Steps:
                 self.method.replay(ZerothOrderRecord.of(record))
         self._state.lanes.drain_updates()
 
-    def _step(self, facts: BatchFacts) -> StepResult:
-        if not facts.num_targets and facts.loss_fn is None:
-            labels = facts.batch["labels"]
+    def _step(self, inputs: PassInputs) -> StepResult:
+        if not inputs.num_targets and inputs.loss_fn is None:
+            labels = inputs.batch["labels"]
             raise ConfigError(
                 f"the batch has no target: all {labels.numel()} labels are {IGNORED} or first in their row."
             )
-        self.resolve_clip(facts.plan.num_elements)
+        self.resolve_clip(inputs.plan.num_elements)
         with self._recovery.ending():
-            self._state.spare_memory.begin_step(facts.plan.num_elements)
-            result = self.method.step(partial(self.losses.parts, facts), facts.plan.kind, facts.num_targets)
-            return replace(result, noise=self._noise(facts))
+            self._state.spare_memory.begin_step(inputs.plan.num_elements)
+            result = self.method.step(partial(self.losses.parts, inputs), inputs.plan.schedule_key, inputs.num_targets)
+            return replace(result, noise=self._noise(inputs))
 
-    def _noise(self, facts: BatchFacts) -> GradientNoise | None:
+    def _noise(self, inputs: PassInputs) -> GradientNoise | None:
         """Return the noise estimate for a step's micro-batches and ranks, if measured. Collective."""
-        flow, own = self._state.gradients, facts.plan.ranks[facts.plan.rank]
-        targets = () if facts.labels is None else map(facts.rule.count, facts.labels.split(own.micro_rows))
-        return flow.parts.noise(self._state.infos, flow.measures.squares, targets, self._state.comm)
+        flow, own = self._state.gradients, inputs.plan.ranks[inputs.plan.rank]
+        targets = () if inputs.labels is None else map(inputs.rule.count, inputs.labels.split(own.micro_rows))
+        return flow.noise_estimator.estimate(self._state.infos, flow.measures.squares, targets, self._state.comm)
 
-    def _evaluate(self, facts: BatchFacts) -> torch.Tensor:
+    def _evaluate(self, inputs: PassInputs) -> torch.Tensor:
         state = self._state
         random = state.device.random_state()
         with (
             self._recovery.ending(),
-            self._counters.unchanged(),
+            self._counters.preserve(),
             ExitStack() as undo,
             in_eval_mode(state.model),
             torch.no_grad(),
@@ -126,12 +126,12 @@ class Steps:
             undo.callback(state.device.set_random_state, random)
             state.updates.flush()
             state.slots.settle()
-            state.executor.begin(facts.plan.kind)
-            total = summed(self.losses.parts(facts), state.device.torch_device)
+            state.executor.begin(inputs.plan.schedule_key)
+            total = sum_parts(self.losses.parts(inputs), state.device.torch_device)
             state.executor.end()
             state.lanes.timeline.discount("h2d", "nvme_read")
             state.executor.expect(*self.method.expected)
-            (loss,) = self.method.sum(float(state.device.bring_down(total)()))
+            (loss,) = self.method.sum(float(state.device.copy_to_host(total)()))
             return torch.tensor(loss, dtype=torch.float32, device="cpu")
 
     def resolve_clip(self, tokens: int) -> str:
@@ -151,7 +151,7 @@ class Steps:
         """Return whether an update that begins after the norm ends within the next forward. Collective."""
         state, throttles = self._state, self._state.throttles
         regions, sharding = state.regions, state.plan.layout.sharding
-        if not state.comm.any(not is_small(regions, sharding, throttles), "size of the updates"):
+        if not state.comm.any(not is_small_update(regions, sharding, throttles), "size of the updates"):
             return True
         speeds = ThisMachine(own_accelerator(str(state.device.torch_device))).speeds(state.comm)
         forward_s = forward_seconds(state.infos, regions, len(state.units), tokens, sharding, throttles, speeds)
@@ -159,94 +159,98 @@ class Steps:
         return not state.comm.any(is_late, "choice of train.clip")  # token counts differ by rank
 
     @property
-    def decided(self) -> dict[str, Any]:
+    def decisions(self) -> dict[str, Any]:
         """Final decisions that change result bits; JSON."""
         updates, trial_runs = self._state.updates, self.trial_runs
-        way, resident = asdict(self._state.way), [unit.name for unit in self._state.units if unit.resident]
-        judged = self.judging.judged
-        chunks = {"chunk_bytes": self.losses.chunk_bytes, "losses": trial_runs.decided}
+        mode, resident = asdict(self._state.execution_mode), [unit.name for unit in self._state.units if unit.resident]
+        checked = self.equivalence.checked
+        chunks = {"chunk_bytes": self.losses.chunk_bytes, "losses": trial_runs.loss_decisions}
         clip = {"clip": updates.clip, "unclipped": updates.num_unclipped}
-        return {**clip, "way": way, **chunks, "resident": resident, "judged": judged}
+        return {**clip, "way": mode, **chunks, "resident": resident, "judged": checked}
 
-    def decide_again(self, decided: Mapping[str, Any]) -> None:
+    def restore_decisions(self, decided: Mapping[str, Any]) -> None:
         """Take over another engine's decisions."""
         if self._chooses_clip:
             self._state.updates.decide(decided["clip"], decided.get("unclipped"))
         if self._chooses_chunks:
-            self.losses.cut_by(decided.get("chunk_bytes", LEAST_CHUNK_BYTES))  # the value before it was saved
-        self.trial_runs.begin_again(decided.get("losses", {}))
-        self.judging.begin_again(decided.get("judged", {}))
-        before = Way(cut="calls") if decided.get("plain") else Way()  # for old checkpoints without `way`
-        self._state.way.become(Way(**decided.get("way", asdict(before))))
+            self.losses.set_chunk_bytes(decided.get("chunk_bytes", LEAST_CHUNK_BYTES))  # the value before it was saved
+        self.trial_runs.reset(decided.get("losses", {}))
+        self.equivalence.restore(decided.get("judged", {}))
+        before = (
+            ExecutionMode(cut="calls") if decided.get("plain") else ExecutionMode()
+        )  # for old checkpoints without `way`
+        self._state.execution_mode.adopt(ExecutionMode(**decided.get("way", asdict(before))))
         resident = {unit.name for unit in self._state.units if unit.resident}
         self._state.make_resident(set(decided.get("resident", ())) - resident)  # never split into micro-batches
 
-    def _meet(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> BatchFacts:
+    def _agree(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassInputs:
         """Agree with the other ranks on a pass, and copy the batch to the device."""
         batch, shared = share_rows(batch, loss_fn, self._state.attention.comm)
-        news = partial(self.trial_runs.news, batch, loss_fn)
+        recording_status = partial(self.trial_runs.recording_status, batch, loss_fn)
         comm, modes = self._state.comm, self.trial_runs.modes
         if isinstance(loss_fn, GroupLoss):
             loss_fn.check(check_batch(batch), self._micro_rows)
-        plan = agree_on_pass(comm, operation, batch, self._micro_rows, loss_fn is not None, news, lr, modes, shared)
+        plan = agree_on_pass(
+            comm, operation, batch, self._micro_rows, loss_fn is not None, recording_status, lr, modes, shared
+        )
         self._state.attention.begin_pass(plan.needs_mask)
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
-        up = map_tensors(self._state.device.bring_up, batch)
-        return BatchFacts(plan, up, loss_fn, host_labels(batch), shared=shared)
+        device_batch = map_tensors(self._state.device.copy_to_device, batch)
+        return PassInputs(plan, device_batch, loss_fn, host_labels(batch), shared=shared)
 
-    def _rehearsed(self, facts: BatchFacts, departed: bool | None) -> BatchFacts:
-        """Record and check new calls on a few rows of the batch; return the updated facts."""
+    def _rehearse(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
+        """Record and check new calls on a few rows of the batch; return the updated inputs."""
         with self._recovery.ending():
-            is_recorded = facts.plan.is_new or departed is not None
+            is_recorded = inputs.plan.is_new or departed is not None
             if is_recorded:
                 self._state.updates.flush()
             self._state.slots.settle()
-            needs_mask = facts.plan.needs_mask
+            needs_mask = inputs.plan.needs_mask
             self._state.attention.begin_pass(needs_mask or departed is not None)  # a trial may drop masks
-            facts = self.trial_runs.on_batch(facts, departed)
-            way = self._state.way
-            if is_recorded and way.cut == "units" and self._state.comm.any(not self.splits, "splitting of batches"):
-                way.change(cut="calls")
-            if is_recorded and facts.form.is_whole and self._micro_rows is not None:
-                self._stay_whole(facts.form.obstacle)
-            is_due = (is_recorded or facts.trains) and not self.judging.knows(facts)
-            if is_due or facts.plan.has_other_values or departed is not None:
-                self._judge(facts)
-                facts = replace(
-                    facts, form=self.trial_runs.samples.form_of(facts.batch)
+            inputs = self.trial_runs.on_batch(inputs, departed)
+            mode = self._state.execution_mode
+            if is_recorded and mode.cut == "units" and self._state.comm.any(not self.splits, "splitting of batches"):
+                mode.change(cut="calls")
+            if is_recorded and inputs.form.is_whole and self._micro_rows is not None:
+                self._stay_whole(inputs.form.obstacle)
+            is_due = (is_recorded or inputs.is_training) and not self.equivalence.has_checked(inputs)
+            if is_due or inputs.plan.has_other_values or departed is not None:
+                self._check_equivalence(inputs)
+                inputs = replace(
+                    inputs, form=self.trial_runs.samples.find_form(inputs.batch)
                 )  # the trial used another rank's sample
-            if is_recorded and facts.shared is not None:
-                check_sharing(self._state, facts, facts.shared)
+            if is_recorded and inputs.shared is not None:
+                check_sharing(self._state, inputs, inputs.shared)
                 self.trial_runs.forget_traffic()
             self._state.attention.begin_pass(needs_mask)
             self.trial_runs.end()
-        return facts
+        return inputs
 
     @property
     def splits(self) -> bool:
         """True if, so far, every unit gives equal results for a batch split in rows."""
-        variants = [variant for unit in self._state.units if not unit.resident for variant in unit.known.values()]
+        variants = [variant for unit in self._state.units if not unit.resident for variant in unit.variants.values()]
         return all(variant.splits for variant in variants if variant.is_compared)
 
     def _stay_whole(self, obstacle: str) -> None:
         """Stop splitting batches: the model does not run on a few rows alone."""
-        if self._state.way.cut != "whole":
-            before = copy(self._state.way)
-            self._state.way.change(cut="whole")
+        if self._state.execution_mode.cut != "whole":
+            before = copy(self._state.execution_mode)
+            self._state.execution_mode.change(cut="whole")
             warn(
                 f"micro_batch_size is {self._micro_rows}, but the batch cannot be split by rows: {obstacle}. From here "
-                f"on {self._state.way.changes(before)}."
+                f"on {self._state.execution_mode.describe_changes(before)}."
             )
 
-    def _judge(self, facts: BatchFacts) -> None:
+    def _check_equivalence(self, inputs: PassInputs) -> None:
         """Check this kind of pass on a few rows of the batch."""
         self._state.updates.flush()
-        sample = self.trial_runs.take_sample(facts)
+        sample = self.trial_runs.take_sample(inputs)
         self.method.begin_trial()
-        self.judging.judge(facts, sample)
+        self.equivalence.check(inputs, sample)
         self.trial_runs.forget_traffic()
 
-    def _again(self, run: Callable[[bool | None], _Result]) -> _Result:
+    def _run_until_recorded(self, run: Callable[[bool | None], _Result]) -> _Result:
         """Run a pass; after an unrecorded unit call, record the call and run again from the same random state.
 
         Examples of new calls: the first batch with a padding mask, a longer sequence that fills a window. The recording
@@ -255,14 +259,14 @@ class Steps:
         slots. A failed pass leaves modules and generators unchanged.
         """
         state = self._state
-        before, departed, num_departures = self._moment(), None, 0
+        before, departed, num_departures = self._take_snapshot(), None, 0
         step_number = state.runner.step_number
 
         while True:
             try:
                 result = run(departed)
                 if isinstance(result, StepResult) and result.skipped:
-                    before.condition.put_back()
+                    before.modules.put_back()
                 return result
             except BaseException as error:
                 if self._recovery.torn or state.runner.step_number != step_number:  # at least one update is done
@@ -270,35 +274,35 @@ class Steps:
                 before.put_back()
                 if isinstance(error, UnrecordedCallError):
                     departed, num_departures = error.is_own, num_departures + 1
-                    if num_departures == _MOST_DEPARTURES and state.way.cut == "units":
-                        state.way.change(cut="calls")
+                    if num_departures == _MOST_DEPARTURES and state.execution_mode.cut == "units":
+                        state.execution_mode.change(cut="calls")
                 elif isinstance(error, PartsDifferError):
                     self._stay_whole(str(error))
                 elif not isinstance(error, DoesNotFitError | torch.OutOfMemoryError):
                     raise
-                elif not self._gives_back(error):
+                elif not self._give_back_memory(error):
                     if isinstance(error, torch.OutOfMemoryError):
-                        raise _misfit(error) from error
+                        raise _memory_error(error) from error
                     raise
 
-    def _moment(self) -> Moment:
+    def _take_snapshot(self) -> PassSnapshot:
         """Return a snapshot of generators and modules."""
         state = self._state
-        notes = [place for unit in state.units for place in unit.notes]
-        return Moment(state.device, self._modules, self._may_move(), notes, state.runner.is_weight)
+        notes = [place for unit in state.units for place in unit.mutable_attributes]
+        return PassSnapshot(state.device, self._modules, self._changeable_buffers(), notes, state.runner.is_weight)
 
-    def _may_move(self) -> set[BufferPlace]:
+    def _changeable_buffers(self) -> set[BufferPlace]:
         """Return the buffers a pass may change: all except those in units recorded without buffer changes."""
         inside: set[Module] = set()
         moving: set[BufferPlace] = set()
         for unit in self._state.units:
-            if not unit.resident and unit.known:
+            if not unit.resident and unit.variants:
                 inside.update(unit.modules)
-            for variant in unit.known.values():
+            for variant in unit.variants.values():
                 moving |= variant.buffers
         return moving | buffer_places([module for module in self._modules if module not in inside])
 
-    def _gives_back(self, error: BaseException) -> bool:
+    def _give_back_memory(self, error: BaseException) -> bool:
         state = self._state
         with self._recovery.working():
             if state.comm.size > 1:  # the other ranks had room and are further on

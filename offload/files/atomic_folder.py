@@ -35,14 +35,14 @@ def clear(parent: Path) -> list[Path]:
     """
     removed = []
     for path in sorted(parent.glob("*.*-*")):
-        found = _LEFTOVER.fullmatch(path.name)
-        if not found or path.is_symlink() or not path.is_dir():
+        leftover = _LEFTOVER.fullmatch(path.name)
+        if not leftover or path.is_symlink() or not path.is_dir():
             continue
         with contextlib.suppress(OSError):
-            if found[2] == "replaced" and not (target := parent / found[1]).exists():
-                path.rename(target)  # the process ended between the two renames in `take_place`
+            if leftover[2] == "replaced" and not (target := parent / leftover[1]).exists():
+                path.rename(target)  # the process ended between the two renames in `replace_folder`
                 continue
-            with _lock_of(path) if found[2] == "partial" else contextlib.nullcontext():
+            with _lock_of(path) if leftover[2] == "partial" else contextlib.nullcontext():
                 remove(path)
             removed.append(path)
     return removed
@@ -50,7 +50,7 @@ def clear(parent: Path) -> list[Path]:
 
 def remove(path: Path) -> None:
     """Delete a folder; the rename makes the folder disappear at once. Raises DiskError."""
-    doomed = _beside(path, "removed")
+    doomed = _sibling(path, "removed")
     with as_disk_errors("the removal", path):
         path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)  # `clear` removes any remainder
@@ -69,7 +69,7 @@ def write_small(path: Path, text: str) -> None:
 def make_partial(target: Path) -> tuple[Path, io.FileIO]:
     """Create a partial folder for `target`. Return the folder and the open lock file. Raises OSError."""
     while True:
-        path = _beside(target, "partial")
+        path = _sibling(target, "partial")
         path.mkdir()
         try:
             return path, _lock_of(path)
@@ -96,7 +96,7 @@ def _lock_of(folder: Path) -> io.FileIO:
     return file
 
 
-def take_place(path: Path, target: Path) -> Path | None:
+def replace_folder(path: Path, target: Path) -> Path | None:
     """Rename a complete folder to `target`, atomically if the system can exchange names.
 
     Return the new path of the folder previously at `target`, or None. Raises OSError.
@@ -109,7 +109,7 @@ def take_place(path: Path, target: Path) -> Path | None:
             raise
     if _exchange(path, target):
         return path
-    old = _beside(target, "replaced")
+    old = _sibling(target, "replaced")
     target.rename(old)  # `target` is absent until the next rename; after a crash here, `clear` restores the old folder
     try:
         path.rename(target)
@@ -127,17 +127,17 @@ def _exchange(one: Path, other: Path) -> bool:
     return call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) == 0
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _sibling(path: Path, label: str) -> Path:
     """Return a new name in the folder of `path`; for a leftover, based on the original name."""
-    found = _LEFTOVER.fullmatch(path.name)
-    return path.with_name(f"{found[1] if found else path.name}.{kind}-{secrets.token_hex(4)}")
+    leftover = _LEFTOVER.fullmatch(path.name)
+    return path.with_name(f"{leftover[1] if leftover else path.name}.{label}-{secrets.token_hex(4)}")
 
 
 @contextlib.contextmanager
-def as_disk_errors(what: str, path: Path) -> Iterator[None]:
+def as_disk_errors(operation: str, path: Path) -> Iterator[None]:
     try:
         yield
     except DiskError:
         raise
     except OSError as error:
-        raise disk_error(what, path, error) from None
+        raise disk_error(operation, path, error) from None

@@ -20,17 +20,17 @@ def check_dirs(dirs: Sequence[str | Path]) -> list[Path]:
     """Test each directory and return the resolved paths. Raises ConfigError for the first unusable one."""
     if not dirs:
         raise ConfigError("the nvme tier has no directory; set --offload.nvme_dir to a folder on a disk.")
-    found: dict[tuple[int, int], str] = {}
+    seen: dict[tuple[int, int], str] = {}
     places: list[Path] = []
-    for given in dirs:
-        place, status = _check_dir(str(given))
+    for directory in dirs:
+        place, status = _check_dir(str(directory))
         key = (status.st_dev, status.st_ino)
-        if key in found:
+        if key in seen:
             raise ConfigError(
-                f"offload.nvme_dir has {found[key]} and {given}, which are the same directory, so striping would use "
-                "one disk only. Give --offload.nvme_dir each directory once."
+                f"offload.nvme_dir has {seen[key]} and {directory}, which are the same directory, so striping would "
+                "use one disk only. Give --offload.nvme_dir each directory once."
             )
-        found[key] = str(given)
+        seen[key] = str(directory)
         places.append(place)
     return places
 
@@ -43,14 +43,14 @@ def check_space(places: Sequence[Path], num_bytes: int) -> None:
     on_disk: dict[int, list[Path]] = {}
     for place in places:
         on_disk.setdefault(place.stat().st_dev, []).append(place)
-    for here in on_disk.values():
-        need, free = share * len(here), free_bytes(here[0])
+    for same_disk in on_disk.values():
+        need, free = share * len(same_disk), free_bytes(same_disk[0])
         if need <= free:
             continue
         raise DoesNotFitError(
-            f"the run needs {format_bytes(need)} ({need} bytes) under {', '.join(map(str, here))} and that file system "
-            f"has {format_bytes(free)} ({free} bytes) free, {format_bytes(need - free)} ({need - free} bytes) too "
-            f"little; the whole nvme tier has {num_bytes} bytes, striped evenly over {len(places)} "
+            f"the run needs {format_bytes(need)} ({need} bytes) under {', '.join(map(str, same_disk))} and that file "
+            f"system has {format_bytes(free)} ({free} bytes) free, {format_bytes(need - free)} ({need - free} bytes) "
+            f"too little; the whole nvme tier has {num_bytes} bytes, striped evenly over {len(places)} "
             f"{'directory' if len(places) == 1 else 'directories'}. Nothing was created. Free space (files of other "
             "runs have no names: `lsof +L1` shows them), set --offload.nvme_dir to directories on larger or more "
             "disks, or make the nvme tier smaller with --offload.nvme_memory."
@@ -59,12 +59,12 @@ def check_space(places: Sequence[Path], num_bytes: int) -> None:
 
 def file_system(path: Path) -> str:
     """Return the file system type for a resolved path, for example ext4; "unknown" if no mount is listed."""
-    kind, longest = "unknown", -1
+    type_name, longest = "unknown", -1
     for partition in psutil.disk_partitions(all=True):
         mounted = Path(partition.mountpoint)
         if len(mounted.parts) >= longest and path.is_relative_to(mounted):  # on one mount point, the later mount wins
-            kind, longest = partition.fstype, len(mounted.parts)
-    return kind
+            type_name, longest = partition.fstype, len(mounted.parts)
+    return type_name
 
 
 def free_bytes(path: Path) -> int:
@@ -73,46 +73,46 @@ def free_bytes(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _check_dir(given: str) -> tuple[Path, os.stat_result]:
+def _check_dir(directory: str) -> tuple[Path, os.stat_result]:
     """Return the resolved directory and the stat result. Raises ConfigError."""
     try:
-        path = Path(given).expanduser()
+        path = Path(directory).expanduser()
         status = path.stat()
     except FileNotFoundError:
-        several = " (Several directories are separated by spaces.)" if "," in given else ""
+        several = " (Several directories are separated by spaces.)" if "," in directory else ""
         raise ConfigError(
-            f"offload.nvme_dir is {given}, which does not exist, and it is not created for you: if a disk is missing "
-            "from its mount point, the files would fill the disk below. Mount it, or `mkdir -p "
+            f"offload.nvme_dir is {directory}, which does not exist, and it is not created for you: if a disk is "
+            "missing from its mount point, the files would fill the disk below. Mount it, or `mkdir -p "
             f"{shlex.quote(str(path))}`, or set --offload.nvme_dir to another directory.{several}"
         ) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME for an unknown user
         raise ConfigError(
-            f"offload.nvme_dir is {given}, which cannot be reached: {reason_of(error)}; set --offload.nvme_dir to "
+            f"offload.nvme_dir is {directory}, which cannot be reached: {reason_of(error)}; set --offload.nvme_dir to "
             "another directory."
         ) from None
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(
-            f"offload.nvme_dir is {given}, which is a file; set --offload.nvme_dir to a directory on a disk."
+            f"offload.nvme_dir is {directory}, which is a file; set --offload.nvme_dir to a directory on a disk."
         )
     path = path.resolve()
-    kind = file_system(path)
-    if kind in _IN_MEMORY:
+    type_name = file_system(path)
+    if type_name in _IN_MEMORY:
         raise ConfigError(
-            f"offload.nvme_dir is {given}, which is on {kind}: that is memory, not a disk, so the nvme tier would use "
-            "up the memory it should save. Set --offload.nvme_dir to a directory on a disk, or put these states on the "
-            "cpu tier."
+            f"offload.nvme_dir is {directory}, which is on {type_name}: that is memory, not a disk, so the nvme "
+            "tier would use up the memory it should save. Set --offload.nvme_dir to a directory on a disk, or put "
+            "these states on the cpu tier."
         )
-    _try_to_write(given, path)
+    _try_to_write(directory, path)
     return path, status
 
 
-def _try_to_write(given: str, path: Path) -> None:
+def _try_to_write(directory: str, path: Path) -> None:
     """Create and drop a file, since permissions and mount options do not predict success. Raises ConfigError."""
     try:
         os.close(open_nameless(path, os.O_RDWR))
     except OSError as error:
         raise ConfigError(
-            f"offload.nvme_dir is {given}, which cannot be written to: {reason_of(error)}; change that, or set "
+            f"offload.nvme_dir is {directory}, which cannot be written to: {reason_of(error)}; change that, or set "
             "--offload.nvme_dir to another directory."
         ) from None
 

@@ -30,15 +30,15 @@ def default_cache_dir() -> Path:
 
 def hash_paths(paths: Iterable[Path]) -> str:
     """Return 32 hex digits identifying the contents of files, in order. Raises OSError."""
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for path in paths:
         num_bytes = 0
         with path.open("rb") as stream:
             while block := stream.read(_BLOCK_BYTES):
-                found.update(block)
+                digest.update(block)
                 num_bytes += len(block)
-        found.update(f"\0{num_bytes}\0".encode())
-    return found.hexdigest()
+        digest.update(f"\0{num_bytes}\0".encode())
+    return digest.hexdigest()
 
 
 def class_hash(classes: Iterable[type]) -> str:
@@ -47,7 +47,7 @@ def class_hash(classes: Iterable[type]) -> str:
     For a class without a file, for example from an interactive session, the hash is random: no other process treats the
     class as identical.
     """
-    bases = {base for kind in classes for base in kind.__mro__ if base is not object}
+    bases = {base for cls in classes for base in cls.__mro__ if base is not object}
     try:
         return hash_paths(sorted({Path(inspect.getfile(base)) for base in bases}))
     except (OSError, TypeError):
@@ -73,7 +73,7 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def keep_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write a value atomically, so a concurrent reader sees the old or the new value. Does nothing in a read-only
     folder.
     """

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from offload.config.config import Config
-from offload.config.rules import OFFERS
+from offload.config.rules import RULE_SETTINGS
 from offload.engine.units.activation_offload import GRAPHS
 from offload.engine.units.tiles import tile_rows
 from offload.errors import ConfigError, format_bytes, written_size
@@ -18,7 +18,7 @@ from offload.hf.read import weight_files
 from offload.machine.hardware import Hardware
 from offload.machine.probe import LEAST_BYTES, probe
 from offload.planning.disk import optimizer_bytes
-from offload.planning.from_config import placement
+from offload.planning.from_config import make_placement
 from offload.planning.memory import BUDGETS
 
 _MORE_HOST_BYTES = 32 << 30
@@ -27,9 +27,9 @@ _FOLDER = "FOLDER"
 _SMALL_CHUNK_BYTES = 32 << 20
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares to simulate: graphs offloaded to the host, and optimizer states on the device."""
-_WORTH = 0.02
+_MIN_GAIN = 0.02
 """Relative step time gain needed to adopt a placement, and throughput difference needed to list an alternative."""
-_OF_A_UNIT = frozenset(
+_UNIT_OPTIONS = frozenset(
     (
         "train.micro_batch_size",
         "train.recompute",
@@ -42,7 +42,7 @@ _OF_A_UNIT = frozenset(
     )
 )
 """Options able to reduce device memory to a single unit, or to fewer rows at a time."""
-_ENLARGED = 4
+_MAX_ENLARGEMENTS = 4
 """Maximum number of budget increases. A larger budget can make the plan use more memory on the tier."""
 
 
@@ -54,11 +54,11 @@ def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 
     """
     hardware = hardware or this_hardware(config)
     forecaster = Forecaster(config, num_ranks)
-    given = forecaster.tell(config, hardware)
-    found = with_fix(forecaster, place(forecaster, given))
-    others = list(alternatives(forecaster, given, found))
+    initial = forecaster.predict(config, hardware)
+    prediction = with_fix(forecaster, place(forecaster, initial))
+    others = list(alternatives(forecaster, initial, prediction))
     others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
-    return replace(found, alternatives=tuple(others))
+    return replace(prediction, alternatives=tuple(others))
 
 
 def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
@@ -71,143 +71,155 @@ def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
         path = locate(config.model)
         files = weight_files(path) if path is not None and path.is_dir() else []
         reads = max((file for file in files if file.stat().st_size >= LEAST_BYTES), default=None)
-    return probe(config.offload.device, placement(config).dirs, reads=reads, measures=measures)
+    return probe(config.offload.device, make_placement(config).dirs, reads=reads, measures=measures)
 
 
-def with_fix(forecaster: Forecaster, found: Forecast) -> Forecast:
+def with_fix(forecaster: Forecaster, prediction: Forecast) -> Forecast:
     """Return the forecast with the smallest fix added if the run does not fit."""
-    fix = {} if found.fits else find_fix(forecaster, found) or _larger_budgets(forecaster, found)
-    notes = found.notes
+    fix = {} if prediction.fits else find_fix(forecaster, prediction) or _larger_budgets(forecaster, prediction)
+    notes = prediction.notes
     for key, step in (("train.batch_size", "of fewer rows"), ("train.max_grad_norm", "without clipping")):
         if key in fix:
             notes = (*notes, f"a step {step} changes the training: no other change was found that makes the run fit.")
-    fixed = _placed(forecaster, found, fix) if fix else None
-    held = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
-    return replace(found, fix=flags(fix), fix_bytes=held, notes=notes)
+    fixed = _try_placement(forecaster, prediction, fix) if fix else None
+    bytes_by_tier = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
+    return replace(prediction, fix=to_flags(fix), fix_bytes=bytes_by_tier, notes=notes)
 
 
-def alternatives(forecaster: Forecaster, given: Forecast, found: Forecast) -> Iterator[Alternative]:
+def alternatives(forecaster: Forecaster, initial: Forecast, prediction: Forecast) -> Iterator[Alternative]:
     """Yield alternatives beyond the fix: changes with a different answer to "does the run fit", or another throughput.
 
-    given: forecast before the placement search. found: forecast after the search.
+    initial: forecast before the placement search. prediction: forecast after the search.
     """
-    if found.memory.total("nvme") or "cpu" in found.memory.shortfalls or found.refusal:
-        more_bytes, more = _more_host_memory(forecaster, given)
-        if _is_different(found, more):
+    if prediction.memory.total("nvme") or "cpu" in prediction.memory.shortfalls or prediction.refusal:
+        more_bytes, more = _more_host_memory(forecaster, initial)
+        if _is_different(prediction, more):
             yield _alternative(more, f"{format_bytes(more_bytes)} more host memory")
-    for change in _changes(found):
-        other = None if flags(change) == found.fix else _told(forecaster, found, change)
+    for change in _changes(prediction):
+        other = None if to_flags(change) == prediction.fix else _try_change(forecaster, prediction, change)
         # First with the current placement; if that does not fit, or smaller micro-batches free memory, with a new
         # search.
         if other is not None and (not other.fits or "train.micro_batch_size" in change):
-            other = place(forecaster, _told(forecaster, given, change) or other)
-        if other is not None and _is_different(found, other):
-            yield _alternative(other, flags(change))
+            other = place(forecaster, _try_change(forecaster, initial, change) or other)
+        if other is not None and _is_different(prediction, other):
+            yield _alternative(other, to_flags(change))
 
 
-def is_open(found: Forecast) -> bool:
+def has_open_placement(prediction: Forecast) -> bool:
     """Return True if there is a placement to choose, so not everything fits the device."""
-    return not found.fits or found.prepared.plan.tiers != ("device", "device")
+    return not prediction.fits or prediction.prepared.plan.tiers != ("device", "device")
 
 
-def _is_different(found: Forecast, other: Forecast) -> bool:
-    """Return True if only one of the two fits, or both fit and throughput differs by more than `_WORTH`."""
-    if not found.fits or not other.fits:
-        return found.fits != other.fits
-    if found.timing is None or other.timing is None:
+def _is_different(prediction: Forecast, other: Forecast) -> bool:
+    """Return True if only one of the two fits, or both fit and throughput differs by more than `_MIN_GAIN`."""
+    if not prediction.fits or not other.fits:
+        return prediction.fits != other.fits
+    if prediction.timing is None or other.timing is None:
         return False
-    return abs(other.timing.tokens_per_second / found.timing.tokens_per_second - 1) > _WORTH
+    return abs(other.timing.tokens_per_second / prediction.timing.tokens_per_second - 1) > _MIN_GAIN
 
 
-def place(forecaster: Forecaster, found: Forecast, *, times: bool = True) -> Forecast:
+def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True) -> Forecast:
     """Return the forecast as `train` would run it, with open options decided by search.
 
     Keeps the given forecast if the gain is too small. `times` False: take the first placement with enough room.
     """
-    if tile := _tile(forecaster, found):
+    if tile := _tile(forecaster, prediction):
         tiled = place(
-            forecaster, forecaster.tell(changed(found.config, tile), found.hardware, times=times), times=times
+            forecaster,
+            forecaster.predict(apply_change(prediction.config, tile), prediction.hardware, times=times),
+            times=times,
         )
-        return replace(tiled, placed=f"{flags(tile)} {tiled.placed}".rstrip())
-    change = forecaster.choose(found, times=times) if is_open(found) else {}
-    chosen = _better(found, _told(forecaster, found, change, times=times) if change else None, change, times=times)
+        return replace(tiled, placement_flags=f"{to_flags(tile)} {tiled.placement_flags}".rstrip())
+    change = forecaster.choose(prediction, times=times) if has_open_placement(prediction) else {}
+    chosen = _pick_faster(
+        prediction, _try_change(forecaster, prediction, change, times=times) if change else None, change, times=times
+    )
     if not times or chosen.hardware.device == "cpu":
         return chosen
-    change = change if chosen is not found else {}
-    for states in _states(found, chosen):
+    change = change if chosen is not prediction else {}
+    for states in _device_state_shares(prediction, chosen):
         # The best options without these states may not be the best with them.
-        for wanted in [change | states, states] if change else [states]:
-            other = _better(chosen, _told(forecaster, found, wanted), wanted)
-            chosen, change = (other, wanted) if other is not chosen else (chosen, change)
-    for graphs in _graphs(forecaster, chosen) if chosen.config.offload.graphs == "auto" else ():
-        chosen = _better(chosen, _told(forecaster, found, change | graphs), change | graphs)
+        for candidate in [change | states, states] if change else [states]:
+            other = _pick_faster(chosen, _try_change(forecaster, prediction, candidate), candidate)
+            chosen, change = (other, candidate) if other is not chosen else (chosen, change)
+    for graphs in _host_graph_shares(forecaster, chosen) if chosen.config.offload.graphs == "auto" else ():
+        chosen = _pick_faster(chosen, _try_change(forecaster, prediction, change | graphs), change | graphs)
     return chosen
 
 
-def _tile(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
+def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
     """Return the change to tile sequences, or an empty dict.
 
     Tiles are used only if the option is open and nothing else helps: device memory is short even with one row at a time
     and everything else offloaded, while all other tiers have room.
     """
-    config, before = found.config, found.memory.shortfalls.get("device", 0)
-    if config.train.sequence_tile != "auto" or found.memory.shortfalls.keys() != {"device"}:
+    config, before = prediction.config, prediction.memory.shortfalls.get("device", 0)
+    if config.train.sequence_tile != "auto" or prediction.memory.shortfalls.keys() != {"device"}:
         return {}
-    least = {key: value for fix in _fixes(found) for key, value in fix.items() if key in _OF_A_UNIT}
-    other = _told(forecaster, found, least, times=False) if least else found
+    least = {key: value for fix in _fixes(prediction) for key, value in fix.items() if key in _UNIT_OPTIONS}
+    other = _try_change(forecaster, prediction, least, times=False) if least else prediction
     if other is None or "device" not in other.memory.shortfalls:
         return {}
     tile: dict[str, Any] = {"train.sequence_tile": _tile_rows(config)}
-    tiled = _told(forecaster, found, tile, times=False)
+    tiled = _try_change(forecaster, prediction, tile, times=False)
     return tile if tiled is not None and tiled.memory.shortfalls.get("device", 0) < before else {}
 
 
-def _better(found: Forecast, other: Forecast | None, change: Mapping[str, Any], *, times: bool = True) -> Forecast:
-    """Return `other` if it fits and is fast enough to pay for the change, else `found`."""
+def _pick_faster(
+    prediction: Forecast, other: Forecast | None, change: Mapping[str, Any], *, times: bool = True
+) -> Forecast:
+    """Return `other` if it fits and is fast enough to pay for the change, else `prediction`."""
     if other is None or not other.fits or (times and other.timing is None):
-        return found
-    before = found.timing.step_seconds if found.fits and found.timing else None
-    if before is not None and other.timing and other.timing.step_seconds > (1 - _WORTH) * before:
-        return found
-    return replace(other, placed=flags(change), unplaced_seconds=found.unplaced_seconds or before)
+        return prediction
+    before = prediction.timing.step_seconds if prediction.fits and prediction.timing else None
+    if before is not None and other.timing and other.timing.step_seconds > (1 - _MIN_GAIN) * before:
+        return prediction
+    return replace(
+        other, placement_flags=to_flags(change), seconds_without_search=prediction.seconds_without_search or before
+    )
 
 
-def _states(given: Forecast, found: Forecast) -> Iterator[dict[str, Any]]:
+def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[dict[str, Any]]:
     """Yield increasing shares of optimizer states stored and updated on the device, beside host updates.
 
     The maximum leaves only minimum slots for streamed weights, and no room for saved graphs.
     """
-    offload, prepared, budget = given.config.offload, found.prepared, found.memory.budgets["device"]
-    is_open = offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
-    if not is_open or prepared.plan.tiers[1] == "device" or prepared.settings.host_bound or budget is None:
+    offload, prepared, budget = initial.config.offload, prediction.prepared, prediction.memory.budgets["device"]
+    is_undecided = (
+        offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
+    )
+    if not is_undecided or prepared.plan.tiers[1] == "device" or prepared.settings.host_bound or budget is None:
         return
     layout, regions = prepared.plan.layout, prepared.structure.regions
-    wanted = optimizer_bytes((region for region in regions if region.trainable), layout.sharding)
+    state_bytes = optimizer_bytes((region for region in regions if region.trainable), layout.sharding)
     room = budget + optimizer_bytes((region for region in regions if region.index in layout.staying), layout.sharding)
-    room -= sum(a.num_bytes for a in found.memory.allocations if a.tier == "device" and a.name != KEPT)
+    room -= sum(a.num_bytes for a in prediction.memory.allocations if a.tier == "device" and a.name != KEPT)
     both: dict[str, Any] = {"offload.optimizer": "auto", "offload.update": "both"}
-    for share in _SHARES if wanted and room > 0 else ():
-        yield {**both, "offload.optimizer_memory": int(share * min(room, wanted - 1))}
+    for share in _SHARES if state_bytes and room > 0 else ():
+        yield {**both, "offload.optimizer_memory": int(share * min(room, state_bytes - 1))}
 
 
-def _graphs(forecaster: Forecaster, found: Forecast) -> Iterator[dict[str, Any]]:
+def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator[dict[str, Any]]:
     """Yield increasing amounts of graphs offloaded to the host, up to the available memory."""
     whole: dict[str, Any] = {"offload.graphs": "cpu"}
-    other = _told(forecaster, found, whole, times=False)
+    other = _try_change(forecaster, prediction, whole, times=False)
     if other is None or not other.fits:
         return
-    if found.config.train.recompute == "never":  # all graphs or none
+    if prediction.config.train.recompute == "never":  # all graphs or none
         yield whole
         return
-    num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * found.num_ranks
+    num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * prediction.num_ranks
     for share in _SHARES if num_bytes else ():
         yield {**whole, "offload.graphs_memory": int(share * num_bytes)}
 
 
-def _told(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any], *, times: bool = True) -> Forecast | None:
+def _try_change(
+    forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any], *, times: bool = True
+) -> Forecast | None:
     """Return the forecast with a change; None: invalid combination."""
     try:
-        return forecaster.tell(changed(found.config, change), found.hardware, times=times)
+        return forecaster.predict(apply_change(prediction.config, change), prediction.hardware, times=times)
     except ConfigError:
         return None
 
@@ -218,69 +230,69 @@ def _alternative(other: Forecast, change: str) -> Alternative:
     return Alternative(change, seconds, tokens, other.fits)
 
 
-def find_fix(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
+def find_fix(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
     """Return the smallest change needed to fit: no key can be dropped. Empty: nothing found.
 
     Tries single changes from cheapest to most expensive, then adds them up in this order.
     """
-    changes, together = list(_fixes(found)), dict[str, Any]()
-    fitting = (change for change in changes if _fits(forecaster, found, change))
+    changes, together = list(_fixes(prediction)), dict[str, Any]()
+    fitting = (change for change in changes if _fits(forecaster, prediction, change))
     if (one := next(fitting, None)) is not None:
-        return _fewest(forecaster, found, one)
+        return _drop_needless(forecaster, prediction, one)
     for change in changes:
         together |= change
-        if _fits(forecaster, found, together):
-            return _fewest(forecaster, found, together)
+        if _fits(forecaster, prediction, together):
+            return _drop_needless(forecaster, prediction, together)
     return {}
 
 
-def _fewest(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_needless(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
     """Drop keys not needed for the run to fit."""
     for key in change:
         fewer = {name: value for name, value in change.items() if name != key}
-        if fewer and _fits(forecaster, found, fewer):
-            return _fewest(forecaster, found, fewer)
+        if fewer and _fits(forecaster, prediction, fewer):
+            return _drop_needless(forecaster, prediction, fewer)
     return dict(change)
 
 
-def _fits(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) -> bool:
-    other = _placed(forecaster, found, change)
+def _fits(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> bool:
+    other = _try_placement(forecaster, prediction, change)
     return other is not None and other.fits
 
 
-def _placed(forecaster: Forecaster, found: Forecast, change: Mapping[str, Any]) -> Forecast | None:
+def _try_placement(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> Forecast | None:
     """Return the forecast with a change, with a placement search if needed; None: invalid combination."""
-    other = _told(forecaster, found, change, times=False)
+    other = _try_change(forecaster, prediction, change, times=False)
     return other if other is None or other.fits else place(forecaster, other, times=False)
 
 
-def _larger_budgets(forecaster: Forecaster, found: Forecast) -> dict[str, Any]:
+def _larger_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
     """Return budgets raised by the shortfalls, in whole MiB; empty if larger budgets do not help."""
     change: dict[str, Any] = {}
-    larger: Forecast | None = found
-    for _ in range(_ENLARGED):
+    larger: Forecast | None = prediction
+    for _ in range(_MAX_ENLARGEMENTS):
         if larger is None or larger.fits:
             break
         for tier, too_few in larger.memory.shortfalls.items():
             budget = larger.config.get(BUDGETS[tier])
             if budget is None:
                 return {}
-            num_sharing = 1 if tier == "device" else found.num_ranks
+            num_sharing = 1 if tier == "device" else prediction.num_ranks
             change[BUDGETS[tier]] = (-(-(budget + num_sharing * too_few) >> 20)) << 20
-        larger = _told(forecaster, found, change, times=False)
+        larger = _try_change(forecaster, prediction, change, times=False)
     if larger is None or not larger.fits:
         return {}
     return {key: f"{num_bytes >> 20}MiB" for key, num_bytes in change.items()}
 
 
-def changed(config: Config, change: Mapping[str, Any]) -> Config:
+def apply_change(config: Config, change: Mapping[str, Any]) -> Config:
     """Return the configuration with other values. Raises ConfigError."""
     config = config.with_resolved(**{key.replace(".", "__"): value for key, value in change.items()})
     config.check()
     return config
 
 
-def flags(change: Mapping[str, Any]) -> str:
+def to_flags(change: Mapping[str, Any]) -> str:
     """Return a change as command-line flags."""
     return " ".join(f"--{key} {_as_flag(key, value)}" for key, value in change.items())
 
@@ -291,36 +303,38 @@ def _as_flag(key: str, value: Any) -> Any:
     return "none" if value is None else value[0] if isinstance(value, tuple) else value
 
 
-def _more_host_memory(forecaster: Forecaster, given: Forecast) -> tuple[int, Forecast]:
+def _more_host_memory(forecaster: Forecaster, initial: Forecast) -> tuple[int, Forecast]:
     """Return (additional host memory in whole GiB, forecast with this memory)."""
-    more_bytes, found = 0, given
-    for _ in range(_ENLARGED):
-        too_few = found.memory.shortfalls.get("cpu", 0) * given.num_ranks
+    more_bytes, prediction = 0, initial
+    for _ in range(_MAX_ENLARGEMENTS):
+        too_few = prediction.memory.shortfalls.get("cpu", 0) * initial.num_ranks
         if more_bytes and not too_few:
             break
         more_bytes += (-(-too_few >> 30) << 30) or _MORE_HOST_BYTES
-        config, hardware = given.config, given.hardware
+        config, hardware = initial.config, initial.hardware
         if (budget := config.offload.host_memory) is not None:
             config = config.with_resolved(offload__host_memory=budget + more_bytes)
-        found = place(forecaster, forecaster.tell(config, hardware.with_(host_bytes=hardware.host_bytes + more_bytes)))
-    return more_bytes, found
+        prediction = place(
+            forecaster, forecaster.predict(config, hardware.with_(host_bytes=hardware.host_bytes + more_bytes))
+        )
+    return more_bytes, prediction
 
 
-def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
+def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     """Yield changes to try as alternatives, fitting or not."""
-    config = found.config
-    if "states" in OFFERS[config.optimizer.name].keys:
+    config = prediction.config
+    if "states" in RULE_SETTINGS[config.optimizer.name].keys:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
     yield from _shorter_masters(config)
-    yield from wider(found)
-    if found.hardware.device != "cpu":
-        if found.prepared.plan.tiers[1] != "device":
-            yield {"offload.update": "device" if found.prepared.plan.update == "cpu" else "cpu"}
+    yield from wider_precision(prediction)
+    if prediction.hardware.device != "cpu":
+        if prediction.prepared.plan.tiers[1] != "device":
+            yield {"offload.update": "device" if prediction.prepared.plan.update == "cpu" else "cpu"}
         if config.offload.graphs in ("auto", "device"):
             yield {"offload.graphs": "cpu"}
         if config.train.compile == "never":
             yield {"train.compile": "auto"}
-        rows = config.train.micro_batch_size or config.train.batch_size // found.num_groups
+        rows = config.train.micro_batch_size or config.train.batch_size // prediction.num_groups
         yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
@@ -328,14 +342,14 @@ def _changes(found: Forecast) -> Iterator[dict[str, Any]]:
     yield twice
 
 
-def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
+def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     """Yield memory-saving changes, cheapest first."""
-    config, over = found.config, set(found.memory.shortfalls)
-    refused_host = bool(found.refusal) and not over
-    on_host = "cpu" in over or refused_host
-    on_device = "device" in over or ("cpu" in over and found.memory.is_one_memory)
+    config, short_tiers = prediction.config, set(prediction.memory.shortfalls)
+    refused_host = bool(prediction.refusal) and not short_tiers
+    on_host = "cpu" in short_tiers or refused_host
+    on_device = "device" in short_tiers or ("cpu" in short_tiers and prediction.memory.is_one_memory)
     if on_device:
-        if config.train.batch_size > found.num_groups and config.train.micro_batch_size != 1:
+        if config.train.batch_size > prediction.num_groups and config.train.micro_batch_size != 1:
             yield {"train.micro_batch_size": 1}
         yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
         if config.train.recompute != "always":
@@ -348,31 +362,31 @@ def _fixes(found: Forecast) -> Iterator[dict[str, Any]]:
                 yield {"offload.activations": "nvme"}
         if "device" in (config.offload.parameters, config.offload.optimizer):
             yield {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.gradients": "auto"}
-        if found.prepared.plan.update != "cpu":
+        if prediction.prepared.plan.update != "cpu":
             yield {"offload.update": "cpu"}
-    if on_host and found.num_replicas > 1:
+    if on_host and prediction.num_replicas > 1:
         yield {"offload.replica_states": "shared"}
-    if (on_host or not over) and config.train.precision == "fp32":
+    if (on_host or not short_tiers) and config.train.precision == "fp32":
         yield {"train.precision": "bf16"}
-    if on_host and "states" in OFFERS[config.optimizer.name].keys:
+    if on_host and "states" in RULE_SETTINGS[config.optimizer.name].keys:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if config.optimizer.states == "fp32")
     if on_host:
         yield from _shorter_masters(config)
-    if on_host and (config.offload.nvme_dir or found.hardware.rates.has_disk):
+    if on_host and (config.offload.nvme_dir or prediction.hardware.rates.has_disk):
         folder: dict[str, Any] = {} if config.offload.nvme_dir else {"offload.nvme_dir": (_FOLDER,)}
         if folder:
             yield folder
         yield {"offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
-    elif on_device and config.offload.nvme_dir and found.config.offload.gradients != "nvme":
+    elif on_device and config.offload.nvme_dir and prediction.config.offload.gradients != "nvme":
         # A tied output weight is cut into row blocks, with gradient sums stored next to the gradients.
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
     if on_host and config.train.max_grad_norm is not None and config.has_gradients:  # they wait for the norm
         yield {"train.max_grad_norm": None}
-    rows, micro_rows = config.train.batch_size if over else 0, config.train.micro_batch_size or 0
-    while rows > found.num_groups:  # changes the training: last resort
-        rows = max(found.num_groups, rows // 2)
+    rows, micro_rows = config.train.batch_size if short_tiers else 0, config.train.micro_batch_size or 0
+    while rows > prediction.num_groups:  # changes the training: last resort
+        rows = max(prediction.num_groups, rows // 2)
         yield {"train.batch_size": rows} | ({"train.micro_batch_size": rows} if micro_rows > rows else {})
 
 
@@ -382,12 +396,12 @@ def _tile_rows(config: Config) -> int:
 
 
 def _shorter_masters(config: Config) -> Iterator[dict[str, Any]]:
-    if "master" in OFFERS[config.optimizer.name].keys and config.optimizer.master == "fp32":
+    if "master" in RULE_SETTINGS[config.optimizer.name].keys and config.optimizer.master == "fp32":
         yield {"optimizer.master": "bf16"}
 
 
-def wider(found: Forecast) -> Iterator[dict[str, Any]]:
+def wider_precision(prediction: Forecast) -> Iterator[dict[str, Any]]:
     """Yield fp32 if the machine computes bf16 more slowly, as CPUs without bf16 instructions do."""
-    flops = found.hardware.rates.flops_per_s
-    if found.config.train.precision == "bf16" and flops and flops["bf16"] < flops["fp32"]:
+    flops = prediction.hardware.rates.flops_per_s
+    if prediction.config.train.precision == "bf16" and flops and flops["bf16"] < flops["fp32"]:
         yield {"train.precision": "fp32"}

@@ -14,38 +14,38 @@ from transformers import PreTrainedConfig
 
 from offload.config.config import Config
 from offload.config.sections import DataSection
-from offload.distributed.comm import ImaginedRanks
+from offload.distributed.comm import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
 from offload.errors import DoesNotFitError
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.memory import OPERATIONS, Footprint, footprint
-from offload.forecast.routed import told_experts
-from offload.forecast.search import Placer
+from offload.forecast.routed import describe_experts
+from offload.forecast.search import PlacementSearch
 from offload.forecast.timing import PlannedStep, Timing
 from offload.forecast.workload import Workload
 from offload.hf.adapters import Adaptation
 from offload.hf.freeze import freeze
 from offload.hf.models import (
     BuiltModel,
-    as_scorer,
     empty_model,
     is_pretrained,
     load_model_config,
     locate,
     max_positions,
     model_kind,
+    to_scorer_config,
 )
-from offload.hf.quantized import quantization_of
+from offload.hf.quantized import quantization_settings
 from offload.hf.read import quantized_parameters
-from offload.layout.quantized import Quantized
+from offload.layout.quantized import FileCodec
 from offload.machine.hardware import Hardware
-from offload.planning.from_config import settings
-from offload.planning.machines import DescribedMachine, Machine
+from offload.planning.from_config import make_settings
+from offload.planning.machines import Machine, SpecifiedMachine
 from offload.planning.plan import sharding_of
 from offload.planning.settings import Settings
 
 DAY_S = 86400.0
-_SEARCHED = {
+_SEARCH_OPTIONS = {
     **{
         f"offload.{key}": f"placement.{key}"
         for key in ("parameters", "optimizer", "gradients", "activations", "graphs")
@@ -95,9 +95,9 @@ class Forecast:
     """Engine plan for this configuration."""
     refusal: str = ""
     """Error message of the engine if planning fails; empty otherwise."""
-    placed: str = ""
+    placement_flags: str = ""
     """Options chosen by the placement search, as flags; empty: none changed."""
-    unplaced_seconds: float | None = None
+    seconds_without_search: float | None = None
     """Step time without the search result, in seconds; None: the run would not fit."""
     notes: tuple[str, ...] = ()
     """Further remarks, one line each."""
@@ -144,17 +144,17 @@ class Forecast:
 
         Excludes operation memory on the host, since no budget covers it.
         """
-        found: dict[str, dict[str, Any]] = {}
+        totals: dict[str, dict[str, Any]] = {}
         for each in self.memory.allocations:
             if (each.tier, each.name) == ("cpu", OPERATIONS):
                 continue
             budget = self.memory.budgets["cpu" if each.tier == "pinned" else each.tier]
             if each.tier in ("cpu", "pinned") and budget is None:
                 budget = self.memory.host_bytes
-            held = found.setdefault(each.tier, {"bytes": 0, "budget_bytes": budget, "allocations": []})
-            held["bytes"] += each.num_bytes
-            held["allocations"].append({"name": each.name, "bytes": each.num_bytes})
-        return found
+            total = totals.setdefault(each.tier, {"bytes": 0, "budget_bytes": budget, "allocations": []})
+            total["bytes"] += each.num_bytes
+            total["allocations"].append({"name": each.name, "bytes": each.num_bytes})
+        return totals
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields in JSON form."""
@@ -189,7 +189,7 @@ class Forecast:
             "sequence_tile": self.prepared.settings.sequence_tile,
             "regions": len([region for region in self.prepared.structure.regions if region.trainable]),
             "regions_updated_on_device": len(self.prepared.plan.layout.streamed),
-            "placement": self.placed or None,
+            "placement": self.placement_flags or None,
             "refusal": self.refusal or None,
             "fix": self.fix or None,
             "fix_bytes": dict(self.fix_bytes),
@@ -215,13 +215,13 @@ class Forecaster:
     """Transformers model config; None: loaded on first use."""
     machine: Machine | None = None
     """Machine for planning; None: derived from the hardware figures."""
-    _works: dict[Any, Workload | str] = field(default_factory=dict)
+    _workloads: dict[Any, Workload | str] = field(default_factory=dict)
     _structures: dict[str, Structure] = field(default_factory=dict)
 
     @cached_property
     def _architecture(self) -> Any:
-        found = self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
-        return as_scorer(found) if self.config.train.method == "reward" else found
+        architecture = self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
+        return to_scorer_config(architecture) if self.config.train.method == "reward" else architecture
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -231,24 +231,24 @@ class Forecaster:
     def _built(self) -> BuiltModel:
         """The trained model on `meta`, with its quantized checkpoint parameters."""
         section, architecture = self.config.model, self._architecture
-        model, quantized = empty_model(section, architecture), dict[nn.Parameter, Quantized]()
+        model, quantized = empty_model(section, architecture), dict[nn.Parameter, FileCodec]()
         freezes = self.config.adapts or self.config.optimizer.freeze
         if freezes and architecture.dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
             model.to(architecture.dtype)  # frozen weights keep the checkpoint dtype
-        quantization = quantization_of(architecture)
+        quantization = quantization_settings(architecture)
         folder = None if quantization is None else locate(section)
         if quantization is not None and folder is not None and is_pretrained(section, folder):
             quantized |= quantized_parameters(model, folder, quantization)
         if self.config.adapts:
             adaptation = Adaptation.of(self.config.lora, model_kind(architecture).name)
-            adaptation.check_rest(self.config.offload.parameters)
-            model = adaptation.over_shapes(model)
-            taken = adaptation.taken_from(model)
-            quantized = {each: codec for each, codec in quantized.items() if each not in taken}
+            adaptation.check_tier(self.config.offload.parameters)
+            model = adaptation.apply_to_shapes(model)
+            reduced = adaptation.reduced_weights(model)
+            quantized = {each: codec for each, codec in quantized.items() if each not in reduced}
         freeze(model, self.config.optimizer.freeze)
         return BuiltModel(model, lambda _name, _module: None, None, quantized=quantized)
 
-    def tell(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
+    def predict(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
         """Return the forecast for a configuration on a machine. Raises ConfigError.
 
         times: False skips the step simulation.
@@ -257,30 +257,30 @@ class Forecaster:
         config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
-        told, machine = settings(config), self.machine or DescribedMachine(hardware, self.num_ranks)
+        engine_settings, machine = make_settings(config), self.machine or SpecifiedMachine(hardware, self.num_ranks)
         structure_of, refusal = partial(self._structure, ranks=ranks), ""
-        plan = partial(EnginePlan.fitting, structure_of, told, ranks)
+        plan = partial(EnginePlan.fit, structure_of, engine_settings, ranks)
         try:
             prepared = plan(machine)
         except DoesNotFitError as error:
             refusal, prepared = str(error), plan(machine, checks=False)
-        work, notes = self._work(config, prepared, ranks.size), list[str]()
+        work, notes = self._workload(config, prepared, ranks.size), list[str]()
         if isinstance(work, str):
             notes.append(f"the memory and time added by a step are unknown: {work}.")
         if hardware.shares_memory:
             notes.append("the device uses the host's memory: moving states to the host frees no memory.")
         if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
             notes.append(f"the network rate of {hardware.name} is unknown: the step time does not include the network.")
-        known = None if isinstance(work, str) else work
-        if known is not None:
-            notes += told_experts(prepared.structure, known)
-        memory, timing = footprint(prepared, known, hardware, self.num_ranks), None
+        workload = None if isinstance(work, str) else work
+        if workload is not None:
+            notes += describe_experts(prepared.structure, workload)
+        memory, timing = footprint(prepared, workload, hardware, self.num_ranks), None
         if not hardware.rates.has_disk and any(each.tier == "nvme" for each in memory.allocations):
             notes.append(f"the disk rate of {hardware.name} is unknown, so there is no step time.")
             times = False
-        if known is not None and times:
+        if workload is not None and times:
             try:
-                timing = PlannedStep(prepared, known, hardware.of_a_rank(self.num_ranks)).play()
+                timing = PlannedStep(prepared, workload, hardware.for_one_rank(self.num_ranks)).simulate()
             except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
                 if "allocate memory" not in str(error):
                     raise
@@ -300,52 +300,73 @@ class Forecaster:
             notes=tuple(notes),
         )
 
-    def choose(self, found: Forecast, *, times: bool = True) -> dict[str, Any]:
+    def choose(self, prediction: Forecast, *, times: bool = True) -> dict[str, Any]:
         """Return the fastest placement for options left open in the config, by config key.
 
         Empty if the search keeps the current settings, nothing fits, or the workload is unknown. `times` False: return
         the first placement with enough room instead.
         """
-        prepared, work = found.prepared, self._work(found.config, found.prepared, found.total_ranks)
-        told = prepared.settings
+        prepared, work = (
+            prediction.prepared,
+            self._workload(prediction.config, prediction.prepared, prediction.total_ranks),
+        )
+        engine_settings = prepared.settings
         if isinstance(work, str):
             return {}
-        asked = self.machine or DescribedMachine(found.hardware, self.num_ranks)
-        placer = Placer(prepared, work, found.hardware.of_a_rank(self.num_ranks), asked, self.num_ranks)
-        is_limited = found.hardware.device != "cpu" or told.placement.device_memory is not None
-        is_open = found.config.origin("offload.zero_stage") == "resolved"
-        chosen = placer.choose(told, limited=is_limited, cuts=is_open, times=times)
-        values = {key: attrgetter(path)(chosen) for key, path in _SEARCHED.items()}
-        return {key: value for key, value in values.items() if value != attrgetter(_SEARCHED[key])(told)}
+        machine = self.machine or SpecifiedMachine(prediction.hardware, self.num_ranks)
+        search = PlacementSearch(
+            prepared, work, prediction.hardware.for_one_rank(self.num_ranks), machine, self.num_ranks
+        )
+        is_limited = prediction.hardware.device != "cpu" or engine_settings.placement.device_memory is not None
+        is_open = prediction.config.origin("offload.zero_stage") == "resolved"
+        chosen = search.choose(engine_settings, limited=is_limited, cuts=is_open, times=times)
+        values = {key: attrgetter(path)(chosen) for key, path in _SEARCH_OPTIONS.items()}
+        return {
+            key: value for key, value in values.items() if value != attrgetter(_SEARCH_OPTIONS[key])(engine_settings)
+        }
 
-    def _ranks(self, hardware: Hardware) -> ImaginedRanks:
+    def _ranks(self, hardware: Hardware) -> SimulatedRanks:
         """Return simulated ranks for all machines."""
-        return ImaginedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
+        return SimulatedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
 
-    def _structure(self, told: Settings, share_bytes: int | None, ranks: ImaginedRanks) -> Structure:
-        sharding = sharding_of(told, ranks)
-        cut = told.placement.experts == "streamed", share_bytes, ranks.size, sharding.num_replicas, sharding.num_ranges
-        coded = told.frozen_weights, told.link_weights
-        key = repr((told.optimizer, told.precision, coded, told.delay, cut))
+    def _structure(self, engine_settings: Settings, share_bytes: int | None, ranks: SimulatedRanks) -> Structure:
+        sharding = sharding_of(engine_settings, ranks)
+        cut = (
+            engine_settings.placement.experts == "streamed",
+            share_bytes,
+            ranks.size,
+            sharding.num_replicas,
+            sharding.num_ranges,
+        )
+        codecs = engine_settings.frozen_weights, engine_settings.link_weights
+        key = repr((engine_settings.optimizer, engine_settings.precision, codecs, engine_settings.delay, cut))
         if key not in self._structures:
-            self._structures[key] = Structure.of(self._model, told, ranks, self._built.quantized, share_bytes)
+            self._structures[key] = Structure.of(
+                self._model, engine_settings, ranks, self._built.quantized, share_bytes
+            )
         return self._structures[key]
 
-    def _work(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
+    def _workload(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return the workload for one rank, or the reason for a failed measurement."""
-        told, kind = prepared.settings, model_kind(self._architecture).name
+        engine_settings, model_type = prepared.settings, model_kind(self._architecture).name
         rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
         shared_by = config.train.sequence_parallel
         length = -(-int(config.data.sequence_length or 0) // shared_by)
-        batch = BatchSpec(kind, rows, length, is_padded=_has_mask(config.data), shared_by=shared_by)
-        how = told.micro_batch_size, prepared.chunk_bytes, told.precision, told.device, told.sequence_tile
-        key = batch, how, prepared.structure.cutting.share_bytes
-        if key not in self._works:
+        batch = BatchSpec(model_type, rows, length, is_padded=_has_mask(config.data), shared_by=shared_by)
+        options = (
+            engine_settings.micro_batch_size,
+            prepared.chunk_bytes,
+            engine_settings.precision,
+            engine_settings.device,
+            engine_settings.sequence_tile,
+        )
+        key = batch, options, prepared.structure.cutting.share_bytes
+        if key not in self._workloads:
             try:
-                self._works[key] = measure(self._model, batch, prepared)
+                self._workloads[key] = measure(self._model, batch, prepared)
             except CannotMeasureError as error:
-                self._works[key] = str(error)
-        return self._works[key]
+                self._workloads[key] = str(error)
+        return self._workloads[key]
 
 
 def _has_mask(data: DataSection) -> bool:

@@ -26,10 +26,10 @@ from offload.forecast.workload import NO_COST, Cost
 _MOST_KNOWN = 1 << 22
 """Size limit, in elements, for values computed on the CPU."""
 _aten = torch.ops.aten
-_ITEMS = (_aten._local_scalar_dense.default,)
+_VALUE_READS = (_aten._local_scalar_dense.default,)
 _COPIES = (_aten._to_copy.default,)
 _EMPTY = frozenset((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided))
-_NOTHING = _EMPTY | {_aten._unsafe_view, _aten._reshape_alias}
+_FREE_OPERATIONS = _EMPTY | {_aten._unsafe_view, _aten._reshape_alias}
 """Operations without compute, besides views: allocations, and views not marked as views."""
 _GATHERS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))
 """Operations reading only as many bytes as the result has, from a possibly larger table."""
@@ -101,60 +101,60 @@ class OpCounter(WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if func in _ITEMS and given[0].is_meta:
-            value = self._values.get(given[0])
-            if value is None and given[0].dtype == torch.bool:
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if func in _VALUE_READS and inputs[0].is_meta:
+            value = self._values.get(inputs[0])
+            if value is None and inputs[0].dtype == torch.bool:
                 return False  # a question about tokens, such as "any padding?"
-            return func(self._known(given[0]))
-        if func in _COPIES and given[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
-            return func(self._known(given[0]), **kwargs)
-        for tensor in given:
+            return func(self._known_value(inputs[0]))
+        if func in _COPIES and inputs[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            return func(self._known_value(inputs[0]), **kwargs)
+        for tensor in inputs:
             key = self.storage_of(tensor)
             if key not in self._own and key not in self._others:
                 self._remember(self._others, tensor, key, 0)
-        stand_in = _STAND_INS.get(func.overloadpacket) if given and given[0].is_meta else None
+        stand_in = _STAND_INS.get(func.overloadpacket) if inputs and inputs[0].is_meta else None
         result: Any = (stand_in or func)(*args, **kwargs)
-        made = [t for t in tree_iter(result) if isinstance(t, torch.Tensor)]
-        for tensor in made:
+        outputs = [t for t in tree_iter(result) if isinstance(t, torch.Tensor)]
+        for tensor in outputs:
             key = self.storage_of(tensor)
             if tensor.is_meta and key not in self._own and key not in self._others:
                 num_bytes = tensor.untyped_storage().nbytes()
                 self._remember(self._own, tensor, key, num_bytes)
                 self.live_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if not func.is_view and func.overloadpacket not in _NOTHING and any(t.is_meta for t in made):
+        if not func.is_view and func.overloadpacket not in _FREE_OPERATIONS and any(t.is_meta for t in outputs):
             if func.overloadpacket in _GATHERS:
-                given = [*made, *given[1:]]
-            num_bytes = sum(map(_touched_bytes, given)) + sum(map(_touched_bytes, made))
+                inputs = [*outputs, *inputs[1:]]
+            num_bytes = sum(map(_touched_bytes, inputs)) + sum(map(_touched_bytes, outputs))
             self.count(_flops(func, args, kwargs, result), num_bytes)
-        self._compute_beside(func, args, kwargs, given, made, result)
+        self._compute_values(func, args, kwargs, inputs, outputs, result)
         return result
 
-    def _remember(self, among: dict[int, Any], tensor: torch.Tensor, key: int, num_bytes: int) -> None:
-        among[key] = num_bytes
+    def _remember(self, storages: dict[int, Any], tensor: torch.Tensor, key: int, num_bytes: int) -> None:
+        storages[key] = num_bytes
 
         def forget() -> None:
-            self.live_bytes -= among.pop(key)
+            self.live_bytes -= storages.pop(key)
 
         weakref.finalize(tensor.untyped_storage(), forget).atexit = False
 
-    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _known_value(self, tensor: torch.Tensor) -> torch.Tensor:
         value = self._values.get(tensor)
         if value is None:
             raise UnknownValueError(f"a value of a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
         return value
 
-    def _compute_beside(self, func: Any, args: Any, kwargs: Any, given: Any, made: Any, result: Any) -> None:
-        is_known = all(not t.is_meta or t in self._values for t in given)
-        is_small = all(t.numel() <= _MOST_KNOWN for t in (*made, *given))
+    def _compute_values(self, func: Any, args: Any, kwargs: Any, inputs: Any, outputs: Any, result: Any) -> None:
+        is_known = all(not t.is_meta or t in self._values for t in inputs)
+        is_small = all(t.numel() <= _MOST_KNOWN for t in (*outputs, *inputs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        is_open = func.overloadpacket in _EMPTY and any(t.is_floating_point() for t in made)  # unit results
-        if not is_known or not is_small or is_random or is_open:
-            for tensor in made:
+        is_unwritten = func.overloadpacket in _EMPTY and any(t.is_floating_point() for t in outputs)  # unit results
+        if not is_known or not is_small or is_random or is_unwritten:
+            for tensor in outputs:
                 self._values.pop(tensor, None)
             return
-        if not any(t.is_meta for t in made):
+        if not any(t.is_meta for t in outputs):
             return
         args, kwargs = tree_map_only(torch.Tensor, lambda t: self._values.get(t, t), (args, kwargs))
         if "device" in kwargs:
@@ -175,11 +175,11 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            given = _signature.bind_partial(*args, **kwargs).arguments
-            if self._fuses_dropout or not given.get("dropout_p"):
+            arguments = _signature.bind_partial(*args, **kwargs).arguments
+            if self._fuses_dropout or not arguments.get("dropout_p"):
                 # A causal kernel skips the upper triangle, unless a mask is given.
-                is_half = given.get("is_causal", False) and given.get("attn_mask") is None
-                tensors = given["query"], given["key"], given["value"]
+                is_half = arguments.get("is_causal", False) and arguments.get("attn_mask") is None
+                tensors = arguments["query"], arguments["key"], arguments["value"]
                 return _Attention.apply(*tensors, self._counter, 0.5 if is_half else 1.0)
         return func(*args, **kwargs)
 
@@ -217,10 +217,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         query, key, value, result, _ = ctx.saved_tensors
-        found = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         flops = ctx.share * sdpa_backward_flop_count(gradient.shape, *ctx.shapes)
-        ctx.counter.count(flops, sum(map(_touched_bytes, (query, key, value, result, gradient, *found))))
-        return (*found, None, None)
+        ctx.counter.count(flops, sum(map(_touched_bytes, (query, key, value, result, gradient, *gradients))))
+        return (*gradients, None, None)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:

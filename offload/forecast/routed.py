@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 from offload.engine.assemble import Structure
-from offload.engine.units.find import Candidate
+from offload.engine.units.find import UnitCandidate
 from offload.errors import format_bytes
 from offload.forecast.workload import Workload
 from offload.layout.regions import Region
@@ -53,61 +53,66 @@ def routed_experts(structure: Structure, workload: Workload) -> dict[str, Routed
 
     The expected number assumes a router with an even token distribution.
     """
-    found = {}
+    experts_by_block = {}
     plans = {unit.name: unit for unit in structure.units}
     for experts in (unit for unit in structure.candidates if unit.records):
         block = next(u.name for u in structure.candidates if u.is_block and experts.name.startswith(f"{u.name}."))
         records = plans[experts.name].records
-        misses = _miss(experts) ** (_tokens(workload) * _num_experts(experts) / len(records))
+        misses = _miss_probability(experts) ** (_tokens(workload) * _num_experts(experts) / len(records))
         num_hit = math.ceil(len(records) * (1 - misses))
-        hit, missed = (tuple(_merged(chain.from_iterable(its))) for its in (records[:num_hit], records[num_hit:]))
-        found[block] = RoutedExperts(hit, missed, sum(region.travelling_bytes for region in records[0]))
-    return found
+        hit, missed = (
+            tuple(_merge_regions(chain.from_iterable(records_part)))
+            for records_part in (records[:num_hit], records[num_hit:])
+        )
+        experts_by_block[block] = RoutedExperts(hit, missed, sum(region.travelling_bytes for region in records[0]))
+    return experts_by_block
 
 
-def _merged(regions: Iterable[Region]) -> Iterator[Region]:
+def _merge_regions(regions: Iterable[Region]) -> Iterator[Region]:
     """Merge regions with equal properties. A merged region has the index of the first."""
-    alike: dict[object, list[Region]] = {}
+    groups: dict[object, list[Region]] = {}
     for region in regions:
         key = region.compute, region.trainable, region.has_low, region.rule, region.link
-        alike.setdefault(key, []).append(region)
-    for its in alike.values():
-        begins = accumulate((region.numel for region in its), initial=0)
+        groups.setdefault(key, []).append(region)
+    for group in groups.values():
+        begins = accumulate((region.numel for region in group), initial=0)
         yield replace(
-            its[0],
-            pieces=tuple(piece for region in its for piece in region.pieces),
+            group[0],
+            pieces=tuple(piece for region in group for piece in region.pieces),
             offsets=tuple(
-                begin + offset for begin, region in zip(begins, its, strict=False) for offset in region.offsets
+                begin + offset for begin, region in zip(begins, group, strict=False) for offset in region.offsets
             ),
-            numel=sum(region.numel for region in its),
+            numel=sum(region.numel for region in group),
         )
 
 
-def told_experts(structure: Structure, workload: Workload) -> list[str]:
+def describe_experts(structure: Structure, workload: Workload) -> list[str]:
     """Describe the benefit from streamed experts in one sentence. Empty without streamed experts."""
     experts = next((unit for unit in structure.candidates if unit.records), None)
     if experts is None:
         return []
     plan = next(unit for unit in structure.units if unit.name == experts.name)
     layer_bytes, num_experts = sum(region.weight_bytes for region in plan.regions), _num_experts(experts)
-    tokens, hit = round(_tokens(workload)), num_experts * (1 - _miss(experts) ** _tokens(workload))
-    border = math.ceil(math.log(1 - _SURE) / math.log(_miss(experts))) if _miss(experts) else 1
-    saves = "no bytes are saved" if tokens >= border else f"{1 - hit / num_experts:.0%} of their bytes are saved"
-    told = (
+    tokens, hit = round(_tokens(workload)), num_experts * (1 - _miss_probability(experts) ** _tokens(workload))
+    min_tokens = (
+        math.ceil(math.log(1 - _SURE) / math.log(_miss_probability(experts))) if _miss_probability(experts) else 1
+    )
+    saves = "no bytes are saved" if tokens >= min_tokens else f"{1 - hit / num_experts:.0%} of their bytes are saved"
+    message = (
         f"experts are streamed: those of a layer ({format_bytes(layer_bytes)}) need not be on the device at once. For "
         f"{tokens} tokens in a micro-batch about {hit:.0f} of {num_experts} are copied to the device, so {saves}. "
-        f"Streaming saves bytes below {border} tokens if the router spreads tokens evenly, and below several times as "
-        "many if not."
+        f"Streaming saves bytes below {min_tokens} tokens if the router spreads tokens evenly, and below several times "
+        "as many if not."
     )
-    return [told]
+    return [message]
 
 
-def _num_experts(experts: Candidate) -> int:
+def _num_experts(experts: UnitCandidate) -> int:
     first = experts.records[0][0].parameter
     return sum(piece.parameter == first for record in experts.records for piece in record)
 
 
-def _miss(experts: Candidate) -> float:
+def _miss_probability(experts: UnitCandidate) -> float:
     """Return the probability for a token to skip a given expert.
 
     Reads `num_experts_per_tok` or `moe_topk` from the config, and assumes top-1 routing without these fields.

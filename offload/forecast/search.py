@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from offload.distributed.comm import ImaginedRanks
+from offload.distributed.comm import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.errors import ConfigError, DoesNotFitError
-from offload.forecast.shortened import without_collector
+from offload.forecast.shortened import without_garbage_collector
 from offload.forecast.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.forecast.workload import Workload
 from offload.layout.codecs import EXACT
@@ -46,7 +46,7 @@ Optimizer "auto" splits the states: device (updated there) plus host, or host pl
 """
 _FILES = tuple(("files", states) for states in ("cpu", "auto", "nvme"))
 _RECOMPUTE = ("auto", "never", "always")
-WORTH = 0.01
+MIN_GAIN = 0.01
 """Relative gain needed to justify more traffic. Smaller differences are below forecast accuracy."""
 _NUM_STEPS = 3
 """Simulated steps per candidate."""
@@ -57,31 +57,31 @@ With a budget, "auto" prefetches as far as the remaining memory allows.
 """
 
 
-def search(estimates: Sequence[Placed]) -> Placed | None:
+def search(candidates: Sequence[PlacementCandidate]) -> PlacementCandidate | None:
     """Return the fastest estimate among those with enough room; None: none fits.
 
-    Estimates are ordered from least to most traffic. The result is the first within `WORTH` of the fastest.
+    Estimates are ordered from least to most traffic. The result is the first within `MIN_GAIN` of the fastest.
     """
     # Branch and bound: refine the candidate with the lowest bound until that bound is a simulated step time.
-    bounds = {number: (estimate.least_seconds, False) for number, estimate in enumerate(estimates)}
-    found: dict[int, float] = {}
+    bounds = {number: (estimate.least_seconds, False) for number, estimate in enumerate(candidates)}
+    step_times: dict[int, float] = {}
     while True:
-        limit = (1 + WORTH) * min(found.values(), default=math.inf)
-        chosen = min((number for number, seconds in found.items() if seconds <= limit), default=len(estimates))
-        best = found.get(chosen, math.inf)
+        limit = (1 + MIN_GAIN) * min(step_times.values(), default=math.inf)
+        chosen = min((number for number, seconds in step_times.items() if seconds <= limit), default=len(candidates))
+        best = step_times.get(chosen, math.inf)
         # Earlier candidates can replace the chosen one; later candidates can only prove it too slow.
         open_ones = [
             (bound, number, is_planned)
             for number, (bound, is_planned) in bounds.items()
-            if (bound <= limit if number < chosen else (1 + WORTH) * bound < best)
+            if (bound <= limit if number < chosen else (1 + MIN_GAIN) * bound < best)
         ]
         if not open_ones:
-            return estimates[chosen] if found else None
+            return candidates[chosen] if step_times else None
         bound, number, is_planned = min(open_ones)
-        estimate = estimates[number]
+        estimate = candidates[number]
         del bounds[number]
         if is_planned:
-            found[number] = estimate.step_seconds
+            step_times[number] = estimate.step_seconds
         elif estimate.fits:
             bounds[number] = max(bound, estimate.bound_seconds), True
 
@@ -95,13 +95,13 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_mac
     budget or is an accelerator.
     """
     placement = settings.placement
-    several: Sequence[int | str] = (settings.replicas,)
+    replica_counts: Sequence[int | str] = (settings.replicas,)
     if settings.replicas == "auto" and num_machines > 1:
         is_plain = settings.link_gradients == EXACT.name and settings.replica_states == "whole"
-        several = (num_machines, 1) if is_plain else (num_machines,)
+        replica_counts = (num_machines, 1) if is_plain else (num_machines,)
     shapes = [
         (replicas, stage)
-        for replicas in several
+        for replicas in replica_counts
         for stage in (range(settings.zero_stage + 1) if num_ranks not in (1, replicas) else (settings.zero_stage,))
     ]
     seen: set[str] = set()
@@ -118,15 +118,15 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_mac
             _PREFETCH if settings.prefetch == "auto" and not limited and states != "device" else (settings.prefetch,),
         ):
             tiers = {"parameters": parameters, "optimizer": states, "gradients": gradients, "activations": activations}
-            how = {"update": update, "recompute": recompute, "prefetch": prefetch}
-            how |= {"zero_stage": stage, "replicas": replicas}
+            options = {"update": update, "recompute": recompute, "prefetch": prefetch}
+            options |= {"zero_stage": stage, "replicas": replicas}
             try:
-                made = replace(settings, placement=replace(placement, **tiers), **how)  # type: ignore[arg-type]
+                candidate = replace(settings, placement=replace(placement, **tiers), **options)  # type: ignore[arg-type]
             except ConfigError:  # invalid combination
                 continue
-            if repr(made) not in seen:
-                seen.add(repr(made))
-                yield made
+            if repr(candidate) not in seen:
+                seen.add(repr(candidate))
+                yield candidate
 
 
 def _gradients(placement: Placement, states: str) -> Sequence[str]:
@@ -149,30 +149,30 @@ def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
     """
     if states == "device":
         return ("cpu" if settings.update == "auto" else settings.update,)
-    wanted = [update for update in ("cpu", "both", "device") if settings.update in ("auto", update)]
+    places = [update for update in ("cpu", "both", "device") if settings.update in ("auto", update)]
     if states != "auto":
-        wanted = [update for update in wanted if update != "both"]
+        places = [update for update in places if update != "both"]
     if settings.host_bound:
-        wanted = [update for update in wanted if update == "cpu"]
+        places = [update for update in places if update == "cpu"]
     if states == "auto" and settings.placement.nvme_dir is None:
-        wanted = [update for update in wanted if update != "cpu"]
-    return wanted if parameters != "auto" or settings.placement.nvme_dir is not None else ()
+        places = [update for update in places if update != "cpu"]
+    return places if parameters != "auto" or settings.placement.nvme_dir is not None else ()
 
 
-class Placed:
+class PlacementCandidate:
     """Estimates for one candidate, from cheap bounds to a full simulation."""
 
-    def __init__(self, settings: Settings, placer: Placer) -> None:
-        self.settings, self._placer = settings, placer
-        self._hardware, self._regions = placer.hardware, placer.prepared.structure.regions
-        self._sharding = sharding_of(settings, placer.ranks)
+    def __init__(self, settings: Settings, search: PlacementSearch) -> None:
+        self.settings, self._search = settings, search
+        self._hardware, self._regions = search.hardware, search.prepared.structure.regions
+        self._sharding = sharding_of(settings, search.ranks)
 
     @property
     def least_seconds(self) -> float:
         """Lower bound for the step time, from settings alone."""
         settings = self.settings
         is_on_host = settings.update == "cpu" and settings.placement.optimizer != "device"
-        return max(self._placer.compute_s, self._update_bound(DiskLayout(sharding=self._sharding)) if is_on_host else 0)
+        return max(self._search.compute_s, self._update_bound(DiskLayout(sharding=self._sharding)) if is_on_host else 0)
 
     def _update_bound(self, layout: DiskLayout, backward_s: float = 0.0) -> float:
         """Return the lower bound for host updates, in seconds.
@@ -180,18 +180,18 @@ class Placed:
         Updates waiting for the gradient norm cannot overlap the next backward, so `backward_s` is added.
         """
         settings, num_bytes = self.settings, host_update_bytes(self._regions, layout)
-        waits = settings.judges_gradients and settings.resolved_clip != "speculative" and not settings.delay
+        waits = settings.needs_all_gradients and settings.resolved_clip != "speculative" and not settings.delay
         update = _rate(link_seconds(settings, self._hardware, self._sharding)["update"], num_bytes)
         return update + (backward_s if waits and num_bytes else 0.0)
 
     @cached_property
     def step(self) -> PlannedStep | None:
         """Planned step; None: planning fails."""
-        plan = self._placer.plan(self.settings)
+        plan = self._search.plan(self.settings)
         if plan is None:
             return None
-        prepared = replace(self._placer.prepared, settings=self.settings, plan=plan)
-        return PlannedStep(prepared, self._placer.workload, self._hardware)
+        prepared = replace(self._search.prepared, settings=self.settings, plan=plan)
+        return PlannedStep(prepared, self._search.workload, self._hardware)
 
     @cached_property
     def fits(self) -> bool:
@@ -203,13 +203,13 @@ class Placed:
         if needs["nvme"] and not hardware.rates.has_disk:
             return False
         budgets = {"cpu": budget_bytes(placement.host_memory), "nvme": budget_bytes(placement.nvme_memory)}
-        own = {"cpu": hardware.host_bytes // self._placer.num_ranks, "nvme": None}
+        own = {"cpu": hardware.host_bytes // self._search.num_ranks, "nvme": None}
         if hardware.disk_bytes is not None:
-            own["nvme"] = hardware.disk_bytes // self._placer.num_ranks
+            own["nvme"] = hardware.disk_bytes // self._search.num_ranks
         rooms = {tier: own[tier] if budget is None else budget for tier, budget in budgets.items()}
         if any(room is not None and needs[tier] > room for tier, room in rooms.items()):
             return False
-        if hardware.shares_memory and step.device_bytes + needs["cpu"] > hardware.host_bytes // self._placer.num_ranks:
+        if hardware.shares_memory and step.device_bytes + needs["cpu"] > hardware.host_bytes // self._search.num_ranks:
             return False
         return step.budget_bytes is None or step.device_bytes <= step.budget_bytes
 
@@ -224,18 +224,18 @@ class Placed:
         calls, seconds, layout = self.step.calls, self.step.seconds(), self.step.plan.layout
         forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
         backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
-        sharding, trained = self._sharding, [region for region in self._regions if region.trainable]
+        sharding, trainable = self._sharding, [region for region in self._regions if region.trainable]
         ranges = sharding.num_ranges
         if self.step.plan.tiers[1] == "device":
-            return forward + backward + seconds["here"](sum(r.update_bytes(r.numel // ranges) for r in trained))
-        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in trained)
-        gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trained) // ranges
+            return forward + backward + seconds["here"](sum(r.update_bytes(r.numel // ranges) for r in trainable))
+        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in trainable)
+        gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // ranges
         waiting = self.step.waiting_bytes("cpu", "nvme")
         up, down = weights + waiting, gradients + waiting
-        streamed = streamed_bytes(trained, layout)
+        streamed = streamed_bytes(trainable, layout)
         up, down = up + streamed[0], down + streamed[1]
         on_disk = sum(
-            region.plane(name).num_bytes(region.numel // ranges) for region in trained for name in layout.of(region)
+            region.plane(name).num_bytes(region.numel // ranges) for region in trainable for name in layout.of(region)
         )
         on_disk += self.step.waiting_bytes("nvme")
         return max(
@@ -252,7 +252,7 @@ class Placed:
     def timing(self) -> Timing:
         """Simulated timing. Valid only if the candidate fits."""
         assert self.step is not None
-        return self._placer.play(self.step)
+        return self._search.simulate(self.step)
 
     @property
     def step_seconds(self) -> float:
@@ -261,7 +261,7 @@ class Placed:
 
 
 @dataclass
-class Placer:
+class PlacementSearch:
     """Evaluates candidate settings for a model on a machine. Plans and simulations are shared between candidates."""
 
     prepared: EnginePlan
@@ -276,18 +276,18 @@ class Placer:
     """Ranks sharing the memory and disk of a machine."""
 
     @property
-    def ranks(self) -> ImaginedRanks:
+    def ranks(self) -> SimulatedRanks:
         """Simulated ranks on all machines."""
         num_machines = self.hardware.num_machines
-        return ImaginedRanks(self.num_ranks * num_machines, num_machines)
+        return SimulatedRanks(self.num_ranks * num_machines, num_machines)
 
     def __post_init__(self) -> None:
         self._plans: dict[str, Plan | None] = {}
         self._timings: dict[str, Timing] = {}
 
-    def evaluate(self, settings: Settings) -> Placed:
+    def evaluate(self, settings: Settings) -> PlacementCandidate:
         """Return the estimates for a candidate."""
-        return Placed(settings, self)
+        return PlacementCandidate(settings, self)
 
     def choose(self, settings: Settings, *, limited: bool, cuts: bool = False, times: bool = True) -> Settings:
         """Return settings with every "auto" replaced by the search result.
@@ -299,14 +299,14 @@ class Placer:
         if not settings.optimizer.has_gradients:
             return settings
         ranks = self.ranks
-        found = placements(
+        choices = placements(
             settings, limited=limited, num_ranks=ranks.size if cuts else 1, num_machines=ranks.num_machines
         )
         if self.hardware.device == "cpu" and settings.update == "auto":  # one lane makes all updates
-            found = (each for each in found if each.update != "both")
-        estimates = map(self.evaluate, found)
-        with without_collector():
-            chosen = search(list(estimates)) if times else next((each for each in estimates if each.fits), None)
+            choices = (each for each in choices if each.update != "both")
+        candidates = map(self.evaluate, choices)
+        with without_garbage_collector():
+            chosen = search(list(candidates)) if times else next((each for each in candidates if each.fits), None)
         return settings if chosen is None else chosen.settings
 
     @cached_property
@@ -332,14 +332,14 @@ class Placer:
                 self._plans[key] = None
         return self._plans[key]
 
-    def play(self, step: PlannedStep) -> Timing:
+    def simulate(self, step: PlannedStep) -> Timing:
         """Return the simulated timing of a step, cached by everything the simulation depends on."""
         calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls]
-        plan = step.played()
+        plan = step.simulated_plan()
         settings = replace(plan.settings, recompute="always", prefetch="auto")  # calls and plan already include both
         key = repr((replace(plan, regions=(), settings=settings), calls))
         if key not in self._timings:
-            self._timings[key] = step.play(_NUM_STEPS)
+            self._timings[key] = step.simulate(_NUM_STEPS)
         return self._timings[key]
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate
-from offload.lanes.played import Seconds
+from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
+from offload.lanes.simulated import Seconds
 
 FEW, FEWER = 16, 10
 """Simulated blocks in the longest row, for the two simulations.
@@ -26,32 +26,34 @@ _WINDOW = 3
 """Blocks on the device at the same time when memory is scarce: one in compute, two in transfer."""
 
 
-def simulate_few(calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds], num_steps: int) -> Simulated:
+def simulate_shortened(
+    calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds], num_steps: int
+) -> SimulatedStep:
     """Like `simulate`, but extrapolated from two models with fewer blocks per row."""
     rows = _rows(calls, plan)
     longest = max(map(len, rows), default=0)
-    with without_collector():
+    with without_garbage_collector():
         if longest <= FEW:
             return simulate(calls, plan, seconds, num_steps)
         few, fewer = (
             simulate(*_shortened(calls, plan, rows, count / longest), seconds, num_steps) for count in (FEW, FEWER)
         )
-    sizes = [_left(rows, count / longest) for count in (FEW, FEWER)]
+    sizes = [_num_remaining(rows, count / longest) for count in (FEW, FEWER)]
     beyond = (sum(map(len, rows)) - sizes[0]) / (sizes[0] - sizes[1])
 
-    def line(of: Callable[[Simulated], float]) -> float:
-        return max(of(few), of(few) + beyond * (of(few) - of(fewer)))
+    def line(metric: Callable[[SimulatedStep], float]) -> float:
+        return max(metric(few), metric(few) + beyond * (metric(few) - metric(fewer)))
 
-    return Simulated(
-        line(lambda found: found.seconds),
-        {name: line(lambda found, name=name: found.busy_s[name]) for name in few.busy_s},  # type: ignore[misc]
-        {name: line(lambda found, name=name: found.exposed_s[name]) for name in few.exposed_s},  # type: ignore[misc]
-        line(lambda found: found.nvme_written_bytes),
-        line(lambda found: found.network_bytes),
+    return SimulatedStep(
+        line(lambda step: step.seconds),
+        {name: line(lambda step, name=name: step.busy_s[name]) for name in few.busy_s},  # type: ignore[misc]
+        {name: line(lambda step, name=name: step.exposed_s[name]) for name in few.exposed_s},  # type: ignore[misc]
+        line(lambda step: step.nvme_written_bytes),
+        line(lambda step: step.network_bytes),
     )
 
 
-def _rows(calls: Sequence[Call], plan: PlayedPlan) -> list[list[int]]:
+def _rows(calls: Sequence[SimulatedCall], plan: SimulatedPlan) -> list[list[int]]:
     """Return call indices, grouped by identical units with identical placement.
 
     Head chunks are several calls to one unit; a shortened model keeps all chunks.
@@ -67,7 +69,7 @@ def _rows(calls: Sequence[Call], plan: PlayedPlan) -> list[list[int]]:
     return [row for row in rows.values() if len(row) > FEW // 2]
 
 
-def _left(rows: Sequence[Sequence[int]], share: float) -> int:
+def _num_remaining(rows: Sequence[Sequence[int]], share: float) -> int:
     return sum(len(_spread(row, share)) for row in rows)
 
 
@@ -78,18 +80,20 @@ def _spread(row: Sequence[int], share: float) -> list[int]:
 
 
 def _shortened(
-    calls: Sequence[Call], plan: PlayedPlan, rows: Sequence[Sequence[int]], share: float
-) -> tuple[list[Call], PlayedPlan]:
+    calls: Sequence[SimulatedCall], plan: SimulatedPlan, rows: Sequence[Sequence[int]], share: float
+) -> tuple[list[SimulatedCall], SimulatedPlan]:
     """Return calls and plan for a model with each row shortened to `share`."""
-    left = {number for row in rows for number in _spread(row, share)}
+    remaining = {number for row in rows for number in _spread(row, share)}
     in_rows = {number for row in rows for number in row}
-    chosen = [call for number, call in enumerate(calls) if number not in in_rows or number in left]
+    chosen = [call for number, call in enumerate(calls) if number not in in_rows or number in remaining]
     used = {region.index for call in chosen for region in call.regions}
-    gone = {region.index for call in calls for region in call.regions} - used
-    regions = tuple(region for region in plan.regions if region.index not in gone)
+    removed = {region.index for call in calls for region in call.regions} - used
+    regions = tuple(region for region in plan.regions if region.index not in removed)
 
-    def streaming(its: Sequence[Call]) -> int:
-        return sum({r.index: r.weight_bytes for c in its for r in c.regions if r.index not in plan.resident}.values())
+    def streaming(some_calls: Sequence[SimulatedCall]) -> int:
+        return sum(
+            {r.index: r.weight_bytes for c in some_calls for r in c.regions if r.index not in plan.resident}.values()
+        )
 
     before, after, size = streaming(calls), streaming(chosen), plan.capacity_bytes
     largest = max(sum(r.weight_bytes for r in call.regions) for call in calls)
@@ -100,7 +104,7 @@ def _shortened(
 
 
 @contextmanager
-def without_collector() -> Iterator[None]:
+def without_garbage_collector() -> Iterator[None]:
     """Disable the garbage collector in this context.
 
     A simulation creates no reference cycles, and with torch imported the collector takes four fifths of the time.

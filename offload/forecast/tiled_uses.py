@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.engine.units.arguments import Arguments, run_over_copies
-from offload.engine.units.find import Candidate
+from offload.engine.units.find import UnitCandidate
 from offload.engine.units.row_trials import RowTrials
 from offload.engine.units.tiles import TiledForward, Tiles
 
@@ -24,62 +24,62 @@ class TiledUses:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._noted: dict[Hashable, tuple[nn.Module, Arguments]] = {}
-        self._found: dict[Hashable, Tiles] = {}
+        self._samples: dict[Hashable, tuple[nn.Module, Arguments]] = {}
+        self._tiles: dict[Hashable, Tiles] = {}
 
-    def note(self, kind: Hashable, unit: Candidate, arguments: Arguments) -> None:
+    def record(self, signature: Hashable, unit: UnitCandidate, arguments: Arguments) -> None:
         """Record the first use for each kind. Inputs have only a few rows and tokens."""
-        if unit.is_block and kind not in self._noted:
-            self._noted[kind] = _stand_in(unit.module), arguments
+        if unit.is_block and signature not in self._samples:
+            self._samples[signature] = _build_stand_in(unit.module), arguments
 
     def find(self) -> None:
         """Run the tile search for every recorded kind. A failed trial run means no tiles."""
-        for kind, (stand_in, arguments) in self._noted.items():
+        for signature, (stand_in, arguments) in self._samples.items():
             try:
-                self._found[kind] = _find(stand_in, arguments)
+                self._tiles[signature] = _find_tiles(stand_in, arguments)
             except Exception:
-                self._found[kind] = Tiles(())
-        self._noted.clear()
+                self._tiles[signature] = Tiles(())
+        self._samples.clear()
 
-    def forward(self, kind: Hashable, unit: Candidate, own: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self, signature: Hashable, unit: UnitCandidate, own: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward function for a use: tiled if the search was successful, else `own`."""
-        modules, tiles = dict(unit.module.named_modules()), self._found.get(kind, Tiles(()))
-        found = [replace(rows, module=modules[rows.name]) for rows in tiles.modules]
-        return TiledForward(own, found, self._size, "cpu") if found else own
+        modules, tiles = dict(unit.module.named_modules()), self._tiles.get(signature, Tiles(()))
+        tiled_modules = [replace(rows, module=modules[rows.name]) for rows in tiles.modules]
+        return TiledForward(own, tiled_modules, self._size, "cpu") if tiled_modules else own
 
 
-def _find(stand_in: nn.Module, arguments: Arguments) -> Tiles:
+def _find_tiles(stand_in: nn.Module, arguments: Arguments) -> Tiles:
     """Return the tileable modules in a block, from trial runs on the CPU copy."""
 
     def run(forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return run_over_copies(forward, arguments, tensors, arguments.others).tensors
 
     with torch.random.fork_rng(()):
-        tensors = [_filled(t).requires_grad_(t.requires_grad) for t in arguments.tensors]
+        tensors = [_random_like(t).requires_grad_(t.requires_grad) for t in arguments.tensors]
         trials = RowTrials(stand_in, run, lambda _: False, lambda: [torch.get_rng_state()])
         return trials.find(stand_in.forward, tensors, ROWS)
 
 
-def _stand_in(block: nn.Module) -> nn.Module:
+def _build_stand_in(block: nn.Module) -> nn.Module:
     """Copy a block to the CPU with random weights. Each weight is one row, expanded to the full shape.
 
     Expanded weights are enough for the row trials: only the dependency between input rows and result rows matters.
     """
-    found, random = copy.deepcopy(block), torch.get_rng_state()
-    for module in found.modules():
+    stand_in, rng_state = copy.deepcopy(block), torch.get_rng_state()
+    for module in stand_in.modules():
         module.__dict__.pop("forward", None)
         for name, weight in module._parameters.items():
             if weight is not None:
-                values = _filled(weight[(0,) * (weight.dim() - 1)] if weight.dim() > 1 else weight) * 0.1
+                values = _random_like(weight[(0,) * (weight.dim() - 1)] if weight.dim() > 1 else weight) * 0.1
                 module._parameters[name] = nn.Parameter(values.expand(weight.shape), weight.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = _filled(buffer) if buffer.is_meta else buffer
-    torch.set_rng_state(random)
-    return found
+                module._buffers[name] = _random_like(buffer) if buffer.is_meta else buffer
+    torch.set_rng_state(rng_state)
+    return stand_in
 
 
-def _filled(like: torch.Tensor) -> torch.Tensor:
+def _random_like(like: torch.Tensor) -> torch.Tensor:
     """Return a CPU tensor with the same shape and dtype: random floats, True, or integer zeros."""
     if like.is_floating_point():
         return torch.randn(like.shape, dtype=like.dtype, device="cpu")

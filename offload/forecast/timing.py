@@ -1,4 +1,4 @@
-"""Forecast step time: simulate the plan and workload at the rates of a machine (`offload.forecast.played_step`)."""
+"""Forecast step time: simulate the plan and workload at the rates of a machine (`offload.forecast.simulated_step`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import cached_property
 from math import ceil
 
 from offload.engine.assemble import EnginePlan
-from offload.engine.spare_memory import shared_out
+from offload.engine.spare_memory import divide_memory
 from offload.forecast.memory import StepMemory, device_budget
-from offload.forecast.played_step import Call, PlayedPlan, Simulated
 from offload.forecast.routed import RoutedExperts, routed_experts
-from offload.forecast.shortened import simulate_few
+from offload.forecast.shortened import simulate_shortened
+from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep
 from offload.forecast.workload import Cost, UnitWork, Workload
-from offload.lanes.played import DECODING, Seconds
+from offload.lanes.simulated import DECODING, Seconds
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import DiskLayout, Region, Sharding
@@ -106,15 +106,20 @@ class PlannedStep:
     """
 
     def __post_init__(self) -> None:
-        its, structure = self.prepared, self.prepared.structure
-        self.settings, self.regions, self.units, self.plan = its.settings, structure.regions, structure.units, its.plan
+        prepared, structure = self.prepared, self.prepared.structure
+        self.settings, self.regions, self.units, self.plan = (
+            prepared.settings,
+            structure.regions,
+            structure.units,
+            prepared.plan,
+        )
 
-    def play(self, num_steps: int = 6) -> Timing:
+    def simulate(self, num_steps: int = 6) -> Timing:
         """Simulate `num_steps` steps and return the timing after warm-up.
 
         Long rows of identical blocks are shortened.
         """
-        return self._timing(simulate_few(self.calls, self.played(), self.seconds(), num_steps))
+        return self._to_timing(simulate_shortened(self.calls, self.simulated_plan(), self.seconds(), num_steps))
 
     # -- compute ---------------------------------------------------------------------------------------------
 
@@ -128,28 +133,31 @@ class PlannedStep:
         return not self.plan.overlap and not self._in_stream
 
     @cached_property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[SimulatedCall]:
         """Unit uses in a step, in forward order."""
         memory, parts = self._memory, self.workload.num_micro_batches
-        in_graphs = memory.kept | memory.below
-        its = {unit.name: unit.regions for unit in self.units if not unit.resident}
+        in_graphs = memory.kept | memory.offloaded
+        unit_regions = {unit.name: unit.regions for unit in self.units if not unit.resident}
         if not self._has_backward:
-            return list(self._forwards(its))
-        found = []
-        for number, (work, times) in enumerate(_in_few_pieces(self.workload)):
-            regions = its.get(work.name or "", ())
+            return list(self._forward_only_calls(unit_regions))
+        calls = []
+        for number, (work, times) in enumerate(_limit_chunks(self.workload)):
+            regions = unit_regions.get(work.name or "", ())
             experts = self._experts.get(work.name or "")
-            again = [work.forward] if regions and number not in in_graphs else []
-            inputs, graph = memory.bytes_away(number)
+            recomputation = [work.forward] if regions and number not in in_graphs else []
+            inputs, graph = memory.offloaded_bytes(number)
             host = self._host_seconds(work) if regions else (0.0, 0.0)
-            forward, backward = self._compute(work, [work.forward]), self._compute(work, [*again, work.backward])
+            forward, backward = (
+                self._compute(work, [work.forward]),
+                self._compute(work, [*recomputation, work.backward]),
+            )
             adds_s = self._adding_seconds(work, regions)
-            alone = (0.0, 0.0) if experts is None else self._alone_seconds(experts)
-            found.append(
-                Call(
+            exposed = (0.0, 0.0) if experts is None else self._exposed_expert_seconds(experts)
+            calls.append(
+                SimulatedCall(
                     regions if experts is None else (*regions, *experts.hit),
-                    forward[0] * times + alone[0],
-                    (backward[0] + adds_s) * times + alone[1],
+                    forward[0] * times + exposed[0],
+                    (backward[0] + adds_s) * times + exposed[1],
                     (forward[1] + host[0]) * times,
                     (backward[1] + host[1]) * times,
                     num_parts=min(parts, _MOST_PARTS),
@@ -158,58 +166,58 @@ class PlannedStep:
                     reads_weights=work.reads_weights,
                 )
             )
-        return found
+        return calls
 
     @cached_property
     def _experts(self) -> dict[str, RoutedExperts]:
         """Streamed experts by block name."""
         return routed_experts(self.prepared.structure, self.workload)
 
-    def _alone_seconds(self, experts: RoutedExperts) -> tuple[float, float]:
+    def _exposed_expert_seconds(self, experts: RoutedExperts) -> tuple[float, float]:
         """Return the minimum (forward, backward) wait for the experts of a layer, in seconds.
 
         The first record cannot be predicted, so its fetch is exposed. From the second micro-batch on, all records are
         exposed.
         """
-        seconds, again = self.seconds(), self.workload.num_micro_batches - 1
-        up = seconds["h2d"](experts.record_bytes) + again * seconds["h2d"](experts.travelling_bytes)
-        return up, up + again * seconds["d2h"](experts.gradient_bytes())
+        seconds, num_repeats = self.seconds(), self.workload.num_micro_batches - 1
+        up = seconds["h2d"](experts.record_bytes) + num_repeats * seconds["h2d"](experts.travelling_bytes)
+        return up, up + num_repeats * seconds["d2h"](experts.gradient_bytes())
 
     @cached_property
-    def _played_regions(self) -> list[Region]:
+    def _merged_regions(self) -> list[Region]:
         """All regions, with experts merged."""
-        gone = {r.index for unit in self.units if unit.in_records for r in unit.regions}
+        expert_regions = {r.index for unit in self.units if unit.in_records for r in unit.regions}
         merged = [region for experts in self._experts.values() for region in (*experts.hit, *experts.missed)]
-        return [*(region for region in self.regions if region.index not in gone), *merged]
+        return [*(region for region in self.regions if region.index not in expert_regions), *merged]
 
     @property
     def _has_backward(self) -> bool:
         return self.settings.optimizer.has_gradients
 
-    def _forwards(self, its: Mapping[str, tuple[Region, ...]]) -> Iterator[Call]:
+    def _forward_only_calls(self, unit_regions: Mapping[str, tuple[Region, ...]]) -> Iterator[SimulatedCall]:
         """Yield the uses of a forward-only step (MeZO), each with all passes and the weight perturbation.
 
         A perturbation reads the weights once and writes both sides. The estimate assumes every unit participates, and
         omits random number generation and magnitudes.
         """
         directions = self.settings.optimizer.num_directions
-        here = self.seconds()["here"]
+        device_seconds = self.seconds()["here"]
 
         def perturb_s(regions: Iterable[Region]) -> float:
-            return directions * here(3 * sum(region.weight_bytes for region in regions if region.trainable))
+            return directions * device_seconds(3 * sum(region.weight_bytes for region in regions if region.trainable))
 
         if stay := [unit for unit in self.units if unit.resident]:
-            yield Call((), sum(perturb_s(unit.regions) for unit in stay), 0.0)
+            yield SimulatedCall((), sum(perturb_s(unit.regions) for unit in stay), 0.0)
         last = None
         for work in self.workload.calls:
-            regions = its.get(work.name or "", ())
+            regions = unit_regions.get(work.name or "", ())
             device_s, host_s = self._compute(work, [work.forward] * (2 * directions))
             if regions and (directions > 1 or work.name != last):  # a repeated use keeps the weights
                 device_s += perturb_s(regions)
             last = work.name or last
             if regions:
                 host_s += 2 * directions * self._host_seconds(work)[0]
-            yield Call(regions, device_s, 0.0, host_s, 0.0)
+            yield SimulatedCall(regions, device_s, 0.0, host_s, 0.0)
 
     def _host_seconds(self, work: UnitWork) -> tuple[float, float]:
         """Return the host seconds per use beyond kernel launches, (forward, backward)."""
@@ -259,11 +267,11 @@ class PlannedStep:
         slots, buffer = self.plan.range(SLOT), self.plan.range(BUFFER)
         if self.budget_bytes is None:
             return slots[0], buffer[0]
-        return shared_out(self.budget_bytes - (self.device_bytes - slots[0] - buffer[0]), slots, buffer)
+        return divide_memory(self.budget_bytes - (self.device_bytes - slots[0] - buffer[0]), slots, buffer)
 
     # -- the engine ------------------------------------------------------------------------------------------
 
-    def played(self) -> PlayedPlan:
+    def simulated_plan(self) -> SimulatedPlan:
         """Return the description of the engine lanes for the simulation."""
         settings, plan = self.settings, self.plan
         on_device, resident = plan.tiers[1] == "device", resident_regions(self.units)
@@ -271,19 +279,19 @@ class PlannedStep:
         often = {name for name in names if name is not None and names.count(name) > 1}
         used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
         lasting = {r.index for r in self.regions if gradient_lasts(r, resident)} | used_often
-        regions, experts, sharding = self._played_regions, list(self._experts.values()), plan.layout.sharding
-        layout, factor = _coarse(plan.layout, regions)
+        regions, experts, sharding = self._merged_regions, list(self._experts.values()), plan.layout.sharding
+        layout, factor = _coarsen(plan.layout, regions)
         slots, buffer = self._room()
-        staged = plan.of("device" if on_device else "cpu", STAGING).num_bytes
+        staging = plan.of("device" if on_device else "cpu", STAGING).num_bytes
         shards = plan.of("device", SHARDS).num_bytes
         if experts:  # merged experts are larger than one record
-            staged, shards = staging_bytes(regions, 2, sharding), shard_bytes(regions, 2, sharding)
-        lookahead, most = plan.lookahead(settings.prefetch, len(self.regions))
+            staging, shards = staging_bytes(regions, 2, sharding), shard_bytes(regions, 2, sharding)
+        lookahead, max_cargoes = plan.lookahead(settings.prefetch, len(self.regions))
         waiting = {key: getattr(settings.placement, key).replace("auto", "device") for key in ("activations", "graphs")}
         rings = {name: num_bytes * factor for name, num_bytes in plan.rings.items()}
         if ACTIVATION_RING in rings:
             rings[ACTIVATION_RING] = self._activation_ring(plan.rings[ACTIVATION_RING])
-        return PlayedPlan(
+        return SimulatedPlan(
             regions=tuple(regions),
             settings=replace(settings, clip=self._clip(on_device), placement=replace(settings.placement, **waiting)),
             layout=layout,
@@ -291,8 +299,8 @@ class PlannedStep:
             buffer_bytes=buffer + 2 * max((each.gradient_bytes(settings.splits) for each in experts), default=0),
             capacity_bytes=slots + max((each.weight_bytes for each in experts), default=0),
             lookahead=lookahead,
-            most=most,
-            staging_bytes=staged,
+            max_cargoes=max_cargoes,
+            staging_bytes=staging,
             shard_bytes=shards,
             update_ring_bytes=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
             resident=frozenset(resident),
@@ -318,7 +326,7 @@ class PlannedStep:
         "auto" follows the comparison in `resolve_clip`, and depends on `clips`.
         """
         settings, plan = self.settings, self.plan
-        waits = settings.judges_gradients and self._has_backward and not settings.delay
+        waits = settings.needs_all_gradients and self._has_backward and not settings.delay
         if on_device or not waits:
             return "deferred"
         if settings.resolved_clip != "auto":
@@ -327,9 +335,9 @@ class PlannedStep:
             return "deferred"
         seconds, sharding = self.seconds(), plan.layout.sharding
         on_host, (up, down) = host_update_bytes(self.regions, plan.layout), streamed_bytes(self.regions, plan.layout)
-        of_each = {"update": on_host, "h2d": up, "d2h": down}
-        of_each["update_on_device"] = update_bytes(self.regions, sharding) - on_host
-        update_s = max(seconds[lane](num_bytes) for lane, num_bytes in of_each.items() if num_bytes)
+        bytes_by_lane = {"update": on_host, "h2d": up, "d2h": down}
+        bytes_by_lane["update_on_device"] = update_bytes(self.regions, sharding) - on_host
+        update_s = max(seconds[lane](num_bytes) for lane, num_bytes in bytes_by_lane.items() if num_bytes)
         weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in self.regions)
         forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
         return "deferred" if update_s <= forward_s else "speculative"
@@ -339,17 +347,17 @@ class PlannedStep:
     def seconds(self) -> dict[str, Seconds]:
         """Return the transfer time function for every link."""
         layout = self.plan.layout
-        found = link_seconds(self.settings, self.hardware, layout.sharding)
+        functions = link_seconds(self.settings, self.hardware, layout.sharding)
         is_cached = layout.files and not layout.file_staging_bytes and not layout.planes
         if is_cached and "nvme_read" not in self.settings.throttles:
             # A read from the page cache is a memory copy: every byte is read and written once.
-            found["nvme_read"] = Throttle(self.hardware.rates.host_bytes_per_s / 2).seconds
-        return found
+            functions["nvme_read"] = Throttle(self.hardware.rates.host_bytes_per_s / 2).seconds
+        return functions
 
-    def _timing(self, found: Simulated) -> Timing:
+    def _to_timing(self, step: SimulatedStep) -> Timing:
         """Convert a simulated step to a `Timing`."""
         rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.num_ranks, self.workload
-        seconds = max(found.seconds, self._both_ways(found))
+        seconds = max(step.seconds, self._two_way_seconds(step))
         passes = 2 * self.settings.optimizer.num_directions
         flops = sum(
             each.num_runs(work.num_micro_batches)
@@ -358,47 +366,47 @@ class PlannedStep:
         )
         return Timing(
             step_seconds=seconds,
-            lane_seconds={name: busy for name, busy in found.busy_s.items() if busy or name == "compute"},
-            bound_by=max(found.busy_s, key=lambda name: found.busy_s[name]),
+            lane_seconds={name: busy for name, busy in step.busy_s.items() if busy or name == "compute"},
+            bound_by=max(step.busy_s, key=lambda name: step.busy_s[name]),
             tokens_per_second=work.num_tokens * ranks / seconds,
             mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
-            nvme_written_bytes=round(found.nvme_written_bytes),
-            network_bytes=round(found.network_bytes),
-            exposed={name: waited for name, waited in found.exposed_s.items() if waited},
-            hides_from_tokens=self._hides_from(found),
+            nvme_written_bytes=round(step.nvme_written_bytes),
+            network_bytes=round(step.network_bytes),
+            exposed={name: waited for name, waited in step.exposed_s.items() if waited},
+            hides_from_tokens=self._hiding_tokens(step),
         )
 
-    def _hides_from(self, found: Simulated) -> int | None:
+    def _hiding_tokens(self, step: SimulatedStep) -> int | None:
         """Return `Timing.hides_from_tokens`.
 
         Compute and offloaded activations grow with the token count; all other traffic is constant.
         """
-        if found.busy_s["network"] and (self.inline or self.plan.tiers[1] == "device"):
+        if step.busy_s["network"] and (self.inline or self.plan.tiers[1] == "device"):
             return None  # compute itself sends
-        seconds, most = self.seconds(), 0.0
-        computes = sum(call.forward_s + call.backward_s for call in self.calls)
-        around = found.busy_s["compute"] - computes  # host time per use
-        for lane, busy in found.busy_s.items():
+        seconds, share = self.seconds(), 0.0
+        compute_s = sum(call.forward_s + call.backward_s for call in self.calls)
+        host_s = step.busy_s["compute"] - compute_s  # host time per use
+        for lane, busy in step.busy_s.items():
             tiers = {"h2d": ("cpu", "nvme"), "d2h": ("cpu", "nvme"), "nvme_read": ("nvme",), "nvme_write": ("nvme",)}
             waiting = self.waiting_bytes(*tiers.get(lane, ()))
-            grows = seconds[lane](waiting) if waiting else 0.0
-            if lane == "compute" or busy <= grows:
+            growing_s = seconds[lane](waiting) if waiting else 0.0
+            if lane == "compute" or busy <= growing_s:
                 continue
-            if grows >= computes:
+            if growing_s >= compute_s:
                 return None
-            most = max(most, (busy - grows - around) / (computes - grows))
-        return ceil(most * self.workload.num_tokens * self.plan.layout.sharding.num_ranks)
+            share = max(share, (busy - growing_s - host_s) / (compute_s - growing_s))
+        return ceil(share * self.workload.num_tokens * self.plan.layout.sharding.num_ranks)
 
-    def _both_ways(self, found: Simulated) -> float:
+    def _two_way_seconds(self, step: SimulatedStep) -> float:
         """Return the seconds for traffic in both directions, if H2D and D2H copies share bandwidth."""
         rates = self.hardware.rates
         if {"h2d", "d2h"} & self.settings.throttles.keys():
             return 0.0
-        moved = found.busy_s["h2d"] * rates.h2d_bytes_per_s + found.busy_s["d2h"] * rates.d2h_bytes_per_s
+        moved = step.busy_s["h2d"] * rates.h2d_bytes_per_s + step.busy_s["d2h"] * rates.d2h_bytes_per_s
         return moved / rates.both_ways_bytes_per_s
 
 
-def _in_few_pieces(work: Workload) -> list[tuple[UnitWork, float]]:
+def _limit_chunks(work: Workload) -> list[tuple[UnitWork, float]]:
     """Return the uses in a step as (use, multiplier), with the head cut into at most `_MOST_PIECES` chunks."""
     if work.num_chunks <= _MOST_PIECES:
         return [(use, 1.0) for use in work.calls]
@@ -435,22 +443,23 @@ def compute_seconds(
 def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> dict[str, Seconds]:
     """Return the transfer time function for every link: from its throttle, or from the machine rate."""
     rates, throttles = hardware.rates, settings.throttles
-    own = {
+    machine_rates = {
         "h2d": rates.h2d_bytes_per_s,
         "d2h": rates.d2h_bytes_per_s,
         "update": rates.host_bytes_per_s,
         "nvme_read": rates.nvme_read_bytes_per_s,
         "nvme_write": rates.nvme_write_bytes_per_s,
     }
-    found: dict[str, Seconds] = {
-        link: throttles[link].seconds if link in throttles else Throttle(rate).seconds for link, rate in own.items()
+    functions: dict[str, Seconds] = {
+        link: throttles[link].seconds if link in throttles else Throttle(rate).seconds
+        for link, rate in machine_rates.items()
     }
     exchanges = _exchanges(hardware, sharding)
-    found |= {link: throttles.get(link, exchange).seconds for link, exchange in exchanges.items()}
+    functions |= {link: throttles.get(link, exchange).seconds for link, exchange in exchanges.items()}
     device = Throttle(rates.device_bytes_per_s)
-    found["update_on_device"] = throttles.get("update", device).seconds
-    found["here"] = found[DECODING] = device.seconds
-    return found
+    functions["update_on_device"] = throttles.get("update", device).seconds
+    functions["here"] = functions[DECODING] = device.seconds
+    return functions
 
 
 def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
@@ -459,8 +468,8 @@ def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
     Collective bytes count the shard of one rank, copied to every other rank. Network bytes count the data one rank
     sends.
     """
-    rates, here = hardware.rates, sharding.num_ranks // hardware.num_machines
-    num_far = max(0, sharding.size - here)
+    rates, local_ranks = hardware.rates, sharding.num_ranks // hardware.num_machines
+    num_far = max(0, sharding.size - local_ranks)
     near, far = Throttle(rates.collective_bytes_per_s), Throttle(rates.network_bytes_per_s, rates.network_latency_s)
     links = [(near, sharding.size - 1 - num_far), (far, num_far)]
     rate = min((each.bytes_per_second / n for each, n in links if n and each.bytes_per_second), default=None)
@@ -468,7 +477,7 @@ def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
     return {"collective": within, "network": far if hardware.num_machines > 1 else near}
 
 
-def _coarse(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:
+def _coarsen(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:
     """Return a layout with at most `_MOST_TILES` tiles per region, and the number of real tiles per simulated tile."""
     moving = [r for r in regions if layout.of(r) or r.index in layout.streamed]
     tiles = max((-(-r.numel // layout.sharding.num_ranges // layout.tile_numel) for r in moving), default=1)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments, run_over_copies
-from offload.engine.units.find import Candidate
-from offload.engine.units.saved_graph import SMALLEST_BYTES, is_number, is_torchs_own
+from offload.engine.units.find import UnitCandidate
+from offload.engine.units.saved_graph import SMALLEST_BYTES, has_only_torch_nodes, is_number
 from offload.engine.units.tiles import TiledForward
 from offload.forecast.op_counter import OpCounter
 from offload.forecast.tiled_uses import TiledUses
@@ -18,7 +18,7 @@ from offload.forecast.workload import NO_WORK, UnitWork
 
 
 @dataclass(frozen=True)
-class SeenUse:
+class UnitMeasurement:
     """Measured cost and output layout for a unit use, shared by all identical uses.
 
     work: cost, without unit name.
@@ -35,31 +35,31 @@ class SeenUse:
     likes: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
 
 
-class SeenUses:
-    """Cache of `SeenUse`. A use with a new signature runs once under the `OpCounter`."""
+class UnitMeasurements:
+    """Cache of `UnitMeasurement`. A use with a new signature runs once under the `OpCounter`."""
 
-    def __init__(self, counter: OpCounter, tiles: TiledUses | None = None, *, looks: bool = False) -> None:
+    def __init__(self, counter: OpCounter, tiles: TiledUses | None = None, *, records_uses: bool = False) -> None:
         """Create an empty cache.
 
         tiles: modules to run over sequence tiles; None: no tiling.
-        looks: record uses in `tiles` for a later tile search. The inputs then have only a few rows and tokens.
+        records_uses: record uses in `tiles` for a later tile search. The inputs then have only a few rows and tokens.
         """
-        self._counter, self._tiles, self._looks = counter, tiles, looks
-        self._seen: dict[Hashable, SeenUse] = {}
+        self._counter, self._tiles, self._records_uses = counter, tiles, records_uses
+        self._measurements: dict[Hashable, UnitMeasurement] = {}
 
-    def see(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
-        """Return the `SeenUse` for a unit with these arguments, from the cache or by running the unit."""
-        kind = _signature(unit), arguments.structure
-        key = kind, _shapes(arguments.tensors), repr(arguments.others)
-        if key not in self._seen:
-            if self._tiles is not None and self._looks:
-                self._tiles.note(kind, unit, arguments)
+    def measure(self, unit: UnitCandidate, forward: Callable[..., Any], arguments: Arguments) -> UnitMeasurement:
+        """Return the `UnitMeasurement` for a unit with these arguments, from the cache or by running the unit."""
+        signature = _signature(unit), arguments.structure
+        key = signature, _shapes(arguments.tensors), repr(arguments.others)
+        if key not in self._measurements:
+            if self._tiles is not None and self._records_uses:
+                self._tiles.record(signature, unit, arguments)
             elif self._tiles is not None:
-                forward = self._tiles.forward(kind, unit, forward)
-            self._seen[key] = self._look(unit, forward, arguments)
-        return self._seen[key]
+                forward = self._tiles.forward(signature, unit, forward)
+            self._measurements[key] = self._measure(unit, forward, arguments)
+        return self._measurements[key]
 
-    def _look(self, unit: Candidate, forward: Callable[..., Any], arguments: Arguments) -> SeenUse:
+    def _measure(self, unit: UnitCandidate, forward: Callable[..., Any], arguments: Arguments) -> UnitMeasurement:
         """Run the use forward without a graph, then as recomputation and backward."""
         counter, inputs = self._counter, arguments.tensors
         cost, before = counter.cost, counter.begin()
@@ -89,19 +89,21 @@ class SeenUses:
                 saved[storage] = tensor.untyped_storage().nbytes()
             return tensor
 
-        hooks = [p.register_post_accumulate_grad_hook(_drop) for p in unit.module.parameters() if p.requires_grad]
+        hooks = [
+            p.register_post_accumulate_grad_hook(_drop_gradient) for p in unit.module.parameters() if p.requires_grad
+        ]
         before = counter.begin()
         cost = counter.cost
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             if isinstance(forward, TiledForward):  # work moves to the backward: subtract one forward instead
-                again = run_over_copies(forward.again(), arguments, leaves, arguments.others).tensors
+                recomputed = run_over_copies(forward.for_recomputation(), arguments, leaves, arguments.others).tensors
                 cost += forward_cost
             else:
-                again = run_over_copies(forward, arguments, leaves, arguments.others).tensors
+                recomputed = run_over_copies(forward, arguments, leaves, arguments.others).tensors
                 cost = counter.cost
-        pairs = [(t, g) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
-        differentiable = [t.requires_grad for t in again]
-        keeps_graph = not saved and is_torchs_own(again)
+        pairs = [(t, g) for t, g in zip(recomputed, gradients, strict=True) if t.requires_grad]
+        differentiable = [t.requires_grad for t in recomputed]
+        keeps_graph = not saved and has_only_torch_nodes(recomputed)
         if pairs:  # tiles run again in here; no-op hooks hide their graphs from `pack`
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -121,10 +123,10 @@ class SeenUses:
             keeps_graph=keeps_graph,
             reads_weights=not keeps_graph or not weights.isdisjoint(seen),
         )
-        return SeenUse(work, result, sources, differentiable, likes)
+        return UnitMeasurement(work, result, sources, differentiable, likes)
 
 
-def _drop(parameter: torch.Tensor) -> None:
+def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None  # already added to the gradient buffer
 
 
@@ -132,7 +134,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
     return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
 
 
-def _signature(unit: Candidate) -> Hashable:
+def _signature(unit: UnitCandidate) -> Hashable:
     """Return a key shared by units with identical compute: module classes, plain attributes, parameter shapes."""
     parts: list[Hashable] = []
     for name, module in unit.module.named_modules():

@@ -23,10 +23,10 @@ class Cost:
     exchanged_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return Cost(*(own + others for own, others in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: Cost) -> Cost:
-        return self + Cost(*(-its for its in astuple(other)))
+        return self + Cost(*(-others for others in astuple(other)))
 
     def with_rows(self, num_rows: int, of_one_more: Cost) -> Cost:
         """Extrapolate the cost to `num_rows` additional rows, given the cost with one additional row.

@@ -18,9 +18,9 @@ from offload.hf.read import weight_files
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Stretches sampled evenly from each weight file, and bytes per stretch."""
-_OF_THE_WRITER = ("transformers_version", "_name_or_path", "architectures")
+_WRITER_KEYS = ("transformers_version", "_name_or_path", "architectures")
 """Configuration keys without influence on the model function."""
-_OF_THE_FILES = ("dtype", "torch_dtype")
+_FILE_KEYS = ("dtype", "torch_dtype")
 """Configuration keys about the weight files alone."""
 
 
@@ -43,20 +43,20 @@ class BaseMark:
         """Return the fields as a JSON object."""
         return asdict(self)
 
-    def check(self, was: Mapping[str, Any], where: Path, flag: str = "--model.path") -> None:
-        """Raise ConfigError if the checkpoint at `where` belongs to another base.
+    def check(self, stored_mark: Mapping[str, Any], checkpoint: Path, flag: str = "--model.path") -> None:
+        """Raise ConfigError if the checkpoint at `checkpoint` belongs to another base.
 
-        `was`: the fingerprint in the checkpoint. `flag`: the option named in the error.
+        `stored_mark`: the fingerprint in the checkpoint. `flag`: the option named in the error.
         """
-        if self.mark != was["mark"]:
+        if self.mark != stored_mark["mark"]:
             raise ConfigError(
-                f"{where} holds an adapter trained over {told(was)} (mark {was['mark'][:12]}), but {self.name} is "
-                f"another model, or has changed since (mark {self.mark[:12]}): set {flag} to the weights that the "
-                "adapter was trained over."
+                f"{checkpoint} holds an adapter trained over {describe_base(stored_mark)} (mark "
+                f"{stored_mark['mark'][:12]}), but {self.name} is another model, or has changed since (mark "
+                f"{self.mark[:12]}): set {flag} to the weights that the adapter was trained over."
             )
 
 
-def told(base: Mapping[str, Any]) -> str:
+def describe_base(base: Mapping[str, Any]) -> str:
     """Return the base name for messages."""
     return base["name"] + (f", revision {base['revision']}" if base["revision"] else "")
 
@@ -65,35 +65,35 @@ def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> Bas
     """Return the fingerprint for the model in `section`. `seed` applies to random weights. Raises ConfigError."""
     folder = locate(section)
     if folder is None or not is_pretrained(section, folder):
-        found = _hash_of(config.to_diff_dict(), (*_OF_THE_WRITER, *_OF_THE_FILES))
-        found.update(f"seed {seed}".encode())
+        digest = _hash_config(config.to_diff_dict(), (*_WRITER_KEYS, *_FILE_KEYS))
+        digest.update(f"seed {seed}".encode())
         name = section.path or f"preset {section.preset or 'tiny'}"
-        return BaseMark(f"{name} with random weights of run.seed {seed}", None, found.hexdigest())
+        return BaseMark(f"{name} with random weights of run.seed {seed}", None, digest.hexdigest())
     # Hash the file, not the parsed configuration: another version of transformers may know other fields.
-    found = _hash_of(json.loads((folder / "config.json").read_text(encoding="utf-8")), _OF_THE_WRITER)
+    digest = _hash_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), _WRITER_KEYS)
     for path in weight_files(folder):
         size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
+        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
-            found.update(file.read(min(header, size)))
+            digest.update(file.read(min(header, size)))
             begin, data = 8 + header, max(0, size - 8 - header - _SAMPLE_BYTES)
             for number in range(_NUM_SAMPLES):
                 file.seek(begin + data * number // (_NUM_SAMPLES - 1))
-                found.update(file.read(_SAMPLE_BYTES))
+                digest.update(file.read(_SAMPLE_BYTES))
     whole = folder.resolve()
-    return BaseMark(str(whole), whole.name if whole.parent.name == "snapshots" else None, found.hexdigest())
+    return BaseMark(str(whole), whole.name if whole.parent.name == "snapshots" else None, digest.hexdigest())
 
 
-def _hash_of(values: Mapping[str, Any], but: Collection[str]) -> xxhash.xxh3_128:
-    wanted = {key: value for key, value in values.items() if key not in but}
-    return xxhash.xxh3_128(json.dumps(wanted, sort_keys=True, default=str).encode())
+def _hash_config(values: Mapping[str, Any], excluded: Collection[str]) -> xxhash.xxh3_128:
+    included = {key: value for key, value in values.items() if key not in excluded}
+    return xxhash.xxh3_128(json.dumps(included, sort_keys=True, default=str).encode())
 
 
-def base_config(
-    section: ModelSection, was: Mapping[str, Any], where: Path, flag: str = "--model.path"
+def load_base_config(
+    section: ModelSection, stored_mark: Mapping[str, Any], checkpoint: Path, flag: str = "--model.path"
 ) -> PreTrainedConfig:
-    """Return the base configuration for the adapter checkpoint at `where`.
+    """Return the base configuration for the adapter checkpoint at `checkpoint`.
 
     Raises ConfigError if the base is missing; the message names the base and the option `flag`.
     """
@@ -101,6 +101,6 @@ def base_config(
         return load_model_config(section)
     except ConfigError as error:
         raise ConfigError(
-            f"{where} holds only an adapter, and its base {told(was)} is no longer there; set {flag} to where the base "
-            f"is now. {error}"
+            f"{checkpoint} holds only an adapter, and its base {describe_base(stored_mark)} is no longer there; set "
+            f"{flag} to where the base is now. {error}"
         ) from error

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 from transformers import initialization as transformers_initialization
 
-Note = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+RecordedCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 # Writes that replace every element. They void earlier recorded writes to the same tensor.
 _REPLACING = frozenset(
@@ -49,12 +49,12 @@ class DeferredInit(TorchFunctionMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
-        self._notes: dict[int, list[Note]] = {}
+        self._calls: dict[int, list[RecordedCall]] = {}
         self._alive: dict[int, nn.Parameter] = {}  # holds references: ids stay unique
 
     def __enter__(self) -> DeferredInit:
         self._contexts = ExitStack()
-        self._contexts.enter_context(_seeded(self._seed))
+        self._contexts.enter_context(_seeded_rng(self._seed))
         self._contexts.enter_context(self._whole_calls())
         return super().__enter__()
 
@@ -71,16 +71,16 @@ class DeferredInit(TorchFunctionMode):
         names = {
             id(parameter): name for name, parameter in model.named_parameters() if only is None or id(parameter) in only
         }
-        notes = {key: found for key, found in self._notes.items() if key in names}
-        self._notes, self._alive = {}, {}
+        calls_by_id = {key: calls for key, calls in self._calls.items() if key in names}
+        self._calls, self._alive = {}, {}
 
         def fill(_name: str, module: nn.Module) -> None:
             for parameter in module.parameters():
-                pending = notes.pop(id(parameter), None)
+                pending = calls_by_id.pop(id(parameter), None)
                 if pending is not None:
                     digest = hashlib.sha256(f"{self._seed}:{names[id(parameter)]}".encode()).digest()
-                    with _seeded(int.from_bytes(digest[:8], "little") >> 1):
-                        _make(pending)
+                    with _seeded_rng(int.from_bytes(digest[:8], "little") >> 1):
+                        _replay(pending)
 
         return fill
 
@@ -89,31 +89,31 @@ class DeferredInit(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__") and getattr(getattr(func, "__self__", None), "__name__", "") != "data":
             return func(*args, **kwargs)  # an attribute, for example dtype, device or grad
-        target, rest = _split(name, func, args, kwargs)
-        for tensor in rest:
+        target, inputs = _split(name, func, args, kwargs)
+        for tensor in inputs:
             if name not in _HARMLESS:
-                self._settle(_owner(tensor))
+                self._replay_now(_owner(tensor))
         if target is None:
             return func(*args, **kwargs)
         owner = _owner(target)
-        if owner is not None and not rest and kwargs.get("generator") is None:
-            self._note(owner, target, name, (func, args, kwargs))
+        if owner is not None and not inputs and kwargs.get("generator") is None:
+            self._record(owner, target, name, (func, args, kwargs))
             return target
         if name in _REPLACING and target is owner:
-            self._notes.pop(id(owner), None)
-        self._settle(owner)
+            self._calls.pop(id(owner), None)
+        self._replay_now(owner)
         return func(*args, **kwargs)
 
-    def _note(self, owner: nn.Parameter, target: torch.Tensor, name: str, note: Note) -> None:
+    def _record(self, owner: nn.Parameter, target: torch.Tensor, name: str, call: RecordedCall) -> None:
         if name in _REPLACING and target is owner:
-            self._notes[id(owner)] = []
+            self._calls[id(owner)] = []
         self._alive[id(owner)] = owner
-        self._notes.setdefault(id(owner), []).append(note)
+        self._calls.setdefault(id(owner), []).append(call)
 
-    def _settle(self, owner: nn.Parameter | None) -> None:
+    def _replay_now(self, owner: nn.Parameter | None) -> None:
         """Replay the writes recorded for a parameter, because its values are needed now."""
         if owner is not None:
-            _make(self._notes.pop(id(owner), []))
+            _replay(self._calls.pop(id(owner), []))
 
     @contextmanager
     def _whole_calls(self) -> Iterator[None]:
@@ -125,7 +125,7 @@ class DeferredInit(TorchFunctionMode):
             def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
                 if not isinstance(tensor, nn.Parameter) or kwargs.get("generator") is not None:
                     return originals[name](tensor, *args, **kwargs)
-                self._note(tensor, tensor, name, (originals[name], (tensor, *args), kwargs))
+                self._record(tensor, tensor, name, (originals[name], (tensor, *args), kwargs))
                 return tensor
 
             return call
@@ -156,14 +156,14 @@ def _split(name: str, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor |
     return None, tensors
 
 
-def _make(notes: list[Note]) -> None:
+def _replay(calls: list[RecordedCall]) -> None:
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        for func, args, kwargs in notes:
+        for func, args, kwargs in calls:
             func(*args, **kwargs)
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded_rng(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

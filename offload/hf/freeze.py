@@ -18,13 +18,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     named = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        found = [parameter for name, parameter in named if re.search(pattern, name)]
-        if not found:
+        matches = [parameter for name, parameter in named if re.search(pattern, name)]
+        if not matches:
             raise ConfigError(
                 f"optimizer.freeze has {pattern!r}, but none of the {len(named)} parameter names (such as "
                 f"{named[len(named) // 2][0]}) matches: fix the expression, or leave it out."
             )
-        for parameter in found:
+        for parameter in matches:
             parameter.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(

@@ -9,50 +9,50 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.hf.adapters import outermost
+from offload.hf.adapters import outermost_modules
 from offload.hf.models import BuiltModel
-from offload.hf.sources import Removed
+from offload.hf.sources import RemovedProduct
 from offload.layout.codecs import Codec, decoded
 
 
-def begin_at_loss(
+def initialize_loftq(
     adapted: BuiltModel,
     names: Mapping[nn.Parameter, str],
-    codes: Mapping[nn.Parameter, tuple[Codec, torch.dtype]],
-    num: int,
+    codecs: Mapping[nn.Parameter, tuple[Codec, torch.dtype]],
+    num_rounds: int,
 ) -> None:
-    """Initialize the LoRA matrices by `num` LoftQ rounds, one weight at a time.
+    """Initialize the LoRA matrices by `num_rounds` LoftQ rounds, one weight at a time.
 
     Each round quantizes the weight minus the last product, and computes the rank-r product nearest to the weight minus
     this quantized value. The base later lacks the next-to-last product, which is added to `adapted.removed`.
 
     - names: base parameter names.
-    - codes: codec and compute dtype for each quantized base parameter.
+    - codecs: codec and compute dtype for each quantized base parameter.
 
     Raises ConfigError if no adapted weight is quantized.
     """
     from peft.tuners.lora.layer import LoraLayer
 
     model: Any = adapted.model
-    paths, found = {parameter: name for name, parameter in model.named_parameters()}, 0
-    for _, layer in outermost(model):
+    parameter_names, num_adapted = {parameter: name for name, parameter in model.named_parameters()}, 0
+    for _, layer in outermost_modules(model):
         weight = layer.get_base_layer()._parameters.get("weight") if isinstance(layer, LoraLayer) else None
-        source = adapted.source(paths[weight]) if weight in codes else None
+        source = adapted.source(parameter_names[weight]) if weight in codecs else None
         if weight is None or source is None or weight.dim() != 2:
             continue
-        found += 1
+        num_adapted += 1
         adapter, transposed = model.active_adapter, bool(getattr(layer, "fan_in_fan_out", False))
         values, removed = source.read(0, weight.numel()).view(weight.shape), None
-        for number in range(num):
-            left, right = _nearest(values, removed, *codes[weight], layer.r[adapter], transposed)
-            if number + 1 < num:
-                removed = Removed(left, right, transposed)
+        for number in range(num_rounds):
+            left, right = _nearest_factors(values, removed, *codecs[weight], layer.r[adapter], transposed)
+            if number + 1 < num_rounds:
+                removed = RemovedProduct(left, right, transposed)
         with torch.no_grad():
             layer.lora_A[adapter].weight.copy_(right)
             layer.lora_B[adapter].weight.copy_(left / layer.scaling[adapter])
         if removed is not None:
             adapted.removed[names[weight]] = removed  # type: ignore[index]
-    if not found:
+    if not num_adapted:
         raise ConfigError(
             "lora.init is loftq, but none of the adapted weights is quantized by this run, so there is no quantization "
             "error to compensate: set --offload.frozen_weights nf4 or int8, with a pretrained model, or --lora.init "
@@ -60,15 +60,15 @@ def begin_at_loss(
         )
 
 
-def _nearest(
-    values: torch.Tensor, removed: Removed | None, codec: Codec, dtype: torch.dtype, rank: int, transposed: bool
+def _nearest_factors(
+    values: torch.Tensor, removed: RemovedProduct | None, codec: Codec, dtype: torch.dtype, rank: int, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return fp32 factors [out, rank] and [rank, in], whose product is nearest to W - Q(W - removed) (truncated SVD).
 
     W: `values`; Q: quantize and dequantize with `codec`.
     """
-    rests = values if removed is None else removed.out_of(values)
-    lost = values.float() - decoded(codec, rests.reshape(-1), dtype).view(values.shape).float()
-    u, sizes, v = torch.linalg.svd(lost.T if transposed else lost, full_matrices=False)
-    roots = sizes[:rank].sqrt()
+    reduced = values if removed is None else removed.subtract_from(values)
+    error = values.float() - decoded(codec, reduced.reshape(-1), dtype).view(values.shape).float()
+    u, singular_values, v = torch.linalg.svd(error.T if transposed else error, full_matrices=False)
+    roots = singular_values[:rank].sqrt()
     return (u[:, :rank] * roots).contiguous(), (roots[:, None] * v[:rank]).contiguous()

@@ -10,7 +10,7 @@ import torch
 
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
-from offload.hf.adapters import Adaptation, config_of, kind_of, outermost
+from offload.hf.adapters import Adaptation, adapter_config, adapter_type, outermost_modules
 from offload.hf.models import empty_model
 
 _INITS = (True, "gaussian", "orthogonal")
@@ -22,27 +22,32 @@ class LoraLayers:
 
     def __init__(self, model: Any) -> None:
         """Raises ConfigError for an adapter with deltas outside a single weight."""
-        config = config_of(model)
-        if kind_of(model) != "lora" or config.use_dora or config.lora_bias or config.init_lora_weights not in _INITS:
+        config = adapter_config(model)
+        if (
+            adapter_type(model) != "lora"
+            or config.use_dora
+            or config.lora_bias
+            or config.init_lora_weights not in _INITS
+        ):
             raise ConfigError(
-                f"lora.restart_every is set, but the adapter is of kind {kind_of(model)} with use_dora "
+                f"lora.restart_every is set, but the adapter is of kind {adapter_type(model)} with use_dora "
                 f"{getattr(config, 'use_dora', None)}, lora_bias {getattr(config, 'lora_bias', None)} and "
                 f"init_lora_weights {getattr(config, 'init_lora_weights', None)}: only a LoRA without DoRA and biases "
                 "can restart, with init_lora_weights true, gaussian or orthogonal."
             )
         from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, _ConvNd
 
-        twin: Any = Adaptation(config).over_shapes(empty_model(ModelSection(), model.get_base_model().config))
+        twin: Any = Adaptation(config).apply_to_shapes(empty_model(ModelSection(), model.get_base_model().config))
         named = list(twin.named_parameters(remove_duplicate=False))
         self._adapter, self._init = twin.active_adapter, config.init_lora_weights
         self._layers: dict[str, tuple[str, Any]] = {}
-        for where, layer in outermost(twin):
+        for path, layer in outermost_modules(twin):
             if not isinstance(layer, LoraLayer):
                 continue
             if not isinstance(layer, Linear | Embedding | _ConvNd):
                 raise ConfigError(
-                    f"lora.restart_every is set, but a restart cannot merge the {type(layer).__name__} of {where} into "
-                    f"one base weight: leave {where} out of --lora.target_modules and --lora.target_parameters."
+                    f"lora.restart_every is set, but a restart cannot merge the {type(layer).__name__} of {path} into "
+                    f"one base weight: leave {path} out of --lora.target_modules and --lora.target_parameters."
                 )
             names = [name for name, parameter in named if parameter is layer.get_base_layer().weight]
             if len(names) > 1:
@@ -71,35 +76,37 @@ class LoraLayers:
         """
         prefix, layer = self._layers[weight]
         names = [weight, *self.matrices(weight)]
-        layer = _filled(layer, {n[len(prefix) + 1 :]: v for n, v in zip(names, (value, *matrices), strict=True)})
+        layer = _fill_copy(layer, {n[len(prefix) + 1 :]: v for n, v in zip(names, (value, *matrices), strict=True)})
         with torch.no_grad():
             layer.merge(safe_merge=False)
         merged: torch.Tensor = layer.get_base_layer().weight.detach()
         return merged
 
-    def anew(self, seed: int) -> dict[str, torch.Tensor]:
+    def new_matrices(self, seed: int) -> dict[str, torch.Tensor]:
         """Return freshly initialized matrices, fp32, by name.
 
         Values are sampled layer by layer from `seed`. The caller's random generator is unchanged.
         """
         from peft.tuners.lora.layer import Linear
 
-        found: dict[str, torch.Tensor] = {}
+        matrices: dict[str, torch.Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for prefix, layer in self._layers.values():
-                own = {name: torch.empty(each.shape) for name, each in layer.named_parameters() if each.requires_grad}
-                layer = _filled(layer, own)
+                initial = {
+                    name: torch.empty(each.shape) for name, each in layer.named_parameters() if each.requires_grad
+                }
+                layer = _fill_copy(layer, initial)
                 # As in PEFT's update_layer: only Linear layers have an orthogonal initialization.
                 if self._init == "orthogonal" and isinstance(layer, Linear):
                     layer.orthogonal_init(self._adapter)
                 else:
                     layer.reset_lora_parameters(self._adapter, self._init)
-                found |= {f"{prefix}.{name}": layer.get_parameter(name).detach() for name in own}
-        return found
+                matrices |= {f"{prefix}.{name}": layer.get_parameter(name).detach() for name in initial}
+        return matrices
 
 
-def _filled(layer: Any, values: Mapping[str, torch.Tensor]) -> Any:
+def _fill_copy(layer: Any, values: Mapping[str, torch.Tensor]) -> Any:
     """Return a filled copy of a shape-only layer. `values`: by names within the layer."""
     layer = copy.deepcopy(layer)
     layer.load_state_dict(values, strict=False, assign=True)

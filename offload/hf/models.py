@@ -25,15 +25,15 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from offload.config.presets import PRESETS
-from offload.config.sections import GIVEN, ModelSection
+from offload.config.sections import PYTHON_PREFIX, ModelSection
 from offload.errors import ConfigError, OffloadError, counted, format_bytes, warn
 from offload.hf.deferred_init import DeferredInit
+from offload.hf.model_path import find_model, missing_message
 from offload.hf.names import CannotStream, Shape
-from offload.hf.places import find_model, missing
-from offload.hf.quantized import quantization_of, unquantized
-from offload.hf.read import LoadReport, build_empty, conversion, read_model, take_parameters, weight_files
-from offload.hf.sources import Fill, Removed, Source
-from offload.layout.quantized import Quantized
+from offload.hf.quantized import quantization_settings, remove_quantization
+from offload.hf.read import LoadReport, build_empty, conversion_advice, read_model, replace_parameters, weight_files
+from offload.hf.sources import Fill, RemovedProduct, Source
+from offload.layout.quantized import FileCodec
 
 _NUM_NAMES = 3  # parameters listed in a note
 
@@ -59,29 +59,29 @@ class BuiltModel:
     notes: tuple[str, ...] = ()
     close: Callable[[], None] = lambda: None
     source: Callable[[str], Source | None] = lambda _name: None
-    removed: Mapping[str, Removed] = field(default_factory=dict)
-    quantized: Mapping[nn.Parameter, Quantized] = field(default_factory=dict)
+    removed: Mapping[str, RemovedProduct] = field(default_factory=dict)
+    quantized: Mapping[nn.Parameter, FileCodec] = field(default_factory=dict)
 
 
-def configuration(folder: Path) -> PreTrainedConfig:
+def folder_config(folder: Path) -> PreTrainedConfig:
     """Return the model configuration in a folder. Raises ConfigError."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, so the model class is unknown.")
     return _read_configuration(folder, str(folder / "config.json"))
 
 
-def _read_configuration(path: Path, said: str) -> PreTrainedConfig:
-    """Return the configuration in a folder or file. The error calls the file `said`. Raises ConfigError."""
+def _read_configuration(path: Path, label: str) -> PreTrainedConfig:
+    """Return the configuration in a folder or file. The error calls the file `label`. Raises ConfigError."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)  # the default would ask on the terminal
     except Exception as error:  # OSError, ValueError, KeyError, TypeError, ...: any fault in a config.json
         if "trust_remote_code" in str(error):
             raise ConfigError(
-                f"{said} belongs to a model with its own Python code (auto_map), which commands never run. Train it in "
-                "Python by offload.integrations.transformers.OffloadTrainer, or offload.Engine, with the model from "
+                f"{label} belongs to a model with its own Python code (auto_map), which commands never run. Train it "
+                "in Python by offload.integrations.transformers.OffloadTrainer, or offload.Engine, with the model from "
                 "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)."
             ) from error
-        raise ConfigError(f"{said} cannot be read: {_brief(error)}") from error
+        raise ConfigError(f"{label} cannot be read: {_shorten_error(error)}") from error
 
 
 def quiet_transformers() -> None:
@@ -117,18 +117,18 @@ def locate(section: ModelSection) -> Path | None:
 
     None: a preset, or a model given in Python.
     """
-    if section.path is None or section.path.startswith(GIVEN):
+    if section.path is None or section.path.startswith(PYTHON_PREFIX):
         return None
-    found = find_model(section.path)
-    if found.exists:
-        return found.path
-    wanted = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
-    is_online = _reaches_hub()
+    model_path = find_model(section.path)
+    if model_path.exists:
+        return model_path.path
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
+    is_online = _is_hub_reachable()
     try:
-        return Path(snapshot_download(section.path, allow_patterns=wanted, local_files_only=not is_online))
+        return Path(snapshot_download(section.path, allow_patterns=patterns, local_files_only=not is_online))
     except Exception as error:  # not on the hub, not allowed, not in the local cache, no network, ...
-        reason = _brief(error) if is_online else "there is no earlier download, and the hub cannot be reached"
-        raise ConfigError(f"{missing(section.path)} As the name of a hub model: {reason}.") from error
+        reason = _shorten_error(error) if is_online else "there is no earlier download, and the hub cannot be reached"
+        raise ConfigError(f"{missing_message(section.path)} As the name of a hub model: {reason}.") from error
 
 
 def is_pretrained(section: ModelSection, path: Path | None) -> bool:
@@ -136,7 +136,7 @@ def is_pretrained(section: ModelSection, path: Path | None) -> bool:
     return section.init == "pretrained" or (section.init == "auto" and path is not None and path.is_dir())
 
 
-def _reaches_hub() -> bool:
+def _is_hub_reachable() -> bool:
     """Return whether the hub's host name resolves. Without DNS, a request would only wait for timeouts."""
     try:
         socket.getaddrinfo(urlparse(huggingface_hub.constants.ENDPOINT).hostname, 443)
@@ -145,7 +145,7 @@ def _reaches_hub() -> bool:
     return not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
-def _brief(error: Exception) -> str:
+def _shorten_error(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}{'...' if len(text) > 400 else ''}"
 
@@ -168,7 +168,7 @@ def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> Non
     """Raise ConfigError for rows longer than the position range of the model."""
     limit = max_positions(config)
     if limit is not None and sequence_length > limit:
-        raise ConfigError(_too_long(sequence_length, limit))
+        raise ConfigError(_too_long_message(sequence_length, limit))
 
 
 def _check_position_table(model: nn.Module, sequence_length: int) -> None:
@@ -180,10 +180,10 @@ def _check_position_table(model: nn.Module, sequence_length: int) -> None:
         if isinstance(module, nn.Embedding) and "position" in name.split(".")[-1] and module.padding_idx is not None:
             limit = module.num_embeddings - module.padding_idx - 1
             if sequence_length > limit:
-                raise ConfigError(_too_long(sequence_length, limit))
+                raise ConfigError(_too_long_message(sequence_length, limit))
 
 
-def _too_long(sequence_length: int, limit: int) -> str:
+def _too_long_message(sequence_length: int, limit: int) -> str:
     return (
         f"data.sequence_length is {sequence_length}, but the model has positions for only {limit} tokens "
         f"(max_position_embeddings); set --data.sequence_length to {limit} or less."
@@ -191,7 +191,7 @@ def _too_long(sequence_length: int, limit: int) -> str:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """Model kind and the matching Auto class.
 
     Kinds: "causal", "masked" and "seq2seq" language models, and "reward" for a model with a single output.
@@ -201,35 +201,37 @@ class Kind:
     auto: Any
 
 
-def model_kind(config: PreTrainedConfig) -> Kind:
+def model_kind(config: PreTrainedConfig) -> ModelKind:
     """Return the kind named by `architectures` in the configuration.
 
     Without a match: "masked" for families with bidirectional attention, "seq2seq" for an encoder-decoder, "causal" for
     the rest, vision-language models included. Raises ConfigError.
     """
     tables = transformers.models.auto.modeling_auto
-    of_pictures = Kind("seq2seq" if config.is_encoder_decoder else "causal", transformers.AutoModelForImageTextToText)
-    kinds = {
-        Kind("causal", transformers.AutoModelForCausalLM): tables.MODEL_FOR_CAUSAL_LM_MAPPING,
-        Kind("masked", transformers.AutoModelForMaskedLM): tables.MODEL_FOR_MASKED_LM_MAPPING,
-        Kind("seq2seq", transformers.AutoModelForSeq2SeqLM): tables.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        of_pictures: tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    image_text_kind = ModelKind(
+        "seq2seq" if config.is_encoder_decoder else "causal", transformers.AutoModelForImageTextToText
+    )
+    mappings = {
+        ModelKind("causal", transformers.AutoModelForCausalLM): tables.MODEL_FOR_CAUSAL_LM_MAPPING,
+        ModelKind("masked", transformers.AutoModelForMaskedLM): tables.MODEL_FOR_MASKED_LM_MAPPING,
+        ModelKind("seq2seq", transformers.AutoModelForSeq2SeqLM): tables.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        image_text_kind: tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     }
-    wanted = (config.architectures or [""])[0]
+    architecture = (config.architectures or [""])[0]
     possible = []
-    for kind, mapping in kinds.items():
-        made = mapping.get(type(config), None)
-        classes = made if isinstance(made, tuple) else (made,)
-        if any(each is not None and each.__name__ == wanted for each in classes):
-            return kind
-        if made is not None:
-            possible.append(kind)
-    if wanted and wanted == _scorer_of(config) and config.num_labels == 1:
-        return Kind("reward", transformers.AutoModelForSequenceClassification)
+    for candidate, mapping in mappings.items():
+        model_class = mapping.get(type(config), None)
+        classes = model_class if isinstance(model_class, tuple) else (model_class,)
+        if any(each is not None and each.__name__ == architecture for each in classes):
+            return candidate
+        if model_class is not None:
+            possible.append(candidate)
+    if architecture and architecture == _scorer_class(config) and config.num_labels == 1:
+        return ModelKind("reward", transformers.AutoModelForSequenceClassification)
     if config.is_encoder_decoder:
-        possible.sort(key=lambda kind: kind.name != "seq2seq")
+        possible.sort(key=lambda candidate: candidate.name != "seq2seq")
     elif not getattr(config, "is_decoder", False):  # as causal, a family with a masked head would see the target
-        possible.sort(key=lambda kind: kind.name != "masked")
+        possible.sort(key=lambda candidate: candidate.name != "masked")
     if not possible:
         raise ConfigError(
             f"model type {config.model_type} has no language model in transformers {transformers.__version__} "
@@ -238,9 +240,9 @@ def model_kind(config: PreTrainedConfig) -> Kind:
     return possible[0]
 
 
-def as_scorer(config: PreTrainedConfig) -> PreTrainedConfig:
+def to_scorer_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of the configuration for a text-scoring model with one output. Raises ConfigError."""
-    scorer = _scorer_of(config)
+    scorer = _scorer_class(config)
     if not scorer:
         raise ConfigError(
             f"train.method is reward, and model type {config.model_type} has no class in transformers "
@@ -252,10 +254,12 @@ def as_scorer(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _scorer_of(config: PreTrainedConfig) -> str:
+def _scorer_class(config: PreTrainedConfig) -> str:
     """Return the scoring class for a model type. Empty string: none."""
-    made = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    return "" if made is None else str(made.__name__)
+    model_class = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(
+        type(config), None
+    )
+    return "" if model_class is None else str(model_class.__name__)
 
 
 def build_model(
@@ -296,18 +300,18 @@ def build_model(
     except OffloadError:
         raise
     except (ImportError, ValueError, OSError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-        where = section.path or f"preset {section.preset or 'tiny'}"
-        where += "" if section.attention == "auto" else f" with --model.attention {section.attention}"
-        raise ConfigError(f"the model {where} cannot be built: {_brief(error)}") from error
+        label = section.path or f"preset {section.preset or 'tiny'}"
+        label += "" if section.attention == "auto" else f" with --model.attention {section.attention}"
+        raise ConfigError(f"the model {label} cannot be built: {_shorten_error(error)}") from error
     _check_position_table(built.model, sequence_length)
     return built
 
 
 def fill_all(built: BuiltModel) -> nn.Module:
     """Load all weights into memory and return the model."""
-    left = built.fill("", built.model) or {}
+    sources = built.fill("", built.model) or {}
     with torch.no_grad():
-        for parameter, source in left.items():
+        for parameter, source in sources.items():
             parameter.copy_(source.read(0, parameter.numel()).view(parameter.shape))
     built.close()
     return built.model
@@ -317,14 +321,14 @@ def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
     """Return the shape-only model for an architecture: on `meta`, fp32, in train mode. Raises ConfigError."""
     try:
         with torch.device("meta"):
-            own = unquantized(copy.deepcopy(config))  # from_config writes the dtype to the configuration
+            own = remove_quantization(copy.deepcopy(config))  # from_config writes the dtype to the configuration
             model = model_kind(config).auto.from_config(own, dtype=torch.float32, **attention_options(section))
     except OffloadError:
         raise
     except Exception as error:  # any failure from a constructor that reads values
-        where = section.path or f"preset {section.preset or 'tiny'}"
+        label = section.path or f"preset {section.preset or 'tiny'}"
         raise ConfigError(
-            f"the model {where} cannot be built on the meta device (without memory): {_brief(error)}"
+            f"the model {label} cannot be built on the meta device (without memory): {_shorten_error(error)}"
         ) from error
     return typing.cast(nn.Module, model.train())
 
@@ -353,12 +357,12 @@ def _load(
     if not Path(str(section.path)).expanduser().exists() and not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"the hub's model {section.path} has no weights as safetensors. "
-            + conversion(str(section.path), str(section.path).rpartition("/")[2])
+            + conversion_advice(str(section.path), str(section.path).rpartition("/")[2])
         )
     try:
         model, weights = read_model(auto, path, config, dtype=dtype, seed=seed, grow=grow, **options)
     except CannotStream as error:
-        if quantization_of(config) is not None:
+        if quantization_settings(config) is not None:
             raise ConfigError(
                 f"the weights of {path} are quantized, and cannot be read one parameter at a time: {error} Give the "
                 "folder of the unquantized model."
@@ -388,9 +392,9 @@ def load_whole(
     try:
         model, info = load(dtype or "auto")
         if dtype is not None:
-            take_parameters(model, load("auto")[0])
+            replace_parameters(model, load("auto")[0])
     except Exception as error:  # SafetensorError, OSError, RuntimeError, ...: any fault in a file
-        raise ConfigError(f"the weights of {path} cannot be read: {_brief(error)}") from error
+        raise ConfigError(f"the weights of {path} cannot be read: {_shorten_error(error)}") from error
     state = model.state_dict()
     missing = {name: tuple(state[name].shape) for name in sorted(info["missing_keys"])}
     _check_complete(model, path, missing)
@@ -402,11 +406,11 @@ def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) ->
     """Raise ConfigError if the folder lacks base model parameters."""
     prefix = getattr(model, "base_model_prefix", "")
     has_head = bool(prefix) and hasattr(model, prefix)
-    lacking = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
-    if lacking:
+    required = [name for name in missing if not has_head or name.startswith(f"{prefix}.")]
+    if required:
         raise ConfigError(
-            f"the weights of {path} lack {counted(len(lacking), 'parameter')} of {type(model).__name__}, for example "
-            f"{lacking[0]}; give a folder with all weights, or set --model.init random."
+            f"the weights of {path} lack {counted(len(required), 'parameter')} of {type(model).__name__}, for example "
+            f"{required[0]}; give a folder with all weights, or set --model.init random."
         )
 
 
@@ -417,14 +421,14 @@ def _notes(report: LoadReport) -> Iterator[str]:
             f"{name} grows from {old[0]:,} to {new[0]:,} rows, for tokens that were added to the tokenizer; each new "
             "row is the mean of the others."
         )
-    for names, what in (
+    for names, description in (
         (report.untied, "not tied, although the configuration ties them: their values in the files differ"),
         (report.missing, "not in the files, and initialised at random"),
         (report.unexpected, "not read: the model has no place for them"),
     ):
         if names:
-            some = ", ".join(list(names)[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
-            yield f"{len(names)} of the weights are {what} ({some})."
+            examples = ", ".join(list(names)[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
+            yield f"{len(names)} of the weights are {description} ({examples})."
 
 
 @contextmanager

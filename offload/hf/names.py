@@ -55,38 +55,40 @@ class Conversion:
         self._model, self._first, self._rule, self._members = model, first, rule, members
         self.sources = tuple(name for name, _ in members)
         self.is_identity = rule is None
-        everything = range(len(members))
+        indices = range(len(members))
         try:
-            whole = self._convert(everything, (tensors[name] for name in self.sources))
+            whole = self._convert(indices, (tensors[name] for name in self.sources))
         except (AttributeError, TypeError) as error:
             raise CannotStream(f"{first} cannot be made separately: {type(error).__name__}: {error}") from error
         except Exception as error:  # an operation rejects misfit tensors
-            raise ValueError(f"{_some(self.sources)} cannot become {first}: {type(error).__name__}: {error}") from error
-        self._names = {said: rename(said) for said in whole}
-        self.outputs: dict[str, Shape] = {self._names[said]: tuple(value.shape) for said, value in whole.items()}
-        self._rows_of = () if rule is None else _rows_of(rule, members)
-        self.is_stacked = bool(self._rows_of) and self._makes_rows(tensors)
-        self.rows, self.is_cut = len(self._rows_of) if self.is_stacked else 0, False
-        if rule is not None and len(members) == 1 and _cuts_rows(rule):
+            raise ValueError(
+                f"{_describe_names(self.sources)} cannot become {first}: {type(error).__name__}: {error}"
+            ) from error
+        self._names = {key: rename(key) for key in whole}
+        self.outputs: dict[str, Shape] = {self._names[key]: tuple(value.shape) for key, value in whole.items()}
+        self._row_members = () if rule is None else _find_row_members(rule, members)
+        self.is_stacked = bool(self._row_members) and self._stacks_rows(tensors)
+        self.rows, self.is_cut = len(self._row_members) if self.is_stacked else 0, False
+        if rule is not None and len(members) == 1 and _is_row_split(rule):
             rows = len(tensors[self.sources[0]])
-            parts, said = list(self._convert((0,), [tensors[self.sources[0]][:1]])), list(whole)
-            if len(said) == rows * len(parts) and said[::rows] == parts:
+            parts, key = list(self._convert((0,), [tensors[self.sources[0]][:1]])), list(whole)
+            if len(key) == rows * len(parts) and key[::rows] == parts:
                 self.rows, self.is_cut = rows, True
 
     @staticmethod
     def identity(name: str, shape: Shape) -> Conversion:
         """Return the conversion for an unchanged tensor."""
         meta = torch.empty(shape, device="meta")
-        return Conversion(None, name, None, [(name, None)], {name: meta}, lambda said: said)
+        return Conversion(None, name, None, [(name, None)], {name: meta}, lambda key: key)
 
     def run(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert all sources. Tensors are consumed one at a time; an operation frees each source after use."""
-        made = self._convert(range(len(self._members)), tensors)
-        return {self._names[said]: value for said, value in made.items()}
+        outputs = self._convert(range(len(self._members)), tensors)
+        return {self._names[key]: value for key, value in outputs.items()}
 
     def row_sources(self, row: int) -> tuple[str, ...]:
         """Return the sources for one row in a stacked output."""
-        return tuple(self.sources[number] for number in self._rows_of[row])
+        return tuple(self.sources[number] for number in self._row_members[row])
 
     @property
     def joins_rows(self) -> bool:
@@ -96,7 +98,7 @@ class Conversion:
 
     def make_row(self, row: int, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return one row in the stack, from the tensors in `row_sources(row)`."""
-        (value,) = self._convert(self._rows_of[row], tensors).values()
+        (value,) = self._convert(self._row_members[row], tensors).values()
         return value[0]
 
     def cut_row(self, row: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -105,41 +107,41 @@ class Conversion:
         values = self._convert((0,), [tensor.unsqueeze(0)]).values()
         return {names[part * self.rows + row]: value for part, value in enumerate(values)}
 
-    def _convert(self, numbers: Sequence[int], tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _convert(self, indices: Sequence[int], tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert the members with these indices, as transformers does for all members."""
-        given = iter(tensors)
+        remaining = iter(tensors)
         if self._rule is None:
-            return {self._first: next(given)}
+            return {self._first: next(remaining)}
         rule = deepcopy(self._rule)
-        for number in numbers:
-            name, pattern = self._members[number]
-            rule.add_tensor(self._first, name, pattern, next(given))
-        made = rule.convert(self._first, model=self._model, config=self._model.config)
-        return {said: value[0] if isinstance(value, list) else value for said, value in made.items()}
+        for index in indices:
+            name, pattern = self._members[index]
+            rule.add_tensor(self._first, name, pattern, next(remaining))
+        outputs = rule.convert(self._first, model=self._model, config=self._model.config)
+        return {key: value[0] if isinstance(value, list) else value for key, value in outputs.items()}
 
-    def _makes_rows(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def _stacks_rows(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         if len(self.outputs) != 1:
             return False
         (shape,) = self.outputs.values()
-        (row,) = self._convert(self._rows_of[0], (tensors[name] for name in self.row_sources(0))).values()
-        return (len(self._rows_of), *row.shape[1:]) == shape and len(row) == 1
+        (row,) = self._convert(self._row_members[0], (tensors[name] for name in self.row_sources(0))).values()
+        return (len(self._row_members), *row.shape[1:]) == shape and len(row) == 1
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadingPlan:
     """Plan for reading a folder into a model. `unexpected` maps unused tensors to the model name after renaming."""
 
     conversions: list[Conversion]
     unexpected: dict[str, str]
 
 
-def plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Reading:
+def plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ReadingPlan:
     """Plan the conversions in `from_pretrained` for the folder tensors `tensors` (on `meta`).
 
     Like transformers, record the used rules in the model, for reversal by `save_pretrained`. Raises CannotStream, and
     ValueError if tensors in a group do not fit each other.
     """
-    loading, mapping = _internals()
+    loading, mapping = _transformers_modules()
     try:
         return _plan_reading(model, tensors, loading, mapping)
     except (AttributeError, KeyError, TypeError) as error:
@@ -149,12 +151,12 @@ def plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Readi
         ) from error
 
 
-def _plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor], loading: Any, mapping: Any) -> Reading:
+def _plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor], loading: Any, mapping: Any) -> ReadingPlan:
     state = model.state_dict()
     rules = mapping.get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
-    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    rule_by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix = model.base_model_prefix
     groups: dict[str, list[tuple[str, str | None]]] = {}
     unexpected: dict[str, str] = {}
@@ -168,13 +170,13 @@ def _plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor], loading
             unexpected[name] = renamed
     model._weight_conversions = [rule for rule in rules if rule.was_used()]  # type: ignore[assignment]
     conversions = []
-    for first, members in groups.items():
+    for target, members in groups.items():
         if any(pattern is None for _, pattern in members):
             members = members[:1]  # transformers takes the first tensor if several map to one name
         pattern = members[0][1]
-        rule = None if pattern is None else of_pattern[pattern]
-        conversions.append(Conversion(model, first, rule, members, tensors, lambda said: said))
-    return Reading(conversions, unexpected)
+        rule = None if pattern is None else rule_by_pattern[pattern]
+        conversions.append(Conversion(model, target, rule, members, tensors, lambda key: key))
+    return ReadingPlan(conversions, unexpected)
 
 
 def plan_writing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Conversion], list[str]]:
@@ -184,7 +186,7 @@ def plan_writing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple
     transformers' order, which decides the assignment to files. The plan is checked against transformers' result for all
     tensors. Raises CannotStream.
     """
-    loading, _ = _internals()
+    loading, _ = _transformers_modules()
     try:
         return _plan_writing(model, tensors, loading)
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -201,32 +203,32 @@ def _plan_writing(
     rules = [rule.reverse_transform() for rule in reversed(_used_rules(model))]
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
-    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    rule_by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     groups: dict[str, list[tuple[str, str | None]]] = {}
-    final: dict[str, str] = {}
+    final_names: dict[str, str] = {}
     for name in sorted(tensors, key=loading.dot_natural_key):
         renamed, pattern = loading.rename_source_key(name, [], converters)
         if pattern is None:
             renamed = loading.rename_source_key(name, renamings, [])[0]
-            final[renamed] = renamed
+            final_names[renamed] = renamed
         groups.setdefault(renamed, []).append((name, pattern))
 
-    def rename(said: str) -> str:
-        return final.get(said) or loading.rename_source_key(said, renamings, [])[0]
+    def rename(key: str) -> str:
+        return final_names.get(key) or loading.rename_source_key(key, renamings, [])[0]
 
     conversions = []
-    for first, members in groups.items():
+    for target, members in groups.items():
         pattern = members[0][1]
-        rule = None if pattern is None else of_pattern[pattern]
-        conversions.append(Conversion(model, first, rule, members, tensors, rename))
-    made = {name: shape for conversion in conversions for name, shape in conversion.outputs.items()}
-    if made != {name: tuple(tensor.shape) for name, tensor in whole.items()}:
+        rule = None if pattern is None else rule_by_pattern[pattern]
+        conversions.append(Conversion(model, target, rule, members, tensors, rename))
+    shapes = {name: shape for conversion in conversions for name, shape in conversion.outputs.items()}
+    if shapes != {name: tuple(tensor.shape) for name, tensor in whole.items()}:
         raise ValueError("reading the weights in parts results in other names or shapes than reading them at once")
     order = {name: position for position, name in enumerate(tensors)}
     return sorted(conversions, key=lambda conversion: order[conversion.sources[0]]), list(whole)
 
 
-def untied(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def drop_tied(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the meta tensors `tensors` without tied names dropped by `save_pretrained`.
 
     Raises CannotStream.
@@ -240,17 +242,17 @@ def untied(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torc
         raise CannotStream(f"the tied weights of {type(model).__name__} cannot be determined: {error}") from error
 
 
-def separate(model: nn.Module, name: str) -> None:
+def untie(model: nn.Module, name: str) -> None:
     """Give a tied parameter separate, unfilled memory."""
     owner, _, key = name.rpartition(".")
     tied = model.get_parameter(name)
-    value = torch.empty(tied.shape, dtype=tied.dtype)
-    model.get_submodule(owner)._parameters[key] = nn.Parameter(value, tied.requires_grad)
+    values = torch.empty(tied.shape, dtype=tied.dtype)
+    model.get_submodule(owner)._parameters[key] = nn.Parameter(values, tied.requires_grad)
     tied_names_of: Any = model.all_tied_weights_keys
     tied_names_of.pop(name)
 
 
-def conversions_used(model: nn.Module) -> dict[str, Any]:
+def describe_conversions(model: nn.Module) -> dict[str, Any]:
     """Return the load decisions needed for saving, as a JSON object.
 
     The configuration does not contain them: conversion rules used by `plan_reading`, and tied weights with separate
@@ -259,33 +261,33 @@ def conversions_used(model: nn.Module) -> dict[str, Any]:
     if not isinstance(model, transformers.PreTrainedModel):
         return {}
     rules: Any = getattr(model, "_weight_conversions", None)
-    now, by_configuration = tied_names(model), model.get_expanded_tied_weights_keys(all_submodels=True)
+    ties, configured_ties = tied_names(model), model.get_expanded_tied_weights_keys(all_submodels=True)
     return {
         "rules": None if rules is None else [_description(rule) for rule in rules],
-        "untied": sorted(by_configuration.keys() - now.keys()),
+        "untied": sorted(configured_ties.keys() - ties.keys()),
     }
 
 
-def use_conversions(model: nn.Module, used: Mapping[str, Any]) -> None:
-    """Apply the result of `conversions_used` from another model to a model fresh from the configuration.
+def apply_conversions(model: nn.Module, description: Mapping[str, Any]) -> None:
+    """Apply the result of `describe_conversions` from another model to a model fresh from the configuration.
 
     Tied weights with separate values get separate memory, and saving uses the original tensor names. Raises
     CannotStream if transformers lacks a used rule.
     """
-    for name in used.get("untied", ()):
-        separate(model, name)
-    if used.get("rules") is None:
+    for name in description.get("untied", ()):
+        untie(model, name)
+    if description.get("rules") is None:
         return
-    _, mapping = _internals()
+    _, mapping = _transformers_modules()
     known = {json.dumps(_description(rule)): rule for rule in mapping.get_model_conversion_mapping(model)}
-    wanted = [json.dumps(description) for description in used["rules"]]
-    lacking = [description for description in wanted if description not in known]
-    if lacking:
+    rule_keys = [json.dumps(rule_key) for rule_key in description["rules"]]
+    missing = [rule_key for rule_key in rule_keys if rule_key not in known]
+    if missing:
         raise CannotStream(
             f"the weights of {type(model).__name__} were read by a conversion that transformers "
-            f"{transformers.__version__} does not have: {lacking[0]}."
+            f"{transformers.__version__} does not have: {missing[0]}."
         )
-    model._weight_conversions = [known[description] for description in wanted]  # type: ignore[assignment]
+    model._weight_conversions = [known[rule_key] for rule_key in rule_keys]  # type: ignore[assignment]
 
 
 def _description(rule: Any) -> list[Any]:
@@ -297,13 +299,15 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def expected(model: nn.Module, missing: set[str], unexpected: dict[str, str]) -> tuple[set[str], dict[str, str]]:
-    """Return `missing` and `unexpected` (as in `Reading`) without names the model declares unimportant."""
+def drop_unimportant(
+    model: nn.Module, missing: set[str], unexpected: dict[str, str]
+) -> tuple[set[str], dict[str, str]]:
+    """Return `missing` and `unexpected` (as in `ReadingPlan`) without names the model declares unimportant."""
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected.values()))
     adjust: Any = getattr(model, "_adjust_missing_and_unexpected_keys", None)
     if adjust is not None:
         adjust(info)
-    return info.missing_keys, {name: said for name, said in unexpected.items() if said in info.unexpected_keys}
+    return info.missing_keys, {name: renamed for name, renamed in unexpected.items() if renamed in info.unexpected_keys}
 
 
 def stays_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
@@ -319,11 +323,11 @@ def stays_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], b
     }
     if not patterns:
         return lambda _name: False
-    found = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
-    return lambda name: found.search(name) is not None
+    expression = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
+    return lambda name: expression.search(name) is not None
 
 
-def settle_buffers(model: nn.Module) -> None:
+def recompute_buffers(model: nn.Module) -> None:
     """Recompute non-persistent buffers in fp32, like `from_pretrained`.
 
     A model made in bf16 would otherwise have rounded position tables (codegen). Call under a DeferredInit, which
@@ -341,7 +345,7 @@ def settle_buffers(model: nn.Module) -> None:
         settle(model, None)
 
 
-def _internals() -> tuple[Any, Any]:
+def _transformers_modules() -> tuple[Any, Any]:
     """Return transformers' modules for conversion rules. Raises CannotStream if a needed function is missing."""
     try:
         from transformers import conversion_mapping, core_model_loading
@@ -362,28 +366,28 @@ def _internals() -> tuple[Any, Any]:
 
 def _used_rules(model: nn.Module) -> Sequence[Any]:
     """Return the rules reversed by `save_pretrained`: the rules used at load, or else the family rules."""
-    loading, mapping = _internals()
+    loading, mapping = _transformers_modules()
     rules: Any = getattr(model, "_weight_conversions", None)
     if rules is not None:
         return rules
-    found = mapping.get_model_conversion_mapping(model, add_legacy=False)
-    return [rule for rule in found if not isinstance(rule, loading.PrefixChange)]
+    family_rules = mapping.get_model_conversion_mapping(model, add_legacy=False)
+    return [rule for rule in family_rules if not isinstance(rule, loading.PrefixChange)]
 
 
-def _rows_of(rule: Any, members: Sequence[tuple[str, str | None]]) -> tuple[tuple[int, ...], ...]:
+def _find_row_members(rule: Any, members: Sequence[tuple[str, str | None]]) -> tuple[tuple[int, ...], ...]:
     """Return the members for each stack row. Empty if an operation after stacking mixes rows."""
     merge, *rest = rule.operations
     if type(merge).__name__ != "MergeModulelist" or merge.dim != 0 or not all(map(_is_within_rows, rest)):
         return ()
-    lists: dict[str | None, list[int]] = {}
-    for number, (_, pattern) in enumerate(members):
-        lists.setdefault(pattern, []).append(number)
-    if len({len(each) for each in lists.values()}) != 1:
+    members_by_pattern: dict[str | None, list[int]] = {}
+    for index, (_, pattern) in enumerate(members):
+        members_by_pattern.setdefault(pattern, []).append(index)
+    if len({len(each) for each in members_by_pattern.values()}) != 1:
         return ()
-    return tuple(zip(*lists.values(), strict=True))
+    return tuple(zip(*members_by_pattern.values(), strict=True))
 
 
-def _cuts_rows(rule: Any) -> bool:
+def _is_row_split(rule: Any) -> bool:
     """Return whether the rule cuts a stack into rows, with earlier operations only within rows."""
     *before, split = rule.operations
     return type(split).__name__ == "SplitModulelist" and split.dim == 0 and all(map(_is_within_rows, before))
@@ -396,5 +400,5 @@ def _is_within_rows(operation: Any) -> bool:
     return name in ("Concatenate", "Chunk") and operation.dim > 0 and operation.num_shards_attribute is None
 
 
-def _some(names: Sequence[str]) -> str:
+def _describe_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -17,10 +17,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from offload.errors import ConfigError
-from offload.hf.safetensors_file import Entry, TensorFile
+from offload.hf.safetensors_file import TensorEntry, TensorFile
 from offload.layout import quantized as codec
 from offload.layout.codecs import dynamic_map, nf4_levels
-from offload.layout.quantized import Grid, Quantized, StoredNf4, rounding
+from offload.layout.quantized import BitsandbytesNf4Codec, FileCodec, TiledCodec, rounding
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes of unquantized weights."""
@@ -32,7 +32,7 @@ _KNOWN = (
 
 
 @dataclass(frozen=True)
-class Member:
+class MemberTensor:
     """One tensor in a file, holding a part of a quantized weight."""
 
     file: TensorFile
@@ -52,10 +52,10 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Part:
+class RecordPart:
     """A tensor as a sequence of equal byte groups, one group for each record."""
 
-    of: Member
+    tensor: MemberTensor
     num_bytes: int
 
     def read(self, first: int, last: int) -> torch.Tensor:
@@ -63,15 +63,15 @@ class Part:
 
         Raises DiskError.
         """
-        width = self.of.dtype.itemsize
-        begin, end = (min(each * self.num_bytes // width, math.prod(self.of.shape)) for each in (first, last))
-        found = self.of.file.read(self.of.key, begin, end).view(torch.uint8)
-        lacking = (last - first) * self.num_bytes - len(found)
-        return torch.nn.functional.pad(found, (0, lacking)).view(-1, self.num_bytes)
+        width = self.tensor.dtype.itemsize
+        begin, end = (min(each * self.num_bytes // width, math.prod(self.tensor.shape)) for each in (first, last))
+        values = self.tensor.file.read(self.tensor.key, begin, end).view(torch.uint8)
+        num_missing = (last - first) * self.num_bytes - len(values)
+        return torch.nn.functional.pad(values, (0, num_missing)).view(-1, self.num_bytes)
 
 
 @dataclass(frozen=True)
-class Same:
+class SharedPart:
     """Bytes shared by all records."""
 
     values: torch.Tensor
@@ -82,14 +82,14 @@ class Same:
 
 
 @dataclass
-class TensorInCodes:
+class QuantizedTensor:
     """A quantized weight assembled from several file tensors. Reads like a file tensor with dequantized values."""
 
-    codec: Quantized
-    parts: Sequence[Part | Same]
-    entries: dict[str, Entry]
+    codec: FileCodec
+    parts: Sequence[RecordPart | SharedPart]
+    entries: dict[str, TensorEntry]
     """Weight name -> dtype and shape."""
-    _begun: tuple[tuple[int, int], torch.Tensor] | None = field(default=None, repr=False)
+    _cache: tuple[tuple[int, int], torch.Tensor] | None = field(default=None, repr=False)
 
     def records(self, begin: int, end: int) -> torch.Tensor:
         """Return the records for elements `begin` to `end` in the flat weight, uint8, flat. Raises DiskError."""
@@ -111,37 +111,39 @@ class TensorInCodes:
         end = numel if end is None else end
         first, last = begin // block, -(-end // block)
         low, high = first * block, min(last * block, numel)
-        if self._begun is None or self._begun[0] != (low, high):
-            self._begun = (low, high), self.codec.read(self.records(low, high), slice(0, high - low), entry.dtype)
-        values = self._begun[1][begin - low : end - low].clone()
+        if self._cache is None or self._cache[0] != (low, high):
+            self._cache = (low, high), self.codec.read(self.records(low, high), slice(0, high - low), entry.dtype)
+        values = self._cache[1][begin - low : end - low].clone()
         if end == high:
-            self._begun = None
+            self._cache = None
         return values
 
-    def over(self, again: Callable[[TensorFile], TensorFile]) -> TensorInCodes:
-        """Return the same weight with reopened files. `again` maps each file to the new one. Raises DiskError."""
+    def reopen_files(self, reopen: Callable[[TensorFile], TensorFile]) -> QuantizedTensor:
+        """Return the same weight with reopened files. `reopen` maps each file to the new one. Raises DiskError."""
         parts = [
-            Part(Member(again(part.of.file), part.of.key), part.num_bytes) if isinstance(part, Part) else part
+            RecordPart(MemberTensor(reopen(part.tensor.file), part.tensor.key), part.num_bytes)
+            if isinstance(part, RecordPart)
+            else part
             for part in self.parts
         ]
-        return TensorInCodes(self.codec, parts, self.entries)
+        return QuantizedTensor(self.codec, parts, self.entries)
 
     def close(self) -> None:
         """Close the files."""
         for part in self.parts:
-            if isinstance(part, Part):
-                part.of.file.close()
+            if isinstance(part, RecordPart):
+                part.tensor.file.close()
 
 
-def quantization_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     """Return the quantization settings in a configuration. None: not quantized."""
-    given: Any = getattr(config, "quantization_config", None)
-    if given is None:
+    settings: Any = getattr(config, "quantization_config", None)
+    if settings is None:
         return None
-    return given if isinstance(given, dict) else given.to_dict()
+    return settings if isinstance(settings, dict) else settings.to_dict()
 
 
-def unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
+def remove_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     """Remove the quantization settings from a configuration, in place, and return the configuration."""
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
@@ -149,17 +151,17 @@ def unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def method_of(quantization: Mapping[str, Any]) -> str:
+def quantization_method(quantization: Mapping[str, Any]) -> str:
     """Return the quantization method name."""
-    found = quantization.get("quant_method")
-    return str(getattr(found, "value", found) or "quantization_config")
+    method = quantization.get("quant_method")
+    return str(getattr(method, "value", method) or "quantization_config")
 
 
-def refuse_training(name: str, how: str) -> ConfigError:
+def untrainable_error(name: str, method: str) -> ConfigError:
     """Return the error for quantized weights that would be trained."""
     return ConfigError(
-        f"{name} is quantized in the model's folder ({how}) but not frozen: most updates are smaller than the distance "
-        "between two quantized values, and would be lost. Train an adapter over it (--lora.rank 16, or "
+        f"{name} is quantized in the model's folder ({method}) but not frozen: most updates are smaller than the "
+        "distance between two quantized values, and would be lost. Train an adapter over it (--lora.rank 16, or "
         "requires_grad=False before Engine()), or give the folder of the unquantized model."
     )
 
@@ -167,7 +169,7 @@ def refuse_training(name: str, how: str) -> ConfigError:
 class Format(ABC):
     """Storage format: how file tensors form quantized weights."""
 
-    mark: str
+    marker: str
     """Tensor name suffix found for every quantized weight."""
     members: tuple[str, ...]
     """Name suffixes for all tensors in a weight."""
@@ -176,12 +178,12 @@ class Format(ABC):
 
     def __init__(self, quantization: Mapping[str, Any]) -> None:
         """`quantization`: settings from the configuration. Raises ConfigError with the unsupported feature."""
-        self._said = quantization
+        self._quantization = quantization
 
     @abstractmethod
-    def made_of(
-        self, its: Mapping[str, Member], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
+    def assemble(
+        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
         """Return shape, codec and record parts for a weight.
 
         Arguments: the tensors by name suffix, and the model dtype. Raises ConfigError, DiskError.
@@ -191,92 +193,96 @@ class Format(ABC):
 class BlockFp8(Format):
     """fp8 with a scale for each matrix block, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3)."""
 
-    mark, members = ".weight_scale_inv", (".weight", ".weight_scale_inv")
+    marker, members = ".weight_scale_inv", (".weight", ".weight_scale_inv")
 
-    def made_of(
-        self, its: Mapping[str, Member], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
-        codes, scales = its[".weight"], its[".weight_scale_inv"]
-        block = self._said.get("weight_block_size")
-        return _grid("block fp8", codec.FLOAT8, codes, codes.shape, scales, block, (dtype,))
+    def assemble(
+        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+        codes, scales = tensors[".weight"], tensors[".weight_scale_inv"]
+        block = self._quantization.get("weight_block_size")
+        return _assemble_grid("block fp8", codec.FLOAT8, codes, codes.shape, scales, block, (dtype,))
 
 
 class GptOss(Format):
     """mxfp4 for all experts in a layer at once, with each matrix transposed."""
 
-    mark, members, weight = "_blocks", ("_blocks", "_scales"), ""
+    marker, members, weight = "_blocks", ("_blocks", "_scales"), ""
 
-    def made_of(
-        self, its: Mapping[str, Member], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
-        codes, exponents = its["_blocks"], its["_scales"]
+    def assemble(
+        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+        codes, exponents = tensors["_blocks"], tensors["_scales"]
         if len(codes.shape) != 4 or codes.shape[3] != 16 or codes.shape[:3] != exponents.shape:
-            raise _unknown(codes, f"has shape {list(codes.shape)}, not [experts, columns, blocks, 16]")
+            raise _unsupported_error(codes, f"has shape {list(codes.shape)}, not [experts, columns, blocks, 16]")
         num, columns, blocks, _ = codes.shape
-        found = codec.Mxfp4(32 * blocks, columns, rounding(dtype))
-        parts = [Part(member, size) for member, size in zip((exponents, codes), found.fields, strict=True)]
-        return (num, found.rows, columns), found, parts
+        mxfp4 = codec.Mxfp4Codec(32 * blocks, columns, rounding(dtype))
+        parts = [RecordPart(member, size) for member, size in zip((exponents, codes), mxfp4.fields, strict=True)]
+        return (num, mxfp4.rows, columns), mxfp4, parts
 
 
 class BitsAndBytes(Format):
     """nf4 (QLoRA, arXiv:2305.14314), with block magnitudes quantized (double quantization) or in fp32."""
 
-    mark = ".weight.quant_state.bitsandbytes__nf4"
+    marker = ".weight.quant_state.bitsandbytes__nf4"
     members = (
         ".weight",
         ".weight.absmax",
         ".weight.quant_map",
         ".weight.nested_absmax",
         ".weight.nested_quant_map",
-        mark,
+        marker,
     )
 
     def __init__(self, quantization: Mapping[str, Any]) -> None:
         super().__init__(quantization)
-        kind = quantization.get("bnb_4bit_quant_type", "fp4") if quantization.get("load_in_4bit") else "int8"
-        if kind != "nf4":
-            raise ConfigError(f"as {kind} of bitsandbytes")
+        quant_type = quantization.get("bnb_4bit_quant_type", "fp4") if quantization.get("load_in_4bit") else "int8"
+        if quant_type != "nf4":
+            raise ConfigError(f"as {quant_type} of bitsandbytes")
 
-    def made_of(
-        self, its: Mapping[str, Member], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
-        codes, state = its[".weight"], json.loads(bytes(its[self.mark].value().tolist()))
+    def assemble(
+        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+        codes, state = tensors[".weight"], json.loads(bytes(tensors[self.marker].value().tolist()))
         shape = tuple(state["shape"])
         rounds = rounding(getattr(torch, state["dtype"]), dtype)
         sizes = state["blocksize"], state.get("nested_blocksize", 256)
-        tables = [(its[".weight.quant_map"], nf4_levels())]
-        if ".weight.nested_quant_map" in its:
-            tables.append((its[".weight.nested_quant_map"], dynamic_map()))
+        tables = [(tensors[".weight.quant_map"], nf4_levels())]
+        if ".weight.nested_quant_map" in tensors:
+            tables.append((tensors[".weight.nested_quant_map"], dynamic_map()))
         if sizes != (64, 256) or not all(
             torch.allclose(member.value(), table, rtol=1e-6, atol=1e-9) for member, table in tables
         ):
-            raise _unknown(
+            raise _unsupported_error(
                 codes,
                 f"has blocks of {sizes[0]} and {sizes[1]} values, where only 64 and 256 with QLoRA's tables are "
                 "supported",
             )
         if len(tables) == 1:
-            found = Grid("nf4", codec.NF4, 256, 64, (1, 64), torch.float32, rounds)
-            return shape, found, [Part(its[".weight.absmax"], found.fields[0]), Part(codes, found.fields[1])]
-        members = codes, its[".weight.absmax"], its[".weight.nested_absmax"]
-        nested = StoredNf4(rounds)
-        parts = [Part(member, size) for member, size in zip(members, nested.fields[:3], strict=True)]
+            grid = TiledCodec("nf4", codec.NF4, 256, 64, (1, 64), torch.float32, rounds)
+            return (
+                shape,
+                grid,
+                [RecordPart(tensors[".weight.absmax"], grid.fields[0]), RecordPart(codes, grid.fields[1])],
+            )
+        members = codes, tensors[".weight.absmax"], tensors[".weight.nested_absmax"]
+        nested = BitsandbytesNf4Codec(rounds)
+        parts = [RecordPart(member, size) for member, size in zip(members, nested.fields[:3], strict=True)]
         offset = torch.tensor([state["nested_offset"]], dtype=torch.float32).view(torch.uint8)
-        return shape, nested, [*parts, Same(offset)]
+        return shape, nested, [*parts, SharedPart(offset)]
 
 
 class CompressedTensors(Format):
     """Integers or fp8 with a scale for each row group, row, block or matrix."""
 
-    mark = ".weight_scale"
-    members = (".weight", ".weight_packed", ".weight_shape", ".weight_zero_point", mark)
+    marker = ".weight_scale"
+    members = (".weight", ".weight_packed", ".weight_shape", ".weight_zero_point", marker)
 
     def __init__(self, quantization: Mapping[str, Any]) -> None:
         super().__init__(quantization)
         groups = quantization.get("config_groups") or {}
         self._blocks = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
-        told = {group.get("format") or quantization.get("format") for group in groups.values()}
-        for format_ in sorted(map(str, told or {quantization.get("format")})):
+        formats = {group.get("format") or quantization.get("format") for group in groups.values()}
+        for format_ in sorted(map(str, formats or {quantization.get("format")})):
             if format_ not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
                 raise ConfigError(f"as {format_} of compressed-tensors")
         for group in groups.values():
@@ -284,35 +290,37 @@ class CompressedTensors(Format):
             if not weights.get("symmetric", True):
                 raise ConfigError("as integers with zero points (asymmetric) of compressed-tensors")
             if weights.get("num_bits", 8) not in (4, 8) or weights.get("actorder"):
-                how = "with actorder" if weights.get("actorder") else f"with {weights['num_bits']} bits"
-                raise ConfigError(f"{how} of compressed-tensors")
+                feature = "with actorder" if weights.get("actorder") else f"with {weights['num_bits']} bits"
+                raise ConfigError(f"{feature} of compressed-tensors")
 
-    def made_of(
-        self, its: Mapping[str, Member], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
-        scales = its[self.mark]
-        if ".weight_zero_point" in its and its[".weight_zero_point"].value().any():
-            raise _unknown(its[".weight_zero_point"], "has a zero point other than 0")
+    def assemble(
+        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+        scales = tensors[self.marker]
+        if ".weight_zero_point" in tensors and tensors[".weight_zero_point"].value().any():
+            raise _unsupported_error(tensors[".weight_zero_point"], "has a zero point other than 0")
         rounds = scales.dtype, dtype
-        if ".weight_packed" not in its:
-            codes = its[".weight"]
-            numbers: codec.Numbers = codec.FLOAT8 if codes.dtype == torch.float8_e4m3fn else codec.INT8
+        if ".weight_packed" not in tensors:
+            codes = tensors[".weight"]
+            numbers: codec.NumberFormat = codec.FLOAT8 if codes.dtype == torch.float8_e4m3fn else codec.INT8
             if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
-                raise _unknown(
+                raise _unsupported_error(
                     codes, f"has dtype {codes.dtype} with a scale, where only int8 and float8_e4m3fn are supported"
                 )
             block = next(filter(None, self._blocks), None)
-            return _grid(f"{numbers.said} (compressed-tensors)", numbers, codes, codes.shape, scales, block, rounds)
-        codes, shape = its[".weight_packed"], tuple(its[".weight_shape"].value().tolist())
+            return _assemble_grid(
+                f"{numbers.label} (compressed-tensors)", numbers, codes, codes.shape, scales, block, rounds
+            )
+        codes, shape = tensors[".weight_packed"], tuple(tensors[".weight_shape"].value().tolist())
         bits = 32 * codes.shape[-1] // shape[-1]
         if shape[-1] % 8 or bits not in (4, 8):
-            raise _unknown(
+            raise _unsupported_error(
                 codes,
                 f"has rows of {shape[-1]} values in {codes.shape[-1]} words, where only 4 or 8 bits a value are "
                 "supported",
             )
         numbers = codec.INT4 if bits == 4 else codec.PACKED8
-        return _grid(f"{numbers.said} (compressed-tensors)", numbers, codes, shape, scales, None, rounds)
+        return _assemble_grid(f"{numbers.label} (compressed-tensors)", numbers, codes, shape, scales, None, rounds)
 
 
 FORMATS: dict[str, type[Format]] = {
@@ -324,50 +332,54 @@ FORMATS: dict[str, type[Format]] = {
 """Storage formats by `quant_method` in the configuration."""
 
 
-def _grid(
-    said: str,
-    numbers: codec.Numbers,
-    codes: Member,
+def _assemble_grid(
+    label: str,
+    numbers: codec.NumberFormat,
+    codes: MemberTensor,
     shape: tuple[int, ...],
-    scales: Member,
+    scales: MemberTensor,
     block: Sequence[int] | None,
     rounds: Sequence[torch.dtype],
-) -> tuple[tuple[int, ...], Quantized, Sequence[Part | Same]]:
-    """Return the same triple as `Format.made_of`, for codes [.., rows, columns] and one scale per tile.
+) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+    """Return the same triple as `Format.assemble`, for codes [.., rows, columns] and one scale per tile.
 
     `block`: rows and columns per tile in the configuration; they need not divide the matrix. None: equal tiles.
     """
     rows, width = math.prod(shape[:-1]), shape[-1]
-    is_one = math.prod(scales.shape) == 1
-    grid = (1, 1) if is_one else (math.prod(scales.shape[:-1]), scales.shape[-1])
-    tile = (_ROWS, width) if is_one else (rows // grid[0], width // grid[1])
-    if block and not is_one and (-(-rows // block[0]), -(-width // block[1])) == grid:
+    is_per_matrix = math.prod(scales.shape) == 1
+    grid = (1, 1) if is_per_matrix else (math.prod(scales.shape[:-1]), scales.shape[-1])
+    tile = (_ROWS, width) if is_per_matrix else (rows // grid[0], width // grid[1])
+    if block and not is_per_matrix and (-(-rows // block[0]), -(-width // block[1])) == grid:
         tile = block[0], block[1]
-    elif not is_one and (rows % grid[0] or width % grid[1]):
-        raise _unknown(
+    elif not is_per_matrix and (rows % grid[0] or width % grid[1]):
+        raise _unsupported_error(
             scales,
             f"has shape {list(scales.shape)} for a weight of shape {list(shape)}, not one for each of equal blocks",
         )
     if width % 2 or (len(shape) > 2 and shape[-2] % tile[0]):
-        raise _unknown(
+        raise _unsupported_error(
             codes, f"has shape {list(shape)}, where only an even width and whole blocks in each matrix are supported"
         )
     record = tile[0] * -(-_ROWS // tile[0])
-    found = Grid(said, numbers, record, width, tile, scales.dtype, rounding(*rounds))
-    its_scales = Same(scales.value().view(-1).view(torch.uint8)) if is_one else Part(scales, found.fields[0])
-    return shape, found, [its_scales, Part(codes, found.fields[1])]
+    codec_grid = TiledCodec(label, numbers, record, width, tile, scales.dtype, rounding(*rounds))
+    scale_part = (
+        SharedPart(scales.value().view(-1).view(torch.uint8))
+        if is_per_matrix
+        else RecordPart(scales, codec_grid.fields[0])
+    )
+    return shape, codec_grid, [scale_part, RecordPart(codes, codec_grid.fields[1])]
 
 
-def _unknown(member: Member, what: str) -> ConfigError:
+def _unsupported_error(member: MemberTensor, problem: str) -> ConfigError:
     return ConfigError(
-        f"the quantized tensor {member.key} in {member.file.path} {what}. Supported: {_KNOWN}. Give the folder of the "
-        "unquantized model."
+        f"the quantized tensor {member.key} in {member.file.path} {problem}. Supported: {_KNOWN}. Give the folder of "
+        "the unquantized model."
     )
 
 
-def format_of(folder: Path, quantization: Mapping[str, Any]) -> Format:
+def find_format(folder: Path, quantization: Mapping[str, Any]) -> Format:
     """Return the storage format for a quantized folder. Raises ConfigError for an unknown format."""
-    method = method_of(quantization)
+    method = quantization_method(quantization)
     try:
         if method not in FORMATS:
             raise ConfigError("in an unknown format")
@@ -381,7 +393,7 @@ def format_of(folder: Path, quantization: Mapping[str, Any]) -> Format:
 
 
 def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the reader for each weight in the files, by name: a TensorFile or a `TensorInCodes`.
+    """Return the reader for each weight in the files, by name: a TensorFile or a `QuantizedTensor`.
 
     Raises ConfigError, also for unknown formats, and DiskError.
     """
@@ -389,39 +401,39 @@ def open_folder(paths: Iterable[Path], folder: Path, quantization: Mapping[str, 
     for path in paths:
         file = TensorFile(path)
         files |= dict.fromkeys(file.entries, file)
-    found: dict[str, Any] = dict(files)
+    readers: dict[str, Any] = dict(files)
     if quantization is not None:
-        format_ = format_of(folder, quantization)
-        stems = [name.removesuffix(format_.mark) for name in files if name.endswith(format_.mark)]
-        its = {
-            stem: {end: Member(files[stem + end], stem + end) for end in format_.members if stem + end in files}
+        format_ = find_format(folder, quantization)
+        stems = [name.removesuffix(format_.marker) for name in files if name.endswith(format_.marker)]
+        members_by_stem = {
+            stem: {end: MemberTensor(files[stem + end], stem + end) for end in format_.members if stem + end in files}
             for stem in stems
         }
-        for member in (member for members in its.values() for member in members.values()):
-            del found[member.key]
-        dtype = model_dtype(folder, found)
-        for stem, members in its.items():
+        for member in (member for members in members_by_stem.values() for member in members.values()):
+            del readers[member.key]
+        dtype = model_dtype(folder, readers)
+        for stem, members in members_by_stem.items():
             try:
-                shape, codec_, parts = format_.made_of(members, dtype)
+                shape, codec_, parts = format_.assemble(members, dtype)
             except KeyError as error:
                 raise ConfigError(
-                    f"{folder} has {stem}{format_.mark} but no {stem}{error.args[0]}: download the folder again."
+                    f"{folder} has {stem}{format_.marker} but no {stem}{error.args[0]}: download the folder again."
                 ) from None
             name = stem + format_.weight
-            found[name] = TensorInCodes(codec_, parts, {name: Entry(dtype, shape, 0, 0)})
-    for name, file in found.items():
+            readers[name] = QuantizedTensor(codec_, parts, {name: TensorEntry(dtype, shape, 0, 0)})
+    for name, file in readers.items():
         dtype = file.entries[name].dtype
         if dtype.is_floating_point and dtype not in FLOATS:
-            why = (
+            reason = (
                 "its configuration does not name the format"
                 if quantization is None
                 else "no scales belong to this tensor"
             )
             raise ConfigError(
                 f"tensor {name} in {file.path} is {str(dtype).removeprefix('torch.')}: the model is quantized, but "
-                f"{why}. Supported: {_KNOWN}. Give the folder of the unquantized model."
+                f"{reason}. Supported: {_KNOWN}. Give the folder of the unquantized model."
             )
-    return found
+    return readers
 
 
 def model_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
@@ -429,17 +441,17 @@ def model_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
 
     Default: the dtype of the first weights. Raises ConfigError.
     """
-    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for each in (said, said.get("text_config") or {}):
-        found = getattr(torch, str(each.get("dtype") or each.get("torch_dtype") or "").removeprefix("torch."), None)
-        if isinstance(found, torch.dtype):
-            return found
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for each in (config, config.get("text_config") or {}):
+        dtype = getattr(torch, str(each.get("dtype") or each.get("torch_dtype") or "").removeprefix("torch."), None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
     return first_dtype(folder, files)
 
 
 def first_dtype(folder: Path, files: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of the first floating-point weights. Raises ConfigError."""
     dtypes = (file.entries[name].dtype for name, file in files.items())
-    if (found := next((dtype for dtype in dtypes if dtype in FLOATS), None)) is None:
+    if (first := next((dtype for dtype in dtypes if dtype in FLOATS), None)) is None:
         raise ConfigError(f"{folder} has no floating-point weights.")
-    return found
+    return first

@@ -25,32 +25,32 @@ from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import (
     CannotStream,
     Shape,
-    expected,
+    drop_unimportant,
     plan_reading,
-    separate,
-    settle_buffers,
+    recompute_buffers,
     stays_fp32,
     tied_names,
+    untie,
 )
 from offload.hf.quantized import (
-    TensorInCodes,
+    QuantizedTensor,
     first_dtype,
     open_folder,
-    quantization_of,
-    unquantized,
+    quantization_settings,
+    remove_quantization,
 )
 from offload.hf.sources import (
-    Fused,
-    Grown,
+    FusedSource,
+    GrownSource,
+    QuantizedSource,
+    QuantizedStackedSource,
+    QuantizedTensorSource,
     Source,
-    SourceInCodes,
-    Stacked,
-    StackedInCodes,
-    Whole,
-    WholeInCodes,
+    StackedSource,
+    TensorSource,
     are_equal,
 )
-from offload.layout.quantized import Quantized
+from offload.layout.quantized import FileCodec
 from offload.tiers.host import trim_heap
 
 
@@ -93,30 +93,30 @@ class FolderWeights:
             raise CannotStream(f"{type(model).__name__} has more than tensors in its state_dict.")
         self._sources, unexpected, shapes = find_sources(model, folder, self._files)
         grown = self._check_shapes(state, _embeddings(model) if grow else set())
-        self._settle_dtypes(state)
-        tied, untied = self._settle_ties(state)
+        self._resolve_dtypes(state)
+        tied, untied = self._resolve_ties(state)
         state = model.state_dict(keep_vars=True)
-        found = {id(state[name]) for name in self._sources}
-        absent = {name for name, value in state.items() if id(value) not in found}
-        missing, unread = expected(model, absent, unexpected)
+        stored_ids = {id(state[name]) for name in self._sources}
+        absent = {name for name, value in state.items() if id(value) not in stored_ids}
+        missing, unused = drop_unimportant(model, absent, unexpected)
         self.report = LoadReport(
             tied,
             untied,
             {name: tuple(state[name].shape) for name in sorted(missing)},
-            {name: shapes[name] for name in sorted(unread)},
+            {name: shapes[name] for name in sorted(unused)},
             grown,
         )
         first = {id(state[name]): name for name in reversed(list(self._sources))}  # one of several tied names is read
         self._first = {name: first[id(value)] for name, value in state.items() if id(value) in first}
-        self._places = {
+        self._first_by_slot = {
             (id(owner), key): self._first.get(f"{prefix}.{key}" if prefix else key)
             for prefix, owner in model.named_modules()
             for key in owner._parameters
         }
         self._pending: dict[str, weakref.ref[nn.Parameter]] = {
-            name: weakref.ref(state[name]) for name in self._places.values() if name is not None
+            name: weakref.ref(state[name]) for name in self._first_by_slot.values() if name is not None
         }
-        self.quantized = in_codes(model, self._sources)
+        self.quantized = quantized_codecs(model, self._sources)
         """Parameters stored quantized in the files, and their codecs."""
         self._initial: Callable[[str, nn.Module], None] | None = None
         if deferred is not None:
@@ -134,25 +134,25 @@ class FolderWeights:
         trim_heap()  # parameters taken earlier are free by now, but malloc would keep most memory
         wanted: dict[str, nn.Parameter] = {}
         for owner in module.modules():
-            for key, here in owner._parameters.items():
-                first = self._places.get((id(owner), key))
+            for key, parameter in owner._parameters.items():
+                first = self._first_by_slot.get((id(owner), key))
                 # A taken parameter was replaced by another object in its place.
-                if here is not None and first in self._pending and here is self._pending[first]():
-                    wanted[first] = here
-        left: dict[nn.Parameter, Source] = {}
+                if parameter is not None and first in self._pending and parameter is self._pending[first]():
+                    wanted[first] = parameter
+        sources: dict[nn.Parameter, Source] = {}
         fused: dict[int, dict[str, torch.Tensor]] = {}  # several parameters may come from one conversion
-        for first, parameter in wanted.items():
+        for first, target in wanted.items():
             source: Source = self._sources[first]
-            if isinstance(source, Fused):
+            if isinstance(source, FusedSource):
                 values = fused.get(id(source.conversion)) or source.convert()
-                parameter.data = values.pop(first)
+                target.data = values.pop(first)
                 fused[id(source.conversion)] = {key: each for key, each in values.items() if key in wanted}
             else:
-                left[parameter] = source
+                sources[target] = source
             del self._pending[first]
         if self._initial is not None:
             self._initial(name, module)
-        return left
+        return sources
 
     def source(self, name: str) -> Source | None:
         """Return the source for a parameter. None: not in any file, initialized instead."""
@@ -165,50 +165,52 @@ class FolderWeights:
 
     def _check_shapes(self, state: Mapping[str, torch.Tensor], may_grow: set[int]) -> dict[str, tuple[Shape, Shape]]:
         """Accept embeddings allowed to grow. Raises ConfigError for any other shape mismatch."""
-        grown, wrong = {}, []
+        grown, mismatches = {}, []
         for name, source in self._sources.items():
-            shape, has = tuple(state[name].shape), source.shape
-            if shape == has:
+            shape, file_shape = tuple(state[name].shape), source.shape
+            if shape == file_shape:
                 continue
-            grows = isinstance(source, Whole) and len(shape) == len(has) > 0 and 0 < has[0] < shape[0]
-            if grows and has[1:] == shape[1:] and id(state[name]) in may_grow:
-                self._sources[name] = Grown(source, shape)
-                grown[name] = (has, shape)
+            grows = (
+                isinstance(source, TensorSource) and len(shape) == len(file_shape) > 0 and 0 < file_shape[0] < shape[0]
+            )
+            if grows and file_shape[1:] == shape[1:] and id(state[name]) in may_grow:
+                self._sources[name] = GrownSource(source, shape)
+                grown[name] = (file_shape, shape)
             else:
-                wrong.append(f"{name} is {list(has)} in the files and {list(shape)} in the model")
-        if wrong:
-            more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+                mismatches.append(f"{name} is {list(file_shape)} in the files and {list(shape)} in the model")
+        if mismatches:
+            more = f", and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
             raise ConfigError(
-                f"the weights in {self._folder} do not fit its configuration: {'; '.join(wrong[:3])}{more}. Change the "
-                "sizes in config.json to those in the files, or give a folder whose configuration and files belong "
-                "together."
+                f"the weights in {self._folder} do not fit its configuration: {'; '.join(mismatches[:3])}{more}. "
+                "Change the sizes in config.json to those in the files, or give a folder whose configuration and files "
+                "belong together."
             )
         return grown
 
-    def _settle_dtypes(self, state: Mapping[str, torch.Tensor]) -> None:
+    def _resolve_dtypes(self, state: Mapping[str, torch.Tensor]) -> None:
         """Read as fp32 each tensor that transformers keeps in fp32, for the parameter dtype or the compute dtype."""
-        made_in = getattr(getattr(self._model, "config", None), "dtype", None)
-        is_kept = [stays_fp32(self._model, dtype) for dtype in (getattr(self._model, "dtype", None), made_in)]
+        build_dtype = getattr(getattr(self._model, "config", None), "dtype", None)
+        is_kept = [stays_fp32(self._model, dtype) for dtype in (getattr(self._model, "dtype", None), build_dtype)]
         for name, source in self._sources.items():
             if state[name].is_floating_point() and any(kept(name) for kept in is_kept):
                 source.dtype = torch.float32
                 if isinstance(state[name], nn.Parameter) and state[name].dtype != torch.float32:
                     state[name].data = torch.empty(state[name].shape, dtype=torch.float32)
 
-    def _settle_ties(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], list[str]]:
+    def _resolve_ties(self, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], list[str]]:
         """Tie parameters as configured, except those with different values in the files. Return (tied, untied)."""
         tied: dict[str, str] = {}
         untied: list[str] = []
         for name, other in tied_names(self._model).items():
             if name not in state or other not in state or state[name] is not state[other]:
                 continue
-            mine, its = self._sources.get(name), self._sources.get(other)
-            if mine is None or its is None or are_equal(mine, its):
+            source, other_source = self._sources.get(name), self._sources.get(other)
+            if source is None or other_source is None or are_equal(source, other_source):
                 tied[name] = other
-                if mine is not None and its is not None:
+                if source is not None and other_source is not None:
                     del self._sources[name]
                 continue
-            separate(self._model, name)
+            untie(self._model, name)
             untied.append(name)
         return tied, untied
 
@@ -244,32 +246,32 @@ def find_sources(
                 unexpected[name], shapes[name] = name, shape
             elif conversion.is_identity:
                 key = conversion.sources[0]
-                kind = WholeInCodes if isinstance(files[key], TensorInCodes) else Whole
-                sources[name] = kind(files[key], key, shape, state[name].dtype)
+                source_class = QuantizedTensorSource if isinstance(files[key], QuantizedTensor) else TensorSource
+                sources[name] = source_class(files[key], key, shape, state[name].dtype)
             elif conversion.is_stacked:
-                stacked = Stacked(files, conversion, shape, state[name].dtype)
-                sources[name] = StackedInCodes.of(stacked) or stacked
+                stacked = StackedSource(files, conversion, shape, state[name].dtype)
+                sources[name] = QuantizedStackedSource.of(stacked) or stacked
             else:
-                sources[name] = Fused(files, conversion, name, shape, state[name].dtype)
+                sources[name] = FusedSource(files, conversion, name, shape, state[name].dtype)
     return sources, unexpected, shapes
 
 
-def in_codes(model: nn.Module, sources: Mapping[str, Source]) -> dict[nn.Parameter, Quantized]:
+def quantized_codecs(model: nn.Module, sources: Mapping[str, Source]) -> dict[nn.Parameter, FileCodec]:
     """Return the model parameters with quantized sources, and their codecs."""
     state = model.state_dict(keep_vars=True)
-    return {state[name]: each.codec for name, each in sources.items() if isinstance(each, SourceInCodes)}
+    return {state[name]: each.codec for name, each in sources.items() if isinstance(each, QuantizedSource)}
 
 
 def quantized_parameters(
     model: nn.Module, folder: Path, quantization: Mapping[str, Any]
-) -> dict[nn.Parameter, Quantized]:
+) -> dict[nn.Parameter, FileCodec]:
     """Return the parameters stored quantized in a folder, and their codecs, without reading weights.
 
     `model` may be on `meta`. `quantization`: settings from the configuration. Raises ConfigError, DiskError.
     """
     files = open_folder(weight_files(folder), folder, quantization)
     try:
-        return in_codes(model, find_sources(model, folder, files)[0])
+        return quantized_codecs(model, find_sources(model, folder, files)[0])
     finally:
         for file in files.values():
             file.close()
@@ -287,24 +289,28 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def build_empty(
-    make: Callable[..., nn.Module], config: PreTrainedConfig, dtype: torch.dtype, held: torch.dtype, **options: Any
+    make: Callable[..., nn.Module],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    parameter_dtype: torch.dtype,
+    **options: Any,
 ) -> Any:
-    """Build a model as `from_pretrained(dtype=dtype)` would, with unfilled parameters in the dtype `held`.
+    """Build a model as `from_pretrained(dtype=dtype)` would, with unfilled parameters in the dtype `parameter_dtype`.
 
     Scales and position tables are rounded to the dtype at build time and keep this rounding under other weights. Call
     under a DeferredInit. `make`: `from_config` of a transformers Auto class, called with `options`.
     """
-    model = make(unquantized(copy.deepcopy(config)), dtype=dtype, **options)
-    settle_buffers(model)
-    if held != dtype:
-        take_parameters(model, make(unquantized(copy.deepcopy(config)), dtype=held, **options))
+    model = make(remove_quantization(copy.deepcopy(config)), dtype=dtype, **options)
+    recompute_buffers(model)
+    if parameter_dtype != dtype:
+        replace_parameters(model, make(remove_quantization(copy.deepcopy(config)), dtype=parameter_dtype, **options))
     return model
 
 
-def take_parameters(model: nn.Module, other: nn.Module) -> None:
+def replace_parameters(model: nn.Module, other: nn.Module) -> None:
     """Replace the model parameters by those of another model with the same architecture."""
-    for mine, its in zip(model.modules(), other.modules(), strict=True):
-        mine._parameters.update(its._parameters)
+    for module, other_module in zip(model.modules(), other.modules(), strict=True):
+        module._parameters.update(other_module._parameters)
 
 
 def read_model(
@@ -326,10 +332,10 @@ def read_model(
     """
     if getattr(config, "transformers_weights", None) or getattr(type(config), "extra_files", ()):
         raise CannotStream(f"the configuration in {folder} names separate weight files, which are not supported.")
-    files = open_folder(weight_files(folder), folder, quantization_of(config))
-    held = config.dtype or first_dtype(folder, files)
+    files = open_folder(weight_files(folder), folder, quantization_settings(config))
+    parameter_dtype = config.dtype or first_dtype(folder, files)
     with DeferredInit(seed) as deferred:
-        model: Any = build_empty(auto.from_config, config, dtype or held, held, **options)
+        model: Any = build_empty(auto.from_config, config, dtype or parameter_dtype, parameter_dtype, **options)
     weights = FolderWeights(model, folder, deferred, files=files, grow=grow)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -343,21 +349,21 @@ def weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise ConfigError(_no_weights(folder))
+        raise ConfigError(_missing_weights_message(folder))
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{index} is not a valid index of weight files ({type(error).__name__}: {error}).") from None
-    lacking = [name for name in names if not (folder / name).is_file()]
-    if lacking:
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
         raise ConfigError(
-            f"{folder} lacks {lacking[0]}, which {index.name} names ({len(lacking)} of {len(names)} files are "
+            f"{folder} lacks {missing[0]}, which {index.name} names ({len(missing)} of {len(names)} files are "
             "missing). Download the rest."
         )
     return [folder / name for name in names]
 
 
-def _no_weights(folder: Path) -> str:
+def _missing_weights_message(folder: Path) -> str:
     if not any(folder.glob("pytorch_model*.bin")):
         others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
         return (
@@ -367,11 +373,11 @@ def _no_weights(folder: Path) -> str:
         )
     return (
         f"{folder} has its weights as pytorch_model.bin, a format that can run any code when it is read, and cannot be "
-        f"read in parts. {conversion(str(folder), f'{folder}-safetensors')}"
+        f"read in parts. {conversion_advice(str(folder), f'{folder}-safetensors')}"
     )
 
 
-def conversion(source: str, folder: str) -> str:
+def conversion_advice(source: str, folder: str) -> str:
     """Return instructions for converting weights to safetensors."""
     return (
         f'Convert them once: python -c "import transformers as t; a, b = {source!r}, {folder!r}; '

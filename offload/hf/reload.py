@@ -24,14 +24,14 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 @dataclass(frozen=True)
-class Probe:
+class LogitsProbe:
     """A few tokens and their logits from the engine's model, fp32 on the CPU."""
 
     batch: Batch
     logits: torch.Tensor
 
 
-def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
+def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> LogitsProbe:
     """Run the engine's model in eval mode on the first tokens in the first row of a batch.
 
     The tokens count as one document: the model reloaded with a cache ignores restarted positions. A batch with pictures
@@ -42,10 +42,10 @@ def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> Probe:
     short = short if len(shapes) == 1 else dict(batch)
     with in_eval_mode(engine.model), torch.no_grad():
         outputs = engine.model(**{key: value.to(engine.device) for key, value in short.items()})
-    return Probe(short, outputs.logits.detach().to("cpu", torch.float32))
+    return LogitsProbe(short, outputs.logits.detach().to("cpu", torch.float32))
 
 
-def check_made_alike(engine: Any, batch: Callable[[], Batch], precision: str) -> None:
+def check_buffers(engine: Any, batch: Callable[[], Batch], precision: str) -> None:
     """Raise ConfigError if the model computes with other buffers than a model loaded from its export.
 
     Concerned are buffers in no file, for example a scale rounded to the dtype at build time. If any differ, the engine
@@ -54,45 +54,46 @@ def check_made_alike(engine: Any, batch: Callable[[], Batch], precision: str) ->
     model, dtype = engine.model, DTYPES[precision]
     try:
         with DeferredInit(0):
-            again = build_empty(type(model)._from_config, model.config, dtype, dtype)
+            rebuilt = build_empty(type(model)._from_config, model.config, dtype, dtype)
     except Exception:  # The class needs more than a configuration. The export check covers this case.
         return
-    loaded = dict(again.named_modules())
+    loaded = dict(rebuilt.named_modules())
     differing = {
-        f"{name}.{key}": (mine, key, loaded[name]._buffers[key])
-        for name, mine in model.named_modules()
-        for key in mine._non_persistent_buffers_set & mine._buffers.keys()
-        if name in loaded and not _is_same(mine._buffers[key], loaded[name]._buffers.get(key))
+        f"{name}.{key}": (module, key, loaded[name]._buffers[key])
+        for name, module in model.named_modules()
+        for key in module._non_persistent_buffers_set & module._buffers.keys()
+        if name in loaded and not _is_same(module._buffers[key], loaded[name]._buffers.get(key))
     }
     if not differing:
         return
-    rows, before = batch(), {name: mine._buffers[key] for name, (mine, key, _) in differing.items()}
+    rows, before = batch(), {name: module._buffers[key] for name, (module, key, _) in differing.items()}
     probe = take_probe(engine, rows)
     try:
-        for mine, key, value in differing.values():
-            mine._buffers[key] = value.to(mine._buffers[key].device)
-        found = take_probe(engine, rows)
+        for module, key, value in differing.values():
+            module._buffers[key] = value.to(module._buffers[key].device)
+        reloaded = take_probe(engine, rows)
     finally:
-        for name, (mine, key, _) in differing.items():
-            mine._buffers[key] = before[name]
-    distance, allowed = _distance(found.logits, probe, precision)
+        for name, (module, key, _) in differing.items():
+            module._buffers[key] = before[name]
+    distance, allowed = _distance(reloaded.logits, probe, precision)
     if distance <= allowed:
         return
-    said = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     name, (_, _, value) = next(iter(differing.items()))
     raise ConfigError(
-        f"the given model computes with another {name} ({_told(before[name])}) than the model loaded from its export "
-        f"({_told(value)}; {said}): logits differ by {distance:.3g}, of {allowed:.1e} allowed. Make it with "
-        f"from_pretrained(..., dtype=torch.{said}), or set --train.precision to the dtype in which it was made."
+        f"the given model computes with another {name} ({_describe_buffer(before[name])}) than the model loaded from "
+        f"its export ({_describe_buffer(value)}; {dtype_name}): logits differ by {distance:.3g}, of {allowed:.1e} "
+        f"allowed. Make it with from_pretrained(..., dtype=torch.{dtype_name}), or set --train.precision to the dtype "
+        "in which it was made."
     )
 
 
-def _is_same(mine: torch.Tensor | None, its: torch.Tensor | None) -> bool:
+def _is_same(buffer: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Return whether two buffers are equal, or one is missing."""
-    return mine is None or its is None or (mine.dtype == its.dtype and torch.equal(mine.cpu(), its))
+    return buffer is None or other is None or (buffer.dtype == other.dtype and torch.equal(buffer.cpu(), other))
 
 
-def _told(buffer: torch.Tensor) -> str:
+def _describe_buffer(buffer: torch.Tensor) -> str:
     return f"{buffer.item():.6g}" if buffer.numel() == 1 else f"{list(buffer.shape)}, {buffer.dtype}"
 
 
@@ -126,7 +127,7 @@ def reload(folder: Path, auto: Any) -> Any:
     return model.eval()
 
 
-def check_logits(model: Any, probe: Probe, precision: str) -> str:
+def check_logits(model: Any, probe: LogitsProbe, precision: str) -> str:
     """Compare the reloaded model's logits with the probe. Return the result as text.
 
     Raises OffloadError if the difference is too large.
@@ -146,7 +147,7 @@ def check_logits(model: Any, probe: Probe, precision: str) -> str:
     return f"logits equal within {difference:.1e} (largest {scale:.3g}; allowed {allowed:.1e})"
 
 
-def _distance(logits: torch.Tensor, probe: Probe, precision: str) -> tuple[float, float]:
+def _distance(logits: torch.Tensor, probe: LogitsProbe, precision: str) -> tuple[float, float]:
     """Return the largest logit difference from a probe, and the allowed one."""
     scale = probe.logits.abs().max().item()
     return (logits - probe.logits).abs().max().item(), TOLERANCE[precision] * max(scale, 1.0)

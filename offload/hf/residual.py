@@ -17,13 +17,13 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.hf.models import BuiltModel
-from offload.hf.sources import Removed, Residual, Source
+from offload.hf.sources import RemovedProduct, ResidualSource, Source
 
 _MATRIX = re.compile(r"base_model\.model\.(?P<module>.*)\.lora_(embedding_)?(?P<key>[AB])(\.weight)?")
 """LoRA matrix names in PEFT's files."""
 
 
-def residual_of(built: BuiltModel, removed: Mapping[str, Removed]) -> BuiltModel:
+def subtract_products(built: BuiltModel, removed: Mapping[str, RemovedProduct]) -> BuiltModel:
     """Return an unfilled model with the products in `removed` subtracted from its weights.
 
     Products added to `removed` later are subtracted too.
@@ -31,28 +31,28 @@ def residual_of(built: BuiltModel, removed: Mapping[str, Removed]) -> BuiltModel
     names = {id(parameter): name for name, parameter in built.model.named_parameters()}
 
     def source(name: str) -> Source | None:
-        found = built.source(name)
-        return Residual(found, removed[name]) if found is not None and name in removed else found
+        original = built.source(name)
+        return ResidualSource(original, removed[name]) if original is not None and name in removed else original
 
     def fill(name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
-        found = dict(built.fill(name, module) or {})
+        sources = dict(built.fill(name, module) or {})
         for parameter in module.parameters():
-            own = source(key) if (key := names.get(id(parameter))) in removed else None  # type: ignore[arg-type]
-            if own is not None:
-                found[parameter] = own
-        return found
+            reduced = source(key) if (key := names.get(id(parameter))) in removed else None  # type: ignore[arg-type]
+            if reduced is not None:
+                sources[parameter] = reduced
+        return sources
 
     return replace(built, fill=fill, source=source)
 
 
-def to_bytes(removed: Mapping[str, Removed]) -> bytes:
+def to_bytes(removed: Mapping[str, RemovedProduct]) -> bytes:
     """Return the removed products as safetensors bytes."""
     tensors = {f"{name}.{key}": getattr(each, key) for name, each in removed.items() for key in ("left", "right")}
     tensors |= {f"{name}.transposed": torch.tensor(each.transposed) for name, each in removed.items()}
     return safetensors.torch.save(tensors)
 
 
-def from_bytes(data: bytes) -> dict[str, Removed]:
+def from_bytes(data: bytes) -> dict[str, RemovedProduct]:
     """Return the products from `to_bytes`.
 
     Each tensor gets separate memory: alignment can change the last bits of a product.
@@ -60,13 +60,13 @@ def from_bytes(data: bytes) -> dict[str, Removed]:
     tensors = {key: value.clone() for key, value in safetensors.torch.load(data).items()}
     names = [key.removesuffix(".left") for key in tensors if key.endswith(".left")]
     return {
-        name: Removed(tensors[f"{name}.left"], tensors[f"{name}.right"], bool(tensors[f"{name}.transposed"]))
+        name: RemovedProduct(tensors[f"{name}.left"], tensors[f"{name}.right"], bool(tensors[f"{name}.transposed"]))
         for name in names
     }
 
 
-def as_plain_lora(
-    model: Any, config: Any, values: Mapping[str, torch.Tensor], removed: Mapping[str, Removed]
+def to_plain_lora(
+    model: Any, config: Any, values: Mapping[str, torch.Tensor], removed: Mapping[str, RemovedProduct]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return configuration and values for a LoRA with twice the rank over the original base.
 
@@ -78,19 +78,19 @@ def as_plain_lora(
             "the adapter cannot be converted for the original base weights: PEFT does not convert use_rslora with "
             "rank_pattern or alpha_pattern. Merge it (offload export RUN OUT --merge)."
         )
-    found, beneath = dict(values), model.get_base_model()
+    converted, base = dict(values), model.get_base_model()
     for name, value in values.items():
         match = _MATRIX.fullmatch(name)
         if match is not None:
-            taken, is_b = removed.get(f"{match['module']}.weight"), match["key"] == "B"
-            beside = torch.zeros_like(value)
-            if taken is not None:
-                scale = beneath.get_submodule(match["module"]).scaling[model.active_adapter]
-                beside = (taken.left / -scale if is_b else taken.right).to(value.dtype)
-            found[name] = torch.cat([value, beside], dim=int(is_b))
+            product, is_b = removed.get(f"{match['module']}.weight"), match["key"] == "B"
+            extra = torch.zeros_like(value)
+            if product is not None:
+                scale = base.get_submodule(match["module"]).scaling[model.active_adapter]
+                extra = (product.left / -scale if is_b else product.right).to(value.dtype)
+            converted[name] = torch.cat([value, extra], dim=int(is_b))
     plain = copy.deepcopy(config)
     plain.init_lora_weights, plain.inference_mode = True, True
     plain.r, plain.lora_alpha = 2 * config.r, (2**0.5 if config.use_rslora else 2) * config.lora_alpha
     plain.rank_pattern = {key: 2 * value for key, value in (config.rank_pattern or {}).items()}
     plain.alpha_pattern = {key: 2 * value for key, value in (config.alpha_pattern or {}).items()}
-    return plain, found
+    return plain, converted

@@ -42,16 +42,16 @@ DTYPES = {
 }
 """In the order used by the safetensors writer, which writes the last dtype here first."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
+_ORDER = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
 _MAX_HEADER_BYTES = 100_000_000  # limit in safetensors
 _PIECE_BYTES = 1 << 21  # bytes read back, converted or written at once
 
-Read = Callable[[int, int], torch.Tensor]
+ReadRange = Callable[[int, int], torch.Tensor]
 """Returns the flat tensor elements `begin` to `end`."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor in a file. `begin` and `end`: byte range, counted from the file start."""
 
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Entry:
 _WITH_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class Bytes(Protocol):
+class ByteReader(Protocol):
     """An open file."""
 
     def read(self, target: memoryview, offset: int) -> None:
@@ -73,7 +73,7 @@ class Bytes(Protocol):
         """Close the file."""
 
 
-class _PlainBytes:
+class _PlainFile:
     """A file with plain reads.
 
     A memory mapping would kill the process if the file is truncated, and mapped pages would count as used memory.
@@ -107,13 +107,13 @@ class _PlainBytes:
 class TensorFile:
     """A safetensors file, read by ranges."""
 
-    def __init__(self, path: Path, opened: Bytes | None = None) -> None:
+    def __init__(self, path: Path, opened: ByteReader | None = None) -> None:
         """Read and check the header. An already `opened` file becomes owned: this object closes it.
 
         Raises ConfigError for a damaged file, DiskError for a failed read.
         """
         self.path = path
-        self._opened: Bytes = opened or _PlainBytes(path)
+        self._opened: ByteReader = opened or _PlainFile(path)
         self.metadata: dict[str, str] = {}
         try:
             self._num_bytes = path.stat().st_size
@@ -126,15 +126,15 @@ class TensorFile:
         """Return flat elements `begin` to `end` in the file dtype. Raises DiskError, and ConfigError for NaN."""
         entry = self.entries[name]
         end = math.prod(entry.shape) if end is None else end
-        found = torch.empty(end - begin, dtype=entry.dtype)
-        self._opened.read(as_bytes(found), entry.begin + begin * entry.dtype.itemsize)
-        if entry.dtype in _WITH_NAN and found.numel() and found.max().isnan():
-            first = begin + int(found.isnan().nonzero()[0])
+        values = torch.empty(end - begin, dtype=entry.dtype)
+        self._opened.read(as_bytes(values), entry.begin + begin * entry.dtype.itemsize)
+        if entry.dtype in _WITH_NAN and values.numel() and values.max().isnan():
+            first = begin + int(values.isnan().nonzero()[0])
             raise ConfigError(
                 f"{self.path} has NaN in {name} (first at element {first} of {list(entry.shape)}): neither training "
                 "nor export works with NaN. Copy or download the folder again, or repair that tensor."
             )
-        return found
+        return values
 
     def check_values(self) -> None:
         """Read every tensor in pieces. Raises like `read`."""
@@ -152,21 +152,21 @@ class TensorFile:
             digest.update(piece)
         return digest.hexdigest()
 
-    def forget(self) -> None:
+    def drop_page_cache(self) -> None:
         """Ask the OS to drop the page cache for this file, so the next read comes from the disk."""
         if hasattr(os, "posix_fadvise"):
             with self.path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def again(self, opened: Bytes) -> TensorFile:
+    def reopened_as(self, opened: ByteReader) -> TensorFile:
         """Return the same tensors over a reopened file. Raises ConfigError if the file was replaced, DiskError."""
-        found = TensorFile(self.path, opened)
-        if found.entries != self.entries:
-            found.close()
+        reopened = TensorFile(self.path, opened)
+        if reopened.entries != self.entries:
+            reopened.close()
             raise ConfigError(
                 f"{self.path} was replaced by another file while the model was built from it: begin again."
             )
-        return found
+        return reopened
 
     def close(self) -> None:
         self._opened.close()
@@ -177,7 +177,7 @@ class TensorFile:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _parse(self) -> dict[str, Entry]:
+    def _parse(self) -> dict[str, TensorEntry]:
         head = memoryview(bytearray(8))
         if self._num_bytes < 8:
             raise self._damaged(f"it has {self._num_bytes} bytes")
@@ -207,23 +207,23 @@ class TensorFile:
         return ConfigError(f"{self.path} is damaged or not a safetensors file: {reason}. Copy or download it again.")
 
 
-def _entry(value: Mapping[str, Any], start: int) -> Entry:
+def _entry(value: Mapping[str, Any], start: int) -> TensorEntry:
     if value["dtype"] not in DTYPES:
         raise ValueError(f"dtype {value['dtype']} is not known")
     shape = tuple(value["shape"])
     begin, end = value["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
         raise ValueError("a shape or an offset is not a whole number of at least 0")
-    return Entry(DTYPES[value["dtype"]], shape, start + begin, start + end)
+    return TensorEntry(DTYPES[value["dtype"]], shape, start + begin, start + end)
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A written file: total bytes, tensors, and an XXH3-128 per tensor."""
 
     path: Path
     num_bytes: int
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     hashes: dict[str, str]
 
 
@@ -244,7 +244,7 @@ class TensorFileWriter:
             self._file.close()
             raise
 
-    def write(self, name: str, read: Read) -> None:
+    def write(self, name: str, read: ReadRange) -> None:
         """Write a whole tensor, piece by piece from `read`, converted to the entry dtype. Raises DiskError."""
         entry = self.entries[name]
         digest, step = xxhash.xxh3_128(), max(1, _PIECE_BYTES // entry.dtype.itemsize)
@@ -255,7 +255,7 @@ class TensorFileWriter:
             self._write(piece, entry.begin + begin * entry.dtype.itemsize)
         self._hashes[name] = digest.hexdigest()
 
-    def finish(self) -> Written:
+    def finish(self) -> WrittenFile:
         """Sync the file to disk and close. Raises DiskError."""
         missing = self.entries.keys() - self._hashes.keys()
         assert not missing, f"{self.path}: never written: {sorted(missing)}"
@@ -264,7 +264,7 @@ class TensorFileWriter:
         except OSError as error:
             raise self._failed(error) from None
         self._file.close()
-        return Written(self.path, self._num_bytes, self.entries, self._hashes)
+        return WrittenFile(self.path, self._num_bytes, self.entries, self._hashes)
 
     def __enter__(self) -> TensorFileWriter:
         return self
@@ -296,10 +296,10 @@ class TensorFileWriter:
         return DiskError(f"{self.path} ({size}) cannot be written: {errno_text(code)}.", code, self.path)
 
 
-def _layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, Entry]]:
+def _layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return the first file bytes and the entries, in the order used by the safetensors writer."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    order = sorted(tensors.items(), key=lambda item: (-_RANKS[item[1][0]], item[0].encode()))
+    order = sorted(tensors.items(), key=lambda item: (-_ORDER[item[1][0]], item[0].encode()))
     end = 0
     for name, (dtype, shape) in order:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -308,13 +308,13 @@ def _layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     entries = {
-        name: Entry(dtype, tuple(shape), *(start + offset for offset in header[name]["data_offsets"]))
+        name: TensorEntry(dtype, tuple(shape), *(start + offset for offset in header[name]["data_offsets"]))
         for name, (dtype, shape) in order
     }
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def reader(value: torch.Tensor) -> Read:
+def tensor_reader(value: torch.Tensor) -> ReadRange:
     """Return a reader for a tensor in memory."""
     flat = value.detach().reshape(-1)
     return lambda begin, end: flat[begin:end]

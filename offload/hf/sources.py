@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from offload.hf.names import Conversion, Shape
-from offload.hf.quantized import TensorInCodes
+from offload.hf.quantized import QuantizedTensor
 from offload.hf.safetensors_file import TensorFile
-from offload.layout.quantized import Quantized
+from offload.layout.quantized import FileCodec
 
 _BLOCK_NUMEL = 1 << 22  # elements converted, compared or averaged at once
 
@@ -30,19 +30,19 @@ class Source(Protocol):
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return a new tensor with flat elements `begin` to `end`. Raises DiskError."""
 
-    def over(self, again: Again) -> Source:
+    def reopen_files(self, reopen: ReopenFile) -> Source:
         """Return the same values from reopened files. Raises ConfigError, DiskError."""
 
 
-Again = Callable[[TensorFile], TensorFile]
+ReopenFile = Callable[[TensorFile], TensorFile]
 """Returns the reopened file."""
 
 
 @runtime_checkable
-class SourceInCodes(Source, Protocol):
+class QuantizedSource(Source, Protocol):
     """A parameter stored quantized in files. `read` returns dequantized values."""
 
-    codec: Quantized
+    codec: FileCodec
     """Codec in the files."""
 
     def records(self, begin: int, end: int) -> torch.Tensor:
@@ -57,10 +57,10 @@ Fill = Callable[[str, nn.Module], Mapping[nn.Parameter, Source] | None]
 
 
 @dataclass
-class Whole:
+class TensorSource:
     """A parameter stored as one file tensor."""
 
-    file: TensorFile | TensorInCodes
+    file: TensorFile | QuantizedTensor
     key: str
     shape: Shape
     dtype: torch.dtype
@@ -68,23 +68,23 @@ class Whole:
     def read(self, begin: int, end: int) -> torch.Tensor:
         if self.file.entries[self.key].dtype == self.dtype:
             return self.file.read(self.key, begin, end)
-        found = torch.empty(end - begin, dtype=self.dtype)
+        values = torch.empty(end - begin, dtype=self.dtype)
         for low, high in _blocks(end - begin, 1):
-            found[low:high] = self.file.read(self.key, begin + low, begin + high)
-        return found
+            values[low:high] = self.file.read(self.key, begin + low, begin + high)
+        return values
 
-    def over(self, again: Again) -> Whole:
-        return replace(self, file=_file_again(self.file, again))
+    def reopen_files(self, reopen: ReopenFile) -> TensorSource:
+        return replace(self, file=_reopen_file(self.file, reopen))
 
 
 @dataclass
-class WholeInCodes(Whole):
+class QuantizedTensorSource(TensorSource):
     """A parameter stored as one quantized weight."""
 
-    file: TensorInCodes
+    file: QuantizedTensor
 
     @property
-    def codec(self) -> Quantized:
+    def codec(self) -> FileCodec:
         return self.file.codec
 
     def records(self, begin: int, end: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ class WholeInCodes(Whole):
 
 
 @dataclass
-class Held:
+class MemorySource:
     """A parameter with values in memory."""
 
     values: torch.Tensor
@@ -103,32 +103,32 @@ class Held:
     def read(self, begin: int, end: int) -> torch.Tensor:
         return self.values.reshape(-1)[begin:end].clone()
 
-    def over(self, again: Again) -> Held:  # noqa: ARG002
+    def reopen_files(self, reopen: ReopenFile) -> MemorySource:  # noqa: ARG002
         return self
 
 
 @dataclass
-class Grown:
+class GrownSource:
     """A parameter with more rows than its file tensor.
 
     Each added row is the mean of the stored rows, summed in fp64.
     """
 
-    begun: Whole
+    stored: TensorSource
     shape: Shape
     _mean: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.begun.dtype
+        return self.stored.dtype
 
     @dtype.setter
     def dtype(self, dtype: torch.dtype) -> None:
-        self.begun.dtype = dtype
+        self.stored.dtype = dtype
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        known = math.prod(self.begun.shape)
-        parts = [self.begun.read(begin, min(end, known))] if begin < known else []
+        known = math.prod(self.stored.shape)
+        parts = [self.stored.read(begin, min(end, known))] if begin < known else []
         if end > known:
             mean = self._row()
             begin = max(begin, known)
@@ -137,67 +137,67 @@ class Grown:
             parts.append(rows[begin - first * len(mean) : end - first * len(mean)])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def over(self, again: Again) -> Grown:
-        return replace(self, begun=self.begun.over(again))
+    def reopen_files(self, reopen: ReopenFile) -> GrownSource:
+        return replace(self, stored=self.stored.reopen_files(reopen))
 
     def _row(self) -> torch.Tensor:
         if self._mean is None:
-            rows = self.begun.shape[0]
-            width = math.prod(self.begun.shape) // rows
+            rows = self.stored.shape[0]
+            width = math.prod(self.stored.shape) // rows
             total = torch.zeros(width, dtype=torch.float64)
             for begin, end in _blocks(rows, width):
-                total += self.begun.read(begin * width, end * width).view(-1, width).sum(0, dtype=torch.float64)
+                total += self.stored.read(begin * width, end * width).view(-1, width).sum(0, dtype=torch.float64)
             self._mean = (total / rows).float().to(self.dtype)
         return self._mean
 
 
 @dataclass
-class Stacked:
+class StackedSource:
     """A parameter stacked from file tensors, for example experts. Only requested rows are read.
 
     A partly read row stays cached until a read reaches its end, because a row is read in consecutive pieces.
     """
 
-    files: Mapping[str, TensorFile | TensorInCodes]
+    files: Mapping[str, TensorFile | QuantizedTensor]
     conversion: Conversion
     shape: Shape
     dtype: torch.dtype
-    _begun: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False, kw_only=True)
+    _partial_rows: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        found = torch.empty(end - begin, dtype=self.dtype)
+        values = torch.empty(end - begin, dtype=self.dtype)
         width = math.prod(self.shape[1:])
         for row in range(begin // width, -(-end // width)) if width else ():
-            begun = self._begun
-            value = begun[row] if row in begun else self._make(row)
+            rows = self._partial_rows
+            value = rows[row] if row in rows else self._convert_row(row)
             low, high = max(begin, row * width), min(end, (row + 1) * width)
-            found[low - begin : high - begin] = value[low - row * width : high - row * width]
-            self._begun = {row: value} if high < (row + 1) * width else {}
-        return found
+            values[low - begin : high - begin] = value[low - row * width : high - row * width]
+            self._partial_rows = {row: value} if high < (row + 1) * width else {}
+        return values
 
-    def over(self, again: Again) -> Stacked:
-        return replace(self, files=_again(self.files, self.conversion, again))
+    def reopen_files(self, reopen: ReopenFile) -> StackedSource:
+        return replace(self, files=_reopen_sources(self.files, self.conversion, reopen))
 
-    def _make(self, row: int) -> torch.Tensor:
+    def _convert_row(self, row: int) -> torch.Tensor:
         tensors = (_tensor(self.files[key], key, self.dtype) for key in self.conversion.row_sources(row))
         return self.conversion.make_row(row, tensors).reshape(-1)
 
 
 @dataclass
-class StackedInCodes(Stacked):
+class QuantizedStackedSource(StackedSource):
     """A parameter stacked from quantized weights. Records are combined the same way as weight rows."""
 
-    codec: Quantized
-    _open: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False, kw_only=True)
+    codec: FileCodec
+    _partial_records: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
     @classmethod
-    def of(cls, stacked: Stacked) -> StackedInCodes | None:
+    def of(cls, stacked: StackedSource) -> QuantizedStackedSource | None:
         """Return the quantized version of a stacked parameter.
 
         None: the tensors have no common codec, or their records do not simply follow each other.
         """
         weights = [stacked.files[key] for key in stacked.conversion.sources]
-        (codec, *others) = {each.codec if isinstance(each, TensorInCodes) else None for each in weights}
+        (codec, *others) = {each.codec if isinstance(each, QuantizedTensor) else None for each in weights}
         if codec is None or others or not stacked.conversion.joins_rows:
             return None
         sizes = (math.prod(entry.shape) for each in weights for entry in each.entries.values())
@@ -205,26 +205,26 @@ class StackedInCodes(Stacked):
         return cls(stacked.files, stacked.conversion, stacked.shape, stacked.dtype, codec) if is_whole else None
 
     def records(self, begin: int, end: int) -> torch.Tensor:
-        width, found = math.prod(self.shape[1:]), []
+        width, pieces = math.prod(self.shape[1:]), []
         for row in range(begin // width, -(-end // width)):
-            records = self._open[row] if row in self._open else self._records_of(row)
+            records = self._partial_records[row] if row in self._partial_records else self._row_records(row)
             low, high = (min(max(each - row * width, 0), width) // self.codec.block for each in (begin, end))
-            found.append(records[low * self.codec.record_bytes : high * self.codec.record_bytes])
-            self._open = {row: records} if high * self.codec.block < width else {}
-        return torch.cat(found)
+            pieces.append(records[low * self.codec.record_bytes : high * self.codec.record_bytes])
+            self._partial_records = {row: records} if high * self.codec.block < width else {}
+        return torch.cat(pieces)
 
-    def _records_of(self, row: int) -> torch.Tensor:
+    def _row_records(self, row: int) -> torch.Tensor:
         """Return the records for a row, flat, combined like the weights they represent."""
         weights = (self.files[key] for key in self.conversion.row_sources(row))
-        matrices = (each.matrix() for each in weights if isinstance(each, TensorInCodes))
+        matrices = (each.matrix() for each in weights if isinstance(each, QuantizedTensor))
         return self.conversion.make_row(row, matrices).reshape(-1)
 
 
 @dataclass
-class Fused:
+class FusedSource:
     """A parameter fused from several tensors, or one of several made from a tensor. Any read converts everything."""
 
-    files: Mapping[str, TensorFile | TensorInCodes]
+    files: Mapping[str, TensorFile | QuantizedTensor]
     conversion: Conversion
     name: str
     shape: Shape
@@ -236,16 +236,16 @@ class Fused:
     def read(self, begin: int, end: int) -> torch.Tensor:
         return self.convert()[self.name].reshape(-1)[begin:end].clone()
 
-    def over(self, again: Again) -> Fused:
-        return replace(self, files=_again(self.files, self.conversion, again))
+    def reopen_files(self, reopen: ReopenFile) -> FusedSource:
+        return replace(self, files=_reopen_sources(self.files, self.conversion, reopen))
 
 
-def _file_again(file: TensorFile | TensorInCodes, again: Again) -> TensorFile | TensorInCodes:
-    return file.over(again) if isinstance(file, TensorInCodes) else again(file)
+def _reopen_file(file: TensorFile | QuantizedTensor, reopen: ReopenFile) -> TensorFile | QuantizedTensor:
+    return file.reopen_files(reopen) if isinstance(file, QuantizedTensor) else reopen(file)
 
 
 @dataclass(frozen=True)
-class Removed:
+class RemovedProduct:
     """A product of two matrices subtracted from a weight."""
 
     left: torch.Tensor
@@ -260,13 +260,13 @@ class Removed:
         product = self.left @ self.right
         return product.T if self.transposed else product
 
-    def out_of(self, weight: torch.Tensor) -> torch.Tensor:
+    def subtract_from(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight minus the product, in the weight dtype, with PEFT's operations for equal bits."""
         return (weight.to(torch.float32) - self.product()).to(weight.dtype)
 
 
 @dataclass
-class Residual:
+class ResidualSource:
     """A parameter minus the removed product.
 
     A range is cut from the whole result, because a partial product may differ in the last bits. The result stays cached
@@ -274,8 +274,8 @@ class Residual:
     """
 
     base: Source
-    removed: Removed
-    _made: torch.Tensor | None = field(default=None, repr=False)
+    removed: RemovedProduct
+    _cache: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.shape = self.base.shape
@@ -290,24 +290,24 @@ class Residual:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         numel = math.prod(self.shape)
-        made, self._made = self._made, None
-        if made is None:
-            made = self.removed.out_of(self.base.read(0, numel).view(self.shape)).reshape(-1)
+        values, self._cache = self._cache, None
+        if values is None:
+            values = self.removed.subtract_from(self.base.read(0, numel).view(self.shape)).reshape(-1)
         if end < numel:
-            self._made = made
-        return made[begin:end].clone()
+            self._cache = values
+        return values[begin:end].clone()
 
-    def over(self, again: Again) -> Residual:
-        return Residual(self.base.over(again), self.removed)
-
-
-def _again(
-    files: Mapping[str, TensorFile | TensorInCodes], conversion: Conversion, again: Again
-) -> Mapping[str, TensorFile | TensorInCodes]:
-    return {key: _file_again(files[key], again) for key in conversion.sources}
+    def reopen_files(self, reopen: ReopenFile) -> ResidualSource:
+        return ResidualSource(self.base.reopen_files(reopen), self.removed)
 
 
-def _tensor(file: TensorFile | TensorInCodes, key: str, dtype: torch.dtype) -> torch.Tensor:
+def _reopen_sources(
+    files: Mapping[str, TensorFile | QuantizedTensor], conversion: Conversion, reopen: ReopenFile
+) -> Mapping[str, TensorFile | QuantizedTensor]:
+    return {key: _reopen_file(files[key], reopen) for key in conversion.sources}
+
+
+def _tensor(file: TensorFile | QuantizedTensor, key: str, dtype: torch.dtype) -> torch.Tensor:
     return file.read(key).view(file.entries[key].shape).to(dtype)
 
 

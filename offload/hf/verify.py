@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offload.errors import ConfigError, counted, format_bytes
 from offload.hf.adapters import CONFIG, WEIGHTS
-from offload.hf.models import configuration, model_kind
+from offload.hf.models import folder_config, model_kind
 from offload.hf.names import CannotStream
 from offload.hf.read import read_model, weight_files
 from offload.hf.safetensors_file import TensorFile
@@ -22,24 +22,23 @@ def verify_folder(folder: Path) -> str:
     """
     if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
         return _verify_adapter(folder)
-    found: dict[str, Path] = {}
+    file_by_tensor: dict[str, Path] = {}
     num_bytes = 0
     for path in weight_files(folder):
         with TensorFile(path) as file:
-            found.update(dict.fromkeys(file.entries, path))
+            file_by_tensor.update(dict.fromkeys(file.entries, path))
             num_bytes += sum(entry.end - entry.begin for entry in file.entries.values())
             file.check_values()
-    _check_index(folder, found)
-    about = (
-        f"{counted(len(found), 'tensor')}, {format_bytes(num_bytes)}, in {counted(len(set(found.values())), 'file')}"
-    )
-    return f"{about}; headers, index and sizes agree; {_compared(folder)}"
+    _check_index(folder, file_by_tensor)
+    num_files = len(set(file_by_tensor.values()))
+    summary = f"{counted(len(file_by_tensor), 'tensor')}, {format_bytes(num_bytes)}, in {counted(num_files, 'file')}"
+    return f"{summary}; headers, index and sizes agree; {_compare_with_config(folder)}"
 
 
 def _verify_adapter(folder: Path) -> str:
     """Check an adapter file in PEFT's format and its configuration. Raises ConfigError."""
     try:
-        kind = str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["peft_type"])
+        adapter_type = str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["peft_type"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder / CONFIG} is not a valid adapter configuration ({type(error).__name__}: {error})."
@@ -48,38 +47,38 @@ def _verify_adapter(folder: Path) -> str:
         raise ConfigError(f"{folder} has no {WEIGHTS}.")
     with TensorFile(folder / WEIGHTS) as file:
         num_bytes = sum(entry.end - entry.begin for entry in file.entries.values())
-        about = f"{counted(len(file.entries), 'tensor')}, {format_bytes(num_bytes)}"
+        summary = f"{counted(len(file.entries), 'tensor')}, {format_bytes(num_bytes)}"
         file.check_values()
-    return f"an adapter ({kind.lower()}): {about}; header and size agree"
+    return f"an adapter ({adapter_type.lower()}): {summary}; header and size agree"
 
 
-def _check_index(folder: Path, found: dict[str, Path]) -> None:
+def _check_index(folder: Path, file_by_tensor: dict[str, Path]) -> None:
     """Raise ConfigError if index and files list different tensors."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file() or not index.is_file():
         return
-    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    for name, file in named.items():
-        if found.get(name) != folder / file:
+    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    for name, file in listed.items():
+        if file_by_tensor.get(name) != folder / file:
             raise ConfigError(f"{folder / file} lacks {name}, although {index.name} places it there.")
-    if extra := sorted(found.keys() - named.keys()):
-        raise ConfigError(f"{index} does not list {extra[0]}, which is in {found[extra[0]].name}.")
+    if extra := sorted(file_by_tensor.keys() - listed.keys()):
+        raise ConfigError(f"{index} does not list {extra[0]}, which is in {file_by_tensor[extra[0]].name}.")
 
 
-def _compared(folder: Path) -> str:
+def _compare_with_config(folder: Path) -> str:
     """Compare names and shapes with the configured model. Return a summary. Raises ConfigError."""
-    config = configuration(folder)
-    wanted = (config.architectures or [""])[0]
+    config = folder_config(folder)
+    architecture = (config.architectures or [""])[0]
     try:
         model, weights = read_model(model_kind(config).auto, folder, config)
     except CannotStream as error:
         return f"not compared with the configuration: {error}"
     with closing(weights):
         name = type(model).__name__
-        if wanted and wanted != name:
-            return f"not compared with the configuration: {wanted} is not a language model that offload can train"
+        if architecture and architecture != name:
+            return f"not compared with the configuration: {architecture} is not a language model that offload can train"
         if missing := sorted(weights.report.missing):
             raise ConfigError(f"{folder} lacks {len(missing)} of the parameters of {name}, for example {missing[0]}.")
-        extra = sorted(weights.report.unexpected)
-        unused = f", but {len(extra)} tensors are not used, for example {extra[0]}" if extra else ""
-        return f"shapes are those of {name}{unused}"
+        unused = sorted(weights.report.unexpected)
+        note = f", but {len(unused)} tensors are not used, for example {unused[0]}" if unused else ""
+        return f"shapes are those of {name}{note}"

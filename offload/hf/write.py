@@ -29,21 +29,21 @@ from torch import nn
 from transformers.dynamic_module_utils import custom_object_save
 
 from offload.errors import ConfigError, DiskError, OffloadError, errno_text, warn
-from offload.files.atomic_folder import clear, take_place
-from offload.hf.names import Conversion, plan_writing, stays_fp32, untied
-from offload.hf.safetensors_file import DTYPES, Read, TensorFile, TensorFileWriter, Written, reader
+from offload.files.atomic_folder import clear, replace_folder
+from offload.hf.names import Conversion, drop_tied, plan_writing, stays_fp32
+from offload.hf.safetensors_file import DTYPES, ReadRange, TensorFile, TensorFileWriter, WrittenFile, tensor_reader
 from offload.native.io import sync_path
 from offload.tiers.host import trim_heap
 
-Get = Callable[[str, int, int], torch.Tensor]
+ReadValues = Callable[[str, int, int], torch.Tensor]
 SHARD_BYTES = 5 << 30
-_OWN = re.compile(
+_EXPORT_ENTRIES = re.compile(
     r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
 )
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """A written and verified export: folder, weight files, bytes, and an XXH3-128 per tensor."""
 
     folder: Path
@@ -54,14 +54,14 @@ class Exported:
 
 def write_model(
     model: nn.Module,
-    get: Get,
+    get: ReadValues,
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,
     replace: bool = False,
-) -> Exported:
+) -> ExportResult:
     """Write `model` as `save_pretrained` would. Parameters need only the right shapes and dtypes.
 
     - get(name, begin, end): returns elements of a flat parameter, in any float dtype. Called once for each element, in
@@ -78,16 +78,16 @@ def write_model(
     if the files read back differently.
     """
     folder = folder.resolve()  # A link is followed: the data must go to the disk behind it.
-    check_place(folder, replace)
-    plan = _Plan(model, dtype)
-    with made_folder(folder, replace) as made:
-        write_configuration(model, made, plan.main_dtype)
+    check_export_folder(folder, replace)
+    plan = _ExportPlan(model, dtype)
+    with export_folder(folder, replace) as temporary:
+        write_configuration(model, temporary, plan.main_dtype)
         for name, data in (files or {}).items():
-            (made / name).write_bytes(data)
-        written = _write_weights(model, plan, get, made, shard_bytes)
+            (temporary / name).write_bytes(data)
+        written = _write_weights(model, plan, get, temporary, shard_bytes)
         for each in written:
             _verify(each)
-    return Exported(
+    return ExportResult(
         folder,
         tuple(folder / each.path.name for each in written),
         sum(each.num_bytes for each in written),
@@ -95,26 +95,26 @@ def write_model(
     )
 
 
-class _Plan:
+class _ExportPlan:
     """Export plan: conversions, and the tensors in the files."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         state: dict[str, Any] = model.state_dict(keep_vars=True)
         if not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise ConfigError(f"{type(model).__name__} has more than tensors in its state_dict: it cannot be exported.")
-        self.main_dtype = dtype or _dtype_of(model)
+        self.main_dtype = dtype or _main_dtype(model)
         is_kept = stays_fp32(model, self.main_dtype)
-        first: dict[int, str] = {}
+        first_names: dict[int, str] = {}
         self.values: dict[str, tuple[str, torch.Tensor]] = {}  # state name -> (first name, tensor)
         metas: dict[str, torch.Tensor] = {}
         for name, value in state.items():
-            self.values[name] = (first.setdefault(id(value), name), value)
+            self.values[name] = (first_names.setdefault(id(value), name), value)
             target = value.dtype
             if dtype is not None and isinstance(value, nn.Parameter) and target.is_floating_point:
                 target = torch.float32 if is_kept(name) else dtype
             metas[name] = torch.empty(value.shape, dtype=target, device="meta")
         if isinstance(model, transformers.PreTrainedModel):
-            metas = untied(model, metas)
+            metas = drop_tied(model, metas)
             self.groups, order = plan_writing(model, metas)
         else:
             metas = {name: meta for name, meta in metas.items() if self.values[name][0] == name}
@@ -129,29 +129,31 @@ class _Plan:
                 f"{type(model).__name__} has tensors of {unknown.pop()}, a dtype that safetensors does not have."
             )
 
-    def reader(self, source: str, get: Get) -> Read:
+    def reader(self, source: str, get: ReadValues) -> ReadRange:
         """Return a reader for a model tensor."""
-        name, here = self.values[source]
-        return partial(get, name) if isinstance(here, nn.Parameter) else reader(here)
+        name, tensor = self.values[source]
+        return partial(get, name) if isinstance(tensor, nn.Parameter) else tensor_reader(tensor)
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def _main_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the first floating-point parameter, as transformers does."""
     return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
 
-def _write_weights(model: nn.Module, plan: _Plan, get: Get, folder: Path, shard_bytes: int) -> list[Written]:
+def _write_weights(
+    model: nn.Module, plan: _ExportPlan, get: ReadValues, folder: Path, shard_bytes: int
+) -> list[WrittenFile]:
     """Write the weight files, and an index if there are several."""
     split = split_torch_state_dict_into_shards(plan.tensors, max_shard_size=shard_bytes)
-    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in plan.tensors.items()}
+    layouts = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in plan.tensors.items()}
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(TensorFileWriter(folder / file, {name: kinds[name] for name in names}))
+            stack.enter_context(TensorFileWriter(folder / file, {name: layouts[name] for name in names}))
             for file, names in split.filename_to_tensors.items()
         ]
-        of_name = {name: writer for writer in writers for name in writer.entries}
+        writer_by_name = {name: writer for writer in writers for name in writer.entries}
         for group in plan.groups:
-            _write_group(group, plan, get, of_name)
+            _write_group(group, plan, get, writer_by_name)
             trim_heap()  # malloc would keep most of the freed memory
         written = [writer.finish() for writer in writers]
     if split.is_sharded:
@@ -162,17 +164,19 @@ def _write_weights(model: nn.Module, plan: _Plan, get: Get, folder: Path, shard_
     return written
 
 
-def _write_group(group: Conversion, plan: _Plan, get: Get, of_name: Mapping[str, TensorFileWriter]) -> None:
+def _write_group(
+    group: Conversion, plan: _ExportPlan, get: ReadValues, writer_by_name: Mapping[str, TensorFileWriter]
+) -> None:
     if group.is_identity:
         (name,) = group.outputs
-        of_name[name].write(name, plan.reader(group.sources[0], get))
+        writer_by_name[name].write(name, plan.reader(group.sources[0], get))
         return
-    for name, value in _converted(group, plan, get):
-        assert tuple(value.shape) == of_name[name].entries[name].shape, (name, value.shape)
-        of_name[name].write(name, reader(value))
+    for name, value in _convert_group(group, plan, get):
+        assert tuple(value.shape) == writer_by_name[name].entries[name].shape, (name, value.shape)
+        writer_by_name[name].write(name, tensor_reader(value))
 
 
-def _converted(group: Conversion, plan: _Plan, get: Get) -> Iterator[tuple[str, torch.Tensor]]:
+def _convert_group(group: Conversion, plan: _ExportPlan, get: ReadValues) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the output tensors of a group, in the planned dtype or in the dtype from `get`."""
     if group.is_cut:
         (source,) = group.sources
@@ -198,10 +202,10 @@ def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | Non
     if not isinstance(model, transformers.PreTrainedModel):
         return
     config = copy.deepcopy(model.config)
-    config.dtype = str(dtype or _dtype_of(model)).removeprefix("torch.")
+    config.dtype = str(dtype or _main_dtype(model)).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     if type(model).save_pretrained is not transformers.PreTrainedModel.save_pretrained:
-        _write_own(model, folder)
+        _write_custom_files(model, folder)
     if model._auto_class is not None:
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
@@ -212,40 +216,40 @@ def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | Non
             model.generation_config.to_json_file(folder / "generation_config.json")
 
 
-def _write_own(model: nn.Module, folder: Path) -> None:
+def _write_custom_files(model: nn.Module, folder: Path) -> None:
     """Run an overridden `save_pretrained` without weights, and keep the files it adds."""
     save: Any = model.save_pretrained
-    with TemporaryDirectory(dir=folder) as made:
+    with TemporaryDirectory(dir=folder) as temporary:
         try:
-            save(made, state_dict={})
+            save(temporary, state_dict={})
         except Exception as error:
             warn(
                 f"{type(model).__name__} overrides save_pretrained, and its version fails without weights "
                 f"({type(error).__name__}: {error}): {folder} lacks the additional files of that version."
             )
-        for path in Path(made).iterdir():
+        for path in Path(temporary).iterdir():
             if not path.name.endswith((".safetensors", ".safetensors.index.json")):
                 path.replace(folder / path.name)
 
 
-def _verify(written: Written) -> None:
+def _verify(written: WrittenFile) -> None:
     """Read a file back with safetensors' own reader, and compare every byte by hash. Raises OffloadError."""
     try:
-        with safe_open(written.path, framework="pt") as theirs, TensorFile(written.path) as file:
-            file.forget()
-            same = file.entries == written.entries and set(theirs.keys()) == set(written.entries)
-            wrong = [name for name, digest in written.hashes.items() if same and file.hash(name) != digest]
+        with safe_open(written.path, framework="pt") as reference, TensorFile(written.path) as file:
+            file.drop_page_cache()
+            same_header = file.entries == written.entries and set(reference.keys()) == set(written.entries)
+            differing = [name for name, digest in written.hashes.items() if same_header and file.hash(name) != digest]
     except (SafetensorError, ConfigError) as error:
         raise OffloadError(f"{written.path} cannot be read back after it was written: {error}") from error
-    if wrong or not same:
-        what = f"tensor {wrong[0]} differs" if wrong else "its header differs"
+    if differing or not same_header:
+        difference = f"tensor {differing[0]} differs" if differing else "its header differs"
         raise OffloadError(
-            f"{written.path} differs from what was written: {what} when it is read back. The disk or the memory is "
-            "faulty; export to another disk."
+            f"{written.path} differs from what was written: {difference} when it is read back. The disk or the memory "
+            "is faulty; export to another disk."
         )
 
 
-def check_place(folder: Path, replace: bool) -> None:
+def check_export_folder(folder: Path, replace: bool) -> None:
     """Raise ConfigError for a mount point, or for existing contents.
 
     An earlier export is accepted with `replace`.
@@ -261,48 +265,48 @@ def check_place(folder: Path, replace: bool) -> None:
 
 
 @contextmanager
-def made_folder(folder: Path, replace: bool) -> Iterator[Path]:
+def export_folder(folder: Path, replace: bool) -> Iterator[Path]:
     """Yield a temporary folder, synced to disk and renamed to `folder` at exit.
 
     On any error the temporary folder is removed. Raises DiskError.
     """
-    made = folder.with_name(f".{folder.name}.part-{os.getpid()}")
+    temporary = folder.with_name(f".{folder.name}.part-{os.getpid()}")
     try:
         if replace:
             clear(folder.parent)  # restores a folder from a killed, half-done replacement
-        for left in folder.parent.glob(f".{folder.name}.part-*"):
-            if not Path(f"/proc/{left.name.rpartition('-')[2]}").exists() or left == made:
-                shutil.rmtree(left)  # left by a killed export
-        made.mkdir(parents=True)
-        yield made
-        for path in made.iterdir():
+        for leftover in folder.parent.glob(f".{folder.name}.part-*"):
+            if not Path(f"/proc/{leftover.name.rpartition('-')[2]}").exists() or leftover == temporary:
+                shutil.rmtree(leftover)  # left by a killed export
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in temporary.iterdir():
             sync_path(path)
-        sync_path(made)
-        old = None
+        sync_path(temporary)
+        previous = None
         if replace:
-            old = take_place(made, folder)
+            previous = replace_folder(temporary, folder)
         else:
-            made.rename(folder)  # rename replaces an empty folder
+            temporary.rename(folder)  # rename replaces an empty folder
         sync_path(folder.parent)
-        if old is not None and (own := _foreign(old, folder)):
-            kept = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
-            old.rename(kept)
-            warn(f"{folder} held {own[0]}, which no export has, and was renamed to {kept}.")
-        elif old is not None:
-            shutil.rmtree(old)
+        if previous is not None and (user_entries := _user_entries(previous, folder)):
+            backup = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
+            previous.rename(backup)
+            warn(f"{folder} held {user_entries[0]}, which no export has, and was renamed to {backup}.")
+        elif previous is not None:
+            shutil.rmtree(previous)
     except OSError as error:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OffloadError):
             raise
         code = error.errno or 0
         raise DiskError(f"{folder} cannot be written: {errno_text(code)}.", code, folder) from error
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _foreign(old: Path, new: Path) -> list[str]:
+def _user_entries(old: Path, new: Path) -> list[str]:
     """Return entries in an earlier export folder that no export writes, for example user notes."""
-    made = {path.name for path in new.iterdir()}
-    found = sorted(path for path in old.iterdir() if path.name not in made)
-    return [path.name for path in found if path.is_dir() or not _OWN.fullmatch(path.name)]
+    written_names = {path.name for path in new.iterdir()}
+    others = sorted(path for path in old.iterdir() if path.name not in written_names)
+    return [path.name for path in others if path.is_dir() or not _EXPORT_ENTRIES.fullmatch(path.name)]

@@ -22,15 +22,15 @@ from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.find import find_units
 from offload.engine.units.unit import Unit, open_units
 from offload.errors import ConfigError
-from offload.hf.sources import Fused, Source
+from offload.hf.sources import FusedSource, Source
 from offload.lanes.streams import open_lanes
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import DTYPES
 from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
+from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import open_device
-from offload.tiers.due import Due
 from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import RING_TILES
@@ -80,7 +80,7 @@ class StreamedModel:
         """
         self._infos = _describe(model)
         self._source = source
-        self._whole: tuple[int, torch.Tensor] | None = None
+        self._fused_values: tuple[int, torch.Tensor] | None = None
         candidates = find_units(model, self._infos)
         regions = build_regions(self._infos, {each.name: each.parameters for each in candidates}, [()])
         self.ledger, counters = Ledger("device"), Counters()
@@ -103,19 +103,19 @@ class StreamedModel:
             files=self._files,
             counters=counters,
         )
-        self._slots = slots = Slots(store, device, Due(), lanes, counters, slot_bytes=0, slot_name=SLOTS)
+        self._slots = slots = Slots(store, device, DeferredUpdates(), lanes, counters, slot_bytes=0, slot_name=SLOTS)
         self._executor = Executor(slots, 1, None, lands_late=lambda _: False)
         self._units = list(open_units(candidates, regions, slots, slots.parameters))
-        self._inside: Unit | None = None
+        self._running_unit: Unit | None = None
         self._begin: Any = None
         self.total_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in self._infos)
-        resting = [_resting(info, device.torch_device) for info in self._infos]
-        self._at_rest: dict[int, list[Unit]] = {}  # tied weights have several
+        placeholders = [_placeholder(info, device.torch_device) for info in self._infos]
+        self._placeholder_units: dict[int, list[Unit]] = {}  # tied weights have several
         for unit in self._units:
-            unit.resting.update({place.parameter: resting[place.parameter] for place in unit.places})
+            unit.placeholders.update({place.parameter: placeholders[place.parameter] for place in unit.places})
             for place in unit.places:
-                self._at_rest.setdefault(resting[place.parameter].data_ptr(), []).append(unit)
-            unit.install(unit.resting)
+                self._placeholder_units.setdefault(placeholders[place.parameter].data_ptr(), []).append(unit)
+            unit.install(unit.placeholders)
             if not unit.resident:
                 unit.route(self._call)
         for owner in model.modules():
@@ -128,8 +128,8 @@ class StreamedModel:
             slots.resize(self._capacity(memory_bytes))
             for unit in self._units:
                 if unit.resident:
-                    self._stay(unit)
-            self._suppose_order()
+                    self._make_resident(unit)
+            self._set_order()
         except BaseException:
             self.close()
             raise
@@ -144,18 +144,18 @@ class StreamedModel:
 
         The outside read may have modified weights in place (rwkv divides them once), and will do so again.
         """
-        self._inside = None
-        self._stay(unit)
+        self._running_unit = None
+        self._make_resident(unit)
         self._slots.refresh(always=True)
         self._slots.settle()
-        self._suppose_order()
+        self._set_order()
 
     @contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """In this context, the first call to each module raises ReadFromOutside on a read from offloaded weights."""
         handles = []
         for module in modules:
-            mode = _Reads(self._at_rest)
+            mode = _PlaceholderReads(self._placeholder_units)
             handles.append(module.register_forward_pre_hook(lambda *_, mode=mode: mode.begin()))
             handles.append(module.register_forward_hook(lambda *_, mode=mode: mode.end(), always_call=True))
         try:
@@ -183,9 +183,9 @@ class StreamedModel:
         left = memory_bytes - sum(region.weight_bytes for region in staying)
         return min(whole, max(left // 512 * 512, sum(sorted(sizes)[-2:])))
 
-    def _stay(self, unit: Unit) -> None:
+    def _make_resident(self, unit: Unit) -> None:
         """Make a unit resident. The module then runs without hooks."""
-        unit.stay()
+        unit.keep_on_device()
         self._slots.keep(unit.regions)
         self._slots.settle()
         self._executor.reset()
@@ -194,7 +194,7 @@ class StreamedModel:
                 other.forget_live()
         unit.install(unit.live())
 
-    def _suppose_order(self) -> None:
+    def _set_order(self) -> None:
         self._executor.suppose(_PASS, [unit.regions for unit in self._units if not unit.resident])
         self._executor.expect(_PASS, wraps=False)
 
@@ -202,27 +202,27 @@ class StreamedModel:
         """Return parameter elements. A parameter fused from several tensors is built once as a whole."""
         source = self._source(self._infos[index].name)
         assert source is not None, self._infos[index].name
-        if not isinstance(source, Fused):
+        if not isinstance(source, FusedSource):
             return source.read(begin, end)
-        if self._whole is None or self._whole[0] != index:
-            self._whole = index, source.read(0, math.prod(source.shape))
-        return self._whole[1][begin:end]
+        if self._fused_values is None or self._fused_values[0] != index:
+            self._fused_values = index, source.read(0, math.prod(source.shape))
+        return self._fused_values[1][begin:end]
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the unit forward."""
-        if self._inside is not None:  # units never nest
+        if self._running_unit is not None:  # units never nest
             raise ReadFromOutside(unit)
         self._executor.enter(unit.regions, backward=False)
-        self._inside, begin = unit, self._lanes.now()
+        self._running_unit, begin = unit, self._lanes.now()
         try:
-            unit.hang()
+            unit.install_live()
             result = unit.forward(*args, **kwargs)
         finally:
-            unit.rest()
-            self._inside = None
-            self._executor.leave(unit.regions, self._lanes.computed(unit.name, begin))
+            unit.install_placeholders()
+            self._running_unit = None
+            self._executor.leave(unit.regions, self._lanes.record_compute(unit.name, begin))
         if any(isinstance(leaf, torch.Tensor) and self._slots.holds(leaf) for leaf in tree_iter(result)):
             return tree_map_only(torch.Tensor, lambda t: t.clone() if self._slots.holds(t) else t, result)
         return result
@@ -233,12 +233,12 @@ class StreamedModel:
         self._lanes.end_step()
 
 
-class _Reads(WatchingMode):
+class _PlaceholderReads(WatchingMode):
     """Detects operations on NaN placeholders for offloaded weights during the first module call."""
 
-    def __init__(self, at_rest: dict[int, list[Unit]]) -> None:
+    def __init__(self, placeholder_units: dict[int, list[Unit]]) -> None:
         super().__init__()
-        self._at_rest, self._calls = at_rest, 0
+        self._placeholder_units, self._calls = placeholder_units, 0
 
     def begin(self) -> None:
         """The module is called."""
@@ -254,7 +254,7 @@ class _Reads(WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                for unit in self._at_rest.get(leaf.untyped_storage().data_ptr(), ()):
+                for unit in self._placeholder_units.get(leaf.untyped_storage().data_ptr(), ()):
                     if not unit.resident:
                         raise ReadFromOutside(unit)
         return func(*args, **(kwargs or {}))
@@ -274,7 +274,7 @@ def _describe(model: nn.Module) -> list[ParameterInfo]:
     return infos
 
 
-def _resting(info: ParameterInfo, device: torch.device) -> nn.Parameter:
+def _placeholder(info: ParameterInfo, device: torch.device) -> nn.Parameter:
     """Return the placeholder for a parameter: same device, dtype and shape, with NaN for stray reads."""
     nan = torch.full((), math.nan, dtype=DTYPES[info.compute], device=device)
     return nn.Parameter(nan.expand(info.shape), requires_grad=False)

@@ -13,12 +13,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
-from offload.integrations.needs import need
+from offload.integrations.needs import require_libraries
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
-from offload.integrations.saving import state_of, written
-from offload.integrations.wrap import engaged
+from offload.integrations.saving import share_write_errors, state_of
+from offload.integrations.wrap import engage
 
-need("accelerate")
+require_libraries("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
@@ -50,14 +50,16 @@ class OffloadAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Like Accelerator.prepare, but the optimizer's model moves into an engine."""
-        return super().prepare(*self._engaged(args), device_placement=device_placement)
+        return super().prepare(*self._engage_objects(args), device_placement=device_placement)
 
-    def _engaged(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _engage_objects(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the objects with the engine's optimizer in place of the torch optimizer."""
-        given = [o for o in objects if isinstance(o, torch.optim.Optimizer) and not isinstance(o, AcceleratedOptimizer)]
-        if not given:
+        optimizers = [
+            o for o in objects if isinstance(o, torch.optim.Optimizer) and not isinstance(o, AcceleratedOptimizer)
+        ]
+        if not optimizers:
             return objects
-        optimizer, model = given[0], None
+        optimizer, model = optimizers[0], None
         if isinstance(optimizer, OffloadOptimizer):
             self.engine = optimizer.engine
             return objects
@@ -65,9 +67,10 @@ class OffloadAccelerator(Accelerator):
         model = next(
             (o for o in objects if isinstance(o, nn.Module) and trained <= {id(p) for p in o.parameters()}), None
         )
-        if len(given) > 1 or model is None or self.engine is not None:
+        if len(optimizers) > 1 or model is None or self.engine is not None:
             raise ConfigError(
-                f"prepare() was given {len(given)} optimizers{'' if model else ', not with the model that they train'}"
+                f"prepare() was given {len(optimizers)} optimizers"
+                f"{'' if model else ', not with the model that they train'}"
                 f"{' after an engine was made' if self.engine else ''}: an OffloadAccelerator has a single "
                 "engine, for a single model. Call prepare(model, optimizer, ...) once; train another model in another "
                 "process."
@@ -91,7 +94,7 @@ class OffloadAccelerator(Accelerator):
             defaults["precision"] = "bf16"
         if self.state.dynamo_plugin.backend.value != "NO":
             defaults["compile"] = "auto"
-        own = engaged(model, optimizer, defaults | settings)
+        own = engage(model, optimizer, defaults | settings)
         self.engine = own.engine
         return own
 
@@ -101,7 +104,7 @@ class OffloadAccelerator(Accelerator):
         """Like Accelerator.prepare_model, but the engine's model stays unwrapped."""
         if not self._is_own(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
-        if all(model is not known for known in self._models):
+        if all(model is not own_model for own_model in self._models):
             self._models.append(model)
         return model
 
@@ -153,7 +156,7 @@ class OffloadAccelerator(Accelerator):
         handle = self.register_save_state_pre_hook(_drop_weights)
         self._is_saving = True
         try:
-            with written(own.engine, Path(output_dir or self.project_dir or ".")):
+            with share_write_errors(own.engine, Path(output_dir or self.project_dir or ".")):
                 place = super().save_state(output_dir, safe_serialization, **kwargs)
         finally:
             self._is_saving = False
@@ -220,28 +223,28 @@ def _drop_weights(_models: list[nn.Module], weights: list[Any], _folder: str) ->
     weights[:] = [each for each in weights if not isinstance(each, _NoWeights)]
 
 
-def _check_same(model: nn.Module, given: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+def _check_same(model: nn.Module, weights: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
     """Replacement for `load_state_dict`: accepts only values equal to the present ones.
 
     Raises ConfigError otherwise.
     """
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for name in own:
-        if name in given and not torch.equal(own[name].cpu(), given[name].to("cpu", own[name].dtype)):
+        if name in weights and not torch.equal(own[name].cpu(), weights[name].to("cpu", own[name].dtype)):
             raise ConfigError(
                 f"a hook of load_state loads other values for {name} than the engine has loaded from {FOLDER}/: leave "
                 "loading to the engine, or load the model before prepare() and begin a new run."
             )
-    unexpected = [name for name in given if name not in own]
+    unexpected = [name for name in weights if name not in own]
     if strict and unexpected:
         raise ConfigError(f"a hook of load_state loads {unexpected[0]}, but the model has no such weight.")
-    return _IncompatibleKeys([name for name in own if name not in given], unexpected)
+    return _IncompatibleKeys([name for name in own if name not in weights], unexpected)
 
 
 def refuse_others(accelerator: Accelerator) -> None:
     """Raise ConfigError for accelerate settings that duplicate engine functions or are not supported."""
     dynamo = accelerator.state.dynamo_plugin
-    what = {
+    unsupported = {
         "mixed_precision='fp16'": accelerator.mixed_precision == "fp16",
         "mixed_precision='fp8'": accelerator.mixed_precision == "fp8",
         "DeepSpeed": accelerator.distributed_type.value == "DEEPSPEED",
@@ -253,7 +256,7 @@ def refuse_others(accelerator: Accelerator) -> None:
         "parallelism_config": accelerator.parallelism_config is not None,
         "save_on_each_node": accelerator.project_configuration.save_on_each_node,
     }
-    wrong = [name for name, is_on in what.items() if is_on]
+    wrong = [name for name, is_on in unsupported.items() if is_on]
     if wrong:
         raise ConfigError(
             f"accelerate is set up for {', '.join(wrong)}, which an engine does not support: an engine shards the "

@@ -7,7 +7,7 @@ import importlib.util
 from offload.errors import MissingLibraryError
 
 
-def need(*libraries: str) -> None:
+def require_libraries(*libraries: str) -> None:
     """Raise MissingLibraryError if a library is not installed."""
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:

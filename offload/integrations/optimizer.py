@@ -40,13 +40,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._max_grad_norm: float | None = None
         self.result: StepResult | None = None
         self._updates, self._missing, self._has_descended = 0, 0, False
-        named = dict(engine.model.named_parameters())
+        parameters = dict(engine.model.named_parameters())
         settings = {key: getattr(engine.optimizer, key) for key in engine.optimizer.steered}
-        made = [
-            {"params": [named[name] for name in names], "lr": engine.lr * scale, "weight_decay": decay}
+        torch_groups = [
+            {"params": [parameters[name] for name in names], "lr": engine.lr * scale, "weight_decay": decay}
             for scale, decay, names in groups or engine.groups
         ]
-        super().__init__(made, {"lr": engine.lr, "weight_decay": 0.0, **settings})
+        super().__init__(torch_groups, {"lr": engine.lr, "weight_decay": 0.0, **settings})
         self._begin(["weight_decay", *settings] if self.has_gradients else [])
 
     def take_over(self, optimizer: torch.optim.Optimizer, follows: Collection[str]) -> None:
@@ -66,9 +66,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         base = rate_of(self.param_groups[0])
         self._scales = [rate_of(group) / base if base else 1.0 for group in self.param_groups]
         self._follows = follows
-        self._fixed, self._tuned = self._facts(), self._settings()
+        self._fixed, self._tuned = self._fixed_settings(), self._settings()
 
-    def _facts(self) -> list[dict[str, Any]]:
+    def _fixed_settings(self) -> list[dict[str, Any]]:
         """Return, per group, the torch settings that the engine cannot follow."""
         keys = (PLAIN.keys() | self.defaults.keys()) - {"lr", *self._follows}
         return [
@@ -98,7 +98,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return
         self._prepare()
         limit, self._max_grad_norm = self._max_grad_norm, None
-        self._done(self.engine.update(limit))
+        self._record(self.engine.update(limit))
 
     def clip_next(self, max_grad_norm: float) -> None:
         """Clip the next step to this norm instead of the engine's limit. 0: no clipping."""
@@ -114,19 +114,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return torch.tensor(math.nan if self.result is None else self.result.grad_norm)  # nothing to clip
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_ was given norm_type={norm_type!r}; an engine clips to the 2-norm only.")
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not given:
+        parameter_list = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not parameter_list:
             warn(
                 "clip_grad_norm_ was given no parameters, perhaps from an exhausted iterator, so nothing is clipped in "
                 "this step (as in plain PyTorch). Give model.parameters() in each call."
             )
             return torch.tensor(0.0)
         trained = sum(len(group["params"]) for group in self.param_groups)
-        if len(given) < trained or max_norm <= 0:
+        if len(parameter_list) < trained or max_norm <= 0:
             raise ConfigError(
-                f"clip_grad_norm_ was given {len(given)} parameters and max_norm={max_norm}: an engine clips all "
-                f"{trained} trainable parameters by their common norm, to a max_norm above 0. Give model.parameters(); "
-                "leave the call out for no clipping."
+                f"clip_grad_norm_ was given {len(parameter_list)} parameters and max_norm={max_norm}: an engine clips "
+                f"all {trained} trainable parameters by their common norm, to a max_norm above 0. Give "
+                "model.parameters(); leave the call out for no clipping."
             )
         self.clip_next(0.0 if max_norm == float("inf") else float(max_norm))
         return torch.tensor(self.engine.grad_norm())
@@ -143,7 +143,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         self._prepare()
         self._has_descended = True
-        return self._done(self.engine.step(batch))
+        return self._record(self.engine.step(batch))
 
     def _prepare(self) -> None:
         """Set the engine's learning rate from the groups. Raises ConfigError if loaded states are missing."""
@@ -157,21 +157,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._follow()
         self.engine.lr = self._base_lr()
 
-    def _done(self, result: StepResult) -> StepResult:
+    def _record(self, result: StepResult) -> StepResult:
         self.result = result
         self._updates += not result.skipped
         return result
 
     def _follow(self) -> None:
         """Apply changed group settings to the engine. Raises ConfigError with the name of an unsupported change."""
-        facts = self._facts()
-        if len(facts) != len(self._fixed):
-            self._refuse(f"number of groups was {len(self._fixed)}, and is {len(facts)}")
-        for before, now in zip(self._fixed, facts, strict=True):
+        fixed_settings = self._fixed_settings()
+        if len(fixed_settings) != len(self._fixed):
+            self._refuse(f"number of groups was {len(self._fixed)}, and is {len(fixed_settings)}")
+        for before, now in zip(self._fixed, fixed_settings, strict=True):
             for key in now:
                 if now[key] != before[key]:
-                    what = " changed" if key == "params" else f" was {before[key]!r}, and is {now[key]!r}"
-                    self._refuse(key + what)
+                    change = " changed" if key == "params" else f" was {before[key]!r}, and is {now[key]!r}"
+                    self._refuse(key + change)
         settings, decays = tuned = self._settings()
         if tuned != self._tuned:
             if any(each != settings[0] for each in settings):
@@ -188,10 +188,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._refuse(f"learning rates are {rates}, no longer in the ratio {self._scales}")
         return base
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, change: str) -> NoReturn:
         more = f" and {' and '.join(self._follows)}" if self._follows else ""
         raise ConfigError(
-            f"the optimizer's {what}: once the engine is made, only learning rates (all in the same ratio){more} can "
+            f"the optimizer's {change}: once the engine is made, only learning rates (all in the same ratio){more} can "
             "change. Set everything else before."
         )
 
@@ -232,8 +232,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "this optimizer state was not saved by an OffloadOptimizer over the same groups, and an engine cannot "
                 "read the moments of another optimizer. Load only the weights."
             )
-        for group, its in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(its)
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved_group)
         self._missing = 0 if state_dict["updates"] == self._updates else state_dict["updates"]
 
     def _resume(self, num_updates: int) -> None:
@@ -258,7 +258,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Raises like `Engine.load_checkpoint`.
         """
-        with generators_kept(self.engine.device):
+        with keep_generators(self.engine.device):
             meta = self.engine.load_checkpoint(folder)
         self._resume(int(meta.get("updates", 0)))
 
@@ -298,7 +298,7 @@ def find_own(optimizer: Any) -> OffloadOptimizer | None:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
+def keep_generators(device: torch.device) -> Iterator[None]:
     """Restore torch's random generators at exit, because other code depends on them."""
     more = {} if device.type == "cpu" else {"device_type": device.type}
     with torch.random.fork_rng(devices=[device.index or 0] if more else [], **more):

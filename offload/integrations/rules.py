@@ -95,7 +95,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
     Raises ConfigError if there is none, or if the optimizer's parameters are not the trainable ones of the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    made: Any = _TORCH.get(type(optimizer))
+    rule_class: Any = _TORCH.get(type(optimizer))
     if isinstance(optimizer, getattr(torch.optim, "Muon", ())):
         rate, decay = (optimizer.param_groups[0][key] for key in ("lr", "weight_decay"))
         raise ConfigError(
@@ -103,11 +103,11 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
             f"parameters: give offload.Muon(lr={rate:g}, weight_decay={decay:g}, rest=offload.AdamW(lr=...)), whose "
             "rest trains embeddings, the head and vectors."
         )
-    if made is None:
-        known = ", ".join(f"torch.optim.{kind.__name__}" for kind in _TORCH)
+    if rule_class is None:
+        supported = ", ".join(f"torch.optim.{optimizer_class.__name__}" for optimizer_class in _TORCH)
         raise ConfigError(
             f"the optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, and offload has no equivalent "
-            f"update rule. Give one of {known}. {_OTHERS}"
+            f"update rule. Give one of {supported}. {_OTHERS}"
         )
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -123,7 +123,7 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
                     f"groups of the optimizer have {key} {first[key]!r} and {group[key]!r}: groups can differ only in "
                     "lr and weight_decay."
                 )
-        if group["weight_decay"] and "weight_decay" not in followed(optimizer):
+        if group["weight_decay"] and "weight_decay" not in followed_keys(optimizer):
             raise ConfigError(
                 "the optimizer is Adam with weight_decay, which is not decoupled: give AdamW, or set it to 0."
             )
@@ -145,11 +145,11 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
             f"{len(left)} parameters with requires_grad are not in the optimizer, first {left[0]}: freeze them "
             "(requires_grad_(False)) before making the optimizer, or add them to it."
         )
-    settings = {key: first[key] for key in made.steered}
-    return made(lr=float(first["lr"]), **settings, weight_decay=0.0, decay_1d=True, groups=tuple(groups))
+    settings = {key: first[key] for key in rule_class.steered}
+    return rule_class(lr=float(first["lr"]), **settings, weight_decay=0.0, decay_1d=True, groups=tuple(groups))
 
 
-def followed(optimizer: torch.optim.Optimizer) -> list[str]:
+def followed_keys(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the group keys that may change during training, besides the learning rate."""
     is_decoupled = type(optimizer) is not torch.optim.Adam or optimizer.param_groups[0].get("decoupled_weight_decay")
     return [*_TORCH[type(optimizer)].steered, *(["weight_decay"] if is_decoupled else [])]

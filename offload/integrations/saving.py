@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import DiskError, OffloadError
 from offload.native.io import disk_error
@@ -25,8 +25,8 @@ def weights_dtype(model: nn.Module) -> torch.dtype | None:
 
     float32 (master weights) if all floating-point parameters are float32. None: the engine's compute dtype.
     """
-    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return torch.float32 if found == {torch.float32} else None
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return torch.float32 if dtypes == {torch.float32} else None
 
 
 def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None:
@@ -35,14 +35,14 @@ def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None
     Earlier weight files are replaced. Collective; rank 0 writes. Raises like `Engine.export`.
     """
     making = folder / _MAKING
-    with written(engine, folder):
+    with share_write_errors(engine, folder):
         if engine.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(making, ignore_errors=True)
     engine.export(making, dtype)
-    with written(engine, folder):
+    with share_write_errors(engine, folder):
         if engine.rank == 0:
-            own = {made.name for made in making.iterdir()}
+            own = {exported.name for exported in making.iterdir()}
             for name in own:
                 (making / name).replace(folder / name)
             for pattern in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*"):
@@ -53,12 +53,12 @@ def export_into(engine: Engine, folder: Path, dtype: torch.dtype | None) -> None
 
 
 @contextmanager
-def written(engine: Engine, folder: Path) -> Iterator[None]:
+def share_write_errors(engine: Engine, folder: Path) -> Iterator[None]:
     """Context: a failure on one rank, for example a full disk, raises on all ranks.
 
-    No collective calls inside. Raises DiskError, or any other `outcome` error.
+    No collective calls inside. Raises DiskError, or any other `share_outcome` error.
     """
-    with as_one(engine.comm, f"writing to {folder}"):
+    with share_failure(engine.comm, f"writing to {folder}"):
         try:
             yield
         except OSError as error:
@@ -79,16 +79,16 @@ def state_of(engine: Engine, only: Callable[[str], bool] = lambda _name: True) -
     """
     first = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     values = dict(engine.named_parameters(names=filter(only, first.values()), as_given=True))
-    found: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     for name, module in engine.model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         for key, parameter in module._parameters.items():
             if parameter is not None and first[id(parameter)] in values:
-                found[prefix + key] = values[first[id(parameter)]]
+                state[prefix + key] = values[first[id(parameter)]]
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
-                found[prefix + key] = buffer.detach().cpu()
-    return found
+                state[prefix + key] = buffer.detach().cpu()
+    return state
 
 
 def adapters_state(engine: Engine) -> dict[str, torch.Tensor]:
@@ -104,10 +104,10 @@ def adapters_state(engine: Engine) -> dict[str, torch.Tensor]:
     places = {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in state.items()}
     owners = {each.untyped_storage().data_ptr(): first.get(id(state[name])) for name, each in places.items()}
     trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
-    found, model, picked = state_of(engine, trained.__contains__), cast(Any, engine.model), set[str | None]()
-    with engine.answering(found), warnings.catch_warnings():  # for prompt tuning, PEFT reads the model itself
+    tensors, model, adapter_names = state_of(engine, trained.__contains__), cast(Any, engine.model), set[str | None]()
+    with engine.answering(tensors), warnings.catch_warnings():  # for prompt tuning, PEFT reads the model itself
         warnings.simplefilter("ignore")
         for adapter in model.peft_config:
             saved = peft.get_peft_model_state_dict(model, dict(places), adapter)
-            picked |= {owners.get(value.untyped_storage().data_ptr()) for value in saved.values()}
-    return found | state_of(engine, (picked - trained).__contains__)
+            adapter_names |= {owners.get(value.untyped_storage().data_ptr()) for value in saved.values()}
+    return tensors | state_of(engine, (adapter_names - trained).__contains__)

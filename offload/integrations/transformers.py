@@ -21,19 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload.engine.assemble import leave_off_checkpointing
+from offload.engine.assemble import disable_checkpointing
 from offload.engine.engine import Engine
-from offload.engine.units.uncompiled import uncompiled
+from offload.engine.units.compile_wrappers import remove_compile_wrappers
 from offload.errors import ConfigError, warn
-from offload.integrations.needs import need
+from offload.integrations.needs import require_libraries
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
 from offload.integrations.rules import rule_of_arguments, without_decay
-from offload.integrations.saving import adapters_state, export_into, weights_dtype, written
+from offload.integrations.saving import adapters_state, export_into, share_write_errors, weights_dtype
 from offload.integrations.wrap import give_back, open_engine
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 
-need("transformers", "accelerate")
+require_libraries("transformers", "accelerate")
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer import TRAINING_ARGS_NAME  # noqa: E402
@@ -74,7 +74,7 @@ class OffloadMixin(_Base):
         self._offload = dict(offload or {})
         self._dtype: torch.dtype | None = None  # dtype for saving the model
         super().__init__(*args, **kwargs)
-        self.model = self.model_wrapped = uncompiled(self.model)
+        self.model = self.model_wrapped = remove_compile_wrappers(self.model)
         _put_callback_first(self)
         _adopt(self)
 
@@ -91,7 +91,7 @@ class OffloadMixin(_Base):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Like Trainer.call_model_init, with torch.compile removed."""
-        return uncompiled(super().call_model_init(trial))
+        return remove_compile_wrappers(super().call_model_init(trial))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model in place: the engine copies weights to the device when needed."""
@@ -100,7 +100,7 @@ class OffloadMixin(_Base):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:  # noqa: ARG002
         """Move the model into an engine, unless done already. Return the engine's optimizer."""
-        leave_off_checkpointing(self.model)  # train() turns it on each time
+        disable_checkpointing(self.model)  # train() turns it on each time
         if not self._is_engaged:
             self._engage()
         assert self.engine is not None
@@ -147,20 +147,20 @@ class OffloadMixin(_Base):
         """Return the optimizer for a new engine configured by the arguments."""
         args, settings = self.args, dict(self._offload)
         give_back(self.model, self.optimizer)
-        factory, given = self.optimizer_cls_and_kwargs or (None, {})
+        factory, factory_settings = self.optimizer_cls_and_kwargs or (None, {})
         if factory is offload_optimizer_factory:
-            settings |= _without_rule(dict(given), self.model)
+            settings |= _without_rule(dict(factory_settings), self.model)
         if self.optimizer is not None and "optimizer" in settings:
             raise ConfigError(
                 f"the Trainer has a {type(self.optimizer).__name__}, and offload has the update rule "
                 f"{settings['optimizer'].title}: leave one of them out."
             )
-        for key, there in (("max_grad_norm", args.max_grad_norm), ("lr", args.learning_rate)):
-            if key in settings and settings[key] != there:
+        for key, trainer_value in (("max_grad_norm", args.max_grad_norm), ("lr", args.learning_rate)):
+            if key in settings and settings[key] != trainer_value:
                 raise ConfigError(
-                    f"offload has {key}={settings[key]!r}, but the Trainer's arguments have {there!r}, and they "
-                    f"decide. Set TrainingArguments.{'learning_rate' if key == 'lr' else key}, and leave {key} out of "
-                    "offload."
+                    f"offload has {key}={settings[key]!r}, but the Trainer's arguments have {trainer_value!r}, and "
+                    f"they decide. Set TrainingArguments.{'learning_rate' if key == 'lr' else key}, and leave {key} "
+                    "out of offload."
                 )
             settings.pop(key, None)
         precision = "bf16" if args.bf16 or weights_dtype(self.model) is None else "fp32"
@@ -182,10 +182,10 @@ class OffloadMixin(_Base):
         if self.optimizer is None and (factory or is_own or create.__func__ is not Trainer.create_optimizer):
             create()
         if self.optimizer is not None:
-            engaged: OffloadOptimizer = self.accelerator.engage(self.model, self.optimizer, settings)
+            own_optimizer: OffloadOptimizer = self.accelerator.engage(self.model, self.optimizer, settings)
             if getattr(self.lr_scheduler, "optimizer", None) is self.optimizer:
-                engaged.follow(self.lr_scheduler)
-            return engaged
+                own_optimizer.follow(self.lr_scheduler)
+            return own_optimizer
         decayed = set(self.get_decay_parameter_names(self.model))
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         engine = open_engine(self.model, rule_of_arguments(args, names, decayed), settings)
@@ -199,7 +199,7 @@ class OffloadMixin(_Base):
                 self.create_optimizer()
             if not self._is_engaged or find_own(self.optimizer) is None:
                 self._engage()
-            leave_off_checkpointing(model)
+            disable_checkpointing(model)
         return model
 
     def _share_weights(self) -> None:
@@ -240,13 +240,13 @@ class OffloadMixin(_Base):
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         if hasattr(self.model, "peft_config"):
             weights = adapters_state(self.engine)
-            with written(self.engine, folder):
+            with share_write_errors(self.engine, folder):
                 if self.args.should_save:  # older versions write on every calling rank
                     with self.engine.answering(weights):
                         super()._save(output_dir, weights)
             return
         export_into(self.engine, folder, self._dtype)
-        with written(self.engine, folder):
+        with share_write_errors(self.engine, folder):
             if self.args.should_save:
                 speaker = self.processing_class or getattr(self.data_collator, "tokenizer", None)
                 if speaker is not None:
@@ -255,7 +255,7 @@ class OffloadMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own = self._own_optimizer
-        with written(own.engine, Path(output_dir)):
+        with share_write_errors(own.engine, Path(output_dir)):
             super()._save_optimizer_and_scheduler(output_dir)
         own.save(Path(output_dir) / FOLDER)
 
@@ -381,8 +381,8 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
             "wraps the model in DDP. Train with OffloadTrainer, or class X(OffloadMixin, ...)."
         )
     give_back(model)
-    trainer, given, model = _calling_trainer(model), model, uncompiled(model)
-    if trainer is not None and model is not given:
+    trainer, original_model, model = _calling_trainer(model), model, remove_compile_wrappers(model)
+    if trainer is not None and model is not original_model:
         trainer.model = trainer.model_wrapped = model
     options = _without_rule(settings, model)
     if not options["optimizer"].has_gradients:
@@ -420,9 +420,9 @@ def _calling_trainer(model: nn.Module) -> Trainer | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and found.model is model:
-            return found
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and caller.model is model:
+            return caller
         frame = frame.f_back
     return None
 
@@ -465,8 +465,8 @@ def refuse_arguments(args: Any) -> None:
     for name, reason in why.items():
         if getattr(args, name, None):
             raise ConfigError(f"{name} is {getattr(args, name)!r}, which an engine does not support: {reason}.")
-    for name, taken in (("torch_compile_backend", "inductor"), ("torch_compile_mode", "default")):
-        if getattr(args, name) not in (None, taken):
+    for name, default in (("torch_compile_backend", "inductor"), ("torch_compile_mode", "default")):
+        if getattr(args, name) not in (None, default):
             raise ConfigError(
                 f"{name} is {getattr(args, name)!r}, but an engine compiles blocks with inductor in the default mode. "
                 "Leave it out; torch_compile=True is enough."
@@ -492,10 +492,10 @@ def _refuse_other_losses(trainer: Any) -> None:
         "compute_loss_func": trainer.compute_loss_func is not None,
         f"compute_loss of {type(trainer).__name__}": type(trainer).compute_loss is not Trainer.compute_loss,
     }
-    given = next((name for name, is_given in wrong.items() if is_given), None)
-    if given is not None:
+    argument = next((name for name, is_given in wrong.items() if is_given), None)
+    if argument is not None:
         raise ConfigError(
-            f"{given} replaces the model's loss, but a step of {rule} uses the loss that the model returns, from "
+            f"{argument} replaces the model's loss, but a step of {rule} uses the loss that the model returns, from "
             "several interleaved passes. Leave it out and let the model compute its loss, or call engine.step(batch, "
             "loss_fn) in your own loop."
         )

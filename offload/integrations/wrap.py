@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from offload.engine.engine import Engine
+from offload.engine.units.compile_wrappers import remove_compile_wrappers
 from offload.engine.units.residency import engine_of
-from offload.engine.units.uncompiled import uncompiled
 from offload.errors import ConfigError, DoesNotFitError, format_bytes, nearest, shorten
-from offload.integrations.optimizer import OffloadOptimizer, generators_kept
-from offload.integrations.rules import followed, rate_of, rule_of_optimizer
+from offload.integrations.optimizer import OffloadOptimizer, keep_generators
+from offload.integrations.rules import followed_keys, rate_of, rule_of_optimizer
 from offload.machine.environment import memory
 from offload.optim.rule import UpdateRule
 from offload.planning.settings import Settings
@@ -70,19 +70,19 @@ def wrap(
             f"offload.wrap was given the optimizer {shorten(repr(optimizer))}; it must be one of torch.optim over the "
             "model's parameters, or an update rule: offload.wrap(model, torch.optim.AdamW(model.parameters()))."
         )
-    own = engaged(model, optimizer, _with_placement(settings), WrappedOptimizer)
+    own = engage(model, optimizer, _with_placement(settings), WrappedOptimizer)
     return own.engine.model, own
 
 
 def _with_placement(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return engine settings, with the fields of a placement collected. Raises ConfigError for an unknown key."""
     places = {field.name for field in fields(Placement)}
-    known = {field.name for field in fields(Settings)} - {"optimizer"} | places
+    field_names = {field.name for field in fields(Settings)} - {"optimizer"} | places
     for key in settings:
-        if key not in known:
+        if key not in field_names:
             raise ConfigError(
-                f"offload.wrap was given {key!r}{nearest(key, known)}, which is neither a field of offload.Placement "
-                "nor of offload.Settings: see help(offload.wrap)."
+                f"offload.wrap was given {key!r}{nearest(key, field_names)}, which is neither a field of "
+                "offload.Placement nor of offload.Settings: see help(offload.wrap)."
             )
     its = {key: value for key, value in settings.items() if key in places}
     if its and "placement" in settings:
@@ -113,10 +113,10 @@ class WrappedOptimizer(OffloadOptimizer):
                 state[numbers[name]] = moments
                 if engine.model.get_parameter(name).dtype != torch.float32:
                     ((_, moments[_MASTER]),) = engine.named_parameters(names=[name])
-        told, start = super().state_dict(), 0
-        for group, names in zip(told["param_groups"], self._names, strict=True):
+        torch_state, start = super().state_dict(), 0
+        for group, names in zip(torch_state["param_groups"], self._names, strict=True):
             group["params"] = list(range(start, start := start + len(names)))
-        return told | {"state": state}
+        return torch_state | {"state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load group settings and states from `state_dict`, or from the torch optimizer with the same groups.
@@ -124,11 +124,11 @@ class WrappedOptimizer(OffloadOptimizer):
         Raises ConfigError for other groups, and for states of another update rule.
         """
         groups = state_dict["param_groups"]
-        sizes, its = [len(names) for names in self._names], [len(group.get("params", ())) for group in groups]
-        if sizes != its:
+        sizes, saved_sizes = [len(names) for names in self._names], [len(group.get("params", ())) for group in groups]
+        if sizes != saved_sizes:
             raise ConfigError(
-                f"the optimizer state has groups of {its} parameters, and this optimizer groups of {sizes} (without "
-                "frozen ones): load it into the optimizer before offload.wrap, which takes the states over."
+                f"the optimizer state has groups of {saved_sizes} parameters, and this optimizer groups of {sizes} "
+                "(without frozen ones): load it into the optimizer before offload.wrap, which takes the states over."
             )
         names = dict(zip((n for group in groups for n in group["params"]), self._numbers(), strict=True))
         states = {names[number]: dict(state) for number, state in state_dict["state"].items()}
@@ -136,8 +136,8 @@ class WrappedOptimizer(OffloadOptimizer):
         self.engine.load_moments({name: states.get(name, {}) for name in names.values()})
         for name, value in self.engine.edit(masters):
             value.copy_(masters[name])
-        for group, given in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in given.items() if key != "params"})
+        for group, saved_group in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
         self._resume(int(state_dict.get("updates", max((int(s.get("step", 1)) for s in states.values()), default=0))))
 
     def _numbers(self) -> dict[str, int]:
@@ -145,11 +145,11 @@ class WrappedOptimizer(OffloadOptimizer):
         return {name: number for number, name in enumerate(name for names in self._names for name in names)}
 
 
-def engaged(
+def engage(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | UpdateRule,
     settings: Mapping[str, Any],
-    kind: type[OffloadOptimizer] = OffloadOptimizer,
+    optimizer_class: type[OffloadOptimizer] = OffloadOptimizer,
 ) -> OffloadOptimizer:
     """Move a model into an engine. Return the engine's optimizer, with the parameter groups and states of `optimizer`.
 
@@ -157,23 +157,25 @@ def engaged(
     """
     settings, old = dict(settings), optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     give_back(model, old)
-    model = uncompiled(model)
-    given: Any = settings.pop("optimizer", None) or (optimizer if old is None else None)
-    rule = rule_of_optimizer(old, model) if given is None and old is not None else given
-    if given and old is not None and len({rate_of(group) for group in old.param_groups}) > 1:
+    model = remove_compile_wrappers(model)
+    chosen_rule: Any = settings.pop("optimizer", None) or (optimizer if old is None else None)
+    rule = rule_of_optimizer(old, model) if chosen_rule is None and old is not None else chosen_rule
+    if chosen_rule and old is not None and len({rate_of(group) for group in old.param_groups}) > 1:
         raise ConfigError(
-            f"offload has the rule {given.title}, but the groups of the optimizer have different learning rates, "
+            f"offload has the rule {chosen_rule.title}, but the groups of the optimizer have different learning rates, "
             "which would be ignored: give them as groups of the rule, groups=((pattern, {'lr_scale': ...}), ...)."
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    states = {} if old is None or given else {names[id(p)]: state for p, state in old.state.items() if id(p) in names}
+    states = (
+        {} if old is None or chosen_rule else {names[id(p)]: state for p, state in old.state.items() if id(p) in names}
+    )
     is_bf16 = any(p.dtype == torch.bfloat16 for p in model.parameters())
     defaults = {"max_grad_norm": None, "precision": "bf16" if is_bf16 else "fp32"}  # the loop clips
-    with _regrouped(model, old):
+    with _regroup_parameters(model, old):
         engine = open_engine(model, rule, defaults | settings)
-    own = kind(engine)
+    own = optimizer_class(engine)
     if old is not None:
-        own.take_over(old, [] if given else followed(old))
+        own.take_over(old, [] if chosen_rule else followed_keys(old))
     if states:
         try:
             engine.load_moments(states)
@@ -192,20 +194,20 @@ def give_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     """
     engine = engine_of(model)
     if engine is not None:
-        with _regrouped(model, optimizer):
+        with _regroup_parameters(model, optimizer):
             engine.close(restore=True)
 
 
 @contextmanager
-def _regrouped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def _regroup_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Keep optimizer groups on the trainable parameters while parameters in the model are replaced, matched by name."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     groups = [] if optimizer is None else optimizer.param_groups
-    its = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+    group_names = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
     yield
-    named = dict(model.named_parameters())
-    for group, own in zip(groups, its, strict=True):
-        group["params"] = [named[name] for name in own]
+    parameters = dict(model.named_parameters())
+    for group, own in zip(groups, group_names, strict=True):
+        group["params"] = [parameters[name] for name in own]
 
 
 def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Engine:
@@ -240,7 +242,7 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
             "float32."
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with generators_kept(torch.device(options.get("device") or device)):
+    with keep_generators(torch.device(options.get("device") or device)):
         engine = Engine(model, rule, placement, **options)
     engine.stay()
     return engine

@@ -125,7 +125,7 @@ class Work:
     """True after a cancellation together with the step."""
 
 
-def _given_up(work: Work) -> CancelledError:
+def _cancellation(work: Work) -> CancelledError:
     return CancelledError(f"{work.name} was cancelled with its step")
 
 
@@ -197,14 +197,14 @@ class ThreadLane(Lane):
                 if work.ticket.position > since:
                     work.is_cancelled = True
                     if not work.has_begun:  # the caller may query a fence at once, before the thread sees the flag
-                        work.ticket.error = _given_up(work)
+                        work.ticket.error = _cancellation(work)
         self._bell.ring()  # wake the thread from a sleep, or from a wait for cancelled work
 
     def cancel(self, since: int = 0) -> None:
         self.revoke(since)
         with self._lock:
-            begun = [work.ticket for work in self._queue if work.has_begun and work.ticket.position > since]
-        wait_until_done(self._lock, begun)
+            running = [work.ticket for work in self._queue if work.has_begun and work.ticket.position > since]
+        wait_until_done(self._lock, running)
         if self._failed_at > since:
             self.error, self._failed_at = None, 0
 
@@ -243,7 +243,7 @@ class ThreadLane(Lane):
 
     def _serve(self) -> None:
         while (work := self._take()) is not None:
-            error = self._do(work)
+            error = self._execute(work)
             if error is not None and self._abort is not None and not isinstance(error, CancelledError):
                 self._abort(error)
             with self._lock:
@@ -270,18 +270,18 @@ class ThreadLane(Lane):
     def _next(self) -> Work | None:
         """Return the first work item ready to begin: the queue head, or with `overtakes` any item."""
         for work in self._queue:
-            if not work.waits.left or self._is_given_up(work):
+            if not work.waits.left or self._is_cancelled(work):
                 return work
             if not self._overtakes:
                 break
         return None
 
-    def _is_given_up(self, work: Work) -> bool:
+    def _is_cancelled(self, work: Work) -> bool:
         return work.is_cancelled or self._is_closed
 
-    def _do(self, work: Work) -> BaseException | None:
+    def _execute(self, work: Work) -> BaseException | None:
         if not work.has_begun:
-            return _given_up(work)
+            return _cancellation(work)
         for ticket in work.reads:
             if ticket.error is not None:
                 return ticket.error
@@ -329,7 +329,7 @@ class ThreadLane(Lane):
         try:
             self._start(work)
             end = max(ticket.end, time.perf_counter())
-            while not self._is_given_up(work) and (left := end - time.perf_counter()) > 0:
+            while not self._is_cancelled(work) and (left := end - time.perf_counter()) > 0:
                 self._bell.wait(left)
         finally:
             with self._lock:
@@ -347,26 +347,26 @@ class Link:
     def __init__(self, name: str, timeline: Timeline, throttle: Throttle | None = None) -> None:
         self.name, self.throttle, self._timeline = name, throttle, timeline
         self._under_way: list[Ticket] = []
-        self._shown_until = self._over_until = 0.0
+        self._last_shown = self._last_end = 0.0
         self.free_at = 0.0
 
     def begin(self, ticket: Ticket, ready: float, num_bytes: int) -> None:
         """Set the start time of `ticket`: now, or on a throttled link when the work is `ready` and the link is free."""
         if self.throttle is None:
-            ticket.last(now := time.perf_counter(), now)
+            ticket.set_times(now := time.perf_counter(), now)
         else:
             begin = max(ready, self.free_at)
-            ticket.last(begin, begin + self.throttle.seconds(num_bytes))
+            ticket.set_times(begin, begin + self.throttle.seconds(num_bytes))
         self._under_way.append(ticket)
         self.free_at = max(self.free_at, ticket.end)
 
     def end(self, ticket: Ticket, name: str, end: float) -> None:
         """Record the end of work: earlier than planned for cancelled work, later for slow work."""
-        begin = max(self._shown_until, min(map(attrgetter("begin"), self._under_way)))
+        begin = max(self._last_shown, min(map(attrgetter("begin"), self._under_way)))
         self._under_way.remove(ticket)
-        ticket.last(min(ticket.begin, end), end)
-        self._over_until = max(self._over_until, end)  # later work may have ended earlier
-        self.free_at = max([self._over_until, *map(attrgetter("end"), self._under_way)])
+        ticket.set_times(min(ticket.begin, end), end)
+        self._last_end = max(self._last_end, end)  # later work may have ended earlier
+        self.free_at = max([self._last_end, *map(attrgetter("end"), self._under_way)])
         if ticket.event is None and begin <= end:  # events show GPU stream work
             self._timeline.add(self.name, name, begin, end)
-            self._shown_until = end
+            self._last_shown = end

@@ -15,7 +15,7 @@ from offload.lanes.waiting import wait_until_done
 from offload.telemetry.timeline import LaneTime, Span, Timeline
 
 
-class Here(Lane):
+class ComputeLane(Lane):
     """Runs work on compute and raises errors at submission. The ticket is over when compute has done the work: on an
     accelerator when the stream has run the work, not at launch.
     """
@@ -30,7 +30,7 @@ class Here(Lane):
         self._lanes.compute_after(reads, fills=fills)
         begin = self._lanes.now()
         work()
-        self._lanes.computed(name, begin)
+        self._lanes.record_compute(name, begin)
         return Ticket(self.name, end=time.perf_counter(), is_done=True)
 
 
@@ -49,8 +49,8 @@ class Lanes:
     - `network`: all-reduce over replicas for gradients in host memory, beside all other lanes.
     - `fetch_read`, `update_read`, `activation_read` over the link `nvme_read`, and `update_write`, `activation_write`
       over `nvme_write`: disk I/O. Lanes with a common link do not wait for each other's tickets.
-    - `here`: work on compute for states on the device. `here_together` exchanges these states with other ranks,
-      `here_between` reduces their gradients over replicas.
+    - `on_compute`: work on compute for states on the device. `collective_on_compute` exchanges these states with
+      other ranks, `network_on_compute` reduces their gradients over replicas.
 
     `overlap` is False where h2d, d2h, collective, network and update run inside compute: on a CPU without throttles, a
     second busy thread costs more time than it hides. Disk lanes always have threads, because they block in C++. A
@@ -80,9 +80,9 @@ class Lanes:
         self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
         writes = ("update_write", "activation_write")
         self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
-        self.here: Lane = Here(self)
-        self.here_together: Lane = Here(self)
-        self.here_between: Lane = Here(self)
+        self.on_compute: Lane = ComputeLane(self)
+        self.collective_on_compute: Lane = ComputeLane(self)
+        self.network_on_compute: Lane = ComputeLane(self)
         self.update_up, self.update_on_device, self.update_down = self._open_device_updates()
         self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
         # ordered along the path of a failure
@@ -133,10 +133,10 @@ class Lanes:
         return ()
 
     def now(self) -> Any:
-        """Return the current position of compute, as the `begin` of `computed`."""
+        """Return the current position of compute, as the `begin` of `record_compute`."""
         return time.perf_counter()
 
-    def computed(self, name: str, begin: Any) -> Sequence[Ticket]:
+    def record_compute(self, name: str, begin: Any) -> Sequence[Ticket]:
         """Record the compute work since `begin` in the timeline. Returns the same tickets as `mark`."""
         self.timeline.add("compute", name, begin, time.perf_counter())
         return ()
@@ -161,7 +161,7 @@ class Lanes:
             if late:
                 last, end = max(late, key=lambda ticket: ticket.end), time.perf_counter()
                 worked = max(begin, min(last.begin or begin, end))
-                self.timeline.expose(last.held_by, worked - begin)
+                self.timeline.expose(last.delayed_by, worked - begin)
                 self.timeline.expose(last.lane, end - worked)
 
     def _await(self, tickets: Sequence[Ticket], fills: Sequence[Ticket]) -> None:

@@ -26,8 +26,8 @@ class Lockstep(Generic[_T]):
     order is deterministic, and each function is ordinary code.
 
     The calling thread runs the first function. The other threads live until `close`: BLAS libraries allocate workspace
-    for each new thread, and the allocation takes about as long as a small step. `switched(leaves, comes)` runs at every
-    switch, in the thread of the leaving function.
+    for each new thread, and the allocation takes about as long as a small step. `switched(previous, successor)` runs at
+    every switch, in the thread of the leaving function.
 
     `current` is the number of the function with the turn. The queues only wake waiting threads; no thread depends on a
     queue message, because an interrupt may prevent the message.
@@ -79,10 +79,10 @@ class Lockstep(Generic[_T]):
     def turn(self) -> None:
         """Let the other functions run up to their next turn. Call from the running function."""
         self._check()
-        own, comes = self.current, self._next()
-        if comes != own:
-            self._hand_over(own, comes)
-            self._wait_for_turn(own)
+        current, successor = self.current, self._next()
+        if successor != current:
+            self._hand_over(current, successor)
+            self._wait_for_turn(current)
             self._check()
 
     def _check(self) -> None:
@@ -100,11 +100,11 @@ class Lockstep(Generic[_T]):
     def _next(self) -> int:
         return next((number for number in self._alive if number > self.current), self._alive[0])
 
-    def _hand_over(self, leaves: int, comes: int) -> None:
+    def _hand_over(self, previous: int, successor: int) -> None:
         if self._error is None:
-            self._switched(leaves, comes)
-        self.current = comes
-        self._turns[comes].put(None)
+            self._switched(previous, successor)
+        self.current = successor
+        self._turns[successor].put(None)
 
     def _wait_and_run(self, number: int, function: Callable[[], _T]) -> None:
         with interrupts.shared():

@@ -97,9 +97,11 @@ class StreamLane(ThreadLane):
             super()._run(work, ordered)
 
     def _start(self, work: Work) -> None:
-        begin = StreamTicket(self.name, is_done=True, event=self._lanes.present(self._stream), pool=self._lanes.pool)
+        begin = StreamTicket(
+            self.name, is_done=True, event=self._lanes.record_event(self._stream), pool=self._lanes.pool
+        )
         work.run()
-        event = self._lanes.present(self._stream)
+        event = self._lanes.record_event(self._stream)
         work.ticket.end_with(event)
         self._lanes.timed.append(StreamSpan(self._link.name, work.name, begin, work.ticket))
         if self._link.throttle is not None:
@@ -116,9 +118,9 @@ class StreamLanes(Lanes):
     ) -> None:
         self.accelerator = accelerator
         self.timed: deque[StreamSpan] = deque()
-        self._met: tuple[Ticket, float] | None = None  # last ticket the host waited for, and the end time
+        self._last_wait: tuple[Ticket, float] | None = None  # last ticket the host waited for, and the end time
         self.pool: list[torch.Event] = []
-        self._shown_until: dict[str, float] = {}
+        self._last_shown: dict[str, float] = {}
         super().__init__(overlap=True, throttle=throttle, delay_seed=delay_seed, abort=abort)
 
     def _open(self, name: str) -> Lane:
@@ -134,13 +136,13 @@ class StreamLanes(Lanes):
 
     def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
         links = {"update_up": "h2d", "update_on_device": "update", "update_down": "d2h"}
-        up, update, down = (StreamLane(name, self, link) for name, link in links.items())
-        return up, update, down
+        h2d, update, d2h = (StreamLane(name, self, link) for name, link in links.items())
+        return h2d, update, d2h
 
     def enter(self) -> None:
         self.accelerator.enter()
 
-    def present(self, stream: torch.Stream) -> torch.Event:
+    def record_event(self, stream: torch.Stream) -> torch.Event:
         """Return an event at the present end of `stream`."""
         try:
             event = self.pool.pop()
@@ -150,13 +152,13 @@ class StreamLanes(Lanes):
         return event
 
     def now(self) -> Ticket:
-        event = self.present(self.accelerator.current_stream())
+        event = self.record_event(self.accelerator.current_stream())
         return StreamTicket("compute", is_done=True, event=event, pool=self.pool)
 
     def mark(self) -> Sequence[Ticket]:
         return (self.now(),)
 
-    def computed(self, name: str, begin: Ticket) -> Sequence[Ticket]:
+    def record_compute(self, name: str, begin: Ticket) -> Sequence[Ticket]:
         end = self.now()
         self.timed.append(StreamSpan("compute", name, begin, end))
         if len(self.timed) > _MOST_SPANS and self.timed[0].end.is_over:  # an evaluation has no step end
@@ -183,8 +185,8 @@ class StreamLanes(Lanes):
             if not ticket.is_over:
                 begin = time.perf_counter()
                 ticket.event.synchronize()
-                self._met = ticket, time.perf_counter()
-                self.timeline.expose(ticket.lane, self._met[1] - begin)
+                self._last_wait = ticket, time.perf_counter()
+                self.timeline.expose(ticket.lane, self._last_wait[1] - begin)
 
     def finish(self) -> None:
         super().finish()  # until the work is in the streams
@@ -198,24 +200,24 @@ class StreamLanes(Lanes):
         """Move finished spans to the timeline and release their events. The last host wait of this step serves as the
         time reference. Without one, wait for compute.
         """
-        met, self._met = self._met, None
-        if met is None:
+        last_wait, self._last_wait = self._last_wait, None
+        if last_wait is None:
             now = self.now()
             if not now.event.query():
                 now.event.synchronize()
-            met = now, time.perf_counter()
-        now, now_s = met
+            last_wait = now, time.perf_counter()
+        now, now_s = last_wait
         while self.timed and self.timed[0].end.is_over:
-            stretch = self.timed.popleft()
-            begin = now_s - stretch.begin.event.elapsed_time(now.event) / 1e3
-            end = now_s - stretch.end.event.elapsed_time(now.event) / 1e3
-            if stretch.is_wait:
-                self.timeline.expose(stretch.lane, end - begin)
+            span = self.timed.popleft()
+            begin = now_s - span.begin.event.elapsed_time(now.event) / 1e3
+            end = now_s - span.end.event.elapsed_time(now.event) / 1e3
+            if span.is_wait:
+                self.timeline.expose(span.lane, end - begin)
                 continue
-            begin = max(begin, self._shown_until.get(stretch.lane, begin))  # two streams may share a link
+            begin = max(begin, self._last_shown.get(span.lane, begin))  # two streams may share a link
             if begin <= end:
-                self.timeline.add(stretch.lane, stretch.name, begin, end)
-                self._shown_until[stretch.lane] = end
+                self.timeline.add(span.lane, span.name, begin, end)
+                self._last_shown[span.lane] = end
 
 
 def overlaps(has_accelerator: bool, throttle: Mapping[str, Throttle], delay_seed: int | None) -> bool:

@@ -35,7 +35,7 @@ def parse_throttle(setting: Any) -> dict[str, Throttle]:
     lanes = ", ".join(LANES)
     if setting is not None and not isinstance(setting, Mapping):
         raise ConfigError(f"offload.throttle is {setting!r}; it must map lanes to bandwidths, with the lanes {lanes}.")
-    found = {}
+    throttles = {}
     for lane, value in (setting or {}).items():
         key = f"offload.throttle.{lane}"
         if lane not in LANES:
@@ -51,5 +51,5 @@ def parse_throttle(setting: Any) -> dict[str, Throttle]:
             raise ConfigError(f"{key} is {bandwidth!r}; a bandwidth must be more than 0 bytes per second.")
         if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
             raise ConfigError(f"{key}.latency_seconds is {latency!r}; it must be a number of seconds, at least 0.")
-        found[lane] = Throttle(rate, float(latency))
-    return found
+        throttles[lane] = Throttle(rate, float(latency))
+    return throttles

@@ -16,12 +16,12 @@ class Ticket:
     """Handle of one work item. `begin` and `end` are `time.perf_counter` seconds.
 
     `is_done` is set when the work is done; for GPU stream work, when the work is in the stream, and then `event` fires
-    at the end. `position` counts all work in the lane. `lane` is the displayed lane name (the link name); `held_by`
+    at the end. `position` counts all work in the lane. `lane` is the displayed lane name (the link name); `delayed_by`
     names the lane with the work that delayed this ticket. `watchers` are called when the work is done. `pool` receives
     the event for reuse.
     """
 
-    __slots__ = ("begin", "end", "error", "event", "held_by", "is_done", "lane", "pool", "position", "watchers")
+    __slots__ = ("begin", "delayed_by", "end", "error", "event", "is_done", "lane", "pool", "position", "watchers")
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Ticket:
         pool: Any = None,
     ) -> None:
         self.lane, self.begin, self.end, self.is_done, self.event, self.pool = lane, begin, end, is_done, event, pool
-        self.held_by, self.position = lane, 0
+        self.delayed_by, self.position = lane, 0
         self.error: BaseException | None = None
         self.watchers: list[Callable[[], None]] = []
 
@@ -45,7 +45,7 @@ class Ticket:
         for watcher in watchers:
             watcher()
 
-    def last(self, begin: float, end: float) -> None:
+    def set_times(self, begin: float, end: float) -> None:
         """Set the begin and end times."""
         self.begin, self.end = begin, end
 
@@ -55,7 +55,7 @@ class Ticket:
 
     def wait_for(self, other: Ticket) -> None:
         """Record a delay caused by the work behind another ticket."""
-        self.held_by = other.lane
+        self.delayed_by = other.lane
 
     def synchronize(self) -> None:
         """Block until the work is over, on the device too. The ticket must be done."""
@@ -71,13 +71,13 @@ class Ticket:
 class Fence:
     """Race rule for one buffer: a read waits for the last fill, and a fill waits for all readers.
 
-    `kind` names the buffer type. Tests disable all waits of one kind and must detect the race.
+    `buffer_type` names the buffer. Tests disable all waits of one type and must detect the race.
     """
 
-    __slots__ = ("_filled", "_readers", "kind")
+    __slots__ = ("_filled", "_readers", "buffer_type")
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, buffer_type: str) -> None:
+        self.buffer_type = buffer_type
         self._filled: Sequence[Ticket] = ()
         self._readers: list[Ticket] = []
 

@@ -65,7 +65,7 @@ def wait_until_done(lock: AbstractContextManager[object], tickets: Sequence[Tick
     bell = Bell()
     with lock:
         countdown = Countdown(tickets, bell.ring)
-    with interrupts.waking(bell.ring):
+    with interrupts.wake_on_signal(bell.ring):
         while countdown.left:
             bell.wait()
-            interrupts.look()
+            interrupts.check()

@@ -22,7 +22,7 @@ LEAST_NUMEL = 4096
 _LEAST_SCALE = 1e-38
 _GRID = 65535
 
-Stretches = Iterator[tuple[int, int, Tensor]]
+EncodedPieces = Iterator[tuple[int, int, Tensor]]
 """Iterator over (begin, end, data): element range in a parameter, and the flat stored data."""
 
 
@@ -37,17 +37,17 @@ class Codec:
     def __repr__(self) -> str:
         return self.name
 
-    def at_rest(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    def storage_format(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
         """Return the storage dtype for weights used in `dtype`, and the storage elements per record."""
         return dtype, 1
 
-    def takes(self, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
+    def input_format(self, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
         """Return the input format for `encoded`, given weights in `dtype`: input dtype, weights per block, input
         elements per block.
         """
         return dtype, 1, 1
 
-    def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
+    def encoded(self, pieces: Iterable[Tensor]) -> EncodedPieces:
         """Yield the stored data for one parameter. Weights come in flat pieces with any float dtype; every piece except
         the last is a multiple of `block`.
         """
@@ -56,9 +56,9 @@ class Codec:
             begin, end = end, end + piece.numel()
             yield begin, end, piece
 
-    def read(self, rests: Tensor, place: slice, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        """Return the weights at `place` in the stored data `rests`, on the CPU, with dtype `dtype`. May be a view."""
-        return rests[place].cpu()
+    def read(self, stored: Tensor, place: slice, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        """Return the weights at `place` in the stored data `stored`, on the CPU, with dtype `dtype`. May be a view."""
+        return stored[place].cpu()
 
     def workspace_bytes(self, numel: int) -> int:  # noqa: ARG002
         """Return the workspace bytes for decoding `numel` weights."""
@@ -68,7 +68,7 @@ class Codec:
 EXACT = Codec()
 
 
-class Coded(Codec, ABC):
+class QuantizedCodec(Codec, ABC):
     """Quantized codec: a record has codes and scales for `block` weights, uint8 [`record_bytes`]."""
 
     record_bytes: int
@@ -76,15 +76,15 @@ class Coded(Codec, ABC):
     between_bytes: int
     """Intermediate bytes per weight, written and read again by torch operations during decoding."""
 
-    def at_rest(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:  # noqa: ARG002
+    def storage_format(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:  # noqa: ARG002
         return torch.uint8, self.record_bytes
 
-    def read(self, rests: Tensor, place: slice, dtype: torch.dtype) -> Tensor:
+    def read(self, stored: Tensor, place: slice, dtype: torch.dtype) -> Tensor:
         first, last = place.start // self.block, -(-place.stop // self.block)
-        records = rests[first * self.record_bytes : last * self.record_bytes].cpu()
-        found = torch.empty((last - first) * self.block, dtype=dtype, device="cpu")
-        self.decode(records, found, self.workspace(found.numel()))
-        return found[place.start - first * self.block : place.stop - first * self.block]
+        records = stored[first * self.record_bytes : last * self.record_bytes].cpu()
+        weights = torch.empty((last - first) * self.block, dtype=dtype, device="cpu")
+        self.decode(records, weights, self.workspace(weights.numel()))
+        return weights[place.start - first * self.block : place.stop - first * self.block]
 
     def workspace(self, numel: int) -> Tensor:
         """Return a CPU workspace for decoding `numel` weights."""
@@ -104,16 +104,16 @@ class Coded(Codec, ABC):
         """
 
 
-class WholeNumbers(Coded):
-    """Symmetric integer quantization: integers from -`most` to `most`, scaled by the maximum magnitude among 128
-    neighbouring weights. A record has the codes and then the fp32 scale.
+class IntegerCodec(QuantizedCodec):
+    """Symmetric integer quantization: integers from -`max_integer` to `max_integer`, scaled by the maximum magnitude
+    among 128 neighbouring weights. A record has the codes and then the fp32 scale.
     """
 
     block = 128
-    most: int
+    max_integer: int
     """Largest integer."""
 
-    def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
+    def encoded(self, pieces: Iterable[Tensor]) -> EncodedPieces:
         end = 0
         for piece in pieces:
             begin, end = end, end + piece.numel()
@@ -132,13 +132,13 @@ class WholeNumbers(Coded):
         for piece, rest, records in zip(
             values.split(PIECE_NUMEL), error.split(PIECE_NUMEL), out.split(step), strict=True
         ):
-            waits = (piece.view(-1, self.block) == 0).all(1, keepdim=True)
-            both = torch.where(waits, 0, (piece.float() + rest.float()).view(-1, self.block))
-            records.copy_(self._records(both.view(-1)))
-            its = records.view(-1, self.record_bytes)
-            stands_for = self._numbers(its) * its[:, -4:].view(torch.float32)
-            lacks = torch.where(stands_for.isfinite(), both - stands_for, 0).to(torch.bfloat16)
-            rest.copy_(torch.where(waits, rest.view(-1, self.block), lacks).view(-1))
+            is_zero = (piece.view(-1, self.block) == 0).all(1, keepdim=True)
+            total = torch.where(is_zero, 0, (piece.float() + rest.float()).view(-1, self.block))
+            records.copy_(self._records(total.view(-1)))
+            rows = records.view(-1, self.record_bytes)
+            approximation = self._numbers(rows) * rows[:, -4:].view(torch.float32)
+            new_error = torch.where(approximation.isfinite(), total - approximation, 0).to(torch.bfloat16)
+            rest.copy_(torch.where(is_zero, rest.view(-1, self.block), new_error).view(-1))
 
     def workspace_bytes(self, numel: int) -> int:
         return min(numel, PIECE_NUMEL) // self.block * self.record_bytes
@@ -151,17 +151,24 @@ class WholeNumbers(Coded):
         if kernels.have_kernels(out):
             kernels.decode(self.name, records, out)
             return
-        for its, weights in _pieces(self, records, out):
+        for piece_records, weights in _pieces(self, records, out):
             # a copy, because the weights may overwrite the records
-            its = workspace[: its.numel()].view(its.shape).copy_(its)
+            piece_records = workspace[: piece_records.numel()].view(piece_records.shape).copy_(piece_records)
             # rounds to the weight dtype
-            torch.mul(self._numbers(its), its[:, -4:].view(torch.float32), out=weights.view(-1, 128))
+            torch.mul(
+                self._numbers(piece_records), piece_records[:, -4:].view(torch.float32), out=weights.view(-1, 128)
+            )
 
     def _records(self, values: Tensor) -> Tensor:
         """Quantize flat fp32 values into records."""
         weights = _in_blocks(values, self.block)
-        scale = weights.abs().amax(1, keepdim=True).div_(self.most)
-        numbers = weights.div_(scale.clamp(min=_LEAST_SCALE)).round_().clamp_(-self.most, self.most).to(torch.int8)
+        scale = weights.abs().amax(1, keepdim=True).div_(self.max_integer)
+        numbers = (
+            weights.div_(scale.clamp(min=_LEAST_SCALE))
+            .round_()
+            .clamp_(-self.max_integer, self.max_integer)
+            .to(torch.int8)
+        )
         return torch.cat([self._codes(numbers), scale.view(torch.uint8)], 1).view(-1)
 
     @abstractmethod
@@ -173,11 +180,11 @@ class WholeNumbers(Coded):
         """Return integers, int8 [records, 128], from records, uint8 [records, bytes]."""
 
 
-class Int8(WholeNumbers):
+class Int8Codec(IntegerCodec):
     """Integers from -127 to 127, one byte each."""
 
     name, record_bytes, between_bytes = "int8", 132, 2
-    most = 127
+    max_integer = 127
 
     def encode(self, weights: Tensor, low: Tensor | None, out: Tensor) -> None:
         """Quantize flat master weights into the records `out`, on one device. `low`: low half of the masters (None: no
@@ -201,11 +208,11 @@ class Int8(WholeNumbers):
         return records[:, :128].view(torch.int8)
 
 
-class Int4(WholeNumbers):
+class Int4Codec(IntegerCodec):
     """Integers from -7 to 7, stored with 8 added, two per byte with the first in the upper half."""
 
     name, record_bytes, between_bytes = "int4", 68, 4
-    most = 7
+    max_integer = 7
 
     def _codes(self, numbers: Tensor) -> Tensor:
         codes = (numbers.view(torch.uint8) + 8) & 15
@@ -216,7 +223,7 @@ class Int4(WholeNumbers):
         return torch.stack([pairs >> 4, pairs & 15], 2).view(-1, 128).view(torch.int8) - 8
 
 
-class Nf4(Coded):
+class Nf4Codec(QuantizedCodec):
     """NormalFloat with double quantization (QLoRA, arXiv:2305.14314, section 3), compatible with bitsandbytes.
 
     64 neighbouring weights share one scale, their largest magnitude. Each weight is one of 16 normal-distribution
@@ -229,19 +236,19 @@ class Nf4(Coded):
 
     name, block, record_bytes, between_bytes = "nf4", 1 << 14, 8192 + 256 + 8, 12
 
-    def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
+    def encoded(self, pieces: Iterable[Tensor]) -> EncodedPieces:
         codes, sizes, numel = [], [], 0
         for piece in pieces:
             numel += piece.numel()
-            its, most = _levels_of(_as_fp32(piece))
-            codes.append(its)
-            sizes.append(most)
-        of_sizes, most, mean = _sizes_encoded(torch.cat(sizes))
+            piece_codes, maxima = _encode_levels(_as_fp32(piece))
+            codes.append(piece_codes)
+            sizes.append(maxima)
+        of_sizes, maxima, mean = _encode_scales(torch.cat(sizes))
         parts = (
             _in_blocks(torch.cat(codes), 8192),
             of_sizes,
-            most.view(torch.uint8),
-            mean.view(1, 1).view(torch.uint8).expand(len(most), 4),
+            maxima.view(torch.uint8),
+            mean.view(1, 1).view(torch.uint8).expand(len(maxima), 4),
         )
         yield 0, numel, torch.cat(parts, 1).view(-1)
 
@@ -259,7 +266,7 @@ class Nf4(Coded):
             return
         pairs, numbers = workspace[:2048].view(torch.int64), workspace[2048:3072].view(torch.float32)
         memory = workspace[3072:]
-        for its, weights in _pieces(self, records, out):
+        for piece_records, weights in _pieces(self, records, out):
             numel = weights.numel()
             decoded, codes, sizes, of_sizes = (
                 part.view(dtype)
@@ -269,33 +276,33 @@ class Nf4(Coded):
                     strict=True,
                 )
             )
-            most, mean = its[:, 8448:8452].view(torch.float32), its[:, 8452:].view(torch.float32)
-            of_sizes.view(-1, 256).copy_(its[:, 8192:8448])
+            maxima, mean = piece_records[:, 8448:8452].view(torch.float32), piece_records[:, 8452:].view(torch.float32)
+            of_sizes.view(-1, 256).copy_(piece_records[:, 8192:8448])
             torch.index_select(numbers, 0, of_sizes, out=sizes)
-            sizes.view(-1, 256).mul_(most).add_(mean)
-            codes.view(-1, 8192).copy_(its[:, :8192])
+            sizes.view(-1, 256).mul_(maxima).add_(mean)
+            codes.view(-1, 8192).copy_(piece_records[:, :8192])
             torch.index_select(pairs, 0, codes, out=decoded.view(torch.int64))
             torch.mul(decoded.view(-1, 64), sizes.view(-1, 1), out=weights.view(-1, 64))  # in fp32, then rounded
 
 
 def decoded(codec: Codec, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a whole parameter after encoding and decoding: the flat weights seen by the device, on the CPU."""
-    rests = torch.cat([stretch for *_, stretch in codec.encoded(weights.split(PIECE_NUMEL))])
-    return codec.read(rests, slice(0, weights.numel()), dtype).to(dtype)
+    stored = torch.cat([stretch for *_, stretch in codec.encoded(weights.split(PIECE_NUMEL))])
+    return codec.read(stored, slice(0, weights.numel()), dtype).to(dtype)
 
 
-INT8 = Int8()
+INT8 = Int8Codec()
 """Codec for copies of quantized trainable weights."""
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, Nf4())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, Nf4Codec())}
 """Weight codecs by setting name."""
-GRADIENT_CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, Int4())}
+GRADIENT_CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, Int4Codec())}
 """Gradient codecs between replicas by setting name."""
 
 
-def _pieces(codec: Coded, records: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(codec: QuantizedCodec, records: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of records [n, bytes] and the weights to decode them into, in order."""
-    its, step = records.view(-1, codec.record_bytes), PIECE_NUMEL // codec.block
-    return zip(its.split(step), out.split(PIECE_NUMEL), strict=True)
+    rows, step = records.view(-1, codec.record_bytes), PIECE_NUMEL // codec.block
+    return zip(rows.split(step), out.split(PIECE_NUMEL), strict=True)
 
 
 def _as_fp32(piece: Tensor) -> Tensor:
@@ -309,36 +316,36 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block).clone()
 
 
-def _levels_of(values: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_levels(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return NF4 codes for flat fp32 values, two per byte, and the block scales, fp32. A partial last block is divided
     by the scale; full blocks are multiplied by the inverse scale.
     """
     if kernels.have_kernels(values):
         return kernels.encode_nf4(values, _borders(nf4_levels()))
-    whole = values.numel() // 64 * 64
-    most = values[:whole].view(-1, 64).abs().amax(1)
-    scaled = (values[:whole].view(-1, 64) * most.clamp(min=_LEAST_SCALE).reciprocal().view(-1, 1)).view(-1)
-    if whole < values.numel():
-        last = values[whole:].abs().amax().clamp(min=_LEAST_SCALE).view(1)
-        most, scaled = torch.cat([most, last]), torch.cat([scaled, values[whole:] / last])
+    num_full = values.numel() // 64 * 64
+    scales = values[:num_full].view(-1, 64).abs().amax(1)
+    scaled = (values[:num_full].view(-1, 64) * scales.clamp(min=_LEAST_SCALE).reciprocal().view(-1, 1)).view(-1)
+    if num_full < values.numel():
+        last = values[num_full:].abs().amax().clamp(min=_LEAST_SCALE).view(1)
+        scales, scaled = torch.cat([scales, last]), torch.cat([scaled, values[num_full:] / last])
     scaled = torch.nn.functional.pad(scaled.clamp_(-1, 1), (0, values.numel() % 2))
     codes = torch.bucketize(scaled, _borders(nf4_levels()), out_int32=True)
-    return codes[::2].bitwise_left_shift_(4).bitwise_or_(codes[1::2]).to(torch.uint8), most
+    return codes[::2].bitwise_left_shift_(4).bitwise_or_(codes[1::2]).to(torch.uint8), scales
 
 
-def _sizes_encoded(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize the scales `sizes`, fp32 [n]. Return codes, uint8 [blocks, 256], block maxima, fp32 [blocks, 1], and the
+def _encode_scales(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize `scales`, fp32 [n]. Return codes, uint8 [blocks, 256], block maxima, fp32 [blocks, 1], and the
     mean subtracted before.
 
     Follows bitsandbytes on a CPU: first round to a grid with 65,536 numbers between -1 and 1, then to the nearest map
     number. bitsandbytes on a GPU rounds to the map directly; one code in 500 differs.
     """
-    mean = _mean(sizes)
-    blocks = _in_blocks(sizes - mean, 256)
-    most = blocks.abs().amax(1, keepdim=True)
-    on_grid = (blocks / most).add_(1).mul_(_GRID / 2).add_(0.5).floor_().mul_(2 / _GRID).sub_(1)
+    mean = _mean(scales)
+    blocks = _in_blocks(scales - mean, 256)
+    maxima = blocks.abs().amax(1, keepdim=True)
+    on_grid = (blocks / maxima).add_(1).mul_(_GRID / 2).add_(0.5).floor_().mul_(2 / _GRID).sub_(1)
     codes = torch.bucketize(on_grid, _borders(dynamic_map()), out_int32=True).to(torch.uint8)
-    return codes.masked_fill_(most == 0, 0), most, mean
+    return codes.masked_fill_(maxima == 0, 0), maxima, mean
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -361,12 +368,12 @@ def dynamic_map() -> Tensor:
     """Return the 256 numbers in the signed dynamic map, fp32: 0, 1, and seven levels. Each level is ten times the
     previous one, with 1, 2, 4 ... 64 equidistant numbers per sign (arXiv:2110.02861, section 2).
     """
-    found = [0.0, 1.0]
+    levels = [0.0, 1.0]
     for level in range(7):
         borders = torch.linspace(0.1, 1, (1 << level) + 1, dtype=torch.float32, device="cpu")
         sizes = ((borders[:-1] + borders[1:]) / 2 * 10.0 ** (level - 6)).tolist()
-        found += [*sizes, *(-size for size in sizes)]
-    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+        levels += [*sizes, *(-size for size in sizes)]
+    return torch.tensor(sorted(levels), dtype=torch.float32, device="cpu")
 
 
 def _borders(numbers: Tensor) -> Tensor:

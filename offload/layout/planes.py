@@ -44,7 +44,7 @@ class Plane:
     """Unique name within the region."""
     dtype: torch.dtype
     """Element dtype."""
-    kind: str = "optimizer"
+    state: str = "optimizer"
     """State kind, a key in `CUT_FROM`: defines placement and partitioning."""
     block: int = 1
     """Neighbouring weights with common elements. Must divide `PARAMETER_ALIGNMENT`."""
@@ -55,7 +55,7 @@ class Plane:
     def label(self) -> str:
         """Name in plans, ledgers and reports."""
         of = str(self.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
-        is_plain = self.kind != "optimizer" or self.name in MASTER or self.dtype == torch.float32
+        is_plain = self.state != "optimizer" or self.name in MASTER or self.dtype == torch.float32
         return self.name.replace("_", " ") + ("" if is_plain else f" {of}")
 
     def numel(self, num_weights: int) -> int:
@@ -107,7 +107,7 @@ class Factor:
 
 def summed(plane: Plane) -> Plane:
     """Return the fp32 plane for gradient accumulation over several passes, made from the `gradients` plane."""
-    return replace(plane, dtype=torch.float32, kind="sums")
+    return replace(plane, dtype=torch.float32, state="sums")
 
 
 ERROR = Plane("gradient_error", torch.bfloat16)
@@ -131,21 +131,21 @@ def table(
     states.
     """
     used = DTYPES[compute]
-    rests, width = codec.at_rest(used)
-    coded, link_width = link.at_rest(used)
-    made = (
+    stored_dtype, width = codec.storage_format(used)
+    codes_dtype, link_width = link.storage_format(used)
+    planes = (
         *([Plane(STALE, used, "parameters")] if delays else ()),
-        *([Plane(CODES, coded, "parameters", link.block, link_width)] if link is not EXACT else ()),
-        Plane("weights", rests, "parameters" if link is EXACT else "optimizer", codec.block, width),
+        *([Plane(CODES, codes_dtype, "parameters", link.block, link_width)] if link is not EXACT else ()),
+        Plane("weights", stored_dtype, "parameters" if link is EXACT else "optimizer", codec.block, width),
         Plane("low", torch.int16),
         *moments,
         Plane("gradients", used, "gradients"),
     )
-    names = [plane.name for plane in made]
+    names = [plane.name for plane in planes]
     wrong = [plane.name for plane in moments if names.count(plane.name) > 1 or PARAMETER_ALIGNMENT % plane.block]
     if wrong:
         raise ConfigError(
             f"the update rule has an invalid plane {wrong[0]}: plane names must be unique and differ from weights, low "
             f"and gradients, and plane blocks must divide {PARAMETER_ALIGNMENT}."
         )
-    return made
+    return planes

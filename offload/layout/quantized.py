@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from offload.layout import codecs
-from offload.layout.codecs import Coded, Nf4, Stretches, nf4_levels
+from offload.layout.codecs import EncodedPieces, Nf4Codec, QuantizedCodec, nf4_levels
 
 
-class Quantized(Coded, ABC):
+class FileCodec(QuantizedCodec, ABC):
     """Codec with records taken from model files. Weights cannot be encoded."""
 
     rounds: tuple[torch.dtype, ...]
@@ -37,10 +37,10 @@ class Quantized(Coded, ABC):
         padding = parts[0].new_zeros(len(parts[0]), self.record_bytes - sum(self.fields))
         return torch.cat([*parts, padding], 1).view(-1)
 
-    def takes(self, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:  # noqa: ARG002
+    def input_format(self, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:  # noqa: ARG002
         return torch.uint8, self.block, self.record_bytes
 
-    def encoded(self, pieces: Iterable[Tensor]) -> Stretches:
+    def encoded(self, pieces: Iterable[Tensor]) -> EncodedPieces:
         """Yield the record pieces unchanged."""
         end = 0
         for piece in pieces:
@@ -61,10 +61,10 @@ class Quantized(Coded, ABC):
         weights.copy_(decoded)
 
 
-class Numbers(ABC):
+class NumberFormat(ABC):
     """Number format for codes, before multiplication with scales."""
 
-    said: str
+    label: str
     """Format name in messages."""
     bits: int
     """Bits per code."""
@@ -79,37 +79,37 @@ class Numbers(ABC):
         """Decode codes, uint8 [n, bytes], to `out`, fp32 [n, codes]. `spare`: 2 bytes per code."""
 
 
-class Float8(Numbers):
+class Float8(NumberFormat):
     """fp8 with a 4-bit exponent (E4M3, arXiv:2209.05433)."""
 
-    said, bits, tables = "fp8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
+    label, bits, tables = "fp8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:  # noqa: ARG002
         out.copy_(codes.view(torch.float8_e4m3fn))
 
 
-class Int8(Numbers):
+class SignedInt8(NumberFormat):
     """Signed 8-bit integers."""
 
-    said, bits, tables = "int8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
+    label, bits, tables = "int8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:  # noqa: ARG002
         out.copy_(codes.view(torch.int8))
 
 
-class Packed8(Numbers):
+class OffsetInt8(NumberFormat):
     """Integers from -128 to 127, stored with 128 added."""
 
-    said, bits, tables = "int8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
+    label, bits, tables = "int8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:  # noqa: ARG002
         out.copy_(codes).sub_(128)
 
 
-class Int4(Numbers):
+class OffsetInt4(NumberFormat):
     """Integers from -8 to 7, stored with 8 added, two per byte with the first in the lower half."""
 
-    said, bits, tables = "int4", 4, torch.empty(0, dtype=torch.uint8, device="cpu")
+    label, bits, tables = "int4", 4, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:  # noqa: ARG002
         half = spare[: codes.numel()].view(codes.shape)
@@ -118,10 +118,10 @@ class Int4(Numbers):
         out.sub_(8)
 
 
-class Levels(Numbers):
+class LevelTable(NumberFormat):
     """Table with 16 numbers, fp32 [16], two codes per byte. `first_is_low`: the first code is the lower half."""
 
-    said, bits = "levels", 4
+    label, bits = "levels", 4
 
     def __init__(self, levels: Tensor, *, first_is_low: bool) -> None:
         byte: Any = torch.arange(256, device="cpu")
@@ -134,22 +134,22 @@ class Levels(Numbers):
         torch.index_select(tables.view(torch.int64), 0, places, out=out.view(torch.int64).view(-1))
 
 
-FLOAT8, INT8, PACKED8, INT4 = Float8(), Int8(), Packed8(), Int4()
-NF4 = Levels(nf4_levels(), first_is_low=False)
+FLOAT8, INT8, PACKED8, INT4 = Float8(), SignedInt8(), OffsetInt8(), OffsetInt4()
+NF4 = LevelTable(nf4_levels(), first_is_low=False)
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-FP4 = Levels(torch.tensor([*_FP4, *(-size for size in _FP4)], dtype=torch.float32, device="cpu"), first_is_low=True)
+FP4 = LevelTable(torch.tensor([*_FP4, *(-size for size in _FP4)], dtype=torch.float32, device="cpu"), first_is_low=True)
 """fp4 with a 2-bit exponent (E2M1, OCP Microscaling Formats 1.0, section 5.3.3)."""
 
 
 @dataclass(frozen=True)
-class Grid(Quantized):
+class TiledCodec(FileCodec):
     """Quantized matrix with one scale per tile. A record holds the scales and then the codes for `rows` neighbouring
     rows; missing rows in the last record are 0.
     """
 
-    said: str
+    label: str
     """Format name in messages."""
-    numbers: Numbers
+    numbers: NumberFormat
     """Number format for codes."""
     rows: int
     """Rows per record, a multiple of the tile rows."""
@@ -160,12 +160,12 @@ class Grid(Quantized):
     scale: torch.dtype
     """Scale dtype."""
     rounds: tuple[torch.dtype, ...] = ()
-    """Dtypes for rounding, see `Quantized`."""
+    """Dtypes for rounding, see `FileCodec`."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
         """Format name in messages."""
-        return self.said
+        return self.label
 
     @cached_property
     def block(self) -> int:  # type: ignore[override]
@@ -206,10 +206,10 @@ class Grid(Quantized):
         tables, memory = workspace[: self.tables.nbytes], workspace[self.tables.nbytes :]
         step = self._at_once
         pieces = zip(records.view(-1, self.record_bytes).split(step), out.split(step * self.block), strict=True)
-        for its, weights in pieces:
-            scales, codes = its[:, : self.fields[0]], its[:, self.fields[0] : sum(self.fields)]
+        for piece_records, weights in pieces:
+            scales, codes = piece_records[:, : self.fields[0]], piece_records[:, self.fields[0] : sum(self.fields)]
             values, spare = _room(memory, weights.numel())
-            self.numbers.put(codes, values.view(len(its), -1), tables, spare)
+            self.numbers.put(codes, values.view(len(piece_records), -1), tables, spare)
             self._multiply(values, scales.view(self.scale).unflatten(1, self.scales).unsqueeze(2))
             self.put(values, weights, spare)
 
@@ -224,7 +224,7 @@ class Grid(Quantized):
 
 
 @dataclass(frozen=True)
-class Mxfp4(Quantized):
+class Mxfp4Codec(FileCodec):
     """Stack of fp4 matrices with one shared exponent per 32 neighbours (OCP Microscaling Formats 1.0), stored
     transposed like the gpt-oss experts. A record is one matrix: exponents, then codes, column by column.
     """
@@ -234,7 +234,7 @@ class Mxfp4(Quantized):
     columns: int
     """Matrix columns."""
     rounds: tuple[torch.dtype, ...] = ()
-    """Dtypes for rounding, see `Quantized`."""
+    """Dtypes for rounding, see `FileCodec`."""
 
     name, between_bytes = "mxfp4", 20
 
@@ -267,17 +267,17 @@ class Mxfp4(Quantized):
 
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
         parts = [2048, 1024, -(-self.record_bytes // 8) * 8]
-        pairs, powers, kept, memory = workspace.split([*parts, len(workspace) - sum(parts)])
-        record = kept[: self.record_bytes]
-        for its, weights in zip(records.split(self.record_bytes), out.split(self.block), strict=True):
-            record.copy_(its)  # a copy: the weights may overwrite the record, and in another order
+        pairs, powers, record_memory, memory = workspace.split([*parts, len(workspace) - sum(parts)])
+        record = record_memory[: self.record_bytes]
+        for stored_record, weights in zip(records.split(self.record_bytes), out.split(self.block), strict=True):
+            record.copy_(stored_record)  # a copy: the weights may overwrite the record, and in another order
             exponents, codes = (part.view(self.columns, -1) for part in record[: sum(self.fields)].split(self.fields))
             for begin in range(0, self.columns, self._at_once):
-                here = slice(begin, min(begin + self._at_once, self.columns))
-                num_columns = here.stop - here.start
+                columns = slice(begin, min(begin + self._at_once, self.columns))
+                num_columns = columns.stop - columns.start
                 values, spare = _room(memory, num_columns * self.rows)
-                self._put(codes[here], exponents[here], values, pairs, powers, memory)
-                target = weights.view(self.rows, self.columns)[:, here]
+                self._put(codes[columns], exponents[columns], values, pairs, powers, memory)
+                target = weights.view(self.rows, self.columns)[:, columns]
                 self.put(values.view(num_columns, self.rows).T, target, spare)
 
     def _put(
@@ -292,13 +292,13 @@ class Mxfp4(Quantized):
 
 
 @dataclass(frozen=True)
-class StoredNf4(Quantized):
-    """`Nf4` with double quantization, in the bitsandbytes file format."""
+class BitsandbytesNf4Codec(FileCodec):
+    """`Nf4Codec` with double quantization, in the bitsandbytes file format."""
 
     rounds: tuple[torch.dtype, ...] = ()
-    """Dtypes for rounding, see `Quantized`."""
+    """Dtypes for rounding, see `FileCodec`."""
 
-    name, block, record_bytes, between_bytes = "nf4", Nf4.block, Nf4.record_bytes, Nf4.between_bytes
+    name, block, record_bytes, between_bytes = "nf4", Nf4Codec.block, Nf4Codec.record_bytes, Nf4Codec.between_bytes
 
     @property
     def fields(self) -> tuple[int, ...]:
@@ -316,22 +316,22 @@ class StoredNf4(Quantized):
             _PLAIN.decode(records, out, workspace)
             return
         used, step = _PLAIN.workspace_bytes(out.numel()), codecs.PIECE_NUMEL // self.block
-        for its, weights in zip(records.split(step * self.record_bytes), out.split(codecs.PIECE_NUMEL), strict=True):
+        for record, weights in zip(records.split(step * self.record_bytes), out.split(codecs.PIECE_NUMEL), strict=True):
             values, spare = _room(workspace[used:], weights.numel())
-            _PLAIN.decode(its, values, workspace[:used])
+            _PLAIN.decode(record, values, workspace[:used])
             self.put(values, weights, spare)
 
 
-_PLAIN = Nf4()
+_PLAIN = Nf4Codec()
 
 
 def rounding(*dtypes: torch.dtype) -> tuple[torch.dtype, ...]:
     """Return the 16-bit dtypes among successive `dtypes`, without repetitions: each one rounds."""
-    found: list[torch.dtype] = []
+    roundings: list[torch.dtype] = []
     for dtype in dtypes:
-        if dtype.itemsize == 2 and found[-1:] != [dtype]:
-            found.append(dtype)
-    return tuple(found)
+        if dtype.itemsize == 2 and roundings[-1:] != [dtype]:
+            roundings.append(dtype)
+    return tuple(roundings)
 
 
 def _room(memory: Tensor, numel: int) -> Iterator[Tensor]:

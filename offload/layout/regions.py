@@ -167,7 +167,7 @@ class Region:
     @cached_property
     def states(self) -> tuple[Plane, ...]:
         """Persistent planes: all except gradients."""
-        return tuple(plane for plane in self.planes if plane.kind != "gradients")
+        return tuple(plane for plane in self.planes if plane.state != "gradients")
 
     @cached_property
     def by_name(self) -> Mapping[str, Plane]:
@@ -213,14 +213,14 @@ class Region:
         The delayed weights (`STALE`) replace the weights as source, so they add nothing. Codes are only written, after
         a second read of the master weights.
         """
-        found = self._update_bytes.get(numel)
-        if found is None:
+        num_bytes = self._update_bytes.get(numel)
+        if num_bytes is None:
             sizes = {plane.name: plane.num_bytes(numel) for plane in self.states if plane.name != STALE}
-            found = 2 * sum(sizes.values())
+            num_bytes = 2 * sum(sizes.values())
             if CODES in sizes:
-                found += sum(sizes.get(name, 0) for name in MASTER) - sizes[CODES]
-            self._update_bytes[numel] = found
-        return found
+                num_bytes += sum(sizes.get(name, 0) for name in MASTER) - sizes[CODES]
+            self._update_bytes[numel] = num_bytes
+        return num_bytes
 
     @cached_property
     def _update_bytes(self) -> dict[int, int]:
@@ -255,8 +255,8 @@ def build_regions(
     padding to these borders makes a region too large.
     """
     users: dict[Piece, list[str]] = {}
-    for unit, its in units.items():
-        for piece in dict.fromkeys(Piece.whole(parameters[p]) if isinstance(p, int) else p for p in its):
+    for unit, unit_parameters in units.items():
+        for piece in dict.fromkeys(Piece.whole(parameters[p]) if isinstance(p, int) else p for p in unit_parameters):
             users.setdefault(piece, []).append(unit)
     groups: dict[tuple, list[Piece]] = {}
     for piece, names in users.items():
@@ -321,7 +321,7 @@ def _balanced(members: Sequence[Piece], num_ranges: int) -> list[list[Piece]]:
     bins: list[list[Piece]] = [[] for _ in range(num_ranges)]
     for piece in sorted(members, key=lambda piece: -piece.numel):
         min(bins, key=_length).append(piece)
-    return [[piece for piece in members if piece in its] for its in bins]
+    return [[piece for piece in members if piece in bin_pieces] for bin_pieces in bins]
 
 
 def _check_padding(
@@ -409,11 +409,11 @@ class Sharding:
 
     def is_cut(self, plane: Plane) -> bool:
         """True if a replica partitions `plane` over ranks."""
-        return self.stage >= CUT_FROM[plane.kind]
+        return self.stage >= CUT_FROM[plane.state]
 
     def is_own(self, plane: Plane) -> bool:
         """True if a rank holds only its update range in `plane`."""
-        return self.is_cut(plane) and not (self.spreads and plane.kind in OF_A_REPLICA)
+        return self.is_cut(plane) and not (self.spreads and plane.state in OF_A_REPLICA)
 
     def shard(self, region: Region) -> slice:
         """Return the elements that this rank reduces over the replica's gradients."""
@@ -434,7 +434,7 @@ class Sharding:
         """Return the elements updated by this rank."""
         return slice(*self.ranges(region)[self.owner])
 
-    def held(self, region: Region, plane: Plane) -> slice:
+    def held_range(self, region: Region, plane: Plane) -> slice:
         """Return the `plane` elements on this rank."""
         if not self.is_cut(plane):
             return slice(0, region.numel)
@@ -488,22 +488,22 @@ class DiskLayout:
 
     def stays(self, region: Region, plane: Plane) -> bool:
         """True if `plane` stays on the device while other planes in the region are copied."""
-        return region.index in self.staying and plane.kind == "optimizer"
+        return region.index in self.staying and plane.state == "optimizer"
 
     def travels(self, region: Region, plane: Plane) -> bool:
         """True if `plane` in memory is copied to or from the device. Other planes are updated in place."""
         is_updated_elsewhere = region.index in self.streamed or plane in self.co_fetched(region)
-        return plane.kind != "optimizer" or is_updated_elsewhere
+        return plane.state != "optimizer" or is_updated_elsewhere
 
-    def resting(self, regions: Iterable[Region]) -> frozenset[str]:
+    def resting_labels(self, regions: Iterable[Region]) -> frozenset[str]:
         """Return plane labels, as in plans and ledgers, for planes copied in no region."""
-        found: dict[bool, set[str]] = {True: set(), False: set()}
+        labels: dict[bool, set[str]] = {True: set(), False: set()}
         for region in regions:
             for plane in region.states:
-                found[self.travels(region, plane)].add(plane.label)
-            found[False].update(factor.label for factor in region.factors)  # rules with factors do not stream
-            found[False].update([ERROR.label] if self.sharding.error_bytes(region) else ())
-        return frozenset(found[False] - found[True])
+                labels[self.travels(region, plane)].add(plane.label)
+            labels[False].update(factor.label for factor in region.factors)  # rules with factors do not stream
+            labels[False].update([ERROR.label] if self.sharding.error_bytes(region) else ())
+        return frozenset(labels[False] - labels[True])
 
     def of(self, region: Region) -> tuple[str, ...]:
         """Return the names of planes on disk."""
@@ -555,11 +555,11 @@ class DiskLayout:
         return sum(sizes)
 
 
-def _between(borders: Sequence[int], begin: int, end: int, most: int) -> list[tuple[int, int]]:
-    """Split a range at some of the `borders`, into parts with at most `most` elements where the borders allow."""
+def _between(borders: Sequence[int], begin: int, end: int, max_length: int) -> list[tuple[int, int]]:
+    """Split a range at some of the `borders`, into parts with at most `max_length` elements where the borders allow."""
     parts, start, last = [], begin, begin
     for border in (*borders, end):
-        if border - start > most and last > start:
+        if border - start > max_length and last > start:
             parts.append((start, last))
             start = last
         last = border

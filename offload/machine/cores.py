@@ -15,7 +15,7 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True)
-class Share:
+class CoreShare:
     """Cores for the threads in a rank (system numbering), and the rank count on these cores.
 
     The cores are shared, not divided: a rank can use cores left idle by another rank.
@@ -47,15 +47,17 @@ def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
     usable = usable_cores()
     nodes = read_nodes()
     near = [read_pci_node(gpu) if gpu else None for gpu in gpus]
-    own = shares(usable, nodes, near)[local_rank]
-    if len(own.cores) < len(usable):
-        _pin(own.cores)
+    own_share = assign_cores(usable, nodes, near)[local_rank]
+    if len(own_share.cores) < len(usable):
+        _pin(own_share.cores)
     kernels.set_threads(None)  # physical cores among the allowed ones
-    kernels.set_threads(max(1, kernels.num_threads() // own.num_ranks))
-    torch.set_num_threads(min(torch.get_num_threads(), own.num_threads))
+    kernels.set_threads(max(1, kernels.num_threads() // own_share.num_ranks))
+    torch.set_num_threads(min(torch.get_num_threads(), own_share.num_threads))
 
 
-def shares(usable: Iterable[int], nodes: Mapping[int, frozenset[int]], near: Sequence[int | None]) -> list[Share]:
+def assign_cores(
+    usable: Iterable[int], nodes: Mapping[int, frozenset[int]], near: Sequence[int | None]
+) -> list[CoreShare]:
     """Return the share for every local rank. Pure function.
 
     usable: cores this process may use, at least one.
@@ -63,12 +65,12 @@ def shares(usable: Iterable[int], nodes: Mapping[int, frozenset[int]], near: Seq
     near: NUMA node near each rank's GPU, or None. Ranks with None are spread over the nodes in turn.
     """
     allowed = frozenset(usable)
-    there = {node: cores & allowed for node, cores in sorted(nodes.items()) if cores & allowed}
-    if len(there) < 2:
-        return [Share(allowed, len(near))] * len(near)
-    names = list(there)
-    chosen = [node if node in there else names[rank % len(names)] for rank, node in enumerate(near)]
-    return [Share(there[node], chosen.count(node)) for node in chosen]
+    usable_nodes = {node: cores & allowed for node, cores in sorted(nodes.items()) if cores & allowed}
+    if len(usable_nodes) < 2:
+        return [CoreShare(allowed, len(near))] * len(near)
+    names = list(usable_nodes)
+    chosen = [node if node in usable_nodes else names[rank % len(names)] for rank, node in enumerate(near)]
+    return [CoreShare(usable_nodes[node], chosen.count(node)) for node in chosen]
 
 
 def usable_cores() -> frozenset[int]:
@@ -80,13 +82,13 @@ def usable_cores() -> frozenset[int]:
 
 def read_nodes(folder: Path = _NODES) -> dict[int, frozenset[int]]:
     """Return the cores per NUMA node from sysfs; empty: unknown."""
-    found: dict[int, frozenset[int]] = {}
+    nodes: dict[int, frozenset[int]] = {}
     for path in folder.glob("node[0-9]*/cpulist"):
         try:
-            found[int(path.parent.name.removeprefix("node"))] = parse_cpulist(path.read_text(encoding="ascii"))
+            nodes[int(path.parent.name.removeprefix("node"))] = parse_cpulist(path.read_text(encoding="ascii"))
         except (OSError, ValueError):
             return {}  # a partial answer would leave cores unused
-    return found
+    return nodes
 
 
 def parse_cpulist(text: str) -> frozenset[int]:

@@ -13,7 +13,7 @@ from offload.files.directories import check_dirs, check_space, file_system, free
 from offload.files.scratch import open_nameless
 from offload.machine.environment import describe_environment
 from offload.machine.hardware import Hardware
-from offload.machine.limits import integrated_note, least, lockable_bytes, memory_limits, node_bytes
+from offload.machine.limits import integrated_note, lockable_bytes, memory_limits, node_bytes, tightest_limit
 from offload.machine.probe import probe
 from offload.native import kernels
 from offload.native.io import ALIGNMENT_BYTES, IoEngine
@@ -28,72 +28,78 @@ def diagnose(nvme_dirs: Sequence[str], *, probes: bool = False, refresh: bool = 
 
     Raises ConfigError if two folders are the same.
     """
-    found: dict[str, Any] = {"environment": describe_environment(), "kernels": kernels.describe()}
+    report: dict[str, Any] = {"environment": describe_environment(), "kernels": kernels.describe()}
     with IoEngine("auto") as engine:
         engine.register(_pages(1 << 20))
-        found["io"] = {
+        report["io"] = {
             "engine": engine.name,
             "why_not_better": engine.why or None,
             "registered": not engine.why_unregistered,
             "why_unregistered": engine.why_unregistered or None,
         }
-        found["nvme"] = [_describe_dir(given, engine) for given in nvme_dirs]
-    usable = [each["dir"] for each in found["nvme"] if each["usable"]]
+        report["nvme"] = [_describe_dir(directory, engine) for directory in nvme_dirs]
+    usable = [each["dir"] for each in report["nvme"] if each["usable"]]
     if usable:
         check_dirs(usable)  # every folder is usable; this checks the combination
     if probes:
-        found["probe"] = _describe_machine(probe(None, usable, refresh=refresh))
-    return found
+        report["probe"] = _describe_machine(probe(None, usable, refresh=refresh))
+    return report
 
 
 def _describe_machine(machine: Hardware) -> dict[str, Any]:
     """Return hardware figures, limits and expected bottleneck in JSON form."""
     limits, lockable, gpus = memory_limits(), lockable_bytes(), nvml_gpus()
-    found: dict[str, Any] = {"hardware": asdict(machine), "bounds": asdict(find_bounds(machine))}
-    found["limits"] = [{**asdict(limit), "text": str(limit)} for limit in limits]
-    found["bound_by"] = str(least(limits))
-    found |= {"lockable_bytes": lockable, "node_bytes": node_bytes(), "nvml": gpus, "notes": []}
+    report: dict[str, Any] = {"hardware": asdict(machine), "bounds": asdict(find_bounds(machine))}
+    report["limits"] = [{**asdict(limit), "text": str(limit)} for limit in limits]
+    report["bound_by"] = str(tightest_limit(limits))
+    report |= {"lockable_bytes": lockable, "node_bytes": node_bytes(), "nvml": gpus, "notes": []}
     if machine.shares_memory:
-        found["notes"].append(integrated_note(machine.name))
+        report["notes"].append(integrated_note(machine.name))
     if lockable is not None:
-        found["notes"].append(
+        report["notes"].append(
             f"this user may lock {format_bytes(lockable)} of memory (`ulimit -l`): further io_uring buffers are not "
             "registered, which costs some CPU time"
         )
-    if len(found["node_bytes"]) > 1:
-        found["notes"].append(
-            f"{len(found['node_bytes'])} NUMA nodes: ranks use the node near their GPU; a single rank uses all nodes, "
+    if len(report["node_bytes"]) > 1:
+        report["notes"].append(
+            f"{len(report['node_bytes'])} NUMA nodes: ranks use the node near their GPU; a single rank uses all nodes, "
             "and half of its copies cross between them"
         )
     for gpu in gpus:
         if gpu.get("pcie_lanes", 0) < gpu.get("pcie_most_lanes", 0):
             lanes, most = gpu["pcie_lanes"], gpu["pcie_most_lanes"]
-            found["notes"].append(f"{gpu['name']} has {lanes} of {most} PCIe lanes: use a slot with all lanes")
-    return found
+            report["notes"].append(f"{gpu['name']} has {lanes} of {most} PCIe lanes: use a slot with all lanes")
+    return report
 
 
-def _describe_dir(given: str, engine: IoEngine) -> dict[str, Any]:
+def _describe_dir(directory: str, engine: IoEngine) -> dict[str, Any]:
     """Test a folder with the disk operations of a run, on a small scale."""
-    about: dict[str, Any] = {"dir": given, "file_system": None, "free_bytes": None, "usable": False, "refusal": None}
-    about |= {"direct": None, "why_buffered": None}
-    path = Path(given)
+    report: dict[str, Any] = {
+        "dir": directory,
+        "file_system": None,
+        "free_bytes": None,
+        "usable": False,
+        "refusal": None,
+    }
+    report |= {"direct": None, "why_buffered": None}
+    path = Path(directory)
     if path.is_dir():
-        about |= {"file_system": file_system(path.resolve()), "free_bytes": free_bytes(path)}
+        report |= {"file_system": file_system(path.resolve()), "free_bytes": free_bytes(path)}
     try:
-        (place,) = check_dirs([given])
+        (place,) = check_dirs([directory])
         check_space([place], ALIGNMENT_BYTES)
-        about |= _try_direct(place, engine)
+        report |= _try_direct(place, engine)
     except OffloadError as error:
-        about["refusal"] = str(error)
+        report["refusal"] = str(error)
     else:
-        about["usable"] = True
-    return about
+        report["usable"] = True
+    return report
 
 
 def _try_direct(directory: Path, engine: IoEngine) -> dict[str, Any]:
     """Write and read one block. A file system may accept O_DIRECT on open and reject the transfer."""
     block = _pages(ALIGNMENT_BYTES)
-    why = ""
+    reason = ""
     for direct in (True, False):
         file = engine.open(directory, direct=direct, opener=open_nameless)
         try:
@@ -103,11 +109,11 @@ def _try_direct(directory: Path, engine: IoEngine) -> dict[str, Any]:
         except DiskError as error:
             if not file.is_direct:
                 raise
-            why = str(error)
+            reason = str(error)
             continue
         finally:
             file.close()
-        return {"direct": file.is_direct, "why_buffered": why or file.why_buffered or None}
+        return {"direct": file.is_direct, "why_buffered": reason or file.why_buffered or None}
     raise AssertionError("the buffered attempt returns or raises")
 
 
@@ -140,18 +146,18 @@ def _describe(nvml: Any, index: int) -> dict[str, Any]:
     """Return NVML data for one GPU, without unsupported fields."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name = nvml.nvmlDeviceGetName(handle)
-    found: dict[str, Any] = {"name": name.decode() if isinstance(name, bytes) else name}
-    asked = {
+    fields: dict[str, Any] = {"name": name.decode() if isinstance(name, bytes) else name}
+    queries = {
         "pcie_generation": nvml.nvmlDeviceGetMaxPcieLinkGeneration,  # the current value drops when the link is idle
         "pcie_lanes": nvml.nvmlDeviceGetCurrPcieLinkWidth,
         "pcie_most_lanes": nvml.nvmlDeviceGetMaxPcieLinkWidth,
-        "power_limit_watts": lambda one: nvml.nvmlDeviceGetEnforcedPowerLimit(one) / 1000,
-        "num_processes": lambda one: len(nvml.nvmlDeviceGetComputeRunningProcesses(one)),
+        "power_limit_watts": lambda gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+        "num_processes": lambda gpu: len(nvml.nvmlDeviceGetComputeRunningProcesses(gpu)),
     }
-    for key, ask in asked.items():
+    for key, query in queries.items():
         with suppress(nvml.NVMLError):
-            found[key] = ask(handle)
-    return found
+            fields[key] = query(handle)
+    return fields
 
 
 NUM_PARAMETERS = 10**9

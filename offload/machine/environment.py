@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offload.machine.limits import least, memory_limits
+from offload.machine.limits import memory_limits, tightest_limit
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24")}
 """(oldest, newest) tested release. Oldest as in pyproject.toml, newest as in constraints.txt."""
@@ -33,17 +33,17 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def untested() -> str | None:
+def describe_untested() -> str | None:
     """Return a sentence about packages outside the tested version range; None: all are tested."""
-    others = [
+    untested = [
         f"{name} {version}"
         for name, (oldest, newest) in TESTED.items()
         if (version := version_of(name)) is not None and not _release(oldest) <= _release(version) <= _release(newest)
     ]
-    if not others:
+    if not untested:
         return None
     tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
-    return f"offload is tested with {tested}; this machine has {' and '.join(others)}."
+    return f"offload is tested with {tested}; this machine has {' and '.join(untested)}."
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -54,9 +54,9 @@ def _release(version: str) -> tuple[int, ...]:
 def memory() -> dict[str, int]:
     """Return total and available host memory in bytes, and the smallest control group limit if there is one."""
     limits = memory_limits()
-    found = {"total_bytes": limits[0].most_bytes, "available_bytes": least(limits).free_bytes}
+    sizes = {"total_bytes": limits[0].most_bytes, "available_bytes": tightest_limit(limits).free_bytes}
     groups = [limit.most_bytes for limit in limits if limit.is_group]
-    return found | ({"cgroup_bytes": min(groups)} if groups else {})
+    return sizes | ({"cgroup_bytes": min(groups)} if groups else {})
 
 
 def version_of(package: str) -> str | None:
@@ -76,14 +76,14 @@ def _offload_version() -> str:
 def _cpu() -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {
+    properties: dict[str, Any] = {
         "num_cores": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "machine": platform.machine(),
     }
     if hasattr(os, "sched_getaffinity"):
-        found["num_usable_cores"] = len(os.sched_getaffinity(0))
-    return found | _processor()
+        properties["num_usable_cores"] = len(os.sched_getaffinity(0))
+    return properties | _processor()
 
 
 @cache
@@ -93,30 +93,30 @@ def _processor() -> dict[str, Any]:
     Where these are missing, as on ARM, py-cpuinfo provides them at the cost of a new process.
     """
     lines = [line.partition(":") for line in _read("/proc/cpuinfo").split("\n\n")[0].splitlines()]
-    told = {name.strip(): value.strip() for name, _, value in lines}
-    if "model name" in told and "flags" in told:
-        return _named(told["model name"], told["flags"].split()) | _caches()
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    if "model name" in fields and "flags" in fields:
+        return _describe_processor(fields["model name"], fields["flags"].split()) | _caches()
     try:
         import cpuinfo
     except ImportError:
         return _caches()
     info = cpuinfo.get_cpu_info()
-    return _named(info.get("brand_raw"), info.get("flags", ())) | _caches()
+    return _describe_processor(info.get("brand_raw"), info.get("flags", ())) | _caches()
 
 
-def _named(name: str | None, flags: Iterable[str]) -> dict[str, Any]:
+def _describe_processor(name: str | None, flags: Iterable[str]) -> dict[str, Any]:
     kept = sorted(flag for flag in flags if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve")))
     return {"name": name, "flags": kept}
 
 
 def _caches() -> dict[str, int]:
     """Return the L2 and L3 cache sizes seen by the first core, shared caches included."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         level, size = _read(folder / "level").strip(), _read(folder / "size").strip()  # like 3 and 32768K
         if level in ("2", "3") and size.endswith("K"):
-            found[f"l{level}_cache_bytes"] = int(size[:-1]) * 1024
-    return found
+            sizes[f"l{level}_cache_bytes"] = int(size[:-1]) * 1024
+    return sizes
 
 
 def _read(path: str | Path) -> str:

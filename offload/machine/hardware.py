@@ -16,14 +16,14 @@ from offload.accelerators import parse_device
 from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest, shorten
 
-_DESCRIBED = Path(__file__).parent / "described"
+_BUILTIN_FOLDER = Path(__file__).parent / "described"
 _LEFT_OUT: dict[str, Any] = {
     "num_devices": 1, "device_bytes": None, "disk_bytes": None, "endurance_bytes": None, "shares_memory": False,
     "num_machines": 1,
 }  # fmt: skip
 """Defaults for omitted keys."""
 _PRECISIONS = ("fp32", "bf16")
-_EXCHANGED = 0.8
+_HOST_EXCHANGE_SHARE = 0.8
 """Assumed exchange rate between ranks through the host, relative to the H2D rate."""
 
 
@@ -101,19 +101,19 @@ class Hardware:
         """
         path = _find(str(path_or_name))
         try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+            description = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"the description {path} cannot be read: {_why(error)}.") from error
-        if not isinstance(found, dict):
+            raise ConfigError(f"the description {path} cannot be read: {_yaml_problem(error)}.") from error
+        if not isinstance(description, dict):
             known = ", ".join(each.name for each in fields(cls))
             raise ConfigError(f"{path} does not describe a machine: it is not a mapping of {known}; give another file.")
-        return _Description(path).hardware(found)
+        return _MachineFile(path).hardware(description)
 
     def with_(self, **changes: Any) -> Hardware:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
-    def of_a_rank(self, num_ranks: int) -> Hardware:
+    def for_one_rank(self, num_ranks: int) -> Hardware:
         """Return the rates available to each of `num_ranks` ranks.
 
         Disk, network, host memory and CPU compute are divided. With an unknown collective rate, exchanges are assumed
@@ -127,11 +127,11 @@ class Hardware:
         if is_cpu:
             shared += ["h2d_bytes_per_s", "d2h_bytes_per_s", "both_ways_bytes_per_s", "device_bytes_per_s"]
             flops = {precision: rate / num_ranks for precision, rate in flops.items()}
-        own = {name: rate / num_ranks for name in shared if (rate := getattr(rates, name)) is not None}
-        its = replace(rates, flops_per_s=flops, **own)
-        if its.collective_bytes_per_s is None:
-            its = replace(its, collective_bytes_per_s=_EXCHANGED * its.h2d_bytes_per_s)
-        return replace(self, rates=its)
+        divided = {name: rate / num_ranks for name in shared if (rate := getattr(rates, name)) is not None}
+        rank_rates = replace(rates, flops_per_s=flops, **divided)
+        if rank_rates.collective_bytes_per_s is None:
+            rank_rates = replace(rank_rates, collective_bytes_per_s=_HOST_EXCHANGE_SHARE * rank_rates.h2d_bytes_per_s)
+        return replace(self, rates=rank_rates)
 
 
 def parse_link(value: Any) -> float:
@@ -144,46 +144,46 @@ def parse_link(value: Any) -> float:
     return float(parse_size(f"{bits[1]}b" if bits else text) or 0) / (8 if bits else 1)
 
 
-def _why(error: Exception) -> str:
+def _yaml_problem(error: Exception) -> str:
     """Return the YAML error without file content, because the file may be a different one than intended."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem}, line {error.problem_mark.line + 1}"
     return shorten(" ".join(str(error).split()))
 
 
-def described_names() -> list[str]:
+def builtin_names() -> list[str]:
     """Return the names of the built-in machines."""
-    return sorted(path.stem for path in _DESCRIBED.glob("*.yaml"))
+    return sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.yaml"))
 
 
-def _find(given: str) -> Path:
+def _find(path_or_name: str) -> Path:
     with suppress(OSError, RuntimeError):  # not a path: too long, or an unknown user
-        path = Path(given).expanduser()
+        path = Path(path_or_name).expanduser()
         if path.suffix in (".yaml", ".yml") or path.is_file():
             return path
-    name = "-".join(given.lower().replace("_", " ").split())
-    if name not in described_names():
+    name = "-".join(path_or_name.lower().replace("_", " ").split())
+    if name not in builtin_names():
         raise ConfigError(
-            f"--hardware is {shorten(repr(given))}, which is neither a YAML file nor a known "
-            f"machine{nearest(name, described_names())}: give a file, or one of {', '.join(described_names())}."
+            f"--hardware is {shorten(repr(path_or_name))}, which is neither a YAML file nor a known "
+            f"machine{nearest(name, builtin_names())}: give a file, or one of {', '.join(builtin_names())}."
         )
-    return _DESCRIBED / f"{name}.yaml"
+    return _BUILTIN_FOLDER / f"{name}.yaml"
 
 
-class _Description:
+class _MachineFile:
     """Parser for a machine file. Every error names the key and the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def hardware(self, found: Any) -> Hardware:
+    def hardware(self, description: Any) -> Hardware:
         """Return the parsed hardware. Raises ConfigError."""
-        values = _LEFT_OUT | self._known(found, "", Hardware)
+        values = _LEFT_OUT | self._dataclass_keys(description, "", Hardware)
         device = self._device(values["device"])
         if values["device_bytes"] is None and device != "cpu":
             raise self._error("device_bytes", None, "the memory of the device, required for all devices but a CPU")
-        rates = self._known(values["rates"], "rates.", Rates)
-        flops = self._keys(rates["flops_per_s"], "rates.flops_per_s.", _PRECISIONS, _PRECISIONS)
+        rates = self._dataclass_keys(values["rates"], "rates.", Rates)
+        flops = self._checked_keys(rates["flops_per_s"], "rates.flops_per_s.", _PRECISIONS, _PRECISIONS)
         figures = [each.name for each in (*fields(Hardware), *fields(Rates))]
         return Hardware(
             name=self._word("name", values["name"]),
@@ -205,28 +205,32 @@ class _Description:
             ),
             sources={
                 key: self._word(f"sources.{key}", value)
-                for key, value in self._keys(values.get("sources", {}), "sources.", figures, ()).items()
+                for key, value in self._checked_keys(values.get("sources", {}), "sources.", figures, ()).items()
             },
         )
 
-    def _known(self, found: Any, prefix: str, kind: type) -> dict[str, Any]:
+    def _dataclass_keys(self, mapping: Any, prefix: str, dataclass_type: type) -> dict[str, Any]:
         """Return the mapping after checking for unknown and missing dataclass fields."""
-        needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
-        allowed = [each.name for each in fields(kind)]
-        return self._keys(found, prefix, allowed, [name for name in needed if name not in _LEFT_OUT])
+        needed = [
+            each.name for each in fields(dataclass_type) if each.default is MISSING and each.default_factory is MISSING
+        ]
+        allowed = [each.name for each in fields(dataclass_type)]
+        return self._checked_keys(mapping, prefix, allowed, [name for name in needed if name not in _LEFT_OUT])
 
-    def _keys(self, found: Any, prefix: str, allowed: Collection[str], needed: Collection[str]) -> dict[str, Any]:
-        if not isinstance(found, dict):
-            raise self._error(prefix.rstrip("."), found, f"a mapping of {', '.join(allowed)}")
-        for key in found:
+    def _checked_keys(
+        self, mapping: Any, prefix: str, allowed: Collection[str], needed: Collection[str]
+    ) -> dict[str, Any]:
+        if not isinstance(mapping, dict):
+            raise self._error(prefix.rstrip("."), mapping, f"a mapping of {', '.join(allowed)}")
+        for key in mapping:
             if key not in allowed:
                 near = nearest(str(key), allowed)
                 raise ConfigError(
                     f"{self._path}: {prefix}{shorten(str(key))} is not a key of a machine{near}; leave it out."
                 )
-        if missing := [prefix + key for key in needed if found.get(key) is None]:
+        if missing := [prefix + key for key in needed if mapping.get(key) is None]:
             raise ConfigError(f"{self._path} lacks {', '.join(missing)}, needed for a plan: add them.")
-        return found
+        return mapping
 
     def _word(self, key: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
@@ -235,9 +239,9 @@ class _Description:
 
     def _device(self, value: Any) -> str:
         with suppress(ConfigError):
-            found = parse_device(self._word("device", value))
-            if found is not None and str(found) == found.type:
-                return found.type
+            device = parse_device(self._word("device", value))
+            if device is not None and str(device) == device.type:
+                return device.type
         raise self._error("device", value, 'a device type of torch, such as "cuda" or "cpu", without a number')
 
     def _flag(self, key: str, value: Any) -> bool:

@@ -53,19 +53,19 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class _Version:
+class _CgroupFiles:
     """File names for a cgroup version: limits, usage, and keys for reclaimable cache."""
 
     limits: tuple[str, ...]
-    taken: str
+    usage: str
     cached: tuple[str, ...]
 
 
 _VERSIONS = {
-    "cgroup": _Version(
+    "cgroup": _CgroupFiles(
         ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
     ),
-    "cgroup2": _Version(  # above memory.high processes are throttled to a standstill
+    "cgroup2": _CgroupFiles(  # above memory.high processes are throttled to a standstill
         ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file", "slab_reclaimable")
     ),
 }
@@ -80,7 +80,7 @@ def memory_limits(root: Path | None = None) -> list[Limit]:
     return [whole, *_node_limits(root), *_group_limits(root), *_process_limits(root)]
 
 
-def least(limits: Sequence[Limit], num_sharing: int = 1) -> Limit:
+def tightest_limit(limits: Sequence[Limit], num_sharing: int = 1) -> Limit:
     """Return the tightest limit for `num_sharing` ranks."""
     return min(limits, key=lambda limit: limit.share(num_sharing))
 
@@ -117,13 +117,13 @@ def _node_limits(root: Path) -> Iterator[Limit]:
         allowed = parse_cpulist(_table(root / "proc/self/status").get("Mems_allowed_list", ""))
     except ValueError:
         return
-    own = sorted(allowed & set(nodes))
-    if not own or len(own) == len(nodes):
+    own_nodes = sorted(allowed & set(nodes))
+    if not own_nodes or len(own_nodes) == len(nodes):
         return
-    tables = [nodes[node] for node in own]
+    tables = [nodes[node] for node in own_nodes]
     free = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
     yield Limit(
-        f"the memory of the NUMA node{'s' * (len(own) > 1)} {', '.join(map(str, own))}, of {len(nodes)}",
+        f"the memory of the NUMA node{'s' * (len(own_nodes) > 1)} {', '.join(map(str, own_nodes))}, of {len(nodes)}",
         "Mems_allowed_list in /proc/self/status",
         sum(table["MemTotal"] for table in tables),
         sum(table.get(name, 0) for table in tables for name in free),
@@ -132,41 +132,41 @@ def _node_limits(root: Path) -> Iterator[Limit]:
 
 def _group_limits(root: Path) -> Iterator[Limit]:
     """Yield the limits of the process control groups and all ancestors. The smallest is effective."""
-    for kind, folder in _groups(root):
-        version = _VERSIONS[kind]
-        for name in version.limits:
-            most, taken = _number(folder / name), _number(folder / version.taken)
-            if most is None or taken is None or most >= _UNLIMITED_BYTES:
+    for version, folder in _groups(root):
+        files = _VERSIONS[version]
+        for name in files.limits:
+            most, used = _number(folder / name), _number(folder / files.usage)
+            if most is None or used is None or most >= _UNLIMITED_BYTES:
                 continue
             table = _table(folder / "memory.stat", unit=1)
-            cached = sum(int(table.get(key, 0)) for key in version.cached)
+            cached = sum(int(table.get(key, 0)) for key in files.cached)
             where = "/" + str((folder / name).relative_to(root))
             yield Limit(
-                "the limit of a control group", where, most, max(0, most - max(0, taken - cached)), is_group=True
+                "the limit of a control group", where, most, max(0, most - max(0, used - cached)), is_group=True
             )
 
 
 def _groups(root: Path) -> Iterator[tuple[str, Path]]:
     """Yield (version, folder) for each control group able to limit memory, from the process group upwards."""
-    own: dict[str, str] = {}
+    group_paths: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if path and (not controllers or "memory" in controllers.split(",")):
-            own["cgroup" if controllers else "cgroup2"] = path
+            group_paths["cgroup" if controllers else "cgroup2"] = path
     for line in _text(root / "proc/self/mountinfo").splitlines():
         mount, _, system = (part.split() for part in line.partition(" - "))
-        kind = system[0] if len(system) > 2 and len(mount) > 4 else ""
-        if kind not in own or (kind == "cgroup" and "memory" not in system[2].split(",")):
+        version = system[0] if len(system) > 2 and len(mount) > 4 else ""
+        if version not in group_paths or (version == "cgroup" and "memory" not in system[2].split(",")):
             continue
         point = root / mount[4].replace("\\040", " ").lstrip("/")
-        below = os.path.relpath(own[kind], mount[3])
+        below = os.path.relpath(group_paths[version], mount[3])
         if below.startswith(".."):  # a namespace or container mount hides the real path
             below = "."
         folder = point / below
-        yield kind, folder
+        yield version, folder
         while folder != point:
             folder = folder.parent
-            yield kind, folder
+            yield version, folder
 
 
 def _process_limits(root: Path) -> Iterator[Limit]:
@@ -174,20 +174,20 @@ def _process_limits(root: Path) -> Iterator[Limit]:
     status = _table(root / "proc/self/status")
     for number, flag, counted in ((resource.RLIMIT_AS, "-v", "VmSize"), (resource.RLIMIT_DATA, "-d", "VmData")):
         most = resource.getrlimit(number)[0]
-        taken = status.get(counted, "0 kB")
+        used = status.get(counted, "0 kB")
         if most != resource.RLIM_INFINITY:
-            free = max(0, most - 1024 * int(taken.split()[0]))
+            free = max(0, most - 1024 * int(used.split()[0]))
             yield Limit("a limit of this process", f"`ulimit {flag}`", most, free, is_own=True)
 
 
 def _nodes(root: Path) -> dict[int, dict[str, int]]:
-    found: dict[int, dict[str, int]] = {}
+    nodes: dict[int, dict[str, int]] = {}
     for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):
         lines = [line.split(None, 2)[2] for line in _text(path).splitlines() if line.count(" ") > 2]
         table = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
         if table.get("MemTotal"):
-            found[int(path.parent.name.removeprefix("node"))] = table
-    return found
+            nodes[int(path.parent.name.removeprefix("node"))] = table
+    return nodes
 
 
 def _table(path: Path, unit: int | None = None) -> dict[str, str]:

@@ -46,8 +46,8 @@ def measure_network(comm: Comm) -> Network:
 
     latency_s = seconds(1)
     for num_bytes in _NUM_BYTES:
-        taken = seconds(num_bytes)
-        if taken > _SHORT_S:
+        duration = seconds(num_bytes)
+        if duration > _SHORT_S:
             break
-    taken = max(seconds(2 * num_bytes) - taken, taken / 2, 1e-9)  # a smaller value is noise
-    return Network(comm.num_machines, num_bytes * (between.size - 1) * comm.local_size / taken, latency_s)
+    duration = max(seconds(2 * num_bytes) - duration, duration / 2, 1e-9)  # a smaller value is noise
+    return Network(comm.num_machines, num_bytes * (between.size - 1) * comm.local_size / duration, latency_s)

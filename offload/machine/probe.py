@@ -23,10 +23,10 @@ import torch
 from offload.accelerators import Accelerator, accelerators, device_of, own_accelerator
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes
 from offload.files.scratch import open_nameless
-from offload.files.user_cache import code_hash, default_cache_dir, keep_json, read_json
+from offload.files.user_cache import code_hash, default_cache_dir, read_json, write_json
 from offload.machine.environment import describe_environment
 from offload.machine.hardware import Hardware, Rates
-from offload.machine.limits import least, memory_limits
+from offload.machine.limits import memory_limits, tightest_limit
 from offload.machine.rates import (
     copy_bytes_per_second,
     device_bytes_per_second,
@@ -43,8 +43,8 @@ LEFT_OUT: Mapping[str, str] = {"memory": "Free memory changes all the time; the 
 _PAGE_BYTES = 4096
 LEAST_BYTES = 4 << 20
 """Minimum bytes for a disk measurement."""
-_OF_DISKS = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
-_OF_MACHINE = tuple(each.name for each in fields(Rates) if each.default is MISSING)
+_DISK_RATES = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
+_MACHINE_RATES = tuple(each.name for each in fields(Rates) if each.default is MISSING)
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -88,35 +88,35 @@ def probe(
     Raises ConfigError for an unusable folder, DoesNotFitError for a full one, and DiskError.
     """
     accelerator, places = own_accelerator(device), check_dirs(dirs) if dirs else []
-    folder, about = _user_cache() if cache_dir is None else cache_dir, _about_machine(accelerator)
+    folder, key = _user_cache() if cache_dir is None else cache_dir, _machine_key(accelerator)
 
-    def rates_of(about: Mapping[str, Any], names: Collection[str], measure: Callable[[], dict[str, Any]]) -> Any:
-        about = json.loads(json.dumps({"code": code_hash("machine"), "sizes": asdict(sizes), **about}))
-        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    def rates_of(key: Mapping[str, Any], names: Collection[str], measure: Callable[[], dict[str, Any]]) -> Any:
+        key = json.loads(json.dumps({"code": code_hash("machine"), "sizes": asdict(sizes), **key}))
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         path = None if folder is None else folder / f"rates-{digest[:16]}.json"
-        kept = None if path is None or refresh else read_json(path)
+        cached = None if path is None or refresh else read_json(path)
         # An unusable cache folder or a damaged file counts as a cache miss.
-        if isinstance(kept, dict) and kept.get("about") == about and _are_sound(kept.get("rates"), names):
-            return {**kept["rates"], "day": str(kept.get("day"))}
+        if isinstance(cached, dict) and cached.get("about") == key and _are_valid_rates(cached.get("rates"), names):
+            return {**cached["rates"], "day": str(cached.get("day"))}
         if not measures:
             raise LookupError("the rates of this machine are not measured yet")
         rates, day = measure(), time.strftime("%Y-%m-%d")
         if path is not None:
-            keep_json(path, {"about": about, "day": day, "rates": rates})
+            write_json(path, {"about": key, "day": day, "rates": rates})
         return {**rates, "day": day}
 
-    found = rates_of(about, _OF_MACHINE, lambda: _machine_rates(accelerator, sizes))
+    rates = rates_of(key, _MACHINE_RATES, lambda: _machine_rates(accelerator, sizes))
     if places:
-        found |= rates_of(_about_disks(places), _OF_DISKS, lambda: _disk_rates(places, sizes))
+        rates |= rates_of(_disk_key(places), _DISK_RATES, lambda: _disk_rates(places, sizes))
     elif reads is not None:
-        about_file = {"reads": True, **_about_disks([reads])}
-        found |= rates_of(about_file, _OF_DISKS[:1], lambda: _read_rate(reads, sizes))
-    free = least(memory_limits()).free_bytes
+        file_key = {"reads": True, **_disk_key([reads])}
+        rates |= rates_of(file_key, _DISK_RATES[:1], lambda: _read_rate(reads, sizes))
+    free = tightest_limit(memory_limits()).free_bytes
     disks = {place.stat().st_dev: free_bytes(place) for place in places}
-    said = f"measured on {found.pop('day')}"
-    told = about["cpu"] if accelerator is None else accelerator.describe()
+    source = f"measured on {rates.pop('day')}"
+    device_properties = key["cpu"] if accelerator is None else accelerator.describe()
     return Hardware(
-        name=told.get("name") or told["machine"],
+        name=device_properties.get("name") or device_properties["machine"],
         device=device_of(accelerator).type,
         num_devices=max(1, len(accelerators())) if accelerator is not None else 1,
         device_bytes=None if accelerator is None else accelerator.free_bytes,
@@ -124,17 +124,17 @@ def probe(
         disk_bytes=sum(disks.values()) if places else None,
         endurance_bytes=None,
         shares_memory=accelerator is not None and accelerator.is_integrated,
-        rates=Rates(**found),
-        sources=dict.fromkeys(found, said),
+        rates=Rates(**rates),
+        sources=dict.fromkeys(rates, source),
     )
 
 
-def _are_sound(rates: Any, names: Collection[str]) -> bool:
+def _are_valid_rates(rates: Any, names: Collection[str]) -> bool:
     """Return True if the cached value is a dict with exactly these rates, all finite and positive."""
     if not isinstance(rates, dict) or set(rates) != set(names):
         return False
     return all(
-        _are_sound(rate, _PRECISIONS)
+        _are_valid_rates(rate, _PRECISIONS)
         if name == "flops_per_s"
         else type(rate) in (int, float) and math.isfinite(rate) and rate > 0
         for name, rate in rates.items()
@@ -148,7 +148,7 @@ def _user_cache() -> Path | None:
         return None
 
 
-def _about_machine(accelerator: Accelerator | None) -> dict[str, Any]:
+def _machine_key(accelerator: Accelerator | None) -> dict[str, Any]:
     """Return every known property memory and compute rates may depend on."""
     return {
         **{key: value for key, value in describe_environment().items() if key not in LEFT_OUT},
@@ -158,24 +158,29 @@ def _about_machine(accelerator: Accelerator | None) -> dict[str, Any]:
     }
 
 
-def _about_disks(places: Sequence[Path]) -> dict[str, Any]:
+def _disk_key(places: Sequence[Path]) -> dict[str, Any]:
     """Return properties identifying the disks. Device numbers alone can change owner after a reboot."""
     status = [os.statvfs(place) for place in places]
     sizes = [(each.f_blocks * each.f_frsize, each.f_fsid) for each in status]
-    numbers, kinds = [place.stat().st_dev for place in places], [file_system(place.resolve()) for place in places]
-    return {"disks": [numbers, sizes, kinds], "node": platform.node(), "platform": platform.platform()}
+    numbers, file_systems = (
+        [place.stat().st_dev for place in places],
+        [file_system(place.resolve()) for place in places],
+    )
+    return {"disks": [numbers, sizes, file_systems], "node": platform.node(), "platform": platform.platform()}
 
 
 def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, Any]:
     """Return the `Rates` fields except disk rates."""
     device = device_of(accelerator)
-    room = least(memory_limits()).free_bytes // 8
+    room = tightest_limit(memory_limits()).free_bytes // 8
     host = host_bytes_per_second(min(room, sizes.core_bytes * (psutil.cpu_count() or 1)))
     if accelerator is None:
         up = down = copy_bytes_per_second(1, min(room // 2, sizes.link_bytes))
         both, memory = copy_bytes_per_second(2, min(room // 4, sizes.link_bytes)), host
     else:
-        up, down, both = (link_bytes_per_second(accelerator, *ways) for ways in (("h2d",), ("d2h",), ("h2d", "d2h")))
+        up, down, both = (
+            link_bytes_per_second(accelerator, *directions) for directions in (("h2d",), ("d2h",), ("h2d", "d2h"))
+        )
         memory = device_bytes_per_second(device, min(accelerator.free_bytes // 8, sizes.device_bytes))
     return {
         "h2d_bytes_per_s": up,
@@ -208,14 +213,14 @@ def _disk_rates(places: Sequence[Path], sizes: Sizes) -> dict[str, Any]:
                 file.sync()
             return time.perf_counter() - begin
 
-        most = _within(sizes.disk_s, seconds(True, LEAST_BYTES), num_bytes)
+        most = _bytes_within(sizes.disk_s, seconds(True, LEAST_BYTES), num_bytes)
         seconds(True, most)  # the first write to reserved space is slower than overwriting, and a run mostly overwrites
-        written = seconds(True, most)
+        write_seconds = seconds(True, most)
         for file in files:
             _drop_cached(file)
-        read = seconds(False, most)
-    rates = {"nvme_read_bytes_per_s": read, "nvme_write_bytes_per_s": written}
-    return {name: len(places) * most / max(spent, 1e-6) for name, spent in rates.items()}
+        read_seconds = seconds(False, most)
+    rates = {"nvme_read_bytes_per_s": read_seconds, "nvme_write_bytes_per_s": write_seconds}
+    return {name: len(places) * most / max(seconds_taken, 1e-6) for name, seconds_taken in rates.items()}
 
 
 def _read_rate(path: Path, sizes: Sizes) -> dict[str, Any]:
@@ -231,13 +236,13 @@ def _read_rate(path: Path, sizes: Sizes) -> dict[str, Any]:
             engine.read(file, 0, block[:stop]).wait()
             return time.perf_counter() - begin
 
-        most = _within(sizes.disk_s, seconds(LEAST_BYTES), num_bytes)
-        return {_OF_DISKS[0]: most / max(seconds(most), 1e-6)}
+        most = _bytes_within(sizes.disk_s, seconds(LEAST_BYTES), num_bytes)
+        return {_DISK_RATES[0]: most / max(seconds(most), 1e-6)}
 
 
-def _within(seconds: float, for_the_least: float, num_bytes: int) -> int:
+def _bytes_within(seconds: float, least_seconds: float, num_bytes: int) -> int:
     """Return the bytes to transfer in `seconds`, extrapolated from the time for `LEAST_BYTES`, at most `num_bytes`."""
-    most = int(LEAST_BYTES * seconds / max(for_the_least, 1e-6)) // _PAGE_BYTES * _PAGE_BYTES
+    most = int(LEAST_BYTES * seconds / max(least_seconds, 1e-6)) // _PAGE_BYTES * _PAGE_BYTES
     return min(num_bytes, max(LEAST_BYTES, most))
 
 

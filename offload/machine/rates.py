@@ -24,16 +24,16 @@ _ROOFLINE_PLANES = 3
 """Planes written in place (weights, two moments), beside one plane only read (gradients), as in AdamW."""
 
 
-def link_bytes_per_second(accelerator: Accelerator, *ways: str) -> float:
+def link_bytes_per_second(accelerator: Accelerator, *directions: str) -> float:
     """Return the copy rate between pinned memory and accelerator in bytes per second.
 
-    ways: "h2d", "d2h" or both. With both, the copies run concurrently and the rates are summed.
+    directions: "h2d", "d2h" or both. With both, the copies run concurrently and the rates are summed.
     """
     sides = []
-    for way in ways:
+    for direction in directions:
         on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=accelerator.device)
-        ends = (on_device, on_host) if way == "h2d" else (on_host, on_device)
+        ends = (on_device, on_host) if direction == "h2d" else (on_host, on_device)
         sides.append((accelerator.module.Stream(accelerator.device), *ends))
 
     def run() -> None:
@@ -42,7 +42,7 @@ def link_bytes_per_second(accelerator: Accelerator, *ways: str) -> float:
                 target.copy_(source, non_blocking=True)
         accelerator.wait()
 
-    return len(ways) * _LINK_BYTES / _best_seconds(run)
+    return len(directions) * _LINK_BYTES / _best_seconds(run)
 
 
 def copy_bytes_per_second(num_copies: int, num_bytes: int) -> float:
@@ -95,14 +95,14 @@ def launch_seconds(device: torch.device) -> float:
 
 def flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Return the matrix product rate in FLOP/s, from the largest size fast enough to measure."""
-    found = 0.0
+    rate = 0.0
     for size in _SIZES:
         num_operations = 2 * size**3
-        if found and num_operations / found > _LONG_S:
+        if rate and num_operations / rate > _LONG_S:
             break
         matrix = torch.ones(size, size, device=device, dtype=dtype)
-        found = num_operations / _best_seconds(partial(_multiply, matrix))
-    return found
+        rate = num_operations / _best_seconds(partial(_multiply, matrix))
+    return rate
 
 
 def _multiply(matrix: torch.Tensor) -> None:
@@ -117,11 +117,11 @@ def _wait(device: torch.device) -> None:
 
 def _best_seconds(run: Callable[[], object]) -> float:
     """Return the best of four runs, or of two if they are slow."""
-    best, begun = float("inf"), time.perf_counter()
+    best, start = float("inf"), time.perf_counter()
     for number in range(4):
         begin = time.perf_counter()
         run()
         best = min(best, time.perf_counter() - begin)
-        if number and time.perf_counter() - begun > _LONG_S:
+        if number and time.perf_counter() - start > _LONG_S:
             break
     return best

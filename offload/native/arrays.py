@@ -11,8 +11,8 @@ from offload.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-# Kind by dtype. Torch dtypes are added with the first tensor: importing this module must not import torch.
-_kinds: dict[Any, str] = {}
+# Name by dtype. Torch dtypes are added with the first tensor: importing this module must not import torch.
+_dtype_names: dict[Any, str] = {}
 
 FP32 = frozenset({"float32"})
 BF16 = frozenset({"bfloat16", "bits16"})  # numpy has no bfloat16: int16 or uint16 holds the bits
@@ -35,9 +35,10 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
 
     `length` is the required number of elements (-1: any). Raises ConfigError with `name`.
     """
-    kind = _kinds.get(getattr(array, "dtype", None))  # no function call, because this lookup runs for every array
-    if kind not in allowed:
-        kind = _checked_kind(name, array, allowed)
+    # no function call, because this lookup runs for every array
+    dtype_name = _dtype_names.get(getattr(array, "dtype", None))
+    if dtype_name not in allowed:
+        dtype_name = _check_dtype(name, array, allowed)
     try:
         address = array.data_ptr()
     except AttributeError:  # numpy
@@ -55,7 +56,7 @@ def flat(name: str, array: Any, allowed: frozenset[str], length: int = -1) -> tu
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
     if length >= 0 and num_elements != length:
         raise _wrong_length(name, num_elements, length)
-    return address, num_elements, kind != "float32"
+    return address, num_elements, dtype_name != "float32"
 
 
 def memory(name: str, array: Any, *, writable: bool) -> tuple[int, int]:
@@ -87,12 +88,12 @@ def tensor(
     """
     import torch
 
-    kind = _checked_kind(name, array, allowed)
+    dtype_name = _check_dtype(name, array, allowed)
     is_tensor = isinstance(array, torch.Tensor)
     if not (array.is_contiguous() if is_tensor else array.flags.c_contiguous):
         raise ConfigError(f"{name} is not contiguous (shape {tuple(array.shape)}); pass a contiguous array.")
     result: torch.Tensor = (array.detach() if is_tensor else torch.from_numpy(array)).view(-1)
-    if kind in FP32_OR_BF16 - FP32:
+    if dtype_name in FP32_OR_BF16 - FP32:
         result = result.view(torch.int16 if allowed is BITS16 else torch.bfloat16)
     if like is not None and result.device != like.device:
         raise ConfigError(
@@ -103,12 +104,14 @@ def tensor(
     return result
 
 
-def _wrong_length(name: str, found: int, wanted: int) -> ConfigError:
+def _wrong_length(name: str, num_elements: int, expected: int) -> ConfigError:
     if name.endswith(" scale"):
         return ConfigError(
-            f"{name} has {found} elements; it must have {wanted}, one per 128 elements of the first array."
+            f"{name} has {num_elements} elements; it must have {expected}, one per 128 elements of the first array."
         )
-    return ConfigError(f"{name} has {found} elements, the first array of this call has {wanted}; they must be equal.")
+    return ConfigError(
+        f"{name} has {num_elements} elements, the first array of this call has {expected}; they must be equal."
+    )
 
 
 def on_cpu(array: Any) -> bool:
@@ -116,31 +119,31 @@ def on_cpu(array: Any) -> bool:
     return bool(getattr(array, "is_cpu", True))
 
 
-def empty_like(array: Any, kind: str) -> Any:
+def empty_like(array: Any, dtype_name: str) -> Any:
     """Return a new array like `array` with dtype "float32", "bfloat16" (numpy: uint16) or "int16"."""
     if hasattr(array, "data_ptr"):
         import torch
 
-        return torch.empty(array.shape, dtype=getattr(torch, kind), device=array.device)
+        return torch.empty(array.shape, dtype=getattr(torch, dtype_name), device=array.device)
     import numpy
 
-    return numpy.empty(array.shape, dtype="uint16" if kind == "bfloat16" else kind)
+    return numpy.empty(array.shape, dtype="uint16" if dtype_name == "bfloat16" else dtype_name)
 
 
-def _checked_kind(name: str, array: Any, allowed: frozenset[str]) -> str | None:
-    kind = kind_of(name, array)
-    if kind not in allowed:
+def _check_dtype(name: str, array: Any, allowed: frozenset[str]) -> str | None:
+    dtype_name = dtype_of(name, array)
+    if dtype_name not in allowed:
         dtype = str(array.dtype).removeprefix("torch.")
         raise ConfigError(f"{name} has dtype {dtype}; it must be {_ALLOWED[allowed]}.")
-    return kind
+    return dtype_name
 
 
-def kind_of(name: str, array: Any) -> str | None:
-    """Return the kind for the array dtype, None for a dtype without kernels. Raises ConfigError if
+def dtype_of(name: str, array: Any) -> str | None:
+    """Return the name of the array dtype, None for a dtype without kernels. Raises ConfigError if
     `array` is no array.
     """
     try:
-        return _kinds[array.dtype]
+        return _dtype_names[array.dtype]
     except (KeyError, AttributeError):
         pass
     if hasattr(array, "data_ptr"):
@@ -148,12 +151,12 @@ def kind_of(name: str, array: Any) -> str | None:
 
         names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "bits16", torch.uint16: "bits16"}
         names |= {torch.uint8: "uint8", torch.int32: "int32"}
-        _kinds.update(names)
-        return _kinds.get(array.dtype)
+        _dtype_names.update(names)
+        return _dtype_names.get(array.dtype)
     if hasattr(array, "__array_interface__"):
         import numpy
 
-        _kinds.update({numpy.dtype("f4"): "float32", numpy.dtype("i2"): "bits16", numpy.dtype("u2"): "bits16"})
-        _kinds.update({numpy.dtype("u1"): "uint8", numpy.dtype("i4"): "int32"})
-        return _kinds.get(array.dtype)
+        _dtype_names.update({numpy.dtype("f4"): "float32", numpy.dtype("i2"): "bits16", numpy.dtype("u2"): "bits16"})
+        _dtype_names.update({numpy.dtype("u1"): "uint8", numpy.dtype("i4"): "int32"})
+        return _dtype_names.get(array.dtype)
     raise ConfigError(f"{name} is a {type(array).__name__}; it must be a torch tensor or a numpy array.")

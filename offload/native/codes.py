@@ -98,9 +98,9 @@ def encode_rest(
     num_records, rest = divmod(numel, block)
     if rest:
         raise ConfigError(f"values has {numel} elements; it must be a multiple of {block}, the block of {codec}.")
-    kept, _, _ = flat("error", error, BF16, numel)
+    error_address, _, _ = flat("error", error, BF16, numel)
     target, _, _ = flat("out", out, UINT8, num_records * width)
-    _core.encode_rest(number, source, is_bf16, kept, target, num_records, *_execution(threads, isa))
+    _core.encode_rest(number, source, is_bf16, error_address, target, num_records, *_execution(threads, isa))
 
 
 def encode_nf4(

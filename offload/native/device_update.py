@@ -37,7 +37,7 @@ _refused: dict[torch.device, str] = {}
 """Devices without compiled kernels, with the reason."""
 
 
-class Kind(NamedTuple):
+class KernelVariant(NamedTuple):
     """Compile-time variant of a kernel: a function of `offload.native.kernels`, plus array dtypes."""
 
     function: str
@@ -71,7 +71,7 @@ def update(
     moments: _Moments,
     grad: Tensor,
     scalars: tuple[float, ...],
-    drawn: tuple[int, int, int],
+    rounding_key: tuple[int, int, int],
     on_host: Callable[..., int | Tensor],
 ) -> Tensor | None:
     """Run `torch_fallback.update` as one kernel launch, with the same result. Returns None if no kernel exists.
@@ -79,19 +79,19 @@ def update(
     """
     if core is None or master.device in _refused or (function == "correct_adamw" and scalars[0] == scalars[1]):
         return None  # sources are installed only together with the C++ kernels
-    kind = Kind(function, states, len(moments), lo is not None, grad.dtype == torch.bfloat16)
-    kernel = _checked(master.device, kind, len(scalars), on_host)
-    return None if kernel is None else _launched(kernel, master, lo, moments, grad, scalars, drawn)
+    variant = KernelVariant(function, states, len(moments), lo is not None, grad.dtype == torch.bfloat16)
+    kernel = _checked_kernel(master.device, variant, len(scalars), on_host)
+    return None if kernel is None else _launch(kernel, master, lo, moments, grad, scalars, rounding_key)
 
 
-def _launched(
+def _launch(
     kernel: _Kernel,
     master: Tensor,
     lo: Tensor | None,
     moments: _Moments,
     grad: Tensor,
     scalars: tuple[float, ...],
-    drawn: tuple[int, int, int],
+    rounding_key: tuple[int, int, int],
 ) -> Tensor:
     count = torch.zeros((), dtype=torch.int64, device=master.device)
     if not master.numel():
@@ -99,27 +99,27 @@ def _launched(
     pairs = [moment if isinstance(moment, tuple) else (moment, master) for moment in moments]
     pairs += [(master, master)] * (2 - len(pairs))  # unused by the kernel
     values, scales = zip(*pairs, strict=True)
-    key, step, element = drawn
+    key, step, element = rounding_key
     halves = [half for number in (master.numel(), key) for half in (number & 0xFFFFFFFF, number >> 32)]
     numbers = [*halves, step, element & 0xFFFFFFFF, element >> 32]
     padded = [*map(float, scalars), *[0.0] * (_NUM_SCALARS - len(scalars))]
-    given = [master, master if lo is None else lo, *values, *scales, grad, count, *numbers, *padded]
+    arguments = [master, master if lo is None else lo, *values, *scales, grad, count, *numbers, *padded]
     grid = -(-master.numel() // (_THREADS * _EACH))
     device = open_accelerator(master.device)
     with device.module.device(master.device):
-        kernel((grid, 1, 1), (_THREADS, 1, 1), given, stream=device.current_stream())
+        kernel((grid, 1, 1), (_THREADS, 1, 1), arguments, stream=device.current_stream())
     return count
 
 
 @cache
-def _checked(
-    device: torch.device, kind: Kind, num_scalars: int, on_host: Callable[..., int | Tensor]
+def _checked_kernel(
+    device: torch.device, variant: KernelVariant, num_scalars: int, on_host: Callable[..., int | Tensor]
 ) -> _Kernel | None:
     """Return a kernel with verified bits on this device, or None."""
     try:
-        kernel = open_accelerator(device).compile_kernel(*kind.program)
-        if kernel is not None and not _gives_the_bits_of_the_host(kernel, device, kind, num_scalars, on_host):
-            raise RuntimeError(f"{kind.function} with {kind.states} moments gives other bits than on the host")
+        kernel = open_accelerator(device).compile_kernel(*variant.program)
+        if kernel is not None and not _equals_host(kernel, device, variant, num_scalars, on_host):
+            raise RuntimeError(f"{variant.function} with {variant.states} moments gives other bits than on the host")
     except Exception as error:  # from a compiler, a driver, or an old torch
         _refused[device] = f"{type(error).__name__}: {error}"
         warn(
@@ -130,42 +130,55 @@ def _checked(
     return kernel
 
 
-def _gives_the_bits_of_the_host(
-    kernel: _Kernel, device: torch.device, kind: Kind, num_scalars: int, on_host: Callable[..., int | Tensor]
+def _equals_host(
+    kernel: _Kernel,
+    device: torch.device,
+    variant: KernelVariant,
+    num_scalars: int,
+    on_host: Callable[..., int | Tensor],
 ) -> bool:
     """Compare a test update on the device with the C++ kernels, bit for bit. Waits for the device."""
     n = 20 * BLOCK + 7
     words = torch.arange(4 * n, dtype=torch.int64, device="cpu").mul_(0x9E3779B1).bitwise_and_(0xFFFFFFFF).sub_(2**31)
-    wild = words.int().view(torch.float32)  # arbitrary bit patterns
-    wild.view(4, n)[:, : n // 2] = torch.sin(torch.arange(n // 2, device="cpu")) * 1e-2  # typical training values
-    weight, m, v, grad = (each.clone() for each in wild.split(n))
+    random_values = words.int().view(torch.float32)  # arbitrary bit patterns
+    # typical training values
+    random_values.view(4, n)[:, : n // 2] = torch.sin(torch.arange(n // 2, device="cpu")) * 1e-2
+    weight, m, v, grad = (each.clone() for each in random_values.split(n))
     v.abs_()
-    grad = grad.bfloat16() if kind.has_short_gradients else grad
+    grad = grad.bfloat16() if variant.has_short_gradients else grad
 
     def stored(exact: Tensor) -> tuple[Tensor, ...]:
-        if kind.states == "int8":
+        if variant.states == "int8":
             return exact.view(torch.int32).bitwise_and(255).to(torch.uint8), exact[: -(-n // BLOCK)].abs()
-        return (exact if kind.states == "fp32" else exact.bfloat16(),)
+        return (exact if variant.states == "fp32" else exact.bfloat16(),)
 
     halves = torch.empty(n, dtype=torch.bfloat16, device="cpu"), torch.empty(n, dtype=torch.int16, device="cpu")
     split(weight, *halves)
-    here = [halves if kind.is_split else (weight,), *map(stored, (m, v)[: kind.num_moments])]
-    there = [tuple(part.to(device, copy=True) for part in each) for each in here]
+    host_arrays = [halves if variant.is_split else (weight,), *map(stored, (m, v)[: variant.num_moments])]
+    device_arrays = [tuple(part.to(device, copy=True) for part in each) for each in host_arrays]
     scalars = (0.75, 0.5, 0.1, 0.9, 0.3, 0.25, 1e-3, -1e-2)[:num_scalars]
-    drawn = (2**63 + 12345, 7, 5 * BLOCK)
-    (whole, *low), *moments = there
-    counted = _launched(
-        kernel, whole, low[0] if low else None, [as_given(each) for each in moments], grad.to(device), scalars, drawn
+    rounding_key = (2**63 + 12345, 7, 5 * BLOCK)
+    (whole, *low), *moments = device_arrays
+    num_nonfinite = _launch(
+        kernel,
+        whole,
+        low[0] if low else None,
+        [as_argument(each) for each in moments],
+        grad.to(device),
+        scalars,
+        rounding_key,
     )
-    own = {str(which): as_given(each) for which, each in enumerate(here[1:])}
-    expected = on_host(kind.function, as_given(here[0]), own, grad, scalars, None, None, drawn)
-    found = [tuple(part.cpu() for part in each) for each in there]
-    if kind.is_split:
-        found[0], here[0] = ((join(*each),) for each in (found[0], here[0]))
-    parts = ((a, b) for f, h in zip(found, here, strict=True) for a, b in zip(f, h, strict=True))
-    return int(counted) == int(expected) and all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in parts)
+    host_moments = {str(index): as_argument(each) for index, each in enumerate(host_arrays[1:])}
+    expected = on_host(
+        variant.function, as_argument(host_arrays[0]), host_moments, grad, scalars, None, None, rounding_key
+    )
+    results = [tuple(part.cpu() for part in each) for each in device_arrays]
+    if variant.is_split:
+        results[0], host_arrays[0] = ((join(*each),) for each in (results[0], host_arrays[0]))
+    parts = ((a, b) for f, h in zip(results, host_arrays, strict=True) for a, b in zip(f, h, strict=True))
+    return int(num_nonfinite) == int(expected) and all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in parts)
 
 
-def as_given(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
+def as_argument(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
     """Return arrays in the kernel argument format: one tensor, or a pair."""
     return parts[0] if len(parts) == 1 else (parts[0], parts[1])

@@ -64,7 +64,7 @@ def perturb(
     rounded to nearest. `direction`: index within the step.
     """
     of.check()
-    how = of.key, of.step, PURPOSE + _NEXT * direction, of.element, of.threshold
+    noise = of.key, of.step, PURPOSE + _NEXT * direction, of.element, of.threshold
     if _core is None or not on_cpu(weights):
         first = tensor("weights", weights, FP32_OR_BF16)
         both = [tensor(name, each, FP32_OR_BF16, first) for name, each in (("plus", plus), ("minus", minus))]
@@ -74,9 +74,9 @@ def perturb(
             both[1][piece] = first[piece].float() - moved
         return
     address, n, is_bf16 = flat("weights", weights, FP32_OR_BF16)
-    kinds = BF16 if is_bf16 else FP32
-    addresses = flat("plus", plus, kinds, n)[0], flat("minus", minus, kinds, n)[0]
-    _core.perturb(address, *addresses, is_bf16, n, *how, eps, *_execution(threads, isa))
+    dtypes = BF16 if is_bf16 else FP32
+    addresses = flat("plus", plus, dtypes, n)[0], flat("minus", minus, dtypes, n)[0]
+    _core.perturb(address, *addresses, is_bf16, n, *noise, eps, *_execution(threads, isa))
 
 
 def descend(
@@ -101,20 +101,20 @@ def descend(
         raise ConfigError(
             "coefficients is empty; it must have one number for each direction of the step, at least one."
         )
-    whole, lo = master if isinstance(master, tuple) else (master, None)
+    weights, lo = master if isinstance(master, tuple) else (master, None)
     of.check()
-    name, kinds = ("master", FP32_OR_BF16) if lo is None else ("hi", BF16)
-    if _core is None or not on_cpu(whole):
-        first = tensor(name, whole, kinds)
+    name, dtypes = ("master", FP32_OR_BF16) if lo is None else ("hi", BF16)
+    if _core is None or not on_cpu(weights):
+        first = tensor(name, weights, dtypes)
         low = None if lo is None else tensor("lo", lo, BITS16, first)
         count = _descend(first, low, coefficients, of, lr, weight_decay)
-        return int(count) if on_cpu(whole) else count
-    address, n, is_bf16 = flat(name, whole, kinds)
+        return int(count) if on_cpu(weights) else count
+    address, n, is_bf16 = flat(name, weights, dtypes)
     if is_bf16 and lo is None:
         of.check(BLOCK)
     low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
-    arrays, where = (address, low_address, is_bf16, n), (of.key, of.step, PURPOSE, of.element, of.threshold)
-    return _core.descend(*arrays, *where, ROUNDING, list(coefficients), lr, weight_decay, *_execution(threads, isa))
+    arrays, noise = (address, low_address, is_bf16, n), (of.key, of.step, PURPOSE, of.element, of.threshold)
+    return _core.descend(*arrays, *noise, ROUNDING, list(coefficients), lr, weight_decay, *_execution(threads, isa))
 
 
 def normal(words: torch.Tensor) -> torch.Tensor:
@@ -148,8 +148,8 @@ def _descend(
         stored = first[piece]
         weights = stored.float() if low is None else torch_fallback.join(stored, low[piece])
         slope: torch.Tensor | None = None
-        for which, coefficient in enumerate(coefficients):
-            term = _direction(first[piece], of, which, piece).mul_(coefficient)
+        for direction, coefficient in enumerate(coefficients):
+            term = _direction(first[piece], of, direction, piece).mul_(coefficient)
             slope = term if slope is None else slope.add_(term)
         assert slope is not None
         slope.add_(weights * weight_decay)

@@ -233,11 +233,13 @@ class IoEngine:
     def __enter__(self) -> IoEngine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, error_class: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         try:
             self.close()
         except DiskError:
-            if kind is None:
+            if error_class is None:
                 raise
 
     def __del__(self) -> None:  # runs before the arrays of pending transfers are freed
@@ -410,14 +412,14 @@ _ADVICE: Mapping[int, str] = {
 
 def _transfer_error(ticket: Ticket, code: int, offset: int, num_bytes: int, moved: int) -> DiskError:
     path = ticket.file.path
-    what = f"the {'write' if ticket.is_write else 'read'} of {num_bytes} bytes at offset {offset} of {path}"
+    transfer = f"the {'write' if ticket.is_write else 'read'} of {num_bytes} bytes at offset {offset} of {path}"
     if code == _END_OF_FILE:
         message = (
-            f"{what} reached the end of the file after {moved} bytes: another program has truncated or replaced the "
-            "file, and the missing data are lost."
+            f"{transfer} reached the end of the file after {moved} bytes: another program has truncated or replaced "
+            "the file, and the missing data are lost."
         )
         return DiskError(message, 0, path, offset, num_bytes)
-    return DiskError(f"{what} failed{_because(code)}", code, path, offset, num_bytes)
+    return DiskError(f"{transfer} failed{_because(code)}", code, path, offset, num_bytes)
 
 
 def sync_path(path: Path) -> None:
@@ -430,11 +432,11 @@ def sync_path(path: Path) -> None:
 
 
 def disk_error(
-    what: str, path: Path, error: OSError, offset: int | None = None, num_bytes: int | None = None
+    operation: str, path: Path, error: OSError, offset: int | None = None, num_bytes: int | None = None
 ) -> DiskError:
     """Return the DiskError for a failed system call, with an operation name such as "the opening"."""
     code = error.errno or 0
-    return DiskError(f"{what} of {path} failed{_because(code)}", code, path, offset, num_bytes)
+    return DiskError(f"{operation} of {path} failed{_because(code)}", code, path, offset, num_bytes)
 
 
 def _because(code: int) -> str:
@@ -443,8 +445,8 @@ def _because(code: int) -> str:
 
 
 def _why_unregistered(code: int, num_bytes: int) -> str:
-    what = f"{format_bytes(num_bytes)} of memory are not registered with the kernel, which costs some CPU time"
-    return f"{what}: this user {_locked_memory()}" if code == errno.ENOMEM else f"{what}: {errno_text(code)}"
+    problem = f"{format_bytes(num_bytes)} of memory are not registered with the kernel, which costs some CPU time"
+    return f"{problem}: this user {_locked_memory()}" if code == errno.ENOMEM else f"{problem}: {errno_text(code)}"
 
 
 def _locked_memory() -> str:

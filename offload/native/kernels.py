@@ -24,9 +24,9 @@ from offload.native.arrays import (
     FP32_OR_BF16,
     INT32,
     UINT8,
+    dtype_of,
     empty_like,
     flat,
-    kind_of,
     memory,
     on_cpu,
     tensor,
@@ -249,7 +249,7 @@ def sgd(
     _check_settings(1, lr, (momentum, 0.0), weight_decay=weight_decay, grad_scale=grad_scale)
     buffers = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
     for name, buffer in buffers.items():
-        if isinstance(buffer, tuple) or kind_of(name, buffer) in BF16:
+        if isinstance(buffer, tuple) or dtype_of(name, buffer) in BF16:
             raise ConfigError(f"{name} has dtype {getattr(buffer, 'dtype', 'of a pair')}; it must be float32.")
     return _update("sgd", master, buffers, grad, (grad_scale, weight_decay, momentum, lr), threads, isa)
 
@@ -263,7 +263,7 @@ def draw(
     The bits depend only on the arguments, see docs/reference/numerics.md. `key` has 64 bits, `step` and `purpose` 32.
     """
     address, n = memory("out", out, writable=True) if on_cpu(out) else (0, 0)
-    wrong = kind_of("out", out) != "int32" or element % 64 or not (0 <= key < 2**64 and 0 <= step < 2**32)
+    wrong = dtype_of("out", out) != "int32" or element % 64 or not (0 <= key < 2**64 and 0 <= step < 2**32)
     if wrong:
         raise ConfigError(
             f"out has dtype {out.dtype}, key is {key}, step is {step} and element is {element}; out must be int32, key "
@@ -314,7 +314,7 @@ def copy_sum_squares(source: A, out: A, *, threads: int | None = None, isa: str 
     `out` has the same dtype and length; the copy preserves all bits, also in a NaN. Small arrays take a few
     microseconds and wake no thread. Waits for the device if the arrays are on one.
     """
-    alike = FP32 if kind_of("source", source) == "float32" else BF16
+    alike = FP32 if dtype_of("source", source) == "float32" else BF16
     return float(_call("copy_sum_squares", [("source", source, FP32_OR_BF16), ("out", out, alike)], threads, isa))
 
 
@@ -345,8 +345,8 @@ def sum_squares_segments(
     address, n, is_bf16 = flat("x", x, FP32_OR_BF16)
     _check_segments(starts, lengths, n)
     result = numpy.empty(starts.size, dtype=numpy.float64)
-    where = (starts.ctypes.data, lengths.ctypes.data, result.ctypes.data, starts.size)
-    _core.sum_squares_segments(address, is_bf16, *where, *_execution(threads, isa))
+    segments = (starts.ctypes.data, lengths.ctypes.data, result.ctypes.data, starts.size)
+    _core.sum_squares_segments(address, is_bf16, *segments, *_execution(threads, isa))
     if not is_tensor:
         return result
     import torch
@@ -406,30 +406,33 @@ def _update(
     scalars: tuple[float, ...],
     threads: int | None,
     isa: str | None,
-    drawn: tuple[int, int, int] = (0, 0, 0),
+    rounding_key: tuple[int, int, int] = (0, 0, 0),
 ) -> int | torch.Tensor:
-    """Check all arrays and run the update rule `function`. `drawn`: key, step and element for stochastic rounding."""
-    whole, lo = master if isinstance(master, tuple) else (master, None)
-    name, kinds = ("master", FP32) if lo is None else ("hi", BF16)
-    key, step, element = drawn
+    """Check all arrays and run the update rule `function`.
+
+    `rounding_key`: key, step and element for stochastic rounding.
+    """
+    weights, lo = master if isinstance(master, tuple) else (master, None)
+    name, dtypes = ("master", FP32) if lo is None else ("hi", BF16)
+    key, step, element = rounding_key
     if not (0 <= key < 2**64 and 0 <= step < 2**32 and element >= 0 and element % BLOCK == 0):
         raise ConfigError(
             f"key is {key}, step is {step} and element is {element}; key must fit in 64 bits, step in 32 bits, and "
             f"element must be a multiple of {BLOCK}."
         )
-    stored = []
+    state_dtypes = []
     for moment_name, moment in moments.items():
         is_pair = isinstance(moment, tuple)
-        stored.append("int8" if is_pair else "bf16" if kind_of(moment_name, moment) in BF16 else "fp32")
-    states = stored[0] if stored else "fp32"
-    if stored.count(states) < len(stored):
+        state_dtypes.append("int8" if is_pair else "bf16" if dtype_of(moment_name, moment) in BF16 else "fp32")
+    states = state_dtypes[0] if state_dtypes else "fp32"
+    if state_dtypes.count(states) < len(state_dtypes):
         raise ConfigError(
-            f"{' and '.join(moments)} are {' and '.join(sorted({*stored}))}; they must have the same dtype."
+            f"{' and '.join(moments)} are {' and '.join(sorted({*state_dtypes}))}; they must have the same dtype."
         )
-    if _core is None or not on_cpu(whole):
+    if _core is None or not on_cpu(weights):
         from offload.native import device_update, torch_fallback
 
-        first = tensor(name, whole, kinds)
+        first = tensor(name, weights, dtypes)
         low = None if lo is None else tensor("lo", lo, BITS16, first)
         blocks = -(-first.numel() // BLOCK)
         checked = [
@@ -439,12 +442,12 @@ def _update(
             for name, moment in moments.items()
         ]
         gradient = tensor("grad", grad, FP32_OR_BF16, first)
-        given = first, low, checked, gradient, scalars, drawn
-        count = None if on_cpu(whole) else device_update.update(function, states, *given, _update)
+        arguments = first, low, checked, gradient, scalars, rounding_key
+        count = None if on_cpu(weights) else device_update.update(function, states, *arguments, _update)
         if count is None:
-            count = torch_fallback.update(getattr(torch_fallback, function), states, *given)
-        return int(count) if on_cpu(whole) else count
-    address, n, _ = flat(name, whole, kinds)
+            count = torch_fallback.update(getattr(torch_fallback, function), states, *arguments)
+        return int(count) if on_cpu(weights) else count
+    address, n, _ = flat(name, weights, dtypes)
     low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
     addresses = []
     for name, moment in moments.items():
@@ -454,9 +457,9 @@ def _update(
         else:
             addresses.append(flat(name, moment, _MOMENTS[states], n)[0])
     grad_address, _, is_bf16 = flat("grad", grad, FP32_OR_BF16, n)
-    how = _execution(threads, isa)
+    execution = _execution(threads, isa)
     arrays = address, low_address, _STATES[states], addresses, grad_address, is_bf16, n
-    return int(getattr(_core, function)(*arrays, scalars, key, step, element, *how))
+    return int(getattr(_core, function)(*arrays, scalars, key, step, element, *execution))
 
 
 BLOCK = 128
@@ -478,14 +481,14 @@ def _call(
         from offload.native import torch_fallback
 
         first = tensor(name, array, allowed)
-        rest = [tensor(name, other, kinds, first) for name, other, kinds in others]
+        rest = [tensor(name, other, dtypes, first) for name, other, dtypes in others]
         return getattr(torch_fallback, function)(first, *rest)
     address, n, is_bf16 = flat(name, array, allowed)
     addresses, flags = [address], [is_bf16] if allowed is FP32_OR_BF16 else []
-    for name, other, kinds in others:
-        address, _, is_bf16 = flat(name, other, kinds, n)
+    for name, other, dtypes in others:
+        address, _, is_bf16 = flat(name, other, dtypes, n)
         addresses.append(address)
-        if kinds is FP32_OR_BF16:
+        if dtypes is FP32_OR_BF16:
             flags.append(is_bf16)
     return getattr(_core, function)(*addresses, *flags, n, *_execution(threads, isa))
 

@@ -32,5 +32,5 @@ def words(num_elements: int, key: int, step: int, purpose: int, element: int, de
     num_blocks = -(-num_elements // _DRAWN)
     number = torch.arange(16 * num_blocks, dtype=torch.int64, device=device) + element // 4
     counter = number & _MASK, number >> 32, torch.full_like(number, step), torch.full_like(number, purpose)
-    drawn = torch.stack([word.view(num_blocks, 16) for word in philox(counter, key)], 1)
-    return drawn.view(-1)[:num_elements].to(torch.int32)  # the conversion keeps the low 32 bits
+    blocks = torch.stack([word.view(num_blocks, 16) for word in philox(counter, key)], 1)
+    return blocks.view(-1)[:num_elements].to(torch.int32)  # the conversion keeps the low 32 bits

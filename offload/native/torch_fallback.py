@@ -34,25 +34,25 @@ def update(
     moments: Sequence[Tensor | tuple[Tensor, Tensor]],
     grad: Tensor,
     scalars: tuple[float, ...],
-    drawn: tuple[int, int, int],
+    rounding_key: tuple[int, int, int],
 ) -> Tensor:
     """Update in place with a `rule` from below. Return the number of non-finite new master weights, 0-dim int64 on the
     same device.
 
     master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a split master. moments: stored as in `states`,
-    see `offload.native.kernels.adamw`. `drawn`: key, step and element for stochastic rounding.
+    see `offload.native.kernels.adamw`. `rounding_key`: key, step and element for stochastic rounding.
     """
     num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
-    key, step, element = drawn
+    key, step, element = rounding_key
     if states != "fp32":
         rule = _OF_ROUNDED.get(rule, rule)
     for part in _parts(master, _BYTES_AN_ELEMENT[states]):
         weight = master[part] if lo is None else join(master[part], lo[part])
         blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
         wide = []
-        for which, moment in enumerate(moments):
+        for index, moment in enumerate(moments):
             if isinstance(moment, tuple):
-                wide.append(decode(moment[0][part], moment[1][blocks], which == 0))
+                wide.append(decode(moment[0][part], moment[1][blocks], index == 0))
             else:
                 wide.append(moment[part].float())  # no copy for fp32
         rule(weight, wide, grad[part], *scalars)
@@ -62,11 +62,11 @@ def update(
         del weight
         if states == "bf16":
             random = random_halves(wide[0].numel(), key, step, element + part.start, master.device)
-        for which, moment in enumerate(moments):
+        for index, moment in enumerate(moments):
             if isinstance(moment, tuple):
-                encode(wide[which], moment[0][part], moment[1][blocks], which == 0)
+                encode(wide[index], moment[0][part], moment[1][blocks], index == 0)
             elif states == "bf16":
-                round_between(wide[which], moment[part], random)
+                round_between(wide[index], moment[part], random)
     return num_nonfinite
 
 

@@ -21,16 +21,16 @@ _ROWS, _COLUMNS, _ELEMENTS = FACTORS = (
 )
 
 
-class _Piece(NamedTuple):
+class _MatrixPiece(NamedTuple):
     """Some rows from some matrices in a parameter, or part of a vector: flat position and shape."""
 
-    its: slice
+    span: slice
     shape: tuple[int, int, int]
     matrices: slice = slice(0, 1)
     rows: slice = slice(0, 1)
 
 
-_Take = Callable[[_Piece], torch.Tensor]
+_Take = Callable[[_MatrixPiece], torch.Tensor]
 """Function from a piece to a tensor [matrices, rows, columns]."""
 
 
@@ -100,13 +100,13 @@ class Factored(UpdateRule):
         is_matrix = len(by.shape) >= 2
         pieces = list(_of_matrices(by.shape) if is_matrix else _of_vector(gradients.numel()))
 
-        def gradient(piece: _Piece) -> torch.Tensor:
-            found = gradients[piece.its].float()
-            return (found if by.scale == 1.0 else found * by.scale).view(piece.shape)
+        def gradient(piece: _MatrixPiece) -> torch.Tensor:
+            gradient_piece = gradients[piece.span].float()
+            return (gradient_piece if by.scale == 1.0 else gradient_piece * by.scale).view(piece.shape)
 
         size = _zero(gradients)
         for piece in pieces:
-            size += _fold(master_piece(states, piece.its).double().square_(), 0)
+            size += _fold(master_piece(states, piece.span).double().square_(), 0)
         learn = self._learn_factors if is_matrix else self._learn_elements
         inverse_root = learn(states, by, pieces, gradient)
         length = _zero(gradients)
@@ -119,14 +119,14 @@ class Factored(UpdateRule):
         num_wrong = torch.zeros((), dtype=torch.int64, device=gradients.device)
         for piece in pieces:
             update = inverse_root(piece).mul_(gradient(piece)).mul_(rate)
-            weights = master_piece(states, piece.its)
+            weights = master_piece(states, piece.span)
             if by.weight_decay:
                 weights.mul_((1.0 - decay_rate * by.weight_decay).float())
-            num_wrong += put_piece(states, piece.its, weights.sub_(update.view(-1)))
+            num_wrong += put_piece(states, piece.span, weights.sub_(update.view(-1)))
         return count_of(num_wrong)
 
     def _learn_factors(
-        self, states: Mapping[str, torch.Tensor], by: UpdateStep, pieces: Sequence[_Piece], gradient: _Take
+        self, states: Mapping[str, torch.Tensor], by: UpdateStep, pieces: Sequence[_MatrixPiece], gradient: _Take
     ) -> _Take:
         """Update the factors of matrices for this step. Return a function from a piece to the inverse root of the
         second moment.
@@ -143,21 +143,21 @@ class Factored(UpdateRule):
         _approach(columns, by_column.div_(num_rows).add_(self._floor), by.step**self.beta2_decay)
         mean = (_fold(rows.double(), -1) / num_rows).float()[:, None, None]
 
-        def inverse_root(piece: _Piece) -> torch.Tensor:
-            its = rows[piece.matrices, piece.rows].unsqueeze(-1), columns[piece.matrices].unsqueeze(-2)
-            return self._inverse_root(*its, mean[piece.matrices])
+        def inverse_root(piece: _MatrixPiece) -> torch.Tensor:
+            means = rows[piece.matrices, piece.rows].unsqueeze(-1), columns[piece.matrices].unsqueeze(-2)
+            return self._inverse_root(*means, mean[piece.matrices])
 
         return inverse_root
 
     def _learn_elements(
-        self, states: Mapping[str, torch.Tensor], by: UpdateStep, pieces: Sequence[_Piece], gradient: _Take
+        self, states: Mapping[str, torch.Tensor], by: UpdateStep, pieces: Sequence[_MatrixPiece], gradient: _Take
     ) -> _Take:
         """Same as `_learn_factors`, for a vector."""
         variance = states[_ELEMENTS.name]
         for piece in pieces:
             squares = gradient(piece).double().square_().add_(self._floor)
-            _approach(variance[piece.its], squares.view(-1), by.step**self.beta2_decay)
-        return lambda piece: self._inverse_root_of(variance[piece.its]).view(piece.shape)
+            _approach(variance[piece.span], squares.view(-1), by.step**self.beta2_decay)
+        return lambda piece: self._inverse_root_of(variance[piece.span]).view(piece.shape)
 
 
 def _zero(like: torch.Tensor) -> torch.Tensor:
@@ -182,20 +182,20 @@ def _fold(values: torch.Tensor, dim: int) -> torch.Tensor:
     return values.sum(dim)
 
 
-def _of_vector(numel: int) -> Iterator[_Piece]:
+def _of_vector(numel: int) -> Iterator[_MatrixPiece]:
     for begin in range(0, numel, PIECE):
         end = min(begin + PIECE, numel)
-        yield _Piece(slice(begin, end), (1, 1, end - begin))
+        yield _MatrixPiece(slice(begin, end), (1, 1, end - begin))
 
 
-def _of_matrices(shape: Sequence[int]) -> Iterator[_Piece]:
+def _of_matrices(shape: Sequence[int]) -> Iterator[_MatrixPiece]:
     """Split a parameter into pieces with about PIECE elements: several matrices, or some rows from one."""
     count, rows, columns = math.prod(shape[:-2]), *shape[-2:]
     if rows * columns <= PIECE:
         size, step = rows * columns, PIECE // (rows * columns)
         for begin in range(0, count, step):
             end = min(begin + step, count)
-            yield _Piece(
+            yield _MatrixPiece(
                 slice(begin * size, end * size), (end - begin, rows, columns), slice(begin, end), slice(0, rows)
             )
         return
@@ -203,8 +203,8 @@ def _of_matrices(shape: Sequence[int]) -> Iterator[_Piece]:
     for matrix in range(count):
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            its = slice((matrix * rows + begin) * columns, (matrix * rows + end) * columns)
-            yield _Piece(its, (1, end - begin, columns), slice(matrix, matrix + 1), slice(begin, end))
+            span = slice((matrix * rows + begin) * columns, (matrix * rows + end) * columns)
+            yield _MatrixPiece(span, (1, end - begin, columns), slice(matrix, matrix + 1), slice(begin, end))
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup_steps: int, n
     first = warmup_steps
     if schedule == "wsd":
         first = max(warmup_steps, num_steps - max(1, round(num_steps * WSD_DECAY_SHARE)))
-    done = min(1.0, max(0.0, (step - first) / max(1, num_steps - first)))
+    fraction_done = min(1.0, max(0.0, (step - first) / max(1, num_steps - first)))
     if schedule in ("linear", "wsd"):
-        return base * (1.0 - done)
+        return base * (1.0 - fraction_done)
     if schedule == "cosine":
-        return base * 0.5 * (1.0 + math.cos(math.pi * done))
+        return base * 0.5 * (1.0 + math.cos(math.pi * fraction_done))
     raise ValueError(f"no schedule is called {schedule!r}")
 
 

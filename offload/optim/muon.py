@@ -14,8 +14,8 @@ from offload.layout.planes import Plane
 from offload.optim.adamw import AdamW
 from offload.optim.rule import (
     PIECE,
-    Choice,
-    Trained,
+    ParameterTraits,
+    RuleChoice,
     UpdateRule,
     UpdateStep,
     check_number,
@@ -89,10 +89,10 @@ class Muon(UpdateRule):
     def others(self) -> tuple[UpdateRule, ...]:
         return self.rest.parts
 
-    def default(self, parameter: Trained) -> Choice:
+    def default(self, parameter: ParameterTraits) -> RuleChoice:
         is_matrix = len(parameter.shape) in (2, 3) and not parameter.is_filter and not parameter.is_embedding
         if parameter.in_block and is_matrix and 0 not in parameter.shape:
-            return Choice(0, 1.0, self.weight_decay)
+            return RuleChoice(0, 1.0, self.weight_decay)
         chosen = self.rest.choose(parameter)
         return replace(chosen, rule=1 + chosen.rule, lr_scale=chosen.lr_scale * self.ratio(self.rest))
 
@@ -142,18 +142,18 @@ class Muon(UpdateRule):
         first, second, gram, update = work
         is_tall = rows > columns
         short, long = min(rows, columns), max(rows, columns)
-        found = first.view(rows, columns)
-        found = found.T if is_tall else found
-        found.div_(found.norm().clamp(min=self.eps))
+        momentum = first.view(rows, columns)
+        momentum = momentum.T if is_tall else momentum
+        momentum.div_(momentum.norm().clamp(min=self.eps))
         gram, update = gram.view(short, short), update.view(short, short)
         a, b, c = self.ns_coefficients
         for _ in range(self.ns_steps):
-            torch.mm(found, found.T, out=gram)
+            torch.mm(momentum, momentum.T, out=gram)
             torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
             target = second.view(short, long)
-            torch.addmm(found, update, found, beta=a, out=target)
-            found, first, second = target, second, first
-        return found.T if is_tall else found
+            torch.addmm(momentum, update, momentum, beta=a, out=target)
+            momentum, first, second = target, second, first
+        return momentum.T if is_tall else momentum
 
 
 def _sizes(rows: int, columns: int) -> tuple[int, int, int, int]:

@@ -24,7 +24,7 @@ _GROUP_KEYS = ("lr_scale", "weight_decay", "rule")
 
 
 @dataclass(frozen=True)
-class Trained:
+class ParameterTraits:
     """Parameter properties on which a rule may base a choice."""
 
     name: str
@@ -38,7 +38,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RuleChoice:
     """Update settings for one parameter."""
 
     rule: int
@@ -153,15 +153,15 @@ class UpdateRule(ABC):
         """Create the rule from configuration settings. Unknown settings are ignored; None selects the default. Raises
         ConfigError.
         """
-        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in settings.items() if name in known and value is not None})
+        field_names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in settings.items() if name in field_names and value is not None})
 
     @property
     def others(self) -> tuple[UpdateRule, ...]:
         """Rules to which `choose_other` may assign parameters, independent of groups."""
         return ()
 
-    def choose_other(self, parameter: Trained) -> int | None:  # noqa: ARG002
+    def choose_other(self, parameter: ParameterTraits) -> int | None:  # noqa: ARG002
         """Return the index into `others` for a parameter; None: this rule."""
         return None
 
@@ -212,13 +212,13 @@ class UpdateRule(ABC):
                         "negative."
                     )
 
-    def default(self, parameter: Trained) -> Choice:
+    def default(self, parameter: ParameterTraits) -> RuleChoice:
         """Return the settings for a parameter without a matching group. Raises ConfigError."""
         other = self.choose_other(parameter)
         decay = self.weight_decay if len(parameter.shape) >= 2 or self.decay_1d else 0.0
-        return Choice(0 if other is None else 1 + other, 1.0, decay)
+        return RuleChoice(0 if other is None else 1 + other, 1.0, decay)
 
-    def choose(self, parameter: Trained) -> Choice:
+    def choose(self, parameter: ParameterTraits) -> RuleChoice:
         """Return the settings for a parameter. Raises ConfigError."""
         chosen, first = self.default(parameter), 1 + len(self.others)
         for pattern, values in self.groups:

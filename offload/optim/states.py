@@ -13,7 +13,7 @@ import torch
 from offload.errors import ConfigError, nearest
 from offload.layout.planes import Plane
 from offload.native.kernels import BLOCK
-from offload.optim.rule import Trained, UpdateRule
+from offload.optim.rule import ParameterTraits, UpdateRule
 
 STATES = ("fp32", "bf16", "int8")
 LEAST_NUMEL = 4096
@@ -61,7 +61,7 @@ class StoredMoments(UpdateRule):
         whole: Any = self  # the instance is a dataclass
         return (replace(whole, states="fp32", groups=()),) if self.states == "int8" else ()
 
-    def choose_other(self, parameter: Trained) -> int | None:
+    def choose_other(self, parameter: ParameterTraits) -> int | None:
         is_kept = parameter.is_embedding or math.prod(parameter.shape) < LEAST_NUMEL
         return 0 if self.states == "int8" and is_kept else None
 

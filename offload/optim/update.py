@@ -60,11 +60,12 @@ def update_tile(
                 states |= state.factors_of(position)
                 by = replace(by, shape=piece.shape, workspace=workspace)
         if applied_scale is None:
-            found = rule.update(states, gradients[span], by)
+            num_nonfinite = rule.update(states, gradients[span], by)
         else:
-            found = rule.correct(states, gradients[span], by, applied_scale)
+            num_nonfinite = rule.correct(states, gradients[span], by, applied_scale)
         encode(state.region, planes, span)
-        num_wrong = found if isinstance(num_wrong, int) and not num_wrong else num_wrong + found  # 0 + found: a launch
+        # 0 + num_nonfinite: a launch
+        num_wrong = num_nonfinite if isinstance(num_wrong, int) and not num_wrong else num_wrong + num_nonfinite
     return num_wrong
 
 

@@ -23,12 +23,14 @@ _RING_SHARE = 8
 """The ring takes at most 1/8 of the device budget, unless tiles already have the smallest size."""
 
 
-def trained(regions: Iterable[Region]) -> frozenset[int]:
+def trainable_indices(regions: Iterable[Region]) -> frozenset[int]:
     """Return the trainable region indices."""
     return frozenset(region.index for region in regions if region.trainable)
 
 
-def seconds(regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds) -> float:
+def estimate_seconds(
+    regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
+) -> float:
     """Estimate the update time for a layout, in seconds.
 
     Host updates run beside device updates. States updated on the device share the link with weights and gradients.
@@ -45,7 +47,7 @@ def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sh
     """Return the tile size in elements for a ring within the device budget. device_bytes None: no limit."""
     tile = _LARGEST_TILE
     while device_bytes is not None and tile > _SMALLEST_TILE:
-        layout = DiskLayout(tile_numel=tile, sharding=sharding, streamed=trained(regions))
+        layout = DiskLayout(tile_numel=tile, sharding=sharding, streamed=trainable_indices(regions))
         if ring_bytes(layout, regions) * _RING_SHARE <= device_bytes:
             break
         tile //= 2
@@ -55,10 +57,10 @@ def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sh
 
 def ring_bytes(layout: DiskLayout, regions: Sequence[Region]) -> int:
     """Return the ring size in bytes: one tile each in H2D copy, update and D2H copy, and one spare."""
-    most = 0
+    tile_bytes = 0
     for region in regions:
         if region.index in layout.streamed:
             numel = min(layout.tile_numel, region.numel // layout.sharding.num_ranges)
             moving = [plane for plane in region.planes if not layout.stays(region, plane)]
-            most = max(most, sum(align(plane.num_bytes(numel), PLANE_ALIGNMENT) for plane in moving))
-    return RING_TILES * most
+            tile_bytes = max(tile_bytes, sum(align(plane.num_bytes(numel), PLANE_ALIGNMENT) for plane in moving))
+    return RING_TILES * tile_bytes

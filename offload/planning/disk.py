@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
-from offload.planning.device_updates import trained
+from offload.planning.device_updates import trainable_indices
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
 from offload.tiers.watched_files import staging_bytes
 
@@ -25,7 +25,7 @@ _MOST_EARLY_TILES = 12
 
 Together with the regular ring tiles, room for the states of four of the largest regions.
 """
-_KINDS = ("parameters", "gradients", "optimizer")
+_STATE_KINDS = ("parameters", "gradients", "optimizer")
 """Kinds in the order of priority for host memory.
 
 Per step, weights are fetched twice and read and written once; all else is written once and read once. Gradients precede
@@ -53,8 +53,8 @@ def lay_out(
     update: place of updates for states in host memory. With "device" or "both", the states move in tiles of
         `most_numel` elements, and `device_bytes` of optimizer states may stay on the device.
     """
-    staying = _stay(regions, sharding, device_bytes, is_spread=update == "device")
-    streamed = {"device": trained(regions), "both": staying}.get(update, frozenset())
+    staying = _choose_staying(regions, sharding, device_bytes, is_spread=update == "device")
+    streamed = {"device": trainable_indices(regions), "both": staying}.get(update, frozenset())
     base = DiskLayout({}, most_numel or SHARD_MULTIPLE, sharding, streamed, staying)
     states = _States(regions, keeps_gradients, staging_bytes, host_bytes, base)
     left = states.left(tiers)
@@ -62,17 +62,17 @@ def lay_out(
         return base
     tile_numel = _tile_numel(regions, host_bytes, sharding)
     tile_numel = min(tile_numel, most_numel or tile_numel)
-    everything = DiskLayout(_everything(regions), tile_numel, sharding)
-    left = states.left({kind: "nvme" if tier == "auto" else tier for kind, tier in tiers.items()})
+    full_layout = DiskLayout(_all_planes(regions), tile_numel, sharding)
+    left = states.left({state: "nvme" if tier == "auto" else tier for state, tier in tiers.items()})
 
-    def beside(rings: int) -> DiskLayout:
-        return states.give_out(tiers, None if left is None else left - rings, tile_numel)
+    def layout_beside(rings: int) -> DiskLayout:
+        return states.distribute(tiers, None if left is None else left - rings, tile_numel)
 
-    found = beside(sum(ring_bytes(everything, regions).values()))
+    first_layout = layout_beside(sum(ring_bytes(full_layout, regions).values()))
     # The chosen planes may need smaller rings than everything on disk; a second pass distributes the difference.
-    rings = sum(ring_bytes(found, regions).values())
-    better = beside(rings)
-    return better if sum(ring_bytes(better, regions).values()) <= rings else found
+    rings = sum(ring_bytes(first_layout, regions).values())
+    better = layout_beside(rings)
+    return better if sum(ring_bytes(better, regions).values()) <= rings else first_layout
 
 
 @dataclass(frozen=True)
@@ -94,39 +94,39 @@ class _States:
         """Return the host memory left after storing every kind not on disk. None: no limit."""
         if self.host_bytes is None:
             return None
-        in_memory = [kind for kind in _KINDS if tiers[kind] != "nvme"]
+        in_memory = [state for state in _STATE_KINDS if tiers[state] != "nvme"]
         staging = 0 if self.keeps_gradients or tiers["gradients"] == "nvme" else self.staging_bytes
         sizes = (self._bytes(region, in_memory, self.keeps_gradients) for region in self.regions)
         return self.host_bytes - staging - sum(sizes)
 
-    def give_out(self, tiers: Mapping[str, str], left: int | None, tile_numel: int) -> DiskLayout:
+    def distribute(self, tiers: Mapping[str, str], left: int | None, tile_numel: int) -> DiskLayout:
         """Distribute the remaining memory to the "auto" kinds and send the rest to disk."""
         on_disk: dict[int, set[str]] = {region.index: set() for region in self.regions}
-        for kind in _KINDS:
-            if tiers[kind] == "cpu":
+        for state in _STATE_KINDS:
+            if tiers[state] == "cpu":
                 continue
-            sizes = {region: self._bytes(region, (kind,), True) for region in self.regions}
-            if kind == "gradients" and not self.keeps_gradients:
-                fits = tiers[kind] == "auto" and (left is None or left >= self.staging_bytes)
+            sizes = {region: self._bytes(region, (state,), True) for region in self.regions}
+            if state == "gradients" and not self.keeps_gradients:
+                fits = tiers[state] == "auto" and (left is None or left >= self.staging_bytes)
                 kept, used = (set(self.regions), self.staging_bytes) if fits else (set(), 0)
             else:
-                kept = _spread(sizes, left) if tiers[kind] == "auto" else set()
+                kept = _spread(sizes, left) if tiers[state] == "auto" else set()
                 used = sum(sizes[region] for region in kept)
             left = None if left is None else left - used
             for region in self.regions:
                 if region not in kept:
-                    on_disk[region.index].add(kind)
+                    on_disk[region.index].add(state)
         layout = {
-            r.index: tuple(p.name for p in r.planes if p.kind in on_disk[r.index] and not self.base.stays(r, p))
+            r.index: tuple(p.name for p in r.planes if p.state in on_disk[r.index] and not self.base.stays(r, p))
             for r in self.regions
         }
         planes = {index: planes for index, planes in layout.items() if planes}
         return replace(self.base, planes=planes, tile_numel=tile_numel)
 
-    def _bytes(self, region: Region, kinds: Sequence[str], with_gradients: bool) -> int:
+    def _bytes(self, region: Region, states: Sequence[str], with_gradients: bool) -> int:
         planes = region.planes if with_gradients else region.states
-        its = [plane for plane in planes if plane.kind in kinds and not self.base.stays(region, plane)]
-        return sum(self.base.sharding.share(plane, plane.num_bytes(region.numel)) for plane in its)
+        matching_planes = [plane for plane in planes if plane.state in states and not self.base.stays(region, plane)]
+        return sum(self.base.sharding.share(plane, plane.num_bytes(region.numel)) for plane in matching_planes)
 
 
 def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
@@ -145,7 +145,9 @@ def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def in_files(layout: DiskLayout, regions: Sequence[Region], host_bytes: int | None, free_bytes: int) -> DiskLayout:
+def read_from_files(
+    layout: DiskLayout, regions: Sequence[Region], host_bytes: int | None, free_bytes: int
+) -> DiskLayout:
     """Return a layout with frozen regions read from the model files.
 
     host_bytes: as in `lay_out`.
@@ -157,22 +159,22 @@ def in_files(layout: DiskLayout, regions: Sequence[Region], host_bytes: int | No
     sizes = (layout.sharding.share(region.plane("weights"), region.travelling_bytes) for region in frozen)
     is_cached = _CACHED_SHARE * sum(sizes) <= free_bytes
     while True:
-        found = replace(layout, files=frozenset(region.index for region in frozen), file_tile_numel=tile)
-        ring = read_ring(found, regions)
-        found = replace(found, file_staging_bytes=0 if is_cached else staging_bytes(ring))
+        file_layout = replace(layout, files=frozenset(region.index for region in frozen), file_tile_numel=tile)
+        ring = read_ring(file_layout, regions)
+        file_layout = replace(file_layout, file_staging_bytes=0 if is_cached else staging_bytes(ring))
         if host_bytes is None or tile <= _SMALLEST_TILE or _RINGS_SHARE * ring <= host_bytes:
-            return found
+            return file_layout
         tile //= 2
 
 
 def read_ring(layout: DiskLayout, regions: Iterable[Region]) -> int:
     """Return the size in bytes of the ring for reading model file tiles."""
-    its = [(region, layout.largest_tile(region)) for region in regions if region.index in layout.files]
-    sizes = (sum(plane.num_bytes(numel) for plane in region.states) for region, numel in its)
+    largest_tiles = [(region, layout.largest_tile(region)) for region in regions if region.index in layout.files]
+    sizes = (sum(plane.num_bytes(numel) for plane in region.states) for region, numel in largest_tiles)
     return RING_TILES * max(sizes, default=0)
 
 
-def with_early_tiles(rings: Mapping[str, int], room_bytes: int) -> dict[str, int]:
+def add_early_tiles(rings: Mapping[str, int], room_bytes: int) -> dict[str, int]:
     """Return the rings, with the update ring enlarged within `room_bytes`.
 
     The extra tiles are needed first in the next forward, and are read before the gradient norm is known.
@@ -194,7 +196,9 @@ def activation_ring_bytes(regions: Iterable[Region], host_bytes: int | None) -> 
     return {ACTIVATION_RING: align(min(_MOST_ACTIVATION_RING, max(share, _LEAST_ACTIVATION_RING)), 1 << 16)}
 
 
-def _stay(regions: Sequence[Region], sharding: Sharding, device_bytes: int, is_spread: bool) -> frozenset[int]:
+def _choose_staying(
+    regions: Sequence[Region], sharding: Sharding, device_bytes: int, is_spread: bool
+) -> frozenset[int]:
     """Choose the regions with optimizer states on the device.
 
     If the other regions are updated on the host, the first regions are chosen: their gradients arrive last and their
@@ -214,11 +218,11 @@ def _stay(regions: Sequence[Region], sharding: Sharding, device_bytes: int, is_s
 
 def optimizer_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     """Return the bytes of optimizer states this rank owns in some regions."""
-    planes = [(region, plane) for region in regions for plane in region.states if plane.kind == "optimizer"]
+    planes = [(region, plane) for region in regions for plane in region.states if plane.state == "optimizer"]
     return sum(sharding.share(plane, plane.num_bytes(region.numel)) for region, plane in planes)
 
 
-def _everything(regions: Sequence[Region]) -> dict[int, tuple[str, ...]]:
+def _all_planes(regions: Sequence[Region]) -> dict[int, tuple[str, ...]]:
     return {region.index: tuple(plane.name for plane in region.table) for region in regions}
 
 
@@ -240,10 +244,10 @@ def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region
 
 
 def _tile_numel(regions: Sequence[Region], host_bytes: int | None, sharding: Sharding) -> int:
-    everything = _everything(regions)
+    all_planes = _all_planes(regions)
     tile = _LARGEST_TILE
     while host_bytes is not None and tile > _SMALLEST_TILE:
-        if sum(ring_bytes(DiskLayout(everything, tile, sharding), regions).values()) * _RINGS_SHARE <= host_bytes:
+        if sum(ring_bytes(DiskLayout(all_planes, tile, sharding), regions).values()) * _RINGS_SHARE <= host_bytes:
             break
         tile //= 2
     largest = max((region.numel // sharding.num_ranges for region in regions), default=0)

@@ -15,7 +15,7 @@ _DISPATCH_S = 3e-4
 """Python time to dispatch the forward of one block, independent of the token count."""
 
 
-def is_small(regions: Sequence[Region], sharding: Sharding, throttles: Mapping[str, Throttle]) -> bool:
+def is_small_update(regions: Sequence[Region], sharding: Sharding, throttles: Mapping[str, Throttle]) -> bool:
     """Return True if the update is too small for alternatives to matter."""
     num_bytes = update_bytes(regions, sharding)
     return num_bytes < _SMALL_BYTES and throttles.get("update", Throttle()).seconds(num_bytes) < _SMALL_S

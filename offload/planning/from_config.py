@@ -14,25 +14,25 @@ from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
 
-def placement(config: Config) -> Placement:
+def make_placement(config: Config) -> Placement:
     """Return the state placement. Raises ConfigError if impossible."""
-    return Placement(**_named(Placement, config.offload))
+    return Placement(**_matching_fields(Placement, config.offload))
 
 
-def update_rule(config: Config) -> UpdateRule:
+def make_update_rule(config: Config) -> UpdateRule:
     """Return the update rule. Raises ConfigError."""
     section = config.optimizer
     return make_rule(section.name, dict(section) | {"lr": float(section.lr or 0.0)})
 
 
-def settings(config: Config) -> Settings:
+def make_settings(config: Config) -> Settings:
     """Return the engine settings for a resolved configuration. Raises ConfigError."""
-    named = _named(Settings, config.train, config.offload, config.run)
+    named = _matching_fields(Settings, config.train, config.offload, config.run)
     of_rows = {"micro_batch_size": config.train.micro_rows}
-    return Settings(**named | of_rows | {"optimizer": update_rule(config), "placement": placement(config)})
+    return Settings(**named | of_rows | {"optimizer": make_update_rule(config), "placement": make_placement(config)})
 
 
-def _named(kind: Any, *sections: BaseModel) -> dict[str, Any]:
+def _matching_fields(dataclass_type: Any, *sections: BaseModel) -> dict[str, Any]:
     """Return the values from config sections for dataclass fields with the same name."""
-    said = {name: value for section in sections for name, value in section}
-    return {field.name: said[field.name] for field in fields(kind) if field.name in said}
+    values = {name: value for section in sections for name, value in section}
+    return {field.name: values[field.name] for field in fields(dataclass_type) if field.name in values}

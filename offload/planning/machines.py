@@ -9,12 +9,12 @@ from offload.accelerators import Accelerator, device_of
 from offload.distributed.comm import Comm
 from offload.errors import format_bytes
 from offload.machine.hardware import Hardware
-from offload.machine.limits import least, memory_limits
+from offload.machine.limits import memory_limits, tightest_limit
 from offload.machine.probe import probe
 
 
 @dataclass(frozen=True)
-class Free:
+class FreeMemory:
     """Memory available to one rank."""
 
     device_bytes: int | None
@@ -25,7 +25,7 @@ class Free:
     """Name of the tightest host memory limit, for messages."""
     in_host: bool
     """True if the device uses host memory."""
-    given_bytes: int = 0
+    model_bytes: int = 0
     """Host bytes the model releases after the engine has copied the weights."""
 
 
@@ -68,7 +68,7 @@ class Machine(Protocol):
     def speeds(self, comm: Comm) -> Speeds:
         """Return the rates. Collective."""
 
-    def free(self, comm: Comm) -> Free:
+    def free_memory(self, comm: Comm) -> FreeMemory:
         """Return the memory available to each rank. Collective."""
 
 
@@ -78,9 +78,9 @@ class ThisMachine:
 
     accelerator: Accelerator | None
     """Accelerator for this rank; None: CPU."""
-    given_bytes: int = 0
+    model_bytes: int = 0
     """Host bytes the model occupies until the engine has copied the weights."""
-    found: Free | None = None
+    agreed_memory: FreeMemory | None = None
     """Result from all ranks, set when one rank plans alone."""
 
     @property
@@ -98,22 +98,22 @@ class ThisMachine:
         assert hardware is not None
         return Speeds(hardware, comm.local_size)
 
-    def free(self, comm: Comm) -> Free:
+    def free_memory(self, comm: Comm) -> FreeMemory:
         """Return the minimum over all ranks, because all ranks need the same plan."""
-        if self.found is not None:
-            return self.found
+        if self.agreed_memory is not None:
+            return self.agreed_memory
         device = -1 if self.accelerator is None else self.accelerator.free_bytes
-        bound = least(memory_limits(), comm.local_size)
-        mine = device, self.given_bytes, bound.share(comm.local_size), str(bound)
-        found = comm.gather_objects(mine, "free memory")
-        device, given = min(each[0] for each in found), min(each[1] for each in found)
-        host, said = min(each[2:] for each in found)
+        bound = tightest_limit(memory_limits(), comm.local_size)
+        own = device, self.model_bytes, bound.share(comm.local_size), str(bound)
+        memories = comm.gather_objects(own, "free memory")
+        device, model_bytes = min(each[0] for each in memories), min(each[1] for each in memories)
+        host, host_bound = min(each[2:] for each in memories)
         in_host = self.accelerator is None or self.accelerator.is_integrated
-        return Free(None if device < 0 else device, host, said, in_host, given)
+        return FreeMemory(None if device < 0 else device, host, host_bound, in_host, model_bytes)
 
 
 @dataclass(frozen=True)
-class DescribedMachine:
+class SpecifiedMachine:
     """A machine from a specification. This machine is not examined."""
 
     hardware: Hardware
@@ -132,8 +132,8 @@ class DescribedMachine:
     def speeds(self, _comm: Comm) -> Speeds:
         return Speeds(self.hardware, self.num_ranks)
 
-    def free(self, comm: Comm) -> Free:
+    def free_memory(self, comm: Comm) -> FreeMemory:
         device_bytes = self.hardware.device_bytes if self.has_accelerator else None
         bound = f"the memory of {self.hardware.name} ({format_bytes(self.hardware.host_bytes)})"
         in_host = not self.has_accelerator or self.hardware.shares_memory
-        return Free(device_bytes, self.hardware.host_bytes // comm.local_size, bound, in_host)
+        return FreeMemory(device_bytes, self.hardware.host_bytes // comm.local_size, bound, in_host)

@@ -78,10 +78,10 @@ class UnitPlan:
     @property
     def records(self) -> list[tuple[Region, ...]]:
         """Expert regions grouped by record. A record is fetched as one piece."""
-        return [tuple(its) for _, its in groupby(self.regions, key=lambda region: region.units)]
+        return [tuple(record) for _, record in groupby(self.regions, key=lambda region: region.units)]
 
 
-def adds_up(units: Iterable[UnitPlan]) -> bool:
+def sums_gradients_on_host(units: Iterable[UnitPlan]) -> bool:
     """Return True if gradients accumulate on the host in fp32.
 
     This is the case if several layers share a trainable weight cut into row blocks.
@@ -146,7 +146,7 @@ def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     return min(SCRATCH_BYTES, (2 * sharding.size + 2) * largest) if sharding.size > 1 else 0
 
 
-def between_bytes(regions: Sequence[Region], stagings: int, layout: DiskLayout) -> tuple[int, int]:
+def replica_sum_bytes(regions: Sequence[Region], stagings: int, layout: DiskLayout) -> tuple[int, int]:
     """Return (shard bytes, scratch bytes) for gradient sums over replicas, beside the states.
 
     Shards are in fp32 for `stagings` consecutive regions, plus the sums if gradients are written to disk from there.
@@ -155,13 +155,13 @@ def between_bytes(regions: Sequence[Region], stagings: int, layout: DiskLayout) 
     sharding = layout.sharding
     if sharding.num_replicas == 1:
         return 0, 0
-    trained = [region for region in regions if region.trainable]
+    trainable = [region for region in regions if region.trainable]
     sizes = [
         4 * region.numel // sharding.size
         + ("gradients" in layout.of(region)) * region.plane("gradients").num_bytes(region.numel) // sharding.num_ranges
-        for region in trained
+        for region in trainable
     ]
-    largest = max((region.numel // sharding.num_ranks for region in trained), default=0)
+    largest = max((region.numel // sharding.num_ranks for region in trainable), default=0)
     scratch = min(SCRATCH_BYTES, 4 * (2 * sharding.num_replicas + 2) * largest)
     return window_bytes(sizes, stagings), scratch
 
@@ -171,11 +171,11 @@ def perturbed_bytes(units: Iterable[UnitPlan], num_directions: int) -> int:
 
     One unit in compute needs room for one direction; resident units need room for all directions.
     """
-    passing = max((_trained_bytes(unit) for unit in units if not unit.resident), default=0)
-    return 2 * (passing + num_directions * sum(_trained_bytes(unit) for unit in units if unit.resident))
+    passing = max((_trainable_bytes(unit) for unit in units if not unit.resident), default=0)
+    return 2 * (passing + num_directions * sum(_trainable_bytes(unit) for unit in units if unit.resident))
 
 
-def _trained_bytes(unit: UnitPlan) -> int:
+def _trainable_bytes(unit: UnitPlan) -> int:
     return sum(region.weight_bytes for region in unit.regions if region.trainable)
 
 
@@ -211,7 +211,7 @@ def plan_memory(
     states_tier, layout = "device" if optimizer_tier == "device" else "cpu", layout or DiskLayout()
     sharding = layout.sharding
     totals: dict[tuple[str, str], int] = {}
-    sums_on_host = adds_up(units)
+    sums_on_host = sums_gradients_on_host(units)
     for region in regions:
         if region.index in layout.files:
             continue
@@ -221,7 +221,7 @@ def plan_memory(
             key = states_tier, plane.label
             totals[key] = totals.get(key, 0) + sharding.share(summed(plane), 4 * region.numel)
         for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
-            if sums_on_host and plane.kind == "gradients" and "gradients" not in on_disk:
+            if sums_on_host and plane.state == "gradients" and "gradients" not in on_disk:
                 continue
             tier = "device" if layout.stays(region, plane) else "nvme" if plane.name in on_disk else states_tier
             key = tier, plane.label
@@ -242,15 +242,15 @@ def plan_memory(
     plan.append(Allocation("cpu", READ_STAGING, layout.file_staging_bytes))
 
     resident = resident_regions(units)
-    records = [its for unit in units if unit.in_records for its in unit.records]
+    records = [record for unit in units if unit.in_records for record in unit.records]
     in_slots = [r for r in regions if states_tier == "cpu" or sharding.gathers or r.travels is not EXACT]
     if in_slots:
         kept = sum(region.weight_bytes for region in in_slots if region.index in resident)
         plan.append(Allocation("device", RESIDENT, kept))
         stay = parameters_tier == "device" and states_tier == "cpu"
-        there = resident.union(region.index for region in regions if region not in in_slots)
-        plan.append(_slots([unit for unit in units if not unit.in_records], there, stay, ahead, layout))
-        largest = max((sum(cargo_bytes(region, layout) for region in its) for its in records), default=0)
+        excluded = resident.union(region.index for region in regions if region not in in_slots)
+        plan.append(_slots([unit for unit in units if not unit.in_records], excluded, stay, ahead, layout))
+        largest = max((sum(cargo_bytes(region, layout) for region in record) for record in records), default=0)
         plan.append(Allocation("device", EXPERT_SLOT, stagings * largest))
         plan.append(Allocation("device", DECODING, decoding_bytes(regions)))
     if states_tier == "cpu":
@@ -259,7 +259,7 @@ def plan_memory(
     if num_directions:
         plan.append(Allocation("device", PERTURBED, perturbed_bytes(units, num_directions)))
         return [allocation for allocation in plan if allocation.num_bytes]
-    plan.append(Allocation(states_tier, BETWEEN, sum(between_bytes(regions, stagings, layout))))
+    plan.append(Allocation(states_tier, BETWEEN, sum(replica_sum_bytes(regions, stagings, layout))))
     plan.append(Allocation(states_tier, ERROR.label, sum(map(sharding.error_bytes, regions))))
     lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
     plan.append(Allocation("device", LASTING, sum(4 * region.numel for region in lasting)))
@@ -269,7 +269,7 @@ def plan_memory(
             is_wide = splits or unit.num_layers > 0
             passing.append(sum(transient_gradient_bytes(r, is_wide) for r in unit.regions if r not in lasting))
     plan.append(Allocation("device", BUFFER, window_bytes(passing, buffers)))
-    largest = max((sum(transient_gradient_bytes(region, splits) for region in its) for its in records), default=0)
+    largest = max((sum(transient_gradient_bytes(region, splits) for region in record) for record in records), default=0)
     plan.append(Allocation("device", EXPERT_BUFFER, stagings * largest))
     plan.append(Allocation("device", SHARDS, shard_bytes(regions, stagings, sharding)))
     plan.append(Allocation("device", SCRATCH, scratch_bytes(regions, sharding)))
@@ -306,8 +306,8 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
     num_sharing: ranks sharing the machine.
     """
     for tier, budget in budgets.items():
-        wanted = [allocation for allocation in plan if allocation.tier == tier]
-        total = sum(allocation.num_bytes for allocation in wanted)
+        on_tier = [allocation for allocation in plan if allocation.tier == tier]
+        total = sum(allocation.num_bytes for allocation in on_tier)
         if budget is None or total <= budget:
             continue
         ranks = num_sharing if tier != "device" else 1
@@ -316,8 +316,8 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         step = " plus the memory of a step, which `python -m offload.plan` shows" if tier == "device" else ""
         raise DoesNotFitError(
             f"{key} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
-            f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: {name_all(wanted)}. "
-            f"{floor if tier == 'device' else ''}Nothing was allocated. Raise --{key} to "
+            f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: "
+            f"{list_allocations(on_tier)}. {floor if tier == 'device' else ''}Nothing was allocated. Raise --{key} to "
             f"{total * ranks}{step}{_fix(tier, plan)}."
         )
 
@@ -327,7 +327,7 @@ def bytes_on(tier: str, allocations: Iterable[Allocation]) -> int:
     return sum(allocation.num_bytes for allocation in allocations if allocation.tier == tier)
 
 
-def name_all(allocations: Sequence[Allocation]) -> str:
+def list_allocations(allocations: Sequence[Allocation]) -> str:
     """Return the allocations as text, with sizes."""
     return ", ".join(f"{allocation_name(a.name)} {format_bytes(a.num_bytes)} ({a.num_bytes})" for a in allocations)
 
@@ -336,45 +336,45 @@ def _fix(tier: str, plan: Sequence[Allocation]) -> str:
     """Return advice other than a larger budget; empty if there is none."""
     if tier == "cpu":
         return without_host_memory(plan)
-    ways = []
+    advice = []
     if tier == "device":
         names = _names(plan, "device")
         stays, states = f"{SLOT} (all units stay)" in names, {name for name in names if not name.startswith(_PASSING)}
         parameters = "--offload.parameters cpu" if stays or "weights" in states else ""
         lower = " ".join(filter(None, [parameters, "--offload.optimizer cpu" if states else ""]))
-        ways += [f"move states off the device with {lower}"] if lower else []
-        ways += ["update states on the host with --offload.update cpu"] if UPDATE_RING in names else []
+        advice += [f"move states off the device with {lower}"] if lower else []
+        advice += ["update states on the host with --offload.update cpu"] if UPDATE_RING in names else []
     else:
-        ways = [f"keep states off the disk with {_placed(_names(plan, tier), 'cpu')}", *_narrower(plan, tier)]
-    return _joined(ways)
+        advice = [f"keep states off the disk with {_move_flags(_names(plan, tier), 'cpu')}", *_bf16_advice(plan, tier)]
+    return _join_advice(advice)
 
 
 def without_host_memory(plan: Sequence[Allocation]) -> str:
     """Return advice to save host memory, to append to a byte count; empty if there is none."""
-    names, ways = _names(plan, "cpu"), list[str]()
+    names, advice = _names(plan, "cpu"), list[str]()
     if _names(plan, "nvme"):
         if all(name.startswith("nvme") for name in names):
             return ", the minimum for the buffers that move states to and from disk"
-        lower = _placed(names, "nvme")
-        return _joined([f"move more states to disk with {lower}"] if lower else [])
-    ways += ["place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER"]
-    ways += _narrower(plan, "cpu")
+        lower = _move_flags(names, "nvme")
+        return _join_advice([f"move more states to disk with {lower}"] if lower else [])
+    advice += ["place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER"]
+    advice += _bf16_advice(plan, "cpu")
     if "gradients" in names:
-        ways += [
+        advice += [
             "train without clipping (--train.max_grad_norm none frees the memory of gradients waiting for the norm)"
         ]
-    return _joined(ways)
+    return _join_advice(advice)
 
 
-def _placed(names: set[str], tier: str) -> str:
+def _move_flags(names: set[str], tier: str) -> str:
     """Return the flags to move the named states to a tier."""
     weights, passing = {"weights", "low", CODES}, ("nvme", "gradient")
     moments = {name for name in names - weights if not name.startswith(passing)}
-    kinds = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
-    return " ".join(f"--offload.{kind} {tier}" for kind, there in kinds.items() if there)
+    states = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
+    return " ".join(f"--offload.{state} {tier}" for state, is_present in states.items() if is_present)
 
 
-def _narrower(plan: Sequence[Allocation], tier: str) -> list[str]:
+def _bf16_advice(plan: Sequence[Allocation], tier: str) -> list[str]:
     """Return the bf16 advice if bf16 saves memory on the tier: gradients halve, states stay the same size."""
     has_gradients = not {"gradients", STAGING}.isdisjoint(_names(plan, tier))
     is_split = any(allocation.name == "low" for allocation in plan)
@@ -385,12 +385,12 @@ def _names(plan: Sequence[Allocation], tier: str) -> set[str]:
     return {allocation.name for allocation in plan if allocation.tier == tier}
 
 
-def _joined(ways: Sequence[str]) -> str:
-    return "".join(f", or {way}" for way in ways)
+def _join_advice(advice: Sequence[str]) -> str:
+    return "".join(f", or {sentence}" for sentence in advice)
 
 
 def check_host(
-    plan: Sequence[Allocation], free_bytes: int, bound: str, *, given_bytes: int, is_device: bool, num_sharing: int = 1
+    plan: Sequence[Allocation], free_bytes: int, bound: str, *, model_bytes: int, is_device: bool, num_sharing: int = 1
 ) -> None:
     """Raise DoesNotFitError, with the limit, all allocations and the shortfall, if the host has too little memory.
 
@@ -398,21 +398,22 @@ def check_host(
 
     free_bytes: host memory available to this rank.
     bound: name of the tightest limit.
-    given_bytes: memory the model occupies until the engine has copied the weights.
+    model_bytes: memory the model occupies until the engine has copied the weights.
     is_device: compute runs on the host, so device memory counts as host memory.
     num_sharing: ranks on this machine.
     """
-    wanted = [
+    on_host = [
         allocation for allocation in plan if allocation.tier == "cpu" or (is_device and allocation.tier == "device")
     ]
-    total = sum(allocation.num_bytes for allocation in wanted)
-    if total <= free_bytes + given_bytes:
+    total = sum(allocation.num_bytes for allocation in on_host)
+    if total <= free_bytes + model_bytes:
         return
-    there = free_bytes + given_bytes
+    available_bytes = free_bytes + model_bytes
     ranks = f" for each of the {num_sharing} ranks that share it" if num_sharing > 1 else ""
     raise DoesNotFitError(
-        f"the plan needs {format_bytes(total)} ({total} bytes) of host memory, but only {format_bytes(there)} ({there} "
-        f"bytes) are available{ranks}, {format_bytes(total - there)} ({total - there} bytes) too few: "
-        f"{name_all(wanted)}. The limit is {bound}. Nothing was allocated. Provide {(total - there) * num_sharing} "
-        f"bytes more{without_host_memory(plan)}."
+        f"the plan needs {format_bytes(total)} ({total} bytes) of host memory, but only "
+        f"{format_bytes(available_bytes)} ({available_bytes} bytes) are available{ranks}, "
+        f"{format_bytes(total - available_bytes)} ({total - available_bytes} bytes) too few: "
+        f"{list_allocations(on_host)}. The limit is {bound}. Nothing was allocated. Provide "
+        f"{(total - available_bytes) * num_sharing} bytes more{without_host_memory(plan)}."
     )

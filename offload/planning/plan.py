@@ -16,19 +16,18 @@ from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
 from offload.planning import device_updates
 from offload.planning.disk import (
     activation_ring_bytes,
-    in_files,
+    add_early_tiles,
     lay_out,
     optimizer_bytes,
+    read_from_files,
     read_ring,
     ring_bytes,
-    with_early_tiles,
 )
-from offload.planning.estimates import is_small
-from offload.planning.machines import Free, Machine
+from offload.planning.estimates import is_small_update
+from offload.planning.machines import FreeMemory, Machine
 from offload.planning.memory import (
     Allocation,
     UnitPlan,
-    adds_up,
     bytes_on,
     check_budgets,
     check_host,
@@ -36,6 +35,7 @@ from offload.planning.memory import (
     resident_regions,
     slot_bytes,
     staging_bytes,
+    sums_gradients_on_host,
 )
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
@@ -68,13 +68,13 @@ class Plan:
     """Total device memory limit in bytes; spare memory may go to units. None: no limit."""
     allocations: list[Allocation]
     """Planned allocations."""
-    most: list[Allocation]
+    unlimited_allocations: list[Allocation]
     """Allocations with unlimited memory."""
-    adds_up: bool
-    """True if gradients accumulate on the host, see `adds_up` in `planning/memory.py`."""
+    sums_gradients_on_host: bool
+    """True if gradients accumulate on the host, see `sums_gradients_on_host` in `planning/memory.py`."""
 
     @property
-    def limited(self) -> bool:
+    def is_limited(self) -> bool:
         """True if the device has a budget."""
         return self.device_bytes is not None
 
@@ -89,13 +89,13 @@ class Plan:
         Without a budget the device holds only the lookahead. With a budget, spare room keeps units on the device.
         """
         ahead = num_regions if prefetch == "auto" and self.overlap else self.ahead
-        return ahead, None if self.tiers[0] == "device" or self.limited else 1 + self.ahead
+        return ahead, None if self.tiers[0] == "device" or self.is_limited else 1 + self.ahead
 
     def updated_on_host(self, regions: Sequence[Region]) -> set[int]:
         """Return the indices of parameters updated on the host."""
         is_device = "device" in (self.update, self.tiers[1])
-        its = [region for region in regions if not is_device and region.index not in self.layout.streamed]
-        return {index for region in its for index in region.parameters}
+        host_regions = [region for region in regions if not is_device and region.index not in self.layout.streamed]
+        return {index for region in host_regions for index in region.parameters}
 
     @property
     def fits_device(self) -> bool:
@@ -107,16 +107,18 @@ class Plan:
         """Device bytes left by the plan; None: no limit."""
         return None if self.device_bytes is None else self.device_bytes - bytes_on("device", self.allocations)
 
-    def told_updates(self, regions: Sequence[Region]) -> str:
+    def describe_updates(self, regions: Sequence[Region]) -> str:
         """Return a message about update placement; empty if all updates run on the host."""
         streamed = self.layout.streamed
         if not streamed or self.update != "both":
             return "updates on the device" if self.update == "device" else ""
-        trained = [region for region in regions if region.trainable]
-        here = [region for region in trained if region.index in streamed]
-        kept, all_bytes = (format_bytes(optimizer_bytes(its, self.layout.sharding)) for its in (here, trained))
+        trainable = [region for region in regions if region.trainable]
+        on_device = [region for region in trainable if region.index in streamed]
+        kept, all_bytes = (
+            format_bytes(optimizer_bytes(some_regions, self.layout.sharding)) for some_regions in (on_device, trainable)
+        )
         return (
-            f"updates of {len(here)} of {len(trained)} regions on the device, with {kept} of the {all_bytes} of "
+            f"updates of {len(on_device)} of {len(trainable)} regions on the device, with {kept} of the {all_bytes} of "
             "optimizer states, and of the others on the host"
         )
 
@@ -127,16 +129,16 @@ class Plan:
     def range(self, name: str) -> tuple[int, int]:
         """Return (planned, maximum) bytes for a device allocation."""
         planned = self.of("device", name).num_bytes
-        most = _find(self.most, "device", name).num_bytes if self.tiers[1] != "device" else planned
-        return planned, max(planned, most)
+        maximum = _find(self.unlimited_allocations, "device", name).num_bytes if self.tiers[1] != "device" else planned
+        return planned, max(planned, maximum)
 
 
 def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
-    found = (a for a in plan if a.tier == tier and a.name.split(" (")[0] == name)
-    return next(found, Allocation(tier, name, 0))
+    matches = (a for a in plan if a.tier == tier and a.name.split(" (")[0] == name)
+    return next(matches, Allocation(tier, name, 0))
 
 
-def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region], layout: DiskLayout) -> str:
+def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region], layout: DiskLayout) -> str:
     """Return a message about quantized or file-backed frozen weights; empty if there are none."""
     files = ""
     if layout.files:
@@ -150,17 +152,17 @@ def told_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region
                 else "through the page cache, which is large enough"
             )
         )
-    coded: dict[str, list[Region]] = {}
+    regions_by_codec: dict[str, list[Region]] = {}
     for region in regions:
         if region.codec is not EXACT:
-            coded.setdefault(region.codec.name, []).append(region)
-    if not coded:
+            regions_by_codec.setdefault(region.codec.name, []).append(region)
+    if not regions_by_codec:
         return files
     parts = [
-        f"{len({index for region in its for index in region.parameters})} frozen parameters are stored in {name}, "
-        f"{format_bytes(sum(region.travelling_bytes for region in its))}, and take "
-        f"{format_bytes(sum(region.weight_bytes for region in its))} on the device"
-        for name, its in coded.items()
+        f"{len({index for region in some_regions for index in region.parameters})} frozen parameters are stored in "
+        f"{name}, {format_bytes(sum(region.travelling_bytes for region in some_regions))}, and take "
+        f"{format_bytes(sum(region.weight_bytes for region in some_regions))} on the device"
+        for name, some_regions in regions_by_codec.items()
     ]
     others = [info for info in infos if not info.trainable and info.codec is EXACT]
     small = [info for info in others if len(info.shape) < 2 or info.numel < LEAST_NUMEL]
@@ -196,25 +198,30 @@ def gradient_codec(settings: Settings, comm: Comm) -> Codec:
     return EXACT
 
 
-def told_links(regions: Sequence[Region], sharding: Sharding) -> str:
+def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
     """Return a message about quantized transfers and their effect on training; empty if all transfers are exact."""
-    trained = [region for region in regions if region.trainable]
-    coded, said = [region for region in trained if region.link is not EXACT], []
-    if coded:
-        coded_bytes, exact_bytes = sum(r.travelling_bytes for r in coded), sum(r.weight_bytes for r in coded)
-        num_coded, num_trained = (sum(len(region.parameters) for region in its) for its in (coded, trained))
-        said.append(
-            f"{num_coded} of {num_trained} trainable parameters are copied in {coded[0].link.name}, "
-            f"{format_bytes(coded_bytes)} instead of {format_bytes(exact_bytes)}, and the run computes with the "
+    trainable = [region for region in regions if region.trainable]
+    quantized, notes = [region for region in trainable if region.link is not EXACT], []
+    if quantized:
+        quantized_bytes, exact_bytes = (
+            sum(r.travelling_bytes for r in quantized),
+            sum(r.weight_bytes for r in quantized),
+        )
+        num_quantized, num_trainable = (
+            sum(len(region.parameters) for region in some_regions) for some_regions in (quantized, trainable)
+        )
+        notes.append(
+            f"{num_quantized} of {num_trainable} trainable parameters are copied in {quantized[0].link.name}, "
+            f"{format_bytes(quantized_bytes)} instead of {format_bytes(exact_bytes)}, and the run computes with the "
             "rounded values; master weights, checkpoints and exports are exact"
         )
     if sharding.gradients is not EXACT:
-        said.append(
+        notes.append(
             f"gradients are sent between {sharding.num_replicas} replicas in {sharding.gradients.name}; the rounding "
             "error of a step is added to the next one, and takes "
             f"{format_bytes(sum(map(sharding.error_bytes, regions)))} on each rank"
         )
-    return f"approximate: {'; '.join(said)}" if said else ""
+    return f"approximate: {'; '.join(notes)}" if notes else ""
 
 
 def sharding_of(settings: Settings, comm: Comm) -> Sharding:
@@ -248,7 +255,7 @@ def make_plan(
     checks: raise DoesNotFitError if a budget or the host is too small.
     """
     sharding = sharding_of(settings, comm)
-    free = machine.free(comm)
+    free = machine.free_memory(comm)
     plan_with = partial(
         _make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size, checks
     )
@@ -260,12 +267,12 @@ def make_plan(
     if not checks or not machine.has_accelerator or settings.host_bound or on_host.tiers[1] == "device":
         return on_host
     # Throttles can differ between ranks.
-    if not comm.any(not is_small(regions, sharding, settings.throttles), "whether updates are small"):
+    if not comm.any(not is_small_update(regions, sharding, settings.throttles), "whether updates are small"):
         return on_host
     speeds, chosen = machine.speeds(comm), on_host
 
     def seconds(plan: Plan) -> float:
-        return device_updates.seconds(regions, plan.layout, settings.throttles, speeds)
+        return device_updates.estimate_seconds(regions, plan.layout, settings.throttles, speeds)
 
     for update in ("both", "device"):
         try:
@@ -283,15 +290,15 @@ def _make_plan(
     regions: Sequence[Region],
     has_accelerator: bool,
     sharding: Sharding,
-    there: Free,
+    measured: FreeMemory,
     num_sharing: int,
     checks: bool,
     update: str,
 ) -> Plan:
-    placement, free, layout, rings = settings.placement, there, DiskLayout(sharding=sharding), dict[str, int]()
+    placement, free, layout, rings = settings.placement, measured, DiskLayout(sharding=sharding), dict[str, int]()
     from_files = placement.parameters == "files"
     if from_files:
-        layout = in_files(layout, regions, budget_bytes(placement.host_memory), free.host_bytes)
+        layout = read_from_files(layout, regions, budget_bytes(placement.host_memory), free.host_bytes)
         if not layout.files:
             raise ConfigError(
                 "offload.parameters is files, but no parameter is frozen, and trained weights cannot stay in the "
@@ -329,7 +336,7 @@ def _make_plan(
         rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
     if tiers[1] == "cpu":
         most_numel, room = None, 0
-        if there.in_host:  # device memory is host memory here, so less remains for states
+        if measured.in_host:  # device memory is host memory here, so less remains for states
             widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
             beside = bytes_on("device", plan_for(*tiers, widest, 2))
             free = replace(free, host_bytes=max(0, free.host_bytes - beside))
@@ -337,25 +344,25 @@ def _make_plan(
         if update != "cpu" and not in_slots:
             budget = _device_bytes(placement, free)
             most_numel = device_updates.tile_numel(regions, budget, sharding)
-            widest_layout = DiskLayout({}, most_numel, sharding, device_updates.trained(regions))
+            widest_layout = DiskLayout({}, most_numel, sharding, device_updates.trainable_indices(regions))
             update_ring_bytes = device_updates.ring_bytes(widest_layout, regions)
             if placement.optimizer_memory is not None:
                 room = int(placement.optimizer_memory)
             elif placement.optimizer == "auto" and budget is not None:
                 # Weights first: each weight byte is copied to the device twice per step, other state bytes once per
                 # direction.
-                most = plan_for("device", "cpu", buffers=2 if overlap else 1)
-                room = max(0, budget - bytes_on("device", most))
+                unlimited = plan_for("device", "cpu", buffers=2 if overlap else 1)
+                room = max(0, budget - bytes_on("device", unlimited))
                 # Leave room for the step itself; step memory is unknown here.
                 room = room // 3 if update == "both" else room
         staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
         factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
         in_memory = [region for region in regions if region.index not in layout.files]
         reserved = sum(rings.values()) + factors + read_ring(layout, regions) + layout.file_staging_bytes
-        kinds, host_bytes = _kinds_below(placement, free, reserved)
+        below, host_bytes = _tiers_below(placement, free, reserved)
         laid_out = lay_out(
             in_memory,
-            kinds,
+            below,
             keeps_gradients=settings.keeps_gradients,
             staging_bytes=staging,
             host_bytes=host_bytes,
@@ -393,12 +400,12 @@ def _make_plan(
     if defers and not any("gradients" in layout.of(region) for region in regions):
         planned = bytes_on("cpu", plan_for(*tiers, ahead, buffers))
         # Memory a custom training loop needs in place of the planned gradients.
-        trained = [region for region in regions if region.trainable]
-        sums = sum(4 * sharding.share(summed(region.plane("gradients")), region.numel) for region in trained)
+        trainable = [region for region in regions if region.trainable]
+        sums = sum(4 * sharding.share(summed(region.plane("gradients")), region.numel) for region in trainable)
         sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True, splits=settings.splits)
-        rings = with_early_tiles(rings, _host_bytes(placement, free) - planned - sums)
+        rings = add_early_tiles(rings, _host_bytes(placement, free) - planned - sums)
     allocations = plan_for(*tiers, ahead, buffers)
-    most = plan_for("device", "cpu", buffers=2 if overlap else 1)
+    unlimited = plan_for("device", "cpu", buffers=2 if overlap else 1)
     resident = resident_regions(units)
     whole = [unit for unit in units if not unit.in_records]
     largest = max(whole, key=lambda unit: slot_bytes(unit, resident, layout))
@@ -411,35 +418,46 @@ def _make_plan(
         check_budgets(allocations, limits, floor, num_sharing=num_sharing)
         check_host(
             allocations,
-            there.host_bytes,
-            there.host_bound,
-            given_bytes=there.given_bytes,
-            is_device=there.in_host,
+            measured.host_bytes,
+            measured.host_bound,
+            model_bytes=measured.model_bytes,
+            is_device=measured.in_host,
             num_sharing=num_sharing,
         )
     device_bytes = limits["device"]
-    if device_bytes is None and there.device_bytes is not None:
-        device_bytes = int(_left_for_device(there, allocations) * _SHARE_OF_FREE_MEMORY)
-    return Plan(tiers, layout, rings, overlap, update, ahead, device_bytes, allocations, most, adds_up(units))
+    if device_bytes is None and measured.device_bytes is not None:
+        device_bytes = int(_left_for_device(measured, allocations) * _SHARE_OF_FREE_MEMORY)
+    return Plan(
+        tiers,
+        layout,
+        rings,
+        overlap,
+        update,
+        ahead,
+        device_bytes,
+        allocations,
+        unlimited,
+        sums_gradients_on_host(units),
+    )
 
 
-def _left_for_device(there: Free, allocations: Sequence[Allocation]) -> int:
+def _left_for_device(free: FreeMemory, allocations: Sequence[Allocation]) -> int:
     """Return the accelerator memory left, minus host allocations if both share memory."""
-    assert there.device_bytes is not None
-    if not there.in_host:
-        return there.device_bytes
-    left = min(there.device_bytes, there.host_bytes) + there.given_bytes
+    assert free.device_bytes is not None
+    if not free.in_host:
+        return free.device_bytes
+    left = min(free.device_bytes, free.host_bytes) + free.model_bytes
     return max(0, left - bytes_on("cpu", allocations))
 
 
-def _device_bytes(placement: Placement, free: Free) -> int | None:
+def _device_bytes(placement: Placement, free: FreeMemory) -> int | None:
     """Return the device bytes available for states; None: no limit."""
     budget = budget_bytes(placement.device_memory)
     budget = free.device_bytes if budget is None else budget
     return None if budget is None else int(budget * _SHARE_FOR_STATES)
 
 
-def _host_bytes(placement: Placement, free: Free) -> int:
+def _host_bytes(placement: Placement, free: FreeMemory) -> int:
     """Return the host memory budget, with the unplanned remainder free for permanent use."""
     budget = budget_bytes(placement.host_memory)
     if budget is None:
@@ -449,13 +467,13 @@ def _host_bytes(placement: Placement, free: Free) -> int:
     )  # offloaded activation size depends on the batch
 
 
-def _kinds_below(placement: Placement, free: Free, reserved: int) -> tuple[dict[str, str], int | None]:
+def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple[dict[str, str], int | None]:
     """Return the tiers below the device by kind, and the host bytes for them (None: no limit), as `lay_out` takes them.
 
     With "auto" and a disk folder, states beyond the host budget or free memory go to disk. `reserved` is subtracted
     first.
     """
-    tiers = {kind: getattr(placement, kind) for kind in ("parameters", "optimizer", "gradients")}
+    tiers = {state: getattr(placement, state) for state in ("parameters", "optimizer", "gradients")}
     tiers["parameters"] = tiers["parameters"].replace("files", "cpu")  # for trainable parameters
     if tiers["parameters"] == "device":  # copied from the master weights
         tiers["parameters"] = tiers["optimizer"]
@@ -463,14 +481,17 @@ def _kinds_below(placement: Placement, free: Free, reserved: int) -> tuple[dict[
         tiers["gradients"] = "cpu"
     host_bytes = budget_bytes(placement.host_memory)
     if placement.nvme_dir is None:
-        tiers = {kind: "cpu" if tier == "auto" else tier for kind, tier in tiers.items()}
+        tiers = {state: "cpu" if tier == "auto" else tier for state, tier in tiers.items()}
     elif host_bytes is None and "auto" in tiers.values():
         host_bytes = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     return tiers, None if host_bytes is None else max(0, host_bytes - reserved)
 
 
 def _choose_tiers(
-    placement: Placement, free: Free, plan_for: Callable[[str, str], list[Allocation]], state_bytes: Callable[[], int]
+    placement: Placement,
+    free: FreeMemory,
+    plan_for: Callable[[str, str], list[Allocation]],
+    state_bytes: Callable[[], int],
 ) -> tuple[str, str]:
     """Resolve "auto" to (parameter tier, optimizer tier): "device" if everything fits, else "cpu".
 

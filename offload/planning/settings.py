@@ -134,16 +134,16 @@ class Settings:
                 "--train.precision bf16, or leave --optimizer.master out."
             )
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
-        lacking = [type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct]
-        if self.clip == "speculative" and lacking:
+        uncorrectable = [type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct]
+        if self.clip == "speculative" and uncorrectable:
             raise ConfigError(
                 "train.clip is speculative, which updates before the norm is known and corrects the updates "
-                f"afterwards, but {lacking[0]} cannot be corrected: set --train.clip deferred or auto."
+                f"afterwards, but {uncorrectable[0]} cannot be corrected: set --train.clip deferred or auto."
             )
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
-        below = self.placement.graphs in ("cpu", "nvme")
-        if self.recompute == "never" and below and self.placement.graphs_memory is not None:
+        are_offloaded = self.placement.graphs in ("cpu", "nvme")
+        if self.recompute == "never" and are_offloaded and self.placement.graphs_memory is not None:
             raise ConfigError(
                 "offload.graphs_memory is set, but with train.recompute never all saved autograd graphs are stored off "
                 "the device, without a limit: set --train.recompute always or auto, or leave offload.graphs_memory out."
@@ -174,8 +174,10 @@ class Settings:
                 "--offload.frozen_weights exact."
             )
         _check(self.link_weights, (EXACT.name, INT8.name), "offload.link_weights")
-        if self.link_weights != EXACT.name and (why := self._why_exact_links):
-            raise ConfigError(f"offload.link_weights is {self.link_weights}, but {why} --offload.link_weights exact.")
+        if self.link_weights != EXACT.name and (reason := self._exact_links_reason):
+            raise ConfigError(
+                f"offload.link_weights is {self.link_weights}, but {reason} --offload.link_weights exact."
+            )
         _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
         _check_ranks(self)
         _check(self.delay, (0, 1), "train.delay")
@@ -229,7 +231,7 @@ class Settings:
         if size == 1:
             return
         graphs, name = self.placement.graphs, type(self.optimizer).__name__
-        for is_wrong, what, why, fix in (
+        for is_wrong, subject, reason, fix in (
             (
                 not self.optimizer.has_gradients,
                 f"optimizer.name is {name}",
@@ -257,13 +259,14 @@ class Settings:
         ):
             if is_wrong:
                 raise ConfigError(
-                    f"train.sequence_parallel is {size}, but {what}, {why}: set {fix}, or --train.sequence_parallel 1."
+                    f"train.sequence_parallel is {size}, but {subject}, {reason}: set {fix}, or "
+                    "--train.sequence_parallel 1."
                 )
         if self.recompute == "auto":
             object.__setattr__(self, "recompute", "always")
 
     @property
-    def _why_exact_links(self) -> str:
+    def _exact_links_reason(self) -> str:
         """Reason against quantized weight transfers, with the fix; empty if they are allowed."""
         if self.delay:
             return "train.delay 1 keeps exact weights from before an update: set --train.delay 0, or"
@@ -294,8 +297,8 @@ class Settings:
 
     def chunk_bytes(self, device_bytes: int | None) -> int | None:
         """Return the logits limit in bytes (None: no limit), given the device budget in bytes (None: no limit)."""
-        found = parse_chunks(self.head_chunk_bytes, "train.head_chunk_bytes")
-        return max(LEAST_CHUNK_BYTES, (device_bytes or 0) // _CHUNK_SHARE) if isinstance(found, str) else found
+        limit = parse_chunks(self.head_chunk_bytes, "train.head_chunk_bytes")
+        return max(LEAST_CHUNK_BYTES, (device_bytes or 0) // _CHUNK_SHARE) if isinstance(limit, str) else limit
 
     @property
     def skips(self) -> bool:
@@ -311,10 +314,10 @@ class Settings:
     def keeps_gradients(self) -> bool:
         """True if gradients wait on the host: for the norm, the finite check, a correction, or a delayed update."""
         waits = self.optimizer.has_gradients and not self.optimizer.drops_gradients
-        return self.judges_gradients and waits
+        return self.needs_all_gradients and waits
 
     @property
-    def judges_gradients(self) -> bool:
+    def needs_all_gradients(self) -> bool:
         """True if an update depends on the gradients as a whole."""
         return self.max_grad_norm is not None or self.skips or self.delay > 0
 
@@ -324,11 +327,11 @@ class Settings:
         return None if self.debug is False else int(self.debug)
 
 
-def _check_rule(given: Any) -> None:
-    if isinstance(given, UpdateRule):
+def _check_rule(rule: Any) -> None:
+    if isinstance(rule, UpdateRule):
         return
-    is_torch = isinstance(given, torch.optim.Optimizer)
-    shown = f"a torch.optim.{type(given).__name__}" if is_torch else shorten(repr(given))
+    is_torch = isinstance(rule, torch.optim.Optimizer)
+    shown = f"a torch.optim.{type(rule).__name__}" if is_torch else shorten(repr(rule))
     raise ConfigError(
         f"the optimizer is {shown}; it must be an update rule, such as offload.AdamW(lr=1e-4), with its learning rate "
         "in engine.lr. (To pass a Settings object, write settings=...)"

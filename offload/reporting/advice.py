@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.config.rules import OFFERS
+from offload.config.rules import RULE_SETTINGS
 from offload.errors import format_bytes, ratio
 from offload.reporting.figures import COMPUTE, Binding, Figures, LaneShare
-from offload.reporting.recorded import Recorded, number, seconds_text
+from offload.reporting.run_record import RunRecord, number, seconds_text
 
 _WORTH = 0.02  # share of a step: shorter waits are not worth a change
 _FULL = 0.9  # share of a step: a lane busier than this cannot start earlier
@@ -28,18 +28,18 @@ class Advice:
     """Maximum savings per step, in seconds; None: unknown."""
 
 
-def advise(run: Recorded, figures: Figures) -> tuple[Advice, ...]:
+def advise(run: RunRecord, figures: Figures) -> tuple[Advice, ...]:
     """Return the suggestions, largest savings first."""
-    found: list[Advice] = []
+    advice: list[Advice] = []
     binding = figures.binding
     if binding is not None:
-        found = [_serial(binding)] if binding.is_serial else _lanes(run, binding)
+        advice = [_serial(binding)] if binding.is_serial else _lanes(run, binding)
         if binding.outside_s >= _WORTH * binding.step_s:
             why = f"{_of(binding.outside_s, binding)} is spent outside the engine: making batches, writing records"
-            found.append(Advice("Larger steps (--train.batch_size)", why, binding.outside_s))
-        if not found and binding.lane == COMPUTE:
-            found.append(_computes(run, binding))
-    return (*_slower_than_planned(figures), *found, *_memory(run, figures, found), *_planned(figures))
+            advice.append(Advice("Larger steps (--train.batch_size)", why, binding.outside_s))
+        if not advice and binding.lane == COMPUTE:
+            advice.append(_computes(run, binding))
+    return (*_slower_than_planned(figures), *advice, *_memory(run, figures, advice), *_planned(figures))
 
 
 def _slower_than_planned(figures: Figures) -> list[Advice]:
@@ -47,13 +47,13 @@ def _slower_than_planned(figures: Figures) -> list[Advice]:
     planned = number(figures.planned, "step_seconds")
     if planned is None or figures.binding is None or figures.binding.step_s < _FAR_SLOWER * planned:
         return []
-    taken = figures.binding.step_s
+    measured = figures.binding.step_s
     return [
         Advice(
             "Stop other work on this machine during training",
-            f"a step takes {ratio(taken / planned)} times as long as planned ({seconds_text(taken)}, plan "
+            f"a step takes {ratio(measured / planned)} times as long as planned ({seconds_text(measured)}, plan "
             f"{seconds_text(planned)}): other processes used the processor, the link or the disk, or the plan is wrong",
-            taken - planned,
+            measured - planned,
         )
     ]
 
@@ -72,7 +72,7 @@ def _serial(binding: Binding) -> Advice:
     )
 
 
-def _computes(run: Recorded, binding: Binding) -> Advice:
+def _computes(run: RunRecord, binding: Binding) -> Advice:
     why = f"compute works for {binding.limit_s / binding.step_s:.0%} of a step"
     if run.setting("train.precision") == "fp32" and (run.env.get("gpus") or []):
         return Advice("--train.precision bf16", f"{why}; it computes in fp32")
@@ -83,45 +83,45 @@ def _computes(run: Recorded, binding: Binding) -> Advice:
     return Advice("No offload setting helps: compute is the limit", why)
 
 
-def _lanes(run: Recorded, binding: Binding) -> list[Advice]:
+def _lanes(run: RunRecord, binding: Binding) -> list[Advice]:
     """Return suggestions for lanes compute waits for, one per remedy."""
     waits: dict[str, list[LaneShare]] = {}
     for lane in binding.lanes:
         if lane.exposed_s >= _WORTH * binding.step_s:
             waits.setdefault(_remedy(run, lane, binding), []).append(lane)
-    found = []
+    advice = []
     for change, lanes in waits.items():
         exposed = sum(each.exposed_s for each in lanes)
         busy = ", ".join(f"{each.name} (busy for {each.busy_s / binding.step_s:.0%} of it)" for each in lanes)
-        found.append(Advice(change, f"compute waits {_of(exposed, binding)} for {busy}", exposed))
-    return sorted(found, key=lambda each: -(each.saves_s or 0.0))
+        advice.append(Advice(change, f"compute waits {_of(exposed, binding)} for {busy}", exposed))
+    return sorted(advice, key=lambda each: -(each.saves_s or 0.0))
 
 
-def _remedy(run: Recorded, lane: LaneShare, binding: Binding) -> str:
+def _remedy(run: RunRecord, lane: LaneShare, binding: Binding) -> str:
     """Return a remedy to start a lane earlier or, for a lane busy almost all the time, to reduce its work."""
-    ways = []
+    remedies = []
     if lane.name in ("h2d", "d2h"):
         if run.setting("offload.device_memory") is not None and lane.busy_s < _FULL * binding.step_s:
-            ways.append("More --offload.device_memory: more weights stay on the device, others are fetched earlier")
+            remedies.append("More --offload.device_memory: more weights stay on the device, others are fetched earlier")
     elif lane.name == "update":
         if run.setting("train.clip") == "deferred" and run.setting("train.max_grad_norm") is not None:
-            ways.append("--train.clip speculative: updates begin in the backward")
-        offer = OFFERS.get(str(run.setting("optimizer.name")))
-        if offer is not None and "states" in offer.keys and run.setting("optimizer.states") == "fp32":
-            ways.append("--optimizer.states bf16: fewer bytes to read and write")
+            remedies.append("--train.clip speculative: updates begin in the backward")
+        rule = RULE_SETTINGS.get(str(run.setting("optimizer.name")))
+        if rule is not None and "states" in rule.keys and run.setting("optimizer.states") == "fp32":
+            remedies.append("--optimizer.states bf16: fewer bytes to read and write")
     elif lane.name.startswith("nvme"):
-        ways.append("More --offload.host_memory: fewer states on disk")
-        ways.append("folders on more disks in --offload.nvme_dir")
+        remedies.append("More --offload.host_memory: fewer states on disk")
+        remedies.append("folders on more disks in --offload.nvme_dir")
     elif lane.name == "collective":
-        ways.append("A lower --offload.zero_stage, if memory holds it")
-    ways.append("more tokens a step (--train.batch_size) over the same bytes")
-    text = "; or ".join(ways)
+        remedies.append("A lower --offload.zero_stage, if memory holds it")
+    remedies.append("more tokens a step (--train.batch_size) over the same bytes")
+    text = "; or ".join(remedies)
     return text[0].upper() + text[1:]
 
 
-def _memory(run: Recorded, figures: Figures, others: Sequence[Advice]) -> list[Advice]:
+def _memory(run: RunRecord, figures: Figures, others: Sequence[Advice]) -> list[Advice]:
     """Return budgets with unused room, except budgets other advice wants to raise."""
-    found = []
+    advice = []
     for tier in figures.tiers:
         key = {"device": "offload.device_memory", "cpu": "offload.host_memory"}.get(tier.name)
         if key is None or run.setting(key) is None or any(f"More --{key}" in each.change for each in others):
@@ -131,20 +131,20 @@ def _memory(run: Recorded, figures: Figures, others: Sequence[Advice]) -> list[A
             num_sharing = 1 if tier.name == "device" else int(number(run.env, "world_size") or 1)
             enough = format_bytes(1.05 * tier.peak_bytes * num_sharing).replace(" ", "")
             rows = "; or use the rest for more rows in a micro-batch" if tier.name == "device" else ""
-            found.append(Advice(f"--{key} {enough} would be enough{rows}", used))
-    return found
+            advice.append(Advice(f"--{key} {enough} would be enough{rows}", used))
+    return advice
 
 
 def _planned(figures: Figures) -> list[Advice]:
     """Return the planned alternatives faster than the current plan."""
     listed = figures.planned.get("alternatives")
     now = number(figures.planned, "step_seconds")
-    found = []
+    advice = []
     for each in listed if isinstance(listed, list) else ():
         seconds = number(each, "step_seconds")
         if seconds is None or not each.get("fits") or (now is not None and seconds >= now):
             continue
         gain = "" if now is None else f" instead of {seconds_text(now)}"
         why = f"the plan predicts {seconds_text(seconds)} a step{gain}"
-        found.append(Advice(str(each.get("change")), why, None if now is None else now - seconds))
-    return sorted(found, key=lambda each: -(each.saves_s or 0.0))[:_ALTERNATIVES]
+        advice.append(Advice(str(each.get("change")), why, None if now is None else now - seconds))
+    return sorted(advice, key=lambda each: -(each.saves_s or 0.0))[:_ALTERNATIVES]

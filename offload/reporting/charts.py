@@ -13,9 +13,9 @@ import leather
 from leather import Axis, Dots, Line, Series
 from leather.scales import Scale
 
-from offload.reporting.recorded import count_text
+from offload.reporting.run_record import count_text
 
-Point = tuple[int, float | None]
+CurvePoint = tuple[int, float | None]
 _WIDTH, _HEIGHT = 330, 180  # about phone width in pixels, so text keeps its size
 _TOP, _BOTTOM = 8, 26
 _CHAR = 7.7  # label digit width, in drawing units
@@ -24,17 +24,17 @@ _MOST_POINTS = 360  # per curve: one per unit of width
 _BEYOND = 1e20  # larger values are omitted: leather decimals have 28 digits
 
 
-def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str | None:
+def curves(series: Sequence[Sequence[CurvePoint]], *, with_dots: bool = False) -> str | None:
     """Return an SVG with one curve per run over steps, in the page classes c0, c1, ... None: no run has a point.
 
     with_dots: mark each point, for the few evaluations.
     """
-    drawn = [_drawable(points) for points in series]
-    known = [(step, value) for points in drawn for step, value in points if value is not None]
-    if not known:
+    drawable = [_drawable(points) for points in series]
+    finite_points = [(step, value) for points in drawable for step, value in points if value is not None]
+    if not finite_points:
         return None
-    steps, values = zip(*known, strict=True)
-    x, y = Steps(min(steps), max(steps)), Values(min(values), max(values))
+    steps, values = zip(*finite_points, strict=True)
+    x, y = StepAxis(min(steps), max(steps)), ValueAxis(min(values), max(values))
     left = round(_CHAR * max(len(count_text(float(tick))) for tick in y.ticks())) + 10
     right = round(_CHAR * len(f"{max(steps):,}") / 2) + 4  # half the last label extends beyond the plot
     width, height = _WIDTH - left - right, _HEIGHT - _TOP - _BOTTOM
@@ -43,7 +43,7 @@ def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str
     plot = ET.SubElement(root, "g", transform=f"translate({left} {_TOP})")
     plot.append(Axis(None, lambda tick, *_rest: f"{tick:,}").to_svg(width, height, x, "bottom"))
     plot.append(Axis(None, lambda tick, *_rest: count_text(float(tick))).to_svg(width, height, y, "left"))
-    for index, points in enumerate(drawn):
+    for index, points in enumerate(drawable):
         if not any(value is not None for _, value in points):
             continue
         group = ET.SubElement(plot, "g", {"class": f"c{index}"})
@@ -53,7 +53,7 @@ def curves(series: Sequence[Sequence[Point]], *, with_dots: bool = False) -> str
     return ET.tostring(root, encoding="unicode")
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thin(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     """Reduce the points to about `_MOST_POINTS`.
 
     Each step group keeps the minimum and the maximum, so no spike is lost. A group without values becomes a gap.
@@ -61,22 +61,22 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     if len(points) <= _MOST_POINTS:
         return list(points)
     length = -(-2 * len(points) // _MOST_POINTS)
-    found: list[Point] = []
+    kept_points: list[CurvePoint] = []
     for begin in range(0, len(points), length):
-        known = [(step, value) for step, value in points[begin : begin + length] if value is not None]
-        if not known:
-            found.append((points[begin][0], None))
+        finite_points = [(step, value) for step, value in points[begin : begin + length] if value is not None]
+        if not finite_points:
+            kept_points.append((points[begin][0], None))
             continue
-        ends = {min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1])}
-        found += sorted(ends)
-    return found
+        ends = {min(finite_points, key=lambda point: point[1]), max(finite_points, key=lambda point: point[1])}
+        kept_points += sorted(ends)
+    return kept_points
 
 
-def _drawable(points: Sequence[Point]) -> list[Point]:
-    return thinned([(step, None if value is None or abs(value) > _BEYOND else value) for step, value in points])
+def _drawable(points: Sequence[CurvePoint]) -> list[CurvePoint]:
+    return thin([(step, None if value is None or abs(value) > _BEYOND else value) for step, value in points])
 
 
-class Values(leather.Linear):
+class ValueAxis(leather.Linear):
     """Value axis between two ticks."""
 
     def __init__(self, low: float, high: float) -> None:
@@ -87,7 +87,7 @@ class Values(leather.Linear):
         return round(float(super().project(value, range_min, range_max)), 1)
 
 
-class Steps(Scale):
+class StepAxis(Scale):
     """Step axis with ticks at whole steps."""
 
     def __init__(self, first: int, last: int) -> None:
@@ -103,6 +103,6 @@ class Steps(Scale):
     def ticks(self) -> list[int]:
         if self._first == self._last:
             return [self._first]
-        found = [int(tick) for tick in leather.Linear(self._first, self._last).ticks() if tick == int(tick)]
-        found = [tick for tick in found if self.contains(tick)]
-        return found[:: -(-len(found) // _MOST_TICKS)] or [self._first, self._last]
+        ticks = [int(tick) for tick in leather.Linear(self._first, self._last).ticks() if tick == int(tick)]
+        ticks = [tick for tick in ticks if self.contains(tick)]
+        return ticks[:: -(-len(ticks) // _MOST_TICKS)] or [self._first, self._last]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offload.data.view import DataView, told_rows
+from offload.data.view import DataView, describe_rows
 from offload.reporting.html import fill, write_html
 
 
 def write_data_page(view: DataView, path: Path) -> None:
     """Write the page atomically. Raises DiskError."""
-    write_html(path, fill("data.html.j2", view=view, told_rows=told_rows(view)), "--page")
+    write_html(path, fill("data.html.j2", view=view, rows=describe_rows(view)), "--page")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload.reporting.recorded import KeptStep, Recorded, number
+from offload.reporting.run_record import RunRecord, TracedStep, number
 from offload.telemetry.trace import FIRST_STEPS
 
 SERIES = ("loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds")
@@ -41,7 +41,7 @@ class StepFigure:
     seconds: float
     lanes: tuple[LaneShare, ...]
     """Lanes with work, compute first."""
-    shown: KeptStep | None
+    shown: TracedStep | None
     """Traced step with the nearest duration; None: no trace."""
 
 
@@ -101,22 +101,22 @@ class Figures:
     """First step included in medians."""
 
     @classmethod
-    def of(cls, run: Recorded) -> Figures:
+    def of(cls, run: RunRecord) -> Figures:
         """Compute the figures."""
         warm = warm_steps(run.steps)
         timed = [fields for fields in warm if (number(fields, "step_seconds") or 0) > 0]
         by_seconds = sorted(timed, key=lambda fields: float(fields["step_seconds"]))
-        asked = number(run.config, "train", "steps")
+        requested_steps = number(run.config, "train", "steps")
         first_warm = warm[0]["step"] if warm else 1
         rates = [rate for fields in warm if (rate := number(fields, "tokens_per_second")) is not None]
         return cls(
             num_steps=run.steps[-1]["step"] if run.steps else 0,
-            num_asked=None if asked is None else int(asked),
+            num_asked=None if requested_steps is None else int(requested_steps),
             num_tokens=int(sum(number(fields, "tokens") or 0 for fields in run.steps)),
             series={name: _series(name, run.steps, first_warm) for name in SERIES},
             tokens_per_second=statistics.median(rates) if rates else None,
-            median=_step_figure(by_seconds[(len(by_seconds) - 1) // 2], run.kept) if by_seconds else None,
-            slowest=_step_figure(by_seconds[-1], run.kept) if by_seconds else None,
+            median=_step_figure(by_seconds[(len(by_seconds) - 1) // 2], run.traced_steps) if by_seconds else None,
+            slowest=_step_figure(by_seconds[-1], run.traced_steps) if by_seconds else None,
             binding=_binding(timed),
             tiers=_tiers(run.plan, run.steps),
             planned={key: run.plan[key] for key in _PLANNED if run.plan.get(key) is not None},
@@ -151,11 +151,11 @@ def lane_shares(fields: Mapping[str, Any]) -> tuple[LaneShare, ...]:
     )
 
 
-def _step_figure(fields: Mapping[str, Any], kept: Mapping[int, KeptStep]) -> StepFigure:
+def _step_figure(fields: Mapping[str, Any], traced_steps: Mapping[int, TracedStep]) -> StepFigure:
     step, seconds = fields["step"], float(fields["step_seconds"])
-    shown = kept.get(step)
-    if shown is None and kept:
-        warm = [each for each in kept.values() if each.number > FIRST_STEPS] or list(kept.values())
+    shown = traced_steps.get(step)
+    if shown is None and traced_steps:
+        warm = [each for each in traced_steps.values() if each.number > FIRST_STEPS] or list(traced_steps.values())
         shown = min(warm, key=lambda each: (abs(each.seconds - seconds), abs(each.number - step)))
     return StepFigure(step, seconds, lane_shares(fields), shown)
 
@@ -195,17 +195,17 @@ def _tiers(plan: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> tuple
     planned = plan.get("tiers")
     planned = planned if isinstance(planned, Mapping) else {}
     peaks = {
-        tier: max(found)
+        tier: max(tier_peaks)
         for tier, key in _PEAKS.items()
-        if (found := [int(peak) for fields in steps if (peak := number(fields, key)) is not None])
+        if (tier_peaks := [int(peak) for fields in steps if (peak := number(fields, key)) is not None])
     }
     names = dict.fromkeys([*planned, *(tier for tier, peak in peaks.items() if peak)])
     return tuple(_tier(name, planned.get(name, {}), peaks.get(name)) for name in names)
 
 
-def _tier(name: str, held: Any, peak: int | None) -> TierFigure:
-    budget = number(held, "budget_bytes")
-    listed = held.get("allocations") if isinstance(held, Mapping) else None
+def _tier(name: str, plan: Any, peak: int | None) -> TierFigure:
+    budget = number(plan, "budget_bytes")
+    listed = plan.get("allocations") if isinstance(plan, Mapping) else None
     allocations = [
         (str(each.get("name")), int(size))
         for each in (listed if isinstance(listed, list) else ())
@@ -213,7 +213,7 @@ def _tier(name: str, held: Any, peak: int | None) -> TierFigure:
     ]
     return TierFigure(
         name,
-        int(number(held, "bytes") or 0),
+        int(number(plan, "bytes") or 0),
         None if budget is None else int(budget),
         peak,
         tuple(sorted(allocations, key=lambda each: -each[1])),

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 
 from offload.errors import ConfigError, DiskError, allocation_name, errno_text, format_bytes, ratio
-from offload.reporting.recorded import seconds_text
+from offload.reporting.run_record import seconds_text
 
 
 def fill(template: str, **values: Any) -> str:

@@ -15,7 +15,7 @@ from offload.reporting.advice import Advice, advise
 from offload.reporting.charts import curves
 from offload.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
 from offload.reporting.html import check_path, fill, write_html
-from offload.reporting.recorded import Recorded, count_text, number, seconds_text
+from offload.reporting.run_record import RunRecord, count_text, number, seconds_text
 from offload.reporting.timeline import Row, rows
 
 MOST_RUNS = 6  # three colours, solid and dashed, for readers with colour blindness
@@ -37,7 +37,7 @@ class StepView:
     title: str
     figure: StepFigure
     rows: tuple[Row, ...]
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
     """Sentences about the traced step shown instead, and the difference to the median step."""
 
 
@@ -46,7 +46,7 @@ class RunView:
     """A run with text for the page."""
 
     name: str
-    run: Recorded
+    run: RunRecord
     figures: Figures
     advice: tuple[Advice, ...]
     differs: tuple[tuple[str, str], ...]
@@ -60,10 +60,10 @@ class RunView:
     @property
     def state(self) -> str:
         """Progress, as text."""
-        done, asked = self.figures.num_steps, self.figures.num_asked
-        of = f" of {asked:,}" if asked is not None and asked != done else ""
-        made = f"{done:,}{of} steps" if of else counted(done, "step")
-        return made + ("; still going" if self.run.is_running else "")
+        num_done, num_requested = self.figures.num_steps, self.figures.num_asked
+        of = f" of {num_requested:,}" if num_requested is not None and num_requested != num_done else ""
+        progress = f"{num_done:,}{of} steps" if of else counted(num_done, "step")
+        return progress + ("; still going" if self.run.is_running else "")
 
     @property
     def median(self) -> StepView | None:
@@ -79,8 +79,8 @@ class RunView:
     @property
     def lane_plan(self) -> Mapping[str, Any]:
         """Planned seconds per lane; empty: not in the plan."""
-        found = self.figures.planned.get("lane_seconds")
-        return found if isinstance(found, Mapping) else {}
+        seconds = self.figures.planned.get("lane_seconds")
+        return seconds if isinstance(seconds, Mapping) else {}
 
     @property
     def binds(self) -> str:
@@ -93,7 +93,7 @@ def read_views(folders: Sequence[Path], *, is_over: bool = False) -> list[RunVie
     for index, folder in enumerate(folders):
         if folder.resolve() in [other.resolve() for other in folders[:index]]:
             raise ConfigError(f"{folder} is given twice; give each run once.")
-    runs = [Recorded.read(folder, is_over=is_over) for folder in folders]
+    runs = [RunRecord.read(folder, is_over=is_over) for folder in folders]
     names, differing = _names(folders), _differing(runs)
     views = []
     for name, run in zip(names, runs, strict=True):
@@ -111,7 +111,7 @@ def render(views: Sequence[RunView]) -> str:
 
 def as_json(views: Sequence[RunView]) -> dict[str, Any]:
     """Return the page figures in JSON form."""
-    found = []
+    runs = []
     for view in views:
         about = {"run": str(view.run.path), "is_running": view.run.is_running, "notes": list(view.run.notes)}
         figures = dataclasses.asdict(view.figures)
@@ -122,8 +122,8 @@ def as_json(views: Sequence[RunView]) -> dict[str, Any]:
             step: StepFigure | None = getattr(view.figures, name)
             if step is not None:
                 figures[name]["shown"] = None if step.shown is None else step.shown.number
-        found.append({**about, **figures, "advice": [dataclasses.asdict(each) for each in view.advice]})
-    return {"runs": found}
+        runs.append({**about, **figures, "advice": [dataclasses.asdict(each) for each in view.advice]})
+    return {"runs": runs}
 
 
 def write_page(views: Sequence[RunView], out: Path | None = None) -> Path:
@@ -157,62 +157,62 @@ def _charts(views: Sequence[RunView]) -> Iterator[tuple[str, Markup, list[str]]]
 
 
 def _last(points: Sequence[tuple[int, float | None]]) -> str:
-    known = [value for _, value in points if value is not None]
-    return count_text(known[-1]) if known else ""
+    values = [value for _, value in points if value is not None]
+    return count_text(values[-1]) if values else ""
 
 
 def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     """Return (name, value, comparison) for the figures at the top."""
-    figures, found = view.figures, []
+    figures, tiles = view.figures, []
     for name, title in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         if text := _last(figures.series[name]):
-            found.append((title, text, ""))
+            tiles.append((title, text, ""))
     planned, rate = figures.planned, figures.tokens_per_second
     of, mfu = number(planned, "tokens_per_second"), number(planned, "mfu")
     if rate is not None:
-        found.append(("tokens a second", count_text(rate), "" if of is None else f"plan {count_text(of)}"))
+        tiles.append(("tokens a second", count_text(rate), "" if of is None else f"plan {count_text(of)}"))
     if rate is not None and of and mfu is not None:  # FLOPs per token are equal
-        found.append(("model FLOPs used", f"{mfu * rate / of:.1%}", f"plan {mfu:.1%}"))
+        tiles.append(("model FLOPs used", f"{mfu * rate / of:.1%}", f"plan {mfu:.1%}"))
     if figures.median is not None:
         of = number(planned, "step_seconds")
-        found.append(
+        tiles.append(
             ("median step", seconds_text(figures.median.seconds), "" if of is None else f"plan {seconds_text(of)}")
         )
     for tier in figures.tiers:
         if tier.name in ("device", "cpu") and tier.peak_bytes is not None:
             budget = "" if tier.budget_bytes is None else f"of {format_bytes(tier.budget_bytes)}"
-            found.append((f"{_TIERS[tier.name]}, peak", format_bytes(tier.peak_bytes), budget))
-    return found
+            tiles.append((f"{_TIERS[tier.name]}, peak", format_bytes(tier.peak_bytes), budget))
+    return tiles
 
 
-def _about(run: Recorded) -> list[str]:
-    found = [str(run.setting("model.path") or run.setting("model.preset") or "model unknown")]
-    found[0] = Path(found[0]).name
+def _about(run: RunRecord) -> list[str]:
+    properties = [str(run.setting("model.path") or run.setting("model.preset") or "model unknown")]
+    properties[0] = Path(properties[0]).name
     if precision := run.setting("train.precision"):
-        found.append(str(precision))
+        properties.append(str(precision))
     ranks, gpus = number(run.env, "world_size"), run.env.get("gpus")
     if isinstance(gpus, list) and gpus and isinstance(gpus[0], Mapping):
-        found.append(f"{int(ranks or 1)} x {gpus[0].get('name', 'GPU')}")
+        properties.append(f"{int(ranks or 1)} x {gpus[0].get('name', 'GPU')}")
     elif isinstance(cpu := run.env.get("cpu"), Mapping):
-        found.append(f"{cpu.get('name') or cpu.get('machine') or 'CPU'}, {cpu.get('num_cores', '?')} cores")
+        properties.append(f"{cpu.get('name') or cpu.get('machine') or 'CPU'}, {cpu.get('num_cores', '?')} cores")
         if ranks and ranks > 1:
-            found.append(f"{int(ranks)} ranks")
-    return found
+            properties.append(f"{int(ranks)} ranks")
+    return properties
 
 
 def _step_view(title: str, step: StepFigure | None, median: StepFigure | None = None) -> StepView | None:
     if step is None:
         return None
-    said = [] if median is None else [_longer(step, median)]
+    notes = [] if median is None else [_longer(step, median)]
     if step.shown is None:
-        said.append("The trace has no step to show.")
+        notes.append("The trace has no step to show.")
     elif step.shown.number != step.step:
-        said.append(
+        notes.append(
             f"The trace keeps only the first, the last and the slowest steps, without step {step.step}: the lanes "
             f"shown are those of step {step.shown.number} ({seconds_text(step.shown.seconds)}), the kept step nearest "
             "in time."
         )
-    return StepView(title, step, rows(step.shown) if step.shown is not None else (), tuple(said))
+    return StepView(title, step, rows(step.shown) if step.shown is not None else (), tuple(notes))
 
 
 def _longer(step: StepFigure, median: StepFigure) -> str:
@@ -255,7 +255,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _differing(runs: Sequence[Recorded]) -> list[str]:
+def _differing(runs: Sequence[RunRecord]) -> list[str]:
     """Return the settings with different values between runs, except the run folder."""
     keys = dict.fromkeys(
         f"{section}.{field}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.reporting.figures import COMPUTE
-from offload.reporting.recorded import KeptStep, Piece, seconds_text
+from offload.reporting.run_record import TracedStep, TraceSpan, seconds_text
 
 _PASSES = ("forward", "backward")
 _LANES = (COMPUTE, "h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
@@ -34,69 +34,69 @@ class Row:
     bars: tuple[Bar, ...]
 
 
-def rows(step: KeptStep) -> tuple[Row, ...]:
+def rows(step: TracedStep) -> tuple[Row, ...]:
     """Return a row for each lane with work, compute first.
 
     If the compute thread did everything, the trace has one lane, with all work outside unit passes exposed.
     """
-    lanes = {piece.lane for piece in step.pieces}
-    gaps = _gaps([piece for piece in step.pieces if piece.lane == COMPUTE], step.seconds)
+    lanes = {span.lane for span in step.spans}
+    gaps = _gaps([span for span in step.spans if span.lane == COMPUTE], step.seconds)
     order = [*(lane for lane in _LANES if lane in lanes), *sorted(lanes - set(_LANES))]
-    return tuple(Row(lane, _bars([p for p in step.pieces if p.lane == lane], gaps, step.seconds)) for lane in order)
+    return tuple(Row(lane, _bars([p for p in step.spans if p.lane == lane], gaps, step.seconds)) for lane in order)
 
 
-def _gaps(pieces: Sequence[Piece], seconds: float) -> list[tuple[float, float]]:
+def _gaps(spans: Sequence[TraceSpan], seconds: float) -> list[tuple[float, float]]:
     """Return (begin, end) for each compute gap."""
-    found, now = [], 0.0
-    for piece in sorted(pieces, key=lambda piece: piece.begin):
-        if piece.begin - now > _IDLE * seconds:
-            found.append((now, piece.begin))
-        now = max(now, piece.end)
-    return [*found, (now, seconds)] if seconds - now > _IDLE * seconds else found
+    gaps, now = [], 0.0
+    for span in sorted(spans, key=lambda span: span.begin):
+        if span.begin - now > _IDLE * seconds:
+            gaps.append((now, span.begin))
+        now = max(now, span.end)
+    return [*gaps, (now, seconds)] if seconds - now > _IDLE * seconds else gaps
 
 
-def _bars(pieces: Sequence[Piece], gaps: Sequence[tuple[float, float]], seconds: float) -> tuple[Bar, ...]:
+def _bars(spans: Sequence[TraceSpan], gaps: Sequence[tuple[float, float]], seconds: float) -> tuple[Bar, ...]:
     parts: list[tuple[float, float, str, str]] = []
-    for piece in pieces:
-        title = f"{piece.name}: {seconds_text(piece.end - piece.begin)}"
-        if piece.lane == COMPUTE:
-            what = piece.name.partition(" ")[0]
-            parts.append((piece.begin, piece.end, what if what in _PASSES else "exposed", title))
+    for span in spans:
+        title = f"{span.name}: {seconds_text(span.end - span.begin)}"
+        if span.lane == COMPUTE:
+            pass_name = span.name.partition(" ")[0]
+            parts.append((span.begin, span.end, pass_name if pass_name in _PASSES else "exposed", title))
         else:
-            parts += [(begin, end, kind, title) for begin, end, kind in _cut(piece, gaps)]
+            parts += [(begin, end, bar_class, title) for begin, end, bar_class in _cut(span, gaps)]
     return tuple(
         Bar(
             round(100 * begin / seconds, 3),
             round(100 * (end - begin) / seconds, 3),
-            kind,
+            bar_class,
             title if count == 1 else f"{title}, ... {count} pieces in {seconds_text(end - begin)}",
         )
-        for begin, end, kind, title, count in _merged(parts, seconds)
+        for begin, end, bar_class, title, count in _merged(parts, seconds)
     )
 
 
 def _merged(parts: Sequence[tuple[float, float, str, str]], seconds: float) -> list[tuple[float, float, str, str, int]]:
     """Merge bars narrower than a pixel with touching ones. Also returns the merge counts."""
     bars: list[tuple[float, float, str, str, int]] = []
-    for begin, end, kind, title in parts:
+    for begin, end, bar_class, title in parts:
         if bars:
-            first, last, before, said, count = bars[-1]
+            first, last, last_class, last_title, count = bars[-1]
             narrow = min(end - begin, last - first) < _NARROW * seconds
-            if before == kind and narrow and begin - last < _NEAR * seconds:
-                bars[-1] = (first, max(end, last), kind, said, count + 1)
+            if last_class == bar_class and narrow and begin - last < _NEAR * seconds:
+                bars[-1] = (first, max(end, last), bar_class, last_title, count + 1)
                 continue
-        bars.append((begin, end, kind, title, 1))
+        bars.append((begin, end, bar_class, title, 1))
     return bars
 
 
-def _cut(piece: Piece, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float, str]]:
+def _cut(span: TraceSpan, gaps: Sequence[tuple[float, float]]) -> list[tuple[float, float, str]]:
     """Cut an interval where compute gaps begin and end."""
-    found, now = [], piece.begin
+    parts, now = [], span.begin
     for begin, end in gaps:
-        first, last = max(begin, piece.begin), min(end, piece.end)
+        first, last = max(begin, span.begin), min(end, span.end)
         if first < last:
             if now < first:
-                found.append((now, first, "hidden"))
-            found.append((first, last, "exposed"))
+                parts.append((now, first, "hidden"))
+            parts.append((first, last, "exposed"))
             now = last
-    return [*found, (now, piece.end, "hidden")] if now < piece.end else found
+    return [*parts, (now, span.end, "hidden")] if now < span.end else parts

@@ -54,47 +54,47 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Room:
+class SlotMemory:
     """Device memory for cargoes."""
 
     sizes: tuple[int, ...]
     """Bytes per cargo, by index."""
     capacity: int
     """Total bytes."""
-    most: int | None
+    max_cargoes: int | None
     """Maximum cargo count at the same time; None: as many as fit."""
 
     def holds(self, cargoes: Collection[int]) -> bool:
         """Return True if all these cargoes fit together."""
         fits = sum(self.sizes[cargo] for cargo in cargoes) <= self.capacity
-        return fits and (self.most is None or len(cargoes) <= self.most)
+        return fits and (self.max_cargoes is None or len(cargoes) <= self.max_cargoes)
 
     def place(
-        self, cargo: int, lying: Mapping[int, int], next_use: Mapping[int, float], serves: float, home: int | None
+        self, cargo: int, offsets: Mapping[int, int], next_use: Mapping[int, float], serves: float, home: int | None
     ) -> tuple[int, tuple[int, ...]] | None:
         """Return (offset, evicted cargoes) for the least harmful placement.
 
         None: every placement evicts a cargo needed at `serves` or earlier.
 
-        lying: offset by cargo for current contents.
+        offsets: offset by cargo for current contents.
         home: preferred offset among equal candidates.
         """
         leaving: tuple[int, ...] = ()
-        if self.most is not None and len(lying) >= self.most:
-            last = max(lying, key=lambda other: next_use[other])
+        if self.max_cargoes is not None and len(offsets) >= self.max_cargoes:
+            last = max(offsets, key=lambda other: next_use[other])
             if next_use[last] <= serves:
                 return None
             leaving = (last,)
         size = self.sizes[cargo]
-        there = [(offset, offset + self.sizes[c], c) for c, offset in lying.items() if c not in leaving]
-        candidates = {0, *(end for _, end, _ in there)}  # an offset between two of these overlaps no less
+        contents = [(offset, offset + self.sizes[c], c) for c, offset in offsets.items() if c not in leaving]
+        candidates = {0, *(end for _, end, _ in contents)}  # an offset between two of these overlaps no less
         if home is not None:
             candidates.add(home)
         best: tuple[tuple[float, bool, int], tuple[int, ...]] | None = None
         for offset in candidates:
             if not 0 <= offset <= self.capacity - size:
                 continue
-            over = tuple(c for begin, end, c in there if begin < offset + size and offset < end)
+            over = tuple(c for begin, end, c in contents if begin < offset + size and offset < end)
             rank = (min((next_use[c] for c in over), default=math.inf), offset == home, -offset)
             if (not over or rank[0] > serves) and (best is None or rank > best[0]):
                 best = rank, over
@@ -103,10 +103,10 @@ class Room:
 
 def build(
     uses: Sequence[Use],
-    room: Room,
+    room: SlotMemory,
     lookahead: int,
     *,
-    held: Mapping[int, int],
+    valid_offsets: Mapping[int, int],
     homes: Mapping[int, int],
     trained: Iterable[int],
     wraps: bool = False,
@@ -115,14 +115,14 @@ def build(
     """Schedule one pass over `uses`, assuming the next pass is the same.
 
     lookahead: cargoes fetched early, beyond the next one.
-    held: offsets for cargoes already on the device.
+    valid_offsets: offsets for cargoes already on the device.
     homes: previous offsets. The same place is preferred, because unit parameters are created once per place.
     trained: cargoes made stale by a backward, since an update follows.
     wraps: the update follows immediately, so updated cargoes can be fetched for the next pass during this one.
     late: cargoes exempt from `wraps`, with an update after the pass.
     """
     calendar = _Calendar(uses, set(trained))
-    lying, homes, not_yet = dict(held), dict(homes), set(late)
+    offsets, homes, not_yet = dict(valid_offsets), dict(homes), set(late)
     end = 2 * len(uses) if wraps else len(uses)
     before: list[tuple[Fetch, ...]] = []
     for now, use in enumerate(uses):
@@ -136,27 +136,27 @@ def build(
                 if len(ahead) > lookahead:
                     break
                 ahead.add(cargo)
-            if cargo in lying:
+            if cargo in offsets:
                 continue
             if serves >= len(uses):
                 if cargo in not_yet or calendar.is_used(cargo, now):
                     continue  # the update comes later
                 if not room.holds(ahead):
                     break  # would be evicted before the use
-            next_use = {other: calendar.next_use(other, now) for other in lying}
-            found = room.place(cargo, lying, next_use, serves, homes.get(cargo))
-            if found is None:
+            next_use = {other: calendar.next_use(other, now) for other in offsets}
+            placement = room.place(cargo, offsets, next_use, serves, homes.get(cargo))
+            if placement is None:
                 break
-            offset, evicted = found
+            offset, evicted = placement
             for other in evicted:
-                del lying[other]
-            lying[cargo] = homes[cargo] = offset
+                del offsets[other]
+            offsets[cargo] = homes[cargo] = offset
             if serves >= len(uses):
                 calendar.renew(cargo)
             fetches.append(Fetch(cargo, offset, evicted, serves))
         before.append(tuple(fetches))
         if calendar.next_use(use.cargo, now + 1) == math.inf:
-            lying.pop(use.cargo, None)  # stale from here, so eviction is free
+            offsets.pop(use.cargo, None)  # stale from here, so eviction is free
     return Schedule(tuple(uses), tuple(before))
 
 

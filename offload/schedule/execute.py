@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 from offload.lanes.ticket import Ticket
 from offload.layout.regions import Region
-from offload.schedule.build import Room, Schedule, Use, build
+from offload.schedule.build import Schedule, SlotMemory, Use, build
 from offload.tiers.slots import Slots
 
-_MOST_SCHEDULES, _MOST_KINDS = 256, 64
+_MOST_SCHEDULES, _MOST_PASS_KEYS = 256, 64
 
 
-def _family(kind: Hashable) -> Hashable:
-    """Return the key for the latest pass with the same name and other batch shapes, a stand-in for an unseen kind."""
-    return ("family", kind[0] if isinstance(kind, tuple) else kind)
+def _family(pass_key: Hashable) -> Hashable:
+    """Return the key for the latest pass with the same name and other batch shapes, a stand-in for an unseen key."""
+    return ("family", pass_key[0] if isinstance(pass_key, tuple) else pass_key)
 
 
 class Executor:
@@ -28,36 +28,38 @@ class Executor:
     lands_late: returns True for a region updated after the backward instead of during it.
     """
 
-    def __init__(self, slots: Slots, lookahead: int, most: int | None, *, lands_late: Callable[[Region], bool]) -> None:
-        self._slots, self._lookahead, self._most, self._lands_late = slots, lookahead, most, lands_late
+    def __init__(
+        self, slots: Slots, lookahead: int, max_cargoes: int | None, *, lands_late: Callable[[Region], bool]
+    ) -> None:
+        self._slots, self._lookahead, self._max_cargoes, self._lands_late = slots, lookahead, max_cargoes, lands_late
         self._orders: dict[Hashable, list[Use]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._homes: dict[int, int] = {}
-        self._kind: Hashable = None
+        self._pass_key: Hashable = None
         self._is_open = self._wraps = False
         self._schedule: Schedule | None = None
         self._next = self._entered = 0
-        self._taken: list[Use] = []
+        self._recorded_uses: list[Use] = []
         self.num_departures = 0
 
     # -- a pass ----------------------------------------------------------------------------------------------
 
-    def begin(self, kind: Hashable, wraps: bool = False) -> None:
+    def begin(self, pass_key: Hashable, wraps: bool = False) -> None:
         """Start a pass. wraps: each unit is updated right after its backward.
 
         With `wraps`, weights for the next pass can be fetched during this one.
         """
-        if self._schedule is None or self._next or (kind, wraps) != (self._kind, self._wraps):
-            self.expect(kind, wraps)
-        self._kind, self._is_open = kind, True
-        self._taken = []
+        if self._schedule is None or self._next or (pass_key, wraps) != (self._pass_key, self._wraps):
+            self.expect(pass_key, wraps)
+        self._pass_key, self._is_open = pass_key, True
+        self._recorded_uses = []
 
     def enter(self, regions: Sequence[Region], backward: bool, reads: bool = True) -> None:
         """Make compute wait for unit weights. No fetch if `reads` is False."""
         cargo = self._slots.cargo_of(regions)
         use = Use(cargo, backward, reads)
         if self._is_open:
-            self._taken.append(use)
+            self._recorded_uses.append(use)
             if self._schedule is not None and self._schedule.uses[self._next : self._next + 1] != (use,):
                 self._depart()
         else:  # outside a pass: prefetched cargoes are used as they are
@@ -78,20 +80,20 @@ class Executor:
 
     def end(self) -> None:
         """End the pass and record the order."""
-        if self._is_open and self._orders.get(self._kind) != self._taken:
-            if len(self._orders) > _MOST_KINDS:  # batch shapes keep changing
+        if self._is_open and self._orders.get(self._pass_key) != self._recorded_uses:
+            if len(self._orders) > _MOST_PASS_KEYS:  # batch shapes keep changing
                 self._orders.clear()
-            self._orders[self._kind] = self._orders[_family(self._kind)] = self._taken
+            self._orders[self._pass_key] = self._orders[_family(self._pass_key)] = self._recorded_uses
             self._schedules.clear()
         self._is_open, self._schedule = False, None
 
-    def suppose(self, kind: Hashable, order: Iterable[Sequence[Region]]) -> None:
-        """Assume a use order for a kind until the first pass is recorded.
+    def suppose(self, pass_key: Hashable, order: Iterable[Sequence[Region]]) -> None:
+        """Assume a use order for a pass key until the first pass is recorded.
 
         Cargoes alternate between both memory ends, so the free room stays contiguous.
         """
         uses = [Use(self._slots.cargo_of(regions), False) for regions in order]
-        self._orders.setdefault(kind, uses)
+        self._orders.setdefault(pass_key, uses)
         for number, use in enumerate(uses):
             top = self._slots.capacity_bytes - self._slots.cargo_bytes(use.cargo)
             self._homes.setdefault(use.cargo, top if number % 2 else 0)
@@ -99,8 +101,8 @@ class Executor:
     def forget(self) -> None:
         """Reset to an empty device without an open pass."""
         self._slots.forget()
-        self._schedule, self._kind, self._is_open = None, None, False
-        self._taken = []
+        self._schedule, self._pass_key, self._is_open = None, None, False
+        self._recorded_uses = []
 
     def reset(self, keep_orders: bool = False) -> None:
         """Adapt to new cargoes, or with `keep_orders` only to a new memory size."""
@@ -115,7 +117,7 @@ class Executor:
 
         users: returns the region tuples for all units with a given region.
         """
-        first = {use.cargo: time for time, use in reversed(list(enumerate(self._taken)))}
+        first = {use.cargo: time for time, use in reversed(list(enumerate(self._recorded_uses)))}
         slots = self._slots
 
         def rank(region: Region) -> float:
@@ -127,25 +129,30 @@ class Executor:
 
     # -- fetches ---------------------------------------------------------------------------------------------
 
-    def expect(self, kind: Hashable, wraps: bool) -> None:
+    def expect(self, pass_key: Hashable, wraps: bool) -> None:
         """Prepare the schedule for the next pass from the current device contents and issue the first fetches.
 
         A fetch waits for the pending update of the cargo.
         """
-        self._kind, self._wraps, self._next, self._schedule = kind, wraps, 0, None
+        self._pass_key, self._wraps, self._next, self._schedule = pass_key, wraps, 0, None
         if len(self._schedules) > _MOST_SCHEDULES:
             self._schedules.clear()
-        order = self._orders.get(kind) or self._orders.get(_family(kind))
+        order = self._orders.get(pass_key) or self._orders.get(_family(pass_key))
         if order is None:
             return
-        held, late = self._slots.held(), self._with_any(self._lands_late)
-        key = (kind, wraps, *(tuple(sorted(part.items())) for part in (held, self._homes)), tuple(sorted(late)))
+        valid_offsets, late = self._slots.valid_offsets(), self._with_any(self._lands_late)
+        key = (
+            pass_key,
+            wraps,
+            *(tuple(sorted(part.items())) for part in (valid_offsets, self._homes)),
+            tuple(sorted(late)),
+        )
         if key not in self._schedules:
             self._schedules[key] = build(
                 order,
                 self._room(),
                 self._lookahead,
-                held=held,
+                valid_offsets=valid_offsets,
                 homes=self._homes,
                 trained=self._with_any(lambda region: region.trainable),
                 wraps=wraps,
@@ -164,21 +171,23 @@ class Executor:
 
     def _depart(self) -> None:
         self.num_departures += 1
-        self._orders.pop(self._kind, None)
+        self._orders.pop(self._pass_key, None)
         self._schedule = None
 
     def _fetch_now(self, cargo: int) -> None:
         """Fetch for an unscheduled use, evicting the least recently used cargoes."""
-        lying = self._slots.held()
-        next_use = dict.fromkeys(lying, 1.0) | {use.cargo: -time for time, use in enumerate(self._taken)}
-        found = self._room().place(cargo, lying, next_use, -math.inf, self._homes.get(cargo))
-        assert found is not None, "there is room for the largest unit"
-        self._homes[cargo] = found[0]
-        self._slots.fetch(cargo, *found, is_ahead=False)
+        valid_offsets = self._slots.valid_offsets()
+        next_use = dict.fromkeys(valid_offsets, 1.0) | {
+            use.cargo: -time for time, use in enumerate(self._recorded_uses)
+        }
+        placement = self._room().place(cargo, valid_offsets, next_use, -math.inf, self._homes.get(cargo))
+        assert placement is not None, "there is room for the largest unit"
+        self._homes[cargo] = placement[0]
+        self._slots.fetch(cargo, *placement, is_ahead=False)
 
-    def _room(self) -> Room:
+    def _room(self) -> SlotMemory:
         sizes = tuple(self._slots.cargo_bytes(cargo) for cargo in range(len(self._slots.cargoes)))
-        return Room(sizes, self._slots.capacity_bytes, self._most)
+        return SlotMemory(sizes, self._slots.capacity_bytes, self._max_cargoes)
 
     def _with_any(self, is_one: Callable[[Region], bool]) -> Collection[int]:
         """Return the cargoes with at least one region satisfying the predicate."""

@@ -13,36 +13,36 @@ from offload.errors import format_bytes
 _LINE_EVERY_S = 10.0
 
 
-def byte_progress(what: str, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
+def byte_progress(label: str, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
     """Show progress on stderr in this context. Yields a function to call with the byte count for each piece."""
     show = _bar if sys.stderr.isatty() else _lines
-    return show(what, num_bytes, sys.stderr)
+    return show(label, num_bytes, sys.stderr)
 
 
 @contextmanager
-def _bar(what: str, num_bytes: int, stream: TextIO) -> Iterator[Callable[[int], None]]:
+def _bar(label: str, num_bytes: int, stream: TextIO) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    shown = Progress(
+    progress = Progress(
         TextColumn("{task.description}"), BarColumn(), *columns, console=Console(file=stream), transient=True
     )
-    with shown:
-        task = shown.add_task(escape(what), total=num_bytes)
-        yield lambda size: shown.advance(task, size)
+    with progress:
+        task = progress.add_task(escape(label), total=num_bytes)
+        yield lambda size: progress.advance(task, size)
 
 
 @contextmanager
-def _lines(what: str, num_bytes: int, stream: TextIO) -> Iterator[Callable[[int], None]]:
+def _lines(label: str, num_bytes: int, stream: TextIO) -> Iterator[Callable[[int], None]]:
     done, last = 0, time.monotonic()
 
-    def tell(size: int) -> None:
+    def report(size: int) -> None:
         nonlocal done, last
         done += size
         if time.monotonic() - last > _LINE_EVERY_S:
             last = time.monotonic()
-            print(f"{what}: {format_bytes(done)} of {format_bytes(num_bytes)}", file=stream, flush=True)
+            print(f"{label}: {format_bytes(done)} of {format_bytes(num_bytes)}", file=stream, flush=True)
 
-    yield tell
+    yield report

@@ -64,7 +64,7 @@ class Counters:
         """Host memory registered with the device; 0 without a device."""
         return self._tiers.store.pinned_bytes if self._tiers else 0
 
-    def look_at(self, tiers: Tiers) -> None:
+    def read_peaks_from(self, tiers: Tiers) -> None:
         """Set the source for peaks."""
         self._tiers = tiers
 
@@ -80,7 +80,7 @@ class Counters:
         self.all_to_all_elements = 0
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         """Restore all counters when this context ends."""
         before = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "int"}
         try:

@@ -33,8 +33,8 @@ class _TensorBoard:
     def __init__(self, folder: Path, last_step: int, _config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        make: Any = SummaryWriter
-        self._writer = make(str(folder / "tensorboard"), purge_step=last_step + 1)
+        writer_class: Any = SummaryWriter
+        self._writer = writer_class(str(folder / "tensorboard"), purge_step=last_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -93,10 +93,10 @@ class _Mlflow:
 
         identity = _identity(folder)
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
-        found = mlflow.search_runs(filter_string=f"tags.offload_run = '{identity}'", output_format="list")
-        same: dict[str, Any] = {"run_id": found[0].info.run_id} if found else {"tags": {"offload_run": identity}}
-        mlflow.start_run(**({"run_name": folder.name} | same))
-        if not found:
+        runs = mlflow.search_runs(filter_string=f"tags.offload_run = '{identity}'", output_format="list")
+        run_options: dict[str, Any] = {"run_id": runs[0].info.run_id} if runs else {"tags": {"offload_run": identity}}
+        mlflow.start_run(**({"run_name": folder.name} | run_options))
+        if not runs:
             mlflow.log_params({key: str(value)[:500] for key, value in config.items()})
         self._mlflow: Any = mlflow
 
@@ -107,7 +107,7 @@ class _Mlflow:
         self._mlflow.end_run()
 
 
-_KINDS: dict[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
+_LOGGER_CLASSES: dict[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
     "tensorboard": _TensorBoard,
     "wandb": _Wandb,
     "trackio": _Trackio,
@@ -118,10 +118,10 @@ _KINDS: dict[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
 def check_loggers(names: Sequence[str]) -> None:
     """Raise ConfigError for an unknown or missing tracker."""
     for name in names:
-        if name not in _KINDS:
+        if name not in _LOGGER_CLASSES:
             raise ConfigError(
-                f"run.report_to is {name!r}{nearest(name, _KINDS)}; it should list some of {', '.join(_KINDS)}, or be "
-                "none."
+                f"run.report_to is {name!r}{nearest(name, _LOGGER_CLASSES)}; it should list some of "
+                f"{', '.join(_LOGGER_CLASSES)}, or be none."
             )
         if find_spec(name) is None:
             raise ConfigError(f"run.report_to is {name}, which is not installed: pip install {name}, or leave it out.")
@@ -134,44 +134,44 @@ class Loggers:
         self, names: Sequence[str], folder: Path, last_step: int, config: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
         """Open the trackers. folder: run folder. last_step: step the run resumes at. config: all settings by key."""
-        self._say, self._open = say, dict[str, Logger]()
+        self._say, self._loggers = say, dict[str, Logger]()
         for name in names:
-            self._try(name, partial(self._begin, name, folder, last_step, config))
+            self._try(name, partial(self._open_logger, name, folder, last_step, config))
 
-    def _begin(self, name: str, folder: Path, last_step: int, config: Mapping[str, Any]) -> None:
-        self._open[name] = _KINDS[name](folder, last_step, config)
+    def _open_logger(self, name: str, folder: Path, last_step: int, config: Mapping[str, Any]) -> None:
+        self._loggers[name] = _LOGGER_CLASSES[name](folder, last_step, config)
 
     def log(self, fields: Mapping[str, Any]) -> None:
         """Send a metrics.jsonl line, or a part of one, to all trackers."""
         values = _numbers(fields)
-        for name, logger in list(self._open.items()):
+        for name, logger in list(self._loggers.items()):
             self._try(name, partial(logger.log, fields["step"], values))
 
     def close(self) -> None:
         """Finish all connections."""
-        for name, logger in list(self._open.items()):
+        for name, logger in list(self._loggers.items()):
             self._try(name, logger.close)
-        self._open.clear()
+        self._loggers.clear()
 
-    def _try(self, name: str, do: Callable[[], Any]) -> None:
+    def _try(self, name: str, action: Callable[[], Any]) -> None:
         try:
-            do()
+            action()
         except Exception as error:  # trackers raise anything
-            self._open.pop(name, None)
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            self._say(f"note: {name} (run.report_to) failed, and the run continues without it: {told[:300]}")
+            self._loggers.pop(name, None)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._say(f"note: {name} (run.report_to) failed, and the run continues without it: {reason[:300]}")
 
 
 def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers in a line as `train/loss`; for evaluations `eval/loss` and `eval/NAME/loss`."""
     sources = fields.get("eval_sources", {})
-    found = {f"eval/{name}/{key}": value for name, each in sources.items() for key, value in each.items()}
+    numbers = {f"eval/{name}/{key}": value for name, each in sources.items() for key, value in each.items()}
     for key, value in fields.items():
         group, _, rest = key.partition("_") if key.startswith("eval_") else ("train", "", key)
-        found[f"{group}/{rest}"] = value
+        numbers[f"{group}/{rest}"] = value
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in numbers.items()
         if isinstance(value, int | float) and name != "train/step" and math.isfinite(value)
     }
 

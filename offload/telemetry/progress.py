@@ -21,7 +21,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a permanent line."""
 
-    def doing(self, text: str) -> None:
+    def show_activity(self, text: str) -> None:
         """Show the work before the first step, if the output can be erased later."""
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
@@ -48,8 +48,12 @@ def describe(fields: Mapping[str, Any], num_steps: int | None, eta_s: float | No
 
     `width`: maximum length, by dropping parts; None: no limit.
     """
-    of = "" if num_steps is None else f"/{num_steps}"
-    parts = {"step": f"step {fields['step']}{of}", "loss": f"loss {fields['loss']:.4f}", "lr": f"lr {fields['lr']:.2e}"}
+    total = "" if num_steps is None else f"/{num_steps}"
+    parts = {
+        "step": f"step {fields['step']}{total}",
+        "loss": f"loss {fields['loss']:.4f}",
+        "lr": f"lr {fields['lr']:.2e}",
+    }
     if fields["grad_norm"] is not None:
         parts["grad"] = f"grad {fields['grad_norm']:.3g}"
     if "rewards/accuracies" in fields:
@@ -107,7 +111,7 @@ class LiveProgress(Progress):
     def say(self, text: str) -> None:
         self._console.print(printable(text, self._console.file), markup=False, soft_wrap=True)
 
-    def doing(self, text: str) -> None:
+    def show_activity(self, text: str) -> None:
         from rich.spinner import Spinner
 
         self._show(Spinner("dots", text))

@@ -63,12 +63,12 @@ class Trace:
     def step(self, number: int, begin: float, end: float, spans: Sequence[Span]) -> None:
         """Record a finished step."""
         self.mark(f"step {number}", begin, end)
-        found = _Step(number, tuple(self._marks), tuple(spans))
+        traced = _Step(number, tuple(self._marks), tuple(spans))
         self._marks.clear()
         if len(self._first) < FIRST_STEPS:
-            self._first.append(found)
+            self._first.append(traced)
             return
-        self._last.append(found)
+        self._last.append(traced)
         if len(self._last) > LAST_STEPS:
             self._slowest = [max([*self._slowest, self._last.popleft()], key=lambda step: step.seconds)]
 
@@ -88,41 +88,44 @@ class Trace:
         names = dict.fromkeys((*self._lanes, *(span.lane for span in spans if span.lane != _STEPS), _STEPS))
         tracks = {name: number for number, name in enumerate(names, 1)}
         origin = spans[0].begin if spans else 0.0
-        named = [_meta("process_name", 0, name="offload")]
+        metadata = [_metadata_event("process_name", 0, name="offload")]
         for name, number in tracks.items():
-            named += [_meta("thread_name", number, name=name), _meta("thread_sort_index", number, sort_index=number)]
-        return named + [_work(span, tracks[span.lane], origin) for span in spans]
+            metadata += [
+                _metadata_event("thread_name", number, name=name),
+                _metadata_event("thread_sort_index", number, sort_index=number),
+            ]
+        return metadata + [_span_event(span, tracks[span.lane], origin) for span in spans]
 
     def _spans(self) -> list[Span]:
         """Return all spans, disjoint within each track."""
         tracks: dict[str, list[Span]] = {}
-        for span in _moved_up([*self._first, *self._slowest, *self._last]):
+        for span in _close_gaps([*self._first, *self._slowest, *self._last]):
             track = "compute" if self._is_serial and span.lane != _STEPS else span.lane
             tracks.setdefault(track, []).append(span)
-        return [span for track in tracks.values() for span in _apart(track)]
+        return [span for track in tracks.values() for span in _make_disjoint(track)]
 
 
-def _moved_up(steps: Sequence[_Step]) -> list[Span]:
+def _close_gaps(steps: Sequence[_Step]) -> list[Span]:
     """Return the spans for all steps, shifted to close the gaps left by omitted steps."""
-    found: list[Span] = list(steps[0].all) if steps else []
-    away = 0.0
+    spans: list[Span] = list(steps[0].all) if steps else []
+    shift = 0.0
     for before, after in pairwise(steps):
         if after.number > before.number + 1:
             begin, end = before.marks[-1].end, after.marks[0].begin
             first, last = before.number + 1, after.number - 1
-            which = f"step {first}" if first == last else f"steps {first} to {last}"
+            omitted = f"step {first}" if first == last else f"steps {first} to {last}"
             room = min(span.begin for span in after.all) - max(span.end for span in before.all)
-            further = max(0.0, room - _GAP * after.seconds)
-            name = f"{which} left out ({end - begin:.3f} s)"
-            found.append(Span(_STEPS, name, begin - away, end - away - further))
-            away += further
-        found += [span._replace(begin=span.begin - away, end=span.end - away) for span in after.all]
-    return found
+            gap = max(0.0, room - _GAP * after.seconds)
+            name = f"{omitted} left out ({end - begin:.3f} s)"
+            spans.append(Span(_STEPS, name, begin - shift, end - shift - gap))
+            shift += gap
+        spans += [span._replace(begin=span.begin - shift, end=span.end - shift) for span in after.all]
+    return spans
 
 
-def _apart(spans: Iterable[Span]) -> list[Span]:
+def _make_disjoint(spans: Iterable[Span]) -> list[Span]:
     """Make spans disjoint: at any time, the span started last keeps the interval."""
-    found: list[Span] = []
+    disjoint: list[Span] = []
     open_spans: list[Span] = []
     now = 0.0
 
@@ -133,7 +136,7 @@ def _apart(spans: Iterable[Span]) -> list[Span]:
             inner = open_spans[-1]
             end = min(inner.end, time)
             if now < end:
-                found.append(inner._replace(begin=now, end=end))
+                disjoint.append(inner._replace(begin=now, end=end))
             now = max(now, end)
             if inner.end <= now:
                 open_spans.pop()
@@ -143,14 +146,14 @@ def _apart(spans: Iterable[Span]) -> list[Span]:
         advance(span.begin)
         open_spans.append(span)
     advance(max((span.end for span in open_spans), default=now))
-    return found
+    return disjoint
 
 
-def _meta(what: str, track: int, **values: Any) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": 1, "tid": track, "args": values}
+def _metadata_event(event_name: str, track: int, **values: Any) -> dict[str, Any]:
+    return {"name": event_name, "ph": "M", "pid": 1, "tid": track, "args": values}
 
 
-def _work(span: Span, track: int, origin: float) -> dict[str, Any]:
+def _span_event(span: Span, track: int, origin: float) -> dict[str, Any]:
     # Round both ends to nanoseconds and derive the duration, so that rounding causes no overlap.
     begin, end = (round((time - origin) * 1e9) for time in (span.begin, span.end))
     category = "step" if span.lane == _STEPS else "lane"

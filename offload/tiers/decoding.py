@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from offload.lanes.lanes import Lanes
-from offload.layout.codecs import EXACT, Coded
+from offload.layout.codecs import EXACT, QuantizedCodec
 from offload.layout.regions import Region
 from offload.tiers.device import Device
 
@@ -20,13 +20,13 @@ def decoding_bytes(regions: Iterable[Region]) -> int:
     needs = [
         (codec.tables.nbytes, codec.workspace_bytes(region.numel))
         for region in regions
-        if isinstance(codec := region.travels, Coded)
+        if isinstance(codec := region.travels, QuantizedCodec)
     ]
     table_bytes = max((tables for tables, _ in needs), default=0)
     return table_bytes + max((num_bytes - tables for tables, num_bytes in needs), default=0)
 
 
-def resting(region: Region, weights: torch.Tensor) -> torch.Tensor:
+def stored_view(region: Region, weights: torch.Tensor) -> torch.Tensor:
     """Return the copy target for a region's stored data: `weights` for exact weights. For quantized weights, the end of
     `weights`: records then need no extra memory.
     """
@@ -36,15 +36,15 @@ def resting(region: Region, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Decoder:
-    """Decodes records at the position from `resting`. For one lane at a time."""
+    """Decodes records at the position from `stored_view`. For one lane at a time."""
 
     def __init__(self, regions: Iterable[Region], device: Device, lanes: Lanes) -> None:
         regions = list(regions)
         self._device, num_bytes = device, decoding_bytes(regions)
         self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-        found = (region.travels.tables for region in regions if isinstance(region.travels, Coded))
+        tables_by_region = (region.travels.tables for region in regions if isinstance(region.travels, QuantizedCodec))
         # int8 has no tables and may share the workspace with another codec
-        tables = max(found, key=len, default=self._workspace[:0])
+        tables = max(tables_by_region, key=len, default=self._workspace[:0])
         self._table_bytes = len(tables)
         if len(tables):
             device.copy(self._workspace[: len(tables)], tables)
@@ -52,15 +52,15 @@ class Decoder:
 
     def decode(self, region: Region, weights: torch.Tensor) -> None:
         """Decode a region's flat weights."""
-        assert isinstance(region.travels, Coded)
+        assert isinstance(region.travels, QuantizedCodec)
         begin = 0 if len(region.travels.tables) else self._table_bytes  # keep another codec's tables
-        region.travels.decode(resting(region, weights), weights, self._workspace[begin:])
+        region.travels.decode(stored_view(region, weights), weights, self._workspace[begin:])
         for used in (weights, self._workspace):
             self._device.lend(used)
 
     def moved_bytes(self, region: Region) -> int:
         """Return the device memory traffic during decoding, in bytes."""
-        assert isinstance(region.travels, Coded)
+        assert isinstance(region.travels, QuantizedCodec)
         between = 0 if self._device.decodes_at_once else region.travels.between_bytes * region.numel
         return region.travelling_bytes + region.weight_bytes + between
 

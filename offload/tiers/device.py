@@ -59,17 +59,17 @@ class CpuDevice:
         """Return a small flat host buffer for copies without staging."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
-    def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a device copy of `tensor` (here the tensor itself). The host may reuse the source at once, and waits
         only behind many pending copies.
         """
         return tensor
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def side_context(self) -> AbstractContextManager[Any]:
         """Return a context in which this thread's device work runs beside all other work."""
         return nullcontext()
 
-    def entered(self) -> Callable[[], AbstractContextManager[Any]]:
+    def stream_entry(self) -> Callable[[], AbstractContextManager[Any]]:
         """Return a context factory for another thread, to compute on this thread's stream."""
         return nullcontext
 
@@ -78,7 +78,7 @@ class CpuDevice:
         memory earlier.
         """
 
-    def bring_down(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def copy_to_host(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start a small D2H copy after all compute submitted so far. Returns a function to wait for the values."""
         return lambda: values
 
@@ -123,9 +123,9 @@ class _Staging:
         free = self._free.setdefault(size, [])
         if len(free) >= _MOST_STAGED:
             free[0][1].synchronize()
-        over = next((number for number, (_, event) in enumerate(free) if event.query()), None)
+        ready = next((number for number, (_, event) in enumerate(free) if event.query()), None)
         memory = (
-            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if over is None else free.pop(over)[0]
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if ready is None else free.pop(ready)[0]
         )
         return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
@@ -154,7 +154,7 @@ class AcceleratorDevice:
         if ledger.budget_bytes is None:
             ledger.limit(int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY))
         self._peak_bytes = 0
-        self._beside: Any = None
+        self._side_stream: Any = None
         accelerator.take_peak()  # reset: earlier peaks belong to others
         unbound = (lambda: None) if most_bytes is None else accelerator.bound(most_bytes + ROUNDING_BYTES)
         self._unbound = weakref.finalize(self, unbound)  # runs without close() too
@@ -177,23 +177,23 @@ class AcceleratorDevice:
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
-    def bring_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cpu or tensor.requires_grad:  # gradients must return the same way
             return tensor.to(self.torch_device)
-        up = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
+        device_copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
         numel = _STAGED_BYTES // tensor.itemsize
-        for piece, target in zip(tensor.reshape(-1).split(numel), up.view(-1).split(numel), strict=True):
+        for piece, target in zip(tensor.reshape(-1).split(numel), device_copy.view(-1).split(numel), strict=True):
             staged = self._staging.take(piece)
             target.copy_(staged.copy_(piece), non_blocking=True)
-            self._staging.give_back(staged, self._present())
-        return up
+            self._staging.give_back(staged, self._record_event())
+        return device_copy
 
-    def aside(self) -> AbstractContextManager[Any]:
-        if self._beside is None:
-            self._beside = self._module.Stream(self.torch_device)
-        return self._module.stream(self._beside)
+    def side_context(self) -> AbstractContextManager[Any]:
+        if self._side_stream is None:
+            self._side_stream = self._module.Stream(self.torch_device)
+        return self._module.stream(self._side_stream)
 
-    def entered(self) -> Callable[[], AbstractContextManager[Any]]:
+    def stream_entry(self) -> Callable[[], AbstractContextManager[Any]]:
         stream = self._accelerator.current_stream()
 
         def enter() -> AbstractContextManager[Any]:
@@ -205,21 +205,21 @@ class AcceleratorDevice:
     def lend(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._accelerator.current_stream())
 
-    def bring_down(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def copy_to_host(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         staged = self._staging.take(values)
         staged.copy_(values.detach(), non_blocking=True)
-        event = self._present()
+        event = self._record_event()
 
         def wait() -> torch.Tensor:
             if not event.query():
                 event.synchronize()
-            found = staged.clone()
+            host_values = staged.clone()
             self._staging.give_back(staged, event)
-            return found
+            return host_values
 
         return wait
 
-    def _present(self) -> torch.Event:
+    def _record_event(self) -> torch.Event:
         """Return an event after all work submitted to the current stream."""
         event = self._accelerator.event(sleeps=True)
         event.record(self._accelerator.current_stream())

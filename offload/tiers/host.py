@@ -39,7 +39,7 @@ class Arena:
 
     def __init__(self, num_bytes: int, pinning: Pinning | None = None) -> None:
         self.num_bytes = num_bytes
-        self._pinning, self._taken, self._begins = pinning, 0, [0]
+        self._pinning, self._num_taken, self._begins = pinning, 0, [0]
         self._borders: list[int] = []  # possible starts of pieces
         # MAP_PRIVATE: Python defaults to shared memory for -1, which is limited like /dev/shm and has no huge pages.
         # MAP_NORESERVE: the plan knows the available memory, and a forecast simulates engines larger than this machine,
@@ -53,13 +53,13 @@ class Arena:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the next `numel` elements as a zeroed flat tensor with a separate storage."""
         num_bytes = numel * dtype.itemsize
-        assert self._taken + num_bytes <= self.num_bytes, "the arena was planned too small"
+        assert self._num_taken + num_bytes <= self.num_bytes, "the arena was planned too small"
         if not numel:
             return torch.empty(0, dtype=dtype)
-        flat = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._taken)
+        flat = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._num_taken)
         if self._pinning is not None:
             self._pin(num_bytes, self._pinning)
-        self._taken += num_bytes
+        self._num_taken += num_bytes
         return flat
 
     @property
@@ -81,7 +81,7 @@ class Arena:
         """Start a new piece with the next tensor, of `num_bytes`, if necessary. Pin all pieces after the
         last tensor.
         """
-        begin, end = self._taken, self._taken + num_bytes
+        begin, end = self._num_taken, self._num_taken + num_bytes
         if begin % mmap.PAGESIZE == 0 and begin:
             self._borders.append(begin)
             if end - self._begins[-1] > pinning.largest_bytes:

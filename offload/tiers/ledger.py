@@ -61,7 +61,7 @@ class Ledger:
         self.budget_bytes = num_bytes
 
     @contextmanager
-    def lent(self, name: str, num_bytes: int, is_over: Callable[[], bool]) -> Iterator[None]:
+    def reserve_until(self, name: str, num_bytes: int, is_over: Callable[[], bool]) -> Iterator[None]:
         """Reserve `num_bytes` under `name` for the block, or until another allocation needs the memory and `is_over()`
         is True.
         """
@@ -111,11 +111,11 @@ class Ledger:
     def _refusal(self, name: str, num_bytes: int, fix: str) -> str:
         assert self.budget_bytes is not None
         short = self.current_bytes + num_bytes - self.budget_bytes
-        held = ", ".join(f"{key} {format_bytes(size)}" for key, size in self.allocations.items()) or "nothing"
+        allocations = ", ".join(f"{key} {format_bytes(size)}" for key, size in self.allocations.items()) or "nothing"
         return (
             f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but {name} "
-            f"needs {format_bytes(num_bytes)} in addition to the current allocations ({held}): {format_bytes(short)} "
-            f"({short} bytes) too little. "
+            f"needs {format_bytes(num_bytes)} in addition to the current allocations ({allocations}): "
+            f"{format_bytes(short)} ({short} bytes) too little. "
             f"{fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'} `python -m offload.plan` "
             "shows the memory needs of a step."
         )

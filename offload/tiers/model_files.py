@@ -96,25 +96,25 @@ class ModelFiles:
         """Add tile planes to a lease, and start their read into the ring."""
         numel = record.end - record.begin
         sizes = [record.planes[name].num_bytes(numel) for name in names]
-        stretch = self._ring.take(sum(sizes))
-        assert stretch is not None, "the ring has room for the largest tile"
-        parts = zip(names, stretch.flat.split(sizes), strict=True)
-        lent = {name: part.view(record.planes[name].dtype) for name, part in parts}
+        ring_slice = self._ring.take(sum(sizes))
+        assert ring_slice is not None, "the ring has room for the largest tile"
+        parts = zip(names, ring_slice.flat.split(sizes), strict=True)
+        planes = {name: part.view(record.planes[name].dtype) for name, part in parts}
         reading = self._lanes.fetch_read.submit(
-            lambda: self._fill(record, lent), fills=stretch.fills, name=record.region.name, num_bytes=sum(sizes)
+            lambda: self._fill(record, planes), fills=ring_slice.fills, name=record.region.name, num_bytes=sum(sizes)
         )
-        stretch.fence.fill(reading)
+        ring_slice.fence.fill(reading)
         self._counters.count("nvme_read_bytes", sum(sizes), is_ahead)
 
         def read(ticket: Ticket) -> None:
-            stretch.fence.read(ticket)
-            stretch.close()
+            ring_slice.fence.read(ticket)
+            ring_slice.close()
             lease.done_reading(ticket)
 
         def changed(_ticket: Ticket) -> None:
             raise AssertionError(f"the files of {record.region.name} were to be written")
 
-        return Lease(lease.planes | lent, (*lease.reads, reading), lease.fills, read, changed)
+        return Lease(lease.planes | planes, (*lease.reads, reading), lease.fills, read, changed)
 
     def _fill(self, record: FileRecord, planes: Mapping[str, torch.Tensor]) -> None:
         """Read each piece's part in the tile. fp32 weights are split if the region has a low half."""
@@ -124,15 +124,15 @@ class ModelFiles:
             if begin < end:
                 first = piece.begin - offset
                 value = self._reads[piece.parameter](first + begin, first + end)
-                its = slice(begin - record.begin, end - record.begin)
+                in_tile = slice(begin - record.begin, end - record.begin)
                 self.bytes_read += value.nbytes
-                found = {"weights": value}
+                halves = {"weights": value}
                 if region.has_low and value.dtype != torch.bfloat16:
-                    found["weights"], found["low"] = kernels.split(value.float())
+                    halves["weights"], halves["low"] = kernels.split(value.float())
                 for name, plane in planes.items():
-                    part = plane[record.planes[name].cut(its)]
-                    if name in found:
-                        copy_in_one_thread(part, found[name])
+                    part = plane[record.planes[name].cut(in_tile)]
+                    if name in halves:
+                        copy_in_one_thread(part, halves[name])
                     else:
                         part.zero_()
 

@@ -91,19 +91,23 @@ class Channel:
 
     def take(self, num_bytes: int) -> RingSlice:
         """Return ring memory, reserved until the slice is closed."""
-        stretch = self._ring.take(num_bytes)
-        assert stretch is not None, "the ring was planned for one lease at a time"
-        return stretch
+        ring_slice = self._ring.take(num_bytes)
+        assert ring_slice is not None, "the ring was planned for one lease at a time"
+        return ring_slice
 
     def read(
-        self, file: Stripes, offset: int, stretch: RingSlice, *, reads: Sequence[Ticket], name: str, is_ahead: bool
+        self, file: Stripes, offset: int, ring_slice: RingSlice, *, reads: Sequence[Ticket], name: str, is_ahead: bool
     ) -> Ticket:
         """Fill a slice from a file."""
-        num_bytes = stretch.flat.nbytes
+        num_bytes = ring_slice.flat.nbytes
         ticket = self._reads.submit(
-            lambda: file.read(offset, stretch.flat), reads=reads, fills=stretch.fills, name=name, num_bytes=num_bytes
+            lambda: file.read(offset, ring_slice.flat),
+            reads=reads,
+            fills=ring_slice.fills,
+            name=name,
+            num_bytes=num_bytes,
         )
-        stretch.fence.fill(ticket)
+        ring_slice.fence.fill(ticket)
         self._counters.count("nvme_read_bytes", num_bytes, is_ahead)
         return ticket
 
@@ -111,7 +115,7 @@ class Channel:
         self,
         file: Stripes,
         offset: int,
-        stretch: RingSlice,
+        ring_slice: RingSlice,
         num_bytes: int,
         *,
         reads: Sequence[Ticket],
@@ -120,13 +124,13 @@ class Channel:
     ) -> Ticket:
         """Write the first `num_bytes` in a slice to a file."""
         ticket = self._writes.submit(
-            lambda: file.write(offset, stretch.flat[:num_bytes]),
+            lambda: file.write(offset, ring_slice.flat[:num_bytes]),
             reads=reads,
             fills=fills,
             name=name,
             num_bytes=num_bytes,
         )
-        stretch.fence.read(ticket)
+        ring_slice.fence.read(ticket)
         self._counters.count("nvme_write_bytes", num_bytes)
         return ticket
 
@@ -169,20 +173,20 @@ class Record:
         """Add neighbouring planes to a lease and start their read. Changed planes are written back,
         except `gradients`.
         """
-        if fetches and (found := self._at_hand(names, lease)) is not None:
-            return found
+        if fetches and (cached_lease := self._at_hand(names, lease)) is not None:
+            return cached_lease
         channel = self.fetches if fetches else self.updates
         first, last = self._span(names)
         reads = [ticket for fence in self._fences(names) for ticket in fence.before_read()]
-        stretch = channel.take(last - first)
+        ring_slice = channel.take(last - first)
         name = self.name if fetches else f"update {self.name}"
-        reading = channel.read(self.file, self.offset + first, stretch, reads=reads, name=name, is_ahead=is_ahead)
+        reading = channel.read(self.file, self.offset + first, ring_slice, reads=reads, name=name, is_ahead=is_ahead)
         for fence in self._fences(names):
             fence.read(reading)
         if not fetches:
-            self._recent = names, stretch
-        kept = [name for name in names if name != "gradients"]
-        return self._leased(names, kept, lease, channel, stretch, (*lease.reads, reading), lease.fills)
+            self._recent = names, ring_slice
+        written_names = [name for name in names if name != "gradients"]
+        return self._leased(names, written_names, lease, channel, ring_slice, (*lease.reads, reading), lease.fills)
 
     def land(self, names: Sequence[str], lease: Lease, *, travels: bool = False) -> Lease:
         """Add memory for neighbouring planes to a lease, to be written after the fill.
@@ -192,34 +196,34 @@ class Record:
         """
         channel = self.fetches if travels else self.updates
         first, last = self._span(names)
-        stretch = channel.take(last - first)
+        ring_slice = channel.take(last - first)
         self._recent = None
-        fills = (*lease.fills, *stretch.fills)
-        return self._leased(names, names, lease, channel, stretch, lease.reads, fills)
+        fills = (*lease.fills, *ring_slice.fills)
+        return self._leased(names, names, lease, channel, ring_slice, lease.reads, fills)
 
     def _leased(
         self,
         names: Sequence[str],
-        kept: Sequence[str],
+        written_names: Sequence[str],
         lease: Lease,
         channel: Channel,
-        stretch: RingSlice,
+        ring_slice: RingSlice,
         reads: Sequence[Ticket],
         fills: Sequence[Ticket],
     ) -> Lease:
-        """Add the planes in a slice to a lease. Changed planes in `kept` are written back."""
+        """Add the planes in a slice to a lease. Changed planes in `written_names` are written back."""
 
         def read(ticket: Ticket) -> None:
-            stretch.fence.read(ticket)
-            stretch.close()
+            ring_slice.fence.read(ticket)
+            ring_slice.close()
             lease.done_reading(ticket)
 
         def changed(ticket: Ticket) -> None:
-            stretch.fence.fill(ticket)
-            self._write_back(kept, channel, stretch, ticket)
+            ring_slice.fence.fill(ticket)
+            self._write_back(written_names, channel, ring_slice, ticket)
             lease.done_writing(ticket)
 
-        return Lease(lease.planes | self._views(names, stretch), reads, fills, read, changed)
+        return Lease(lease.planes | self._views(names, ring_slice), reads, fills, read, changed)
 
     def _at_hand(self, names: Sequence[str], lease: Lease) -> Lease | None:
         """Return a lease on planes still in the update ring, or None. Their content equals the disk, now or after
@@ -227,33 +231,33 @@ class Record:
         """
         if self._recent is None:
             return None
-        lent, place = self._recent
-        if not place.is_whole or place.fence.has_failed or not set(names) <= set(lent):
+        lent_names, ring_slice = self._recent
+        if not ring_slice.is_whole or ring_slice.fence.has_failed or not set(names) <= set(lent_names):
             return None
 
         def read(ticket: Ticket) -> None:
-            place.fence.read(ticket)
+            ring_slice.fence.read(ticket)
             lease.done_reading(ticket)
 
-        views = self._views(lent, place)
+        views = self._views(lent_names, ring_slice)
         planes = lease.planes | {name: views[name] for name in names}
-        return replace(lease, planes=planes, reads=(*lease.reads, *place.fence.before_read()), done_reading=read)
+        return replace(lease, planes=planes, reads=(*lease.reads, *ring_slice.fence.before_read()), done_reading=read)
 
-    def _write_back(self, names: Sequence[str], channel: Channel, stretch: RingSlice, changed: Ticket) -> None:
+    def _write_back(self, names: Sequence[str], channel: Channel, ring_slice: RingSlice, changed: Ticket) -> None:
         if names:
             first, last = self._span(names)
             (fence,) = self._fences(names)
             writing = channel.write(
                 self.file,
                 self.offset + first,
-                stretch,
+                ring_slice,
                 last - first,
                 reads=(changed,),
                 fills=fence.before_fill(),
                 name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
             )
             fence.fill(writing)
-        stretch.close()
+        ring_slice.close()
 
     def _fences(self, names: Sequence[str]) -> list[Fence]:
         """Return the fences for the planes: states, gradients or both."""
@@ -267,10 +271,10 @@ class Record:
             spans[name] = first, end
         return spans[names[0]][0], spans[names[-1]][1]
 
-    def _views(self, names: Sequence[str], stretch: RingSlice) -> dict[str, torch.Tensor]:
+    def _views(self, names: Sequence[str], ring_slice: RingSlice) -> dict[str, torch.Tensor]:
         views, end = {}, 0
         for plane in map(self.planes.__getitem__, names):
-            views[plane.name] = stretch.flat[end : end + plane.num_bytes(self.numel)].view(plane.dtype)
+            views[plane.name] = ring_slice.flat[end : end + plane.num_bytes(self.numel)].view(plane.dtype)
             end += plane.disk_bytes(self.numel)
         return views
 
@@ -366,9 +370,9 @@ class Nvme:
     def _warn(self) -> None:
         """Warn once about reasons for low speed."""
         reasons = (self._io.why, self._io.why_unregistered, self._states.why_buffered)
-        found = [reason for reason in reasons if reason]
-        if found:
-            warn(f"the nvme tier works with {self._io.name}, but slower than possible: {'; '.join(found)}.")
+        known_reasons = [reason for reason in reasons if reason]
+        if known_reasons:
+            warn(f"the nvme tier works with {self._io.name}, but slower than possible: {'; '.join(known_reasons)}.")
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -26,13 +26,13 @@ class Pinning:
         self.largest_bytes, self._driver, self._has_warned, self._error = largest_bytes, driver, False, 0
         self._mappings: set[ref[HostMapping]] = set()
 
-    def holds(self, mapping: HostMapping) -> None:
+    def add(self, mapping: HostMapping) -> None:
         """Record a mapping before its registration."""
         self._mappings.add(ref(mapping, self._mappings.discard))
 
     def close(self) -> None:
         """Unregister all memory, even if tensors still use it."""
-        for mapping in filter(None, [known() for known in list(self._mappings)]):
+        for mapping in filter(None, [reference() for reference in list(self._mappings)]):
             mapping.unpin()
 
     def register(self, address: int, num_bytes: int) -> bool:
@@ -54,7 +54,7 @@ class Pinning:
             self._driver.forget_error()
         return not refused
 
-    def tell(self, num_bytes: int, of_bytes: int) -> None:
+    def warn_unpinned(self, num_bytes: int, of_bytes: int) -> None:
         """Warn once about unpinned bytes."""
         if self._has_warned or not num_bytes:
             return
@@ -89,7 +89,7 @@ class HostMapping(mmap.mmap):
         piece, as large as possible, and nothing behind.
         """
         self._pinning, self._process = pinning, os.getpid()
-        pinning.holds(self)
+        pinning.add(self)
         waiting, num_bytes = [*reversed(pieces)], sum(size for _, size in pieces)
         while waiting:
             begin, size = piece = waiting.pop()
@@ -99,7 +99,7 @@ class HostMapping(mmap.mmap):
             inside = [border for border in borders if begin < border < begin + size]
             middle = inside[len(inside) // 2] if inside else begin
             waiting = [(middle, begin + size - middle), (begin, middle - begin)] if inside else []
-        pinning.tell(num_bytes - self.pinned_bytes, num_bytes)
+        pinning.warn_unpinned(num_bytes - self.pinned_bytes, num_bytes)
         if not self._pieces:
             return
         # otherwise fork would copy pinned pages at once, and the device would keep using the parent pages

@@ -62,21 +62,21 @@ class Placement:
     """Disk budget."""
 
     @classmethod
-    def of(cls, given: Placement | Mapping[str, Any]) -> Placement:
-        """Return `given` if it is a Placement, otherwise build one from field names. Raises ConfigError."""
-        if isinstance(given, Placement):
-            return given
+    def of(cls, placement: Placement | Mapping[str, Any]) -> Placement:
+        """Return `placement` if it is a Placement, otherwise build one from field names. Raises ConfigError."""
+        if isinstance(placement, Placement):
+            return placement
         names = [each.name for each in fields(cls)]
-        if not isinstance(given, Mapping):
+        if not isinstance(placement, Mapping):
             raise ConfigError(
-                f"the placement is {shorten(repr(given))}; it must be a Placement, or a mapping of its fields."
+                f"the placement is {shorten(repr(placement))}; it must be a Placement, or a mapping of its fields."
             )
-        if unknown := [name for name in given if name not in names]:
+        if unknown := [name for name in placement if name not in names]:
             raise ConfigError(
                 f"placement has the unknown field {unknown[0]!r}{nearest(str(unknown[0]), names)}: see "
                 "help(offload.Placement)."
             )
-        return cls(**given)
+        return cls(**placement)
 
     def __post_init__(self) -> None:
         check_types(Placement, vars(self))

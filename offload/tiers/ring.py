@@ -39,10 +39,10 @@ class Ring:
 
     memory: torch.Tensor
     """Ring memory, flat uint8."""
-    kind: str
-    """Fence kind, see `Fence`."""
+    buffer_type: str
+    """Buffer type of the fences, see `Fence`."""
     _end: int = 0
-    _taken: list[RingSlice] = field(default_factory=list)
+    _slices: list[RingSlice] = field(default_factory=list)
 
     def has_room(self, num_bytes: int) -> bool:
         """Return True if `num_bytes` fit beside the open slices."""
@@ -50,26 +50,28 @@ class Ring:
 
     def take(self, num_bytes: int) -> RingSlice | None:
         """Return a slice, or None without room beside the open slices."""
-        found = self._find(num_bytes)
-        if found is None:
+        span = self._find(num_bytes)
+        if span is None:
             return None
-        begin, end, over = found
-        fills = [ticket for other in over for ticket in other.fence.before_fill()]
-        stretch = RingSlice(self.memory[begin:end], begin, end, fills, Fence(self.kind))
-        for other in over:
+        begin, end, overlapped = span
+        fills = [ticket for other in overlapped for ticket in other.fence.before_fill()]
+        ring_slice = RingSlice(self.memory[begin:end], begin, end, fills, Fence(self.buffer_type))
+        for other in overlapped:
             other.begin, other.is_whole = end, False  # the next user of the rest waits for the same tickets
-        self._taken = [other for other in self._taken if other.begin < other.end] + [stretch]
+        self._slices = [other for other in self._slices if other.begin < other.end] + [ring_slice]
         self._end = end
-        return stretch
+        return ring_slice
 
     def _find(self, num_bytes: int) -> tuple[int, int, list[RingSlice]] | None:
         """Return (begin, end, overlapped slices) of the next slice, or None without room."""
         begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
         end = begin + num_bytes
-        over = [other for other in self._taken if other.begin < end and begin < other.end]
-        return None if end > self.memory.nbytes or any(other.is_open for other in over) else (begin, end, over)
+        overlapped = [other for other in self._slices if other.begin < end and begin < other.end]
+        return (
+            None if end > self.memory.nbytes or any(other.is_open for other in overlapped) else (begin, end, overlapped)
+        )
 
     def reset(self) -> None:
         """Close all slices after an interrupted step."""
-        for stretch in self._taken:
-            stretch.is_open = stretch.is_whole = False
+        for ring_slice in self._slices:
+            ring_slice.is_open = ring_slice.is_whole = False

@@ -14,9 +14,9 @@ from offload.layout.codecs import EXACT
 from offload.layout.regions import Piece, Region
 from offload.telemetry.counters import Counters
 from offload.tiers.cargoes import Cargoes, Slot
-from offload.tiers.decoding import Decoder, resting
+from offload.tiers.decoding import Decoder, stored_view
+from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import Device, copy_planes
-from offload.tiers.due import Due
 from offload.tiers.store import Store
 
 _SLOT_ALIGNMENT_BYTES = 512
@@ -35,7 +35,7 @@ class Slots(Cargoes):
         self,
         store: Store,
         device: Device,
-        due: Due,
+        deferred: DeferredUpdates,
         lanes: Lanes,
         counters: Counters,
         *,
@@ -45,7 +45,7 @@ class Slots(Cargoes):
         debug: bool = False,
     ) -> None:
         """`decoder`: shared with other slots in the store (None: create one)."""
-        super().__init__(store.co_fetched, due, lanes)
+        super().__init__(store.co_fetched, deferred, lanes)
         self._store, self._device, self._counters = store, device, counters
         self._debug, self._name = debug, slot_name
         self._flats: dict[int, torch.Tensor] = {}  # resident regions
@@ -54,12 +54,14 @@ class Slots(Cargoes):
         self._on_device = store.tier == "device" and not self.gathers
         self.weight_decoder = decoder or Decoder([state.region for state in store.states], device, lanes)
         """Decoder for quantized weights."""
-        self._up, self._decoding = (lanes.h2d, lanes.decoding) if store.tier == "cpu" else (lanes.here, lanes.here)
+        self._copy_lane, self._decoding_lane = (
+            (lanes.h2d, lanes.decoding) if store.tier == "cpu" else (lanes.on_compute, lanes.on_compute)
+        )
         self._storages: set[int] = set()
         if self._on_device:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._beside = torch.empty(0, dtype=torch.uint8)
+        self._extra_memory = torch.empty(0, dtype=torch.uint8)
         """Further device memory with copies of unit weights, see `extend`."""
         self.resize(slot_bytes)
 
@@ -69,9 +71,9 @@ class Slots(Cargoes):
         return self._memory.nbytes
 
     def is_resident(self, region: Region) -> bool:
-        return self._rests_as_used(region) or region.index in self._staying
+        return self._is_used_in_place(region) or region.index in self._resident_fences
 
-    def _rests_as_used(self, region: Region) -> bool:
+    def _is_used_in_place(self, region: Region) -> bool:
         """Return True if compute uses the region where it is stored."""
         return self._on_device and region.travels is EXACT
 
@@ -87,52 +89,52 @@ class Slots(Cargoes):
     def place(self, regions: Sequence[Region]) -> dict[Region, torch.Tensor]:
         """Return flat device weights by region, valid while the unit is in use."""
         cargo = self.cargo_of(regions)
-        placed, end = {}, self.offset(cargo)
+        weights, end = {}, self.offset(cargo)
         for region in regions:
-            if self._rests_as_used(region):
-                placed[region] = self._store[region].planes["weights"]
-            elif region.index in self._staying:
-                placed[region] = self._flats[region.index]
+            if self._is_used_in_place(region):
+                weights[region] = self._store[region].planes["weights"]
+            elif region.index in self._resident_fences:
+                weights[region] = self._flats[region.index]
             else:
-                placed[region] = self._planes_at(region, end)["weights"]
+                weights[region] = self._planes_at(region, end)["weights"]
                 end += self._slot_bytes(region)
                 assert end % _SLOT_ALIGNMENT_BYTES == 0
-        return placed
+        return weights
 
     def masters(self, regions: Sequence[Region]) -> dict[Region, dict[str, torch.Tensor]]:
         """Return the master planes in the slot, for regions updated there. Empty if the slot has weights only."""
-        slot, found = self._lying.get(self.cargo_of(regions)), {}
+        slot, masters = self._valid_slots.get(self.cargo_of(regions)), {}
         if slot is not None and slot.is_whole:
             begin = slot.begin
             for region in self.cargoes[slot.cargo]:
                 if self._store.updates_in_slot(region):
-                    found[region] = self._planes_at(region, begin)
+                    masters[region] = self._planes_at(region, begin)
                 begin += self._slot_bytes(region)
-        return found
+        return masters
 
     def _planes_at(self, region: Region, begin: int) -> dict[str, torch.Tensor]:
         """Return a region's planes in a slot, from byte `begin` on."""
-        found = {"weights": self._memory[begin : begin + region.weight_bytes].view(region.dtype)}
+        planes = {"weights": self._memory[begin : begin + region.weight_bytes].view(region.dtype)}
         begin += region.weight_bytes
         for plane in self._store.co_fetched(region):
             num_bytes = plane.num_bytes(region.numel)
-            found[plane.name] = self._memory[begin : begin + num_bytes].view(plane.dtype)
+            planes[plane.name] = self._memory[begin : begin + num_bytes].view(plane.dtype)
             begin += num_bytes
-        return found
+        return planes
 
     def parameters(self, regions: Sequence[Region]) -> dict[Piece, nn.Parameter]:
         """Return Parameters by piece, as views of the present weights."""
-        made = {}
+        parameters = {}
         for region, flat in self.place(regions).items():
             for piece, offset in zip(region.pieces, region.offsets, strict=True):
                 view = flat[offset : offset + piece.numel].view(piece.shape)
                 # `data` gives the view a separate version counter, like a Parameter with its own memory.
-                made[piece] = nn.Parameter(view.data, requires_grad=region.trainable)
-        return made
+                parameters[piece] = nn.Parameter(view.data, requires_grad=region.trainable)
+        return parameters
 
     def extend(self, memory: torch.Tensor) -> None:
         """Register further device memory with copies of unit weights."""
-        self._beside = memory
+        self._extra_memory = memory
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor is in weight memory, streaming or resident."""
@@ -143,19 +145,19 @@ class Slots(Cargoes):
 
     def streams(self, address: int) -> bool:
         """Return True if the address is in memory shared by several units over time."""
-        one, other = self._memory, self._beside  # fast path: runs for every tensor saved by a graph
+        one, other = self._memory, self._extra_memory  # fast path: runs for every tensor saved by a graph
         return 0 <= address - one.data_ptr() < one.nbytes or 0 <= address - other.data_ptr() < other.nbytes
 
     def addresses(self, cargo: int) -> range:
         """Return the device addresses for a cargo in use."""
-        slot, begin = self._lying.get(cargo), self._memory.data_ptr()
+        slot, begin = self._valid_slots.get(cargo), self._memory.data_ptr()
         return range(0) if slot is None else range(begin + slot.begin, begin + slot.end)
 
     def view(
         self, cargo: int, dtype: torch.dtype, distance: int, shape: torch.Size, stride: tuple[int, ...]
     ) -> torch.Tensor:
         """Return a tensor over a cargo's present weights, at byte `distance`."""
-        slot = self._lying.get(cargo)
+        slot = self._valid_slots.get(cargo)
         assert slot is not None
         flat = self._memory[slot.begin : slot.end].view(dtype)
         return torch.as_strided(flat, shape, stride, flat.storage_offset() + distance // dtype.itemsize)
@@ -183,7 +185,7 @@ class Slots(Cargoes):
             raise
         for region, memory in coming:
             flat = self._flats[region.index] = memory.view(region.dtype)
-            self._staying[region.index] = self._new_fence("resident weights")
+            self._resident_fences[region.index] = self._new_fence("resident weights")
             self._storages.add(flat.untyped_storage().data_ptr())
         self.refresh(regions, always=True)
         self.forget()
@@ -192,14 +194,14 @@ class Slots(Cargoes):
     def refresh(self, regions: Iterable[Region] | None = None, always: bool = False) -> None:
         """Copy resident regions again after an update. Counts for the next step."""
         chosen = None if regions is None else {region.index for region in regions}
-        for index, fence in self._staying.items():
+        for index, fence in self._resident_fences.items():
             region = self._store.region(index)
             if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
-                fence.fill(*self._bring_up(region, self._flats[index], fence.before_fill(), is_ahead=True))
+                fence.fill(*self._copy_to_device(region, self._flats[index], fence.before_fill(), is_ahead=True))
 
     def retry(self) -> None:
         """Copy resident regions again after a failed copy. No reader has used them since."""
-        self.refresh([self._store.region(index) for index, fence in self._staying.items() if fence.has_failed])
+        self.refresh([self._store.region(index) for index, fence in self._resident_fences.items() if fence.has_failed])
 
     def versions(self) -> dict[int, int]:
         """Return version counters for all resident regions, by region index."""
@@ -218,7 +220,7 @@ class Slots(Cargoes):
         """Replace the streaming memory by `num_bytes`, without cargoes. Pending users keep the old memory alive."""
         self._device.ledger.drop(self._name)
         self._slots.clear()
-        self._lying.clear()
+        self._valid_slots.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
         if num_bytes:
             self._memory = self._device.allocate(self._name, num_bytes)
@@ -227,32 +229,32 @@ class Slots(Cargoes):
     def free(self) -> None:
         """Free all device memory."""
         self.resize(0)
-        self._beside = self._memory
-        self._staying.clear()
+        self._extra_memory = self._memory
+        self._resident_fences.clear()
         self._flats.clear()
         self.weight_decoder.close()
 
     # -- copies ----------------------------------------------------------------------------------------------
 
-    def _new_fence(self, kind: str) -> Fence:
+    def _new_fence(self, buffer_type: str) -> Fence:
         """Return a fence for new memory. The fence waits for compute: clearing, or earlier readers, may be pending."""
-        fence = Fence(kind)
+        fence = Fence(buffer_type)
         fence.read(*self._lanes.mark())
         return fence
 
-    def _fill(self, slot: Slot, gone: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
+    def _fill(self, slot: Slot, overwritten: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
         if self._debug:
-            fills = [*fills, self._poison(gone, fills)]
+            fills = [*fills, self._poison(overwritten, fills)]
         tickets: list[Ticket] = []
         begin = slot.begin
         for region in self.cargoes[slot.cargo]:
             planes = self._planes_at(region, begin)
             flat = planes.pop("weights")
             begin += self._slot_bytes(region)
-            tickets += self._bring_up(region, flat, fills, is_ahead, planes if slot.is_whole else {})
+            tickets += self._copy_to_device(region, flat, fills, is_ahead, planes if slot.is_whole else {})
         return tickets
 
-    def _bring_up(
+    def _copy_to_device(
         self,
         region: Region,
         flat: torch.Tensor,
@@ -264,17 +266,20 @@ class Slots(Cargoes):
 
         All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
-        self._due.submit(region)
+        self._deferred.submit(region)
         if self._store.tier == "device" and region.travels is EXACT:
-            own = self._store[region].planes["weights"]
-            return self._put_together(region, flat, own, fills, is_ahead)
-        tickets, is_link = [], self._up is self._lanes.h2d
-        rests, plane = resting(region, flat), region.travelling
-        for tile in self._store[region].held:
-            lease, its = tile.fetch(is_ahead, *co_fetched), slice(tile.begin, tile.end)
-            targets = {plane.name: rests[plane.cut(its)], **{name: to[its] for name, to in co_fetched.items()}}
+            own_range = self._store[region].planes["weights"]
+            return self._gather_ranges(region, flat, own_range, fills, is_ahead)
+        tickets, is_link = [], self._copy_lane is self._lanes.h2d
+        stored, plane = stored_view(region, flat), region.travelling
+        for tile in self._store[region].held_tiles:
+            lease, tile_range = tile.fetch(is_ahead, *co_fetched), slice(tile.begin, tile.end)
+            targets = {
+                plane.name: stored[plane.cut(tile_range)],
+                **{name: target[tile_range] for name, target in co_fetched.items()},
+            }
             num_bytes = sum([lease.planes[name].nbytes for name in targets]) if is_link else 0
-            ticket = self._up.submit(
+            ticket = self._copy_lane.submit(
                 partial(copy_planes, self._device, targets, lease.planes),
                 reads=lease.reads,
                 fills=fills,
@@ -285,32 +290,35 @@ class Slots(Cargoes):
             tickets.append(ticket)
             self._counters.count("h2d_bytes", num_bytes, is_ahead)
         if self.gathers:
-            own = rests[plane.cut(self._store.sharding.shard(region))].data  # `data`: see AcceleratorDevice.copy
-            tickets = self._put_together(region, rests, own, tickets, is_ahead)
+            own_range = stored[plane.cut(self._store.sharding.shard(region))].data  # `data`: see AcceleratorDevice.copy
+            tickets = self._gather_ranges(region, stored, own_range, tickets, is_ahead)
         if region.travels is EXACT:
             return tickets
-        decoder, is_copy = self.weight_decoder, self._decoding is self._up
+        decoder, is_copy = self.weight_decoder, self._decoding_lane is self._copy_lane
         work = partial(decoder.decode, region, flat.data)
         moved = 0 if is_copy else decoder.moved_bytes(region)  # a throttled link does not move these bytes
-        return [self._decoding.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
+        return [self._decoding_lane.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
 
-    def _put_together(
-        self, region: Region, flat: torch.Tensor, own: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool
+    def _gather_ranges(
+        self, region: Region, flat: torch.Tensor, own_range: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool
     ) -> list[Ticket]:
-        """All-gather `flat` from all ranks' ranges; `own` is this rank's range."""
+        """All-gather `flat` from all ranks' ranges; `own_range` is this rank's range."""
         store, full = self._store, flat.data
-        what = f"all-gather of {region.name}"
+        operation = f"all-gather of {region.name}"
         self._counters.count("all_gather_elements", region.numel, is_ahead)
-        self._counters.count("network_bytes", own.nbytes * store.within.num_far, is_ahead)
+        self._counters.count("network_bytes", own_range.nbytes * store.within.num_far, is_ahead)
         return [
-            store.exchanges.submit(
-                partial(store.within.all_gather, full, own, what), reads=reads, name=what, num_bytes=own.nbytes
+            store.collective_lane.submit(
+                partial(store.within.all_gather, full, own_range, operation),
+                reads=reads,
+                name=operation,
+                num_bytes=own_range.nbytes,
             )
         ]
 
-    def _poison(self, gone: Sequence[Slot], fills: Sequence[Ticket]) -> Ticket:
+    def _poison(self, overwritten: Sequence[Slot], fills: Sequence[Ticket]) -> Ticket:
         """Fill slots with NaN."""
-        stretches = [self._memory[slot.begin : slot.end].data.view(torch.int32) for slot in gone]
+        stretches = [self._memory[slot.begin : slot.end].data.view(torch.int32) for slot in overwritten]
 
         def poison() -> None:
             for stretch in stretches:
@@ -318,6 +326,6 @@ class Slots(Cargoes):
                 self._device.lend(stretch)
 
         ticket = self._lanes.h2d.submit(poison, fills=fills, name="poison")
-        for slot in gone:
+        for slot in overwritten:
             slot.fence.fill(ticket)
         return ticket

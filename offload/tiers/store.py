@@ -56,24 +56,27 @@ class Store:
         self.comm, self.sharding = comm or Comm(), self.layout.sharding
         self.within, self.between = self.comm.split(self.sharding.num_replicas)
         self._counters = counters or Counters()
-        here = lanes.here, lanes.here, lanes.here_together  # on the device only compute would wait for a lane
-        lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if tier == "cpu" else here
-        self.down, self.updating, self.exchanges = lanes_of_states
-        self.network = lanes.network if tier == "cpu" else lanes.here_between
+        # on the device only compute would wait for a lane
+        compute_lanes = lanes.on_compute, lanes.on_compute, lanes.collective_on_compute
+        lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if tier == "cpu" else compute_lanes
+        self.d2h_lane, self.update_lane, self.collective_lane = lanes_of_states
+        self.network_lane = lanes.network if tier == "cpu" else lanes.network_on_compute
         self._arenas: dict[str, Arena] = {}
-        wanted = {
+        planes_by_region = {
             region: [plane for plane in region.states if plane.name not in self.layout.of(region)]
             for region in regions
             if region.index not in self.layout.files
         }
-        stays = {r: [plane for plane in planes if self.layout.stays(r, plane)] for r, planes in wanted.items()}
-        there = {region: [p for p in planes if p not in stays[region]] for region, planes in wanted.items()}
-        travel = {r: [plane for plane in planes if self.layout.travels(r, plane)] for r, planes in there.items()}
-        rest = {region: [p for p in planes if p not in travel[region]] for region, planes in there.items()}
-        made = self._allocate("states", travel) | self._allocate(_RESTING, rest)
-        made |= self._allocate("states on the device", stays, "device")
+        stays = {
+            r: [plane for plane in planes if self.layout.stays(r, plane)] for r, planes in planes_by_region.items()
+        }
+        movable = {region: [p for p in planes if p not in stays[region]] for region, planes in planes_by_region.items()}
+        travelling = {r: [plane for plane in planes if self.layout.travels(r, plane)] for r, planes in movable.items()}
+        resting = {region: [p for p in planes if p not in travelling[region]] for region, planes in movable.items()}
+        memory = self._allocate("states", travelling) | self._allocate(_RESTING, resting)
+        memory |= self._allocate("states on the device", stays, "device")
         self.states = [
-            self._state(region, {plane.name: made[region, plane.name] for plane in wanted.get(region, ())})
+            self._state(region, {plane.name: memory[region, plane.name] for plane in planes_by_region.get(region, ())})
             for region in regions
         ]
         self._by_index = {state.region.index: state for state in self.states}
@@ -105,12 +108,12 @@ class Store:
             elif on_disk:
                 assert self._nvme is not None
                 record = self._nvme.record(region, begin, end, on_disk)
-            mine = {}
+            tile_planes = {}
             for plane in map(region.plane, planes):
-                start = self.sharding.held(region, plane).start
+                start = self.sharding.held_range(region, plane).start
                 if is_own or not self.sharding.is_own(plane):
-                    mine[plane.name] = planes[plane.name][plane.cut(slice(begin - start, end - start))]
-            tiles.append(Tile(begin, end, mine, record))
+                    tile_planes[plane.name] = planes[plane.name][plane.cut(slice(begin - start, end - start))]
+            tiles.append(Tile(begin, end, tile_planes, record))
         return tiles
 
     def co_fetched(self, region: Region) -> tuple[Plane, ...]:
@@ -131,22 +134,22 @@ class Store:
         weight dtype. No planes for gradients that do not wait in memory.
         """
         trained = [state for state in self.states if state.region.trainable]
-        wanted = {
+        planes_by_region = {
             s.region: [summed(plane) if accumulates else plane]
             for s in trained
             if accumulates or (waits and not s.has_room_on_disk)
             for plane in [s.region.plane("gradients")]
         }
-        held = {s.region: s.sums is not None for s in trained if s.gradients is not None}
-        if held == dict.fromkeys(wanted, accumulates):
+        current = {s.region: s.sums is not None for s in trained if s.gradients is not None}
+        if current == dict.fromkeys(planes_by_region, accumulates):
             return
         for state in trained:
             state.keep_gradients(None)
         (self._host if self.tier == "cpu" else self._device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
-        for (region, _), flat in self._allocate("gradients", wanted).items():
-            start = self.sharding.held(region, *wanted[region]).start
+        for (region, _), flat in self._allocate("gradients", planes_by_region).items():
+            start = self.sharding.held_range(region, *planes_by_region[region]).start
             own, shard = self.sharding.own(region), self.sharding.shard(region)
             # Stage 1 holds the whole plane, like ZeRO, although only the updated range is used.
             gradients = flat[own.start - start : own.stop - start]
@@ -162,24 +165,24 @@ class Store:
         self._host.reserve(name, num_bytes)
         return Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8)
 
-    def came_down(self, num_bytes: int) -> None:
+    def count_d2h(self, num_bytes: int) -> None:
         """Count D2H bytes, if the states are on the host."""
         if self.tier == "cpu":
             self._counters.count("d2h_bytes", num_bytes)
 
     def _allocate(
-        self, kind: str, wanted: dict[Region, list[Plane]], tier: str | None = None
+        self, name: str, planes_by_region: dict[Region, list[Plane]], tier: str | None = None
     ) -> dict[tuple[Region, str], torch.Tensor]:
         """Allocate planes on the states' tier, or on `tier`."""
         planes = [
             (region, plane, self.sharding.share(plane, plane.num_bytes(region.numel)))
-            for region, its in wanted.items()
-            for plane in its
+            for region, region_planes in planes_by_region.items()
+            for plane in region_planes
         ]
-        return self._take(kind, planes, tier or self.tier)
+        return self._take(name, planes, tier or self.tier)
 
     def _take(
-        self, kind: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str
+        self, name: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str
     ) -> dict[tuple[Region, str], torch.Tensor]:
         """Allocate arrays: one arena on the host, separate allocations on the device."""
         if tier == "device":
@@ -189,8 +192,8 @@ class Store:
             }
         for _, plane, num_bytes in planes:
             self._host.reserve(plane.label, num_bytes)
-        pinning = None if kind in (_RESTING, "factors", "errors") else self._device.pinning
-        arena = self._arenas[kind] = Arena(sum(num_bytes for *_, num_bytes in planes), pinning)
+        pinning = None if name in (_RESTING, "factors", "errors") else self._device.pinning
+        arena = self._arenas[name] = Arena(sum(num_bytes for *_, num_bytes in planes), pinning)
         return {
             (region, plane.name): arena.take(num_bytes // plane.dtype.itemsize, plane.dtype)
             for region, plane, num_bytes in planes
@@ -213,20 +216,20 @@ class Store:
         """Exchange updated weights, tile by tile: send tile `number` (lease `own`), after `reads`, to all ranks with a
         copy, and receive their tiles.
         """
-        state, plane, what = self[region], region.travelling.name, f"new weights of {region.name}"
-        tile, mine = state.tiles[number], own.planes[plane]
-        comm, lane = (self.between, self.network) if self.sharding.spreads else (self.within, self.exchanges)
+        state, plane, operation = self[region], region.travelling.name, f"new weights of {region.name}"
+        tile, own_weights = state.tiles[number], own.planes[plane]
+        comm, lane = (self.between, self.network_lane) if self.sharding.spreads else (self.within, self.collective_lane)
         others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
         received = [others.get(rank, own).planes[plane] for rank in self.sharding.partners]
         self._counters.count("all_gather_elements", (tile.end - tile.begin) * comm.size)
-        self._counters.count("network_bytes", mine.nbytes * comm.num_far)
+        self._counters.count("network_bytes", own_weights.nbytes * comm.num_far)
         ticket = lane.submit(
-            partial(comm.all_to_all, received, [mine] * comm.size, f"{what}, tile {number}"),
+            partial(comm.all_to_all, received, [own_weights] * comm.size, f"{operation}, tile {number}"),
             reads=reads,
             fills=[ticket for lease in others.values() for ticket in lease.fills],
-            name=what,
+            name=operation,
             # The link counts bytes per rank within a replica, and sent bytes between replicas.
-            num_bytes=mine.nbytes * (comm.size - 1 if self.sharding.spreads else 1),
+            num_bytes=own_weights.nbytes * (comm.size - 1 if self.sharding.spreads else 1),
         )
         own.done_reading(ticket)
         for lease in others.values():
@@ -234,9 +237,9 @@ class Store:
 
     def forgive(self) -> None:
         """Forget failed and cancelled updates before all states are written anew."""
-        self.values.forget_spoilt()
+        self.values.forget_nonfinite()
         for state in self.states:
-            for tile in state.held:
+            for tile in state.held_tiles:
                 tile.fence.forgive()
                 if tile.record is not None:
                     tile.record.fence.forgive()

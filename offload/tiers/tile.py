@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from offload.lanes.ticket import Fence
-from offload.layout.codecs import Int8
+from offload.layout.codecs import Int8Codec
 from offload.layout.planes import CODES, STALE
 from offload.layout.regions import Region
 from offload.tiers.lease import NOTHING, Lease
@@ -69,7 +69,7 @@ class Tile:
     def states(self) -> list[str]:
         """Existing plane names without gradients, in lease order."""
         on_disk = self.record.planes if self.record is not None else {}
-        return [name for where in (self.planes, on_disk) for name in where if name != "gradients"]
+        return [name for planes in (self.planes, on_disk) for name in planes if name != "gradients"]
 
     def land(self, *names: str) -> Lease:
         """Return a lease on memory for planes filled completely from the device, another rank or a file. On failure,
@@ -79,12 +79,12 @@ class Tile:
 
     def lend_early(self, *names: str) -> Lease | None:
         """Return an early lease: disk planes are read at once, and the work is submitted later with the result of
-        `renewed`. None: the ring is full.
+        `renew_lease`. None: the ring is full.
         """
         is_full = self.record is not None and not self.record.has_room(self._on_disk(names))
         return None if is_full else self.lend(*names)
 
-    def renewed(self, lease: Lease) -> Lease:
+    def renew_lease(self, lease: Lease) -> Lease:
         """Return an early lease with the tickets to wait for now."""
         return replace(
             lease, reads=(*self.fence.before_read(), *lease.reads), fills=(*self.fence.before_fill(), *lease.fills)
@@ -98,13 +98,13 @@ class Tile:
         lease = Lease(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
         if self.stale is not None and STALE in planes:
             lease = lease.beside(self.stale)
-        there = self._on_disk(names)
-        if self.record is None or not there:
+        disk_names = self._on_disk(names)
+        if self.record is None or not disk_names:
             return lease
         if lands:
             # Without planes in memory, the lease must not mark them as changed.
-            return self.record.land(there, lease if planes else NOTHING, travels=there == [self.travelling])
-        return self.record.lend(there, lease, fetches=fetches, is_ahead=is_ahead)
+            return self.record.land(disk_names, lease if planes else NOTHING, travels=disk_names == [self.travelling])
+        return self.record.lend(disk_names, lease, fetches=fetches, is_ahead=is_ahead)
 
     def _on_disk(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if self.record is not None and name in self.record.planes]
@@ -115,7 +115,7 @@ def encode(region: Region, planes: Mapping[str, torch.Tensor], span: slice) -> N
     parameter or tile start.
     """
     if CODES in planes:
-        assert isinstance(region.link, Int8)
+        assert isinstance(region.link, Int8Codec)
         low = planes["low"][span] if "low" in planes else None
         region.link.encode(planes["weights"][span], low, planes[CODES][region.plane(CODES).cut(span)])
 
@@ -162,7 +162,7 @@ class RegionState:
         return self.tiles[0].stale is not None
 
     @property
-    def held(self) -> list[Tile]:
+    def held_tiles(self) -> list[Tile]:
         """All tiles with weights on this rank."""
         return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]
 
@@ -200,8 +200,8 @@ class RegionState:
 
     def factors_of(self, position: int) -> dict[str, torch.Tensor]:
         """Return the factors for piece number `position` as flat views."""
-        its = {each.name: self.region.factor_spans(each)[position] for each in self.region.factors}
-        return {name: self.factors[name][span] for name, span in its.items() if span.start < span.stop}
+        spans = {each.name: self.region.factor_spans(each)[position] for each in self.region.factors}
+        return {name: self.factors[name][span] for name, span in spans.items() if span.start < span.stop}
 
     def span(self, position: int) -> slice:
         """Return the elements in piece number `position`."""

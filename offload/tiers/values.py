@@ -40,14 +40,14 @@ class Values:
         """`comm`: all ranks. `within`: ranks in this replica. `between`: ranks at this position in all replicas."""
         self._infos, self.sharding, self._lanes = infos, sharding, lanes
         self.comm, self._within, self._between = comm, within, between
-        self._homes: dict[int, list[tuple[Piece, RegionState, int]]] = {}
+        self._pieces: dict[int, list[tuple[Piece, RegionState, int]]] = {}
         """Pieces by parameter, in order, with region state and position there."""
         for state in states.values():
             for position, piece in enumerate(state.region.pieces):
-                self._homes.setdefault(piece.parameter, []).append((piece, state, position))
-        for homes in self._homes.values():
-            homes.sort(key=lambda home: home[0].begin)
-        self._spoilt: dict[str, int] = {}  # number of non-finite input weights, by parameter name
+                self._pieces.setdefault(piece.parameter, []).append((piece, state, position))
+        for pieces in self._pieces.values():
+            pieces.sort(key=lambda entry: entry[0].begin)
+        self._nonfinite: dict[str, int] = {}  # number of non-finite input weights, by parameter name
 
     def write(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None = None) -> None:
         """Set a parameter's master weights in pieces.
@@ -57,23 +57,23 @@ class Values:
         """
         region = self.region(parameter)
         plane, travels = region.plane("weights"), region.travelling
-        for begin, end, rests in region.codec.encoded(self._parts(parameter, read, dtype, source)):
-            codes = None if region.link is EXACT else _codes(region, rests)
-            opened = self.opened(parameter, CODES, *MASTER, begin=begin, end=end, changes=True, of_all=True)
-            for planes, mine, its in opened:
+        for begin, end, stored in region.codec.encoded(self._parts(parameter, read, dtype, source)):
+            codes = None if region.link is EXACT else _codes(region, stored)
+            tiles = self.open_tiles(parameter, CODES, *MASTER, begin=begin, end=end, changes=True, of_all=True)
+            for planes, in_tile, in_piece in tiles:
                 if "weights" in planes:
-                    _put(planes, plane.cut(mine), rests[plane.cut(its)], region.has_low)
+                    _put(planes, plane.cut(in_tile), stored[plane.cut(in_piece)], region.has_low)
                 if codes is not None:  # also ranges of other ranks, whose master weights may be only there
-                    planes[CODES][travels.cut(mine)].copy_(codes[travels.cut(its)])
+                    planes[CODES][travels.cut(in_tile)].copy_(codes[travels.cut(in_piece)])
 
     def region(self, parameter: int) -> Region:
         """Return the first piece's region. Other pieces have regions with the same training and storage properties."""
-        return self._homes[parameter][0][1].region
+        return self._pieces[parameter][0][1].region
 
     def _parts(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None) -> Iterator[torch.Tensor]:
         """Yield the input to `write` in parts, on every rank."""
         info, is_shared = self._infos[parameter], source is not None and self.comm.size > 1
-        dtype, block, width = info.codec.takes(dtype)
+        dtype, block, width = info.codec.input_format(dtype)
         step = align(_PART, block)
         for begin in range(0, info.numel, step):
             end = min(begin + step, info.numel)
@@ -84,23 +84,23 @@ class Values:
                 flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(numel, dtype=dtype)
                 self.comm.broadcast(flat, source or 0, f"first weights of {info.name}")
             if not math.isfinite(flat.sum()) and (wrong := flat.numel() - int(flat.isfinite().sum())):
-                self._spoilt[info.name] = self._spoilt.get(info.name, 0) + wrong
+                self._nonfinite[info.name] = self._nonfinite.get(info.name, 0) + wrong
             yield flat
 
-    def why_not_finite(self, otherwise: str) -> str:
+    def explain_nonfinite(self, otherwise: str) -> str:
         """Return a message about non-finite input weights, or `otherwise` if there were none."""
-        if not self._spoilt:
+        if not self._nonfinite:
             return otherwise
-        name, others = next(iter(self._spoilt)), len(self._spoilt) - 1
+        name, others = next(iter(self._nonfinite)), len(self._nonfinite) - 1
         more = f" (and of {others} other parameters)" if others else ""
         return (
-            f"The cause: {self._spoilt[name]} weights of {name}{more} were not finite when loaded, before any update. "
-            "Load the model from intact files."
+            f"The cause: {self._nonfinite[name]} weights of {name}{more} were not finite when loaded, before any "
+            "update. Load the model from intact files."
         )
 
-    def forget_spoilt(self) -> None:
+    def forget_nonfinite(self) -> None:
         """Forget non-finite inputs before all weights are written anew."""
-        self._spoilt.clear()
+        self._nonfinite.clear()
 
     def read(self, parameter: int) -> torch.Tensor:
         """Return a parameter's master weights as an fp32 CPU copy, in shape; decoded weights for a quantized parameter.
@@ -115,31 +115,33 @@ class Values:
         Default: fp32 master weights. `travelling`: weights in the compute dtype (bf16 or fp32), as in an exact copy.
         """
         region = self.region(parameter)
-        found = torch.empty(end - begin, dtype=region.dtype if travelling else torch.float32)
-        for planes, mine, its in self.opened(parameter, *MASTER[: 1 if travelling else 2], begin=begin, end=end):
-            weights = region.codec.read(planes["weights"], mine, region.dtype)
-            found[its] = kernels.join(weights, planes["low"][mine].cpu()) if "low" in planes else weights
-        return self._completed(parameter, begin, found)
+        values = torch.empty(end - begin, dtype=region.dtype if travelling else torch.float32)
+        for planes, in_tile, in_range in self.open_tiles(
+            parameter, *MASTER[: 1 if travelling else 2], begin=begin, end=end
+        ):
+            weights = region.codec.read(planes["weights"], in_tile, region.dtype)
+            values[in_range] = kernels.join(weights, planes["low"][in_tile].cpu()) if "low" in planes else weights
+        return self._complete(parameter, begin, values)
 
-    def read_here(self, parameter: int) -> torch.Tensor:
+    def read_local(self, parameter: int) -> torch.Tensor:
         """Return a parameter as used on the device (bf16 or fp32), as a CPU copy, in shape. Not collective: this rank
         must hold all weights.
         """
         region, info = self.region(parameter), self._infos[parameter]
-        name, found = region.travelling.name, torch.empty(info.numel, dtype=region.dtype)
-        for planes, mine, its in self.opened(parameter, name, of_all=True):
-            found[its] = region.travels.read(planes[name], mine, region.dtype)
-        return found.view(info.shape)
+        name, values = region.travelling.name, torch.empty(info.numel, dtype=region.dtype)
+        for planes, in_tile, in_parameter in self.open_tiles(parameter, name, of_all=True):
+            values[in_parameter] = region.travels.read(planes[name], in_tile, region.dtype)
+        return values.view(info.shape)
 
     def is_cut(self, parameter: int) -> bool:
         """True if a parameter lies in several pieces."""
-        return len(self._homes[parameter]) > 1
+        return len(self._pieces[parameter]) > 1
 
     def gradient(self, parameter: int, touched: Mapping[int, Sequence[bool]]) -> torch.Tensor | None:
         """Return the sum over several passes of the gradient of a parameter that is not cut: fp32, in the parameter's
         shape, in place, on a single rank. None: no pass had a gradient. `touched`: see `Measures`.
         """
-        ((_, state, position),) = self._homes[parameter]
+        ((_, state, position),) = self._pieces[parameter]
         if state.sums is None or not touched[state.region.index][position]:
             return None
         return state.sums[state.span(position)].view(self._infos[parameter].shape)
@@ -147,7 +149,7 @@ class Values:
     def moment_planes(self, parameter: int) -> list[Plane]:
         """Return the planes of moments of a parameter."""
         planes = self.region(parameter).states
-        return [plane for plane in planes if plane.kind == "optimizer" and plane.name not in MASTER]
+        return [plane for plane in planes if plane.state == "optimizer" and plane.name not in MASTER]
 
     def moment_shapes(self, parameter: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of each moment of a parameter, as torch's optimizers have them."""
@@ -164,22 +166,22 @@ class Values:
     def read_moments(self, parameter: int) -> tuple[int, dict[str, torch.Tensor]]:
         """Return the number of updates of a parameter, and fresh CPU copies of the moments, fp32, on a single rank."""
         shapes = self.moment_shapes(parameter)
-        found = {name: torch.empty(math.prod(shape)) for name, shape in shapes.items()}
+        moments = {name: torch.empty(math.prod(shape)) for name, shape in shapes.items()}
         for plane in self.moment_planes(parameter):
-            for planes, mine, its in self.opened(parameter, plane.name):
-                found[plane.name][its] = planes[plane.name][mine].cpu()
-        _, state, position = self._homes[parameter][0]
+            for planes, in_tile, in_parameter in self.open_tiles(parameter, plane.name):
+                moments[plane.name][in_parameter] = planes[plane.name][in_tile].cpu()
+        _, state, position = self._pieces[parameter][0]
         for name, values in state.factors_of(position).items():
-            found[name].copy_(values)
-        return state.steps[position], {name: flat.view(shapes[name]) for name, flat in found.items()}
+            moments[name].copy_(values)
+        return state.steps[position], {name: flat.view(shapes[name]) for name, flat in moments.items()}
 
     def write_moments(self, parameter: int, num_steps: int, moments: Mapping[str, torch.Tensor]) -> None:
         """Set the number of updates and the moments of a parameter (missing ones: zero), on a single rank."""
         flat = {name: value.detach().reshape(-1) for name, value in moments.items()}
         for plane in self.moment_planes(parameter):
-            for planes, mine, its in self.opened(parameter, plane.name, changes=True):
-                planes[plane.name][mine] = flat[plane.name][its] if flat else 0
-        for _, state, position in self._homes[parameter]:
+            for planes, in_tile, in_parameter in self.open_tiles(parameter, plane.name, changes=True):
+                planes[plane.name][in_tile] = flat[plane.name][in_parameter] if flat else 0
+        for _, state, position in self._pieces[parameter]:
             state.steps[position] = num_steps
             for name, values in state.factors_of(position).items():
                 values.copy_(flat[name]) if flat else values.zero_()
@@ -190,7 +192,7 @@ class Values:
         """
         if not share:
             return
-        for _, state, position in self._homes[parameter]:
+        for _, state, position in self._pieces[parameter]:
             for factor in state.factors_of(position).values():  # valid where this rank updates the parameter
                 _prune(factor, _threshold(factor, share))
         for plane in self.moment_planes(parameter):
@@ -201,35 +203,35 @@ class Values:
                 )
             threshold = math.inf
             if share < 1:
-                found = torch.empty(self._infos[parameter].numel, dtype=plane.dtype)
-                for planes, mine, its in self.opened(parameter, plane.name):
-                    found[its] = planes[plane.name][mine].cpu()
-                threshold = _threshold(self._completed(parameter, 0, found), share)
-            for planes, mine, _ in self.opened(parameter, plane.name, changes=True):
-                _prune(planes[plane.name][plane.cut(mine)], threshold)
+                values = torch.empty(self._infos[parameter].numel, dtype=plane.dtype)
+                for planes, in_tile, in_parameter in self.open_tiles(parameter, plane.name):
+                    values[in_parameter] = planes[plane.name][in_tile].cpu()
+                threshold = _threshold(self._complete(parameter, 0, values), share)
+            for planes, in_tile, _ in self.open_tiles(parameter, plane.name, changes=True):
+                _prune(planes[plane.name][plane.cut(in_tile)], threshold)
 
-    def _completed(self, parameter: int, begin: int, found: torch.Tensor) -> torch.Tensor:
-        """Complete `found`, parameter elements from `begin` on: each rank sends the elements it updates
+    def _complete(self, parameter: int, begin: int, values: torch.Tensor) -> torch.Tensor:
+        """Complete `values`, parameter elements from `begin` on: each rank sends the elements it updates
         to all others.
         """
-        what, until = f"weights of {self._infos[parameter].name}", begin + len(found)
-        for piece, state, position in self._homes[parameter] if self.sharding.num_ranges > 1 else ():
+        operation, until = f"weights of {self._infos[parameter].name}", begin + len(values)
+        for piece, state, position in self._pieces[parameter] if self.sharding.num_ranges > 1 else ():
             zero = state.span(position).start - piece.begin  # position of the parameter's first element
             for owner, (first, last) in enumerate(self.sharding.ranges(state.region)):
                 low = max(zero + max(begin, piece.begin), first)
                 high = min(zero + min(until, piece.end), last)
                 if low < high:
-                    self._give(found[low - zero - begin : high - zero - begin], owner, what)
-        return found
+                    self._broadcast(values[low - zero - begin : high - zero - begin], owner, operation)
+        return values
 
-    def _give(self, part: torch.Tensor, owner: int, what: str) -> None:
+    def _broadcast(self, part: torch.Tensor, owner: int, operation: str) -> None:
         """Broadcast a part from the rank with update range `owner`."""
         rank, replica = divmod(owner, self.sharding.num_ranges // self.sharding.size)
         if self.sharding.spreads and rank == self.sharding.rank:
-            self._between.broadcast(part, replica, what)
-        self._within.broadcast(part, rank, what)
+            self._between.broadcast(part, replica, operation)
+        self._within.broadcast(part, rank, operation)
 
-    def opened(
+    def open_tiles(
         self,
         parameter: int,
         *names: str,
@@ -245,16 +247,16 @@ class Values:
         or with `of_all` all tiles held here.
         """
         end = self._infos[parameter].numel if end is None else end
-        for piece, state, position in self._homes[parameter]:
+        for piece, state, position in self._pieces[parameter]:
             zero = state.span(position).start - piece.begin  # position of the parameter's first element
             first, last = zero + max(begin, piece.begin), zero + min(end, piece.end)
             for tiles in (state.tiles, *(state.others.values() if of_all else ())):
-                yield from self._opened(tiles, names, first, last, zero + begin, changes)
+                yield from self._open_tiles(tiles, names, first, last, zero + begin, changes)
 
-    def _opened(
+    def _open_tiles(
         self, tiles: Sequence[Tile], names: Sequence[str], first: int, last: int, start: int, changes: bool
     ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        """Yield like `opened`, for region elements `first` to `last` in consecutive tiles, counted from `start`."""
+        """Yield like `open_tiles`, for region elements `first` to `last` in consecutive tiles, counted from `start`."""
         before = bisect_right(tiles, first, key=lambda tile: tile.end)
         until = bisect_left(tiles, last, key=lambda tile: tile.begin)
         for tile in tiles[before:until] if first < last else ():
@@ -263,21 +265,21 @@ class Values:
             give_back = lease.done_reading
             try:
                 self._lanes.wait(lease.reads, fills=lease.fills if changes else ())
-                mine, its = (slice(low - origin, high - origin) for origin in (tile.begin, start))
-                yield lease.planes, mine, its
+                in_tile, in_range = (slice(low - origin, high - origin) for origin in (tile.begin, start))
+                yield lease.planes, in_tile, in_range
                 give_back = lease.done_writing if changes else lease.done_reading
             finally:
                 give_back(Ticket("compute", is_done=True))
 
 
-def _put(planes: dict[str, torch.Tensor], mine: slice, piece: torch.Tensor, is_split: bool) -> None:
+def _put(planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, is_split: bool) -> None:
     """Copy a piece into the tile planes, split for a split master."""
     low: torch.Tensor | int = 0
     if is_split and piece.dtype != torch.bfloat16:
         piece, low = kernels.split(piece.float().to(planes["weights"].device))
-    planes["weights"][mine].copy_(piece)
+    planes["weights"][in_tile].copy_(piece)
     if "low" in planes:
-        planes["low"][mine] = low
+        planes["low"][in_tile] = low
 
 
 def _codes(region: Region, piece: torch.Tensor) -> torch.Tensor:

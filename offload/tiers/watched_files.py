@@ -101,26 +101,26 @@ class WatchedFile:
         assert self._direct is not None
         end, size = offset + len(target), len(self._pieces[0])
         first, stop = offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        begun: deque[tuple[int, torch.Tensor, Ticket]] = deque()
+        pending: deque[tuple[int, torch.Tensor, Ticket]] = deque()
 
         def take() -> None:
-            begin, piece, ticket = begun[0]
+            begin, piece, ticket = pending[0]
             ticket.wait()
             low, high = max(begin, offset), min(begin + len(piece), end)
             copy_in_one_thread(target[low - offset : high - offset], piece[low - begin : high - begin])
-            begun.popleft()
+            pending.popleft()
 
         try:
             for number, begin in enumerate(range(first, stop, size)):
-                if len(begun) == _NUM_PIECES:
+                if len(pending) == _NUM_PIECES:
                     take()
                 piece = self._pieces[number % _NUM_PIECES][: stop - begin]
-                begun.append((begin, piece, self._io.read(self._direct, begin, piece)))
-            while begun:
+                pending.append((begin, piece, self._io.read(self._direct, begin, piece)))
+            while pending:
                 take()
         finally:  # after an error: pending reads still fill the staging memory
             with contextlib.suppress(DiskError):
-                wait_for_all(ticket for *_, ticket in begun)
+                wait_for_all(ticket for *_, ticket in pending)
 
     def _check(self) -> None:
         """Raise DiskError if the file has changed since `open`."""
@@ -128,17 +128,17 @@ class WatchedFile:
         try:
             now = _mark(self._path.stat())
         except OSError as error:
-            what, code = f"cannot be accessed any more ({errno_text(error.errno or 0)})", error.errno or 0
+            change, code = f"cannot be accessed any more ({errno_text(error.errno or 0)})", error.errno or 0
         else:
             if now == before:
                 return
             if now[:2] != before[:2]:
-                what = "was replaced by another file"
+                change = "was replaced by another file"
             else:
                 cut = f"had {before[2]} bytes and now has {now[2]}"
-                what = cut if now[2] != before[2] else "was written to"
+                change = cut if now[2] != before[2] else "was written to"
         raise DiskError(
-            f"{self._path} {what}, but weights are read from it in every step (offload.parameters files). Data read "
+            f"{self._path} {change}, but weights are read from it in every step (offload.parameters files). Data read "
             "since then is not used. Restore the file and resume from the last checkpoint, or set "
             "--offload.parameters cpu, which reads the files once.",
             code,

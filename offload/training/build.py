@@ -14,22 +14,22 @@ from transformers import PreTrainedConfig
 from xxhash import xxh3_64_hexdigest
 
 from offload.accelerators import own_accelerator
-from offload.checkpoint.stored import rebuild_model
+from offload.checkpoint.stored_model import rebuild_model
 from offload.config.config import Config
 from offload.data.dataset import Dataset
 from offload.data.tokenizer import as_files
 from offload.distributed.comm import Comm
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten
 from offload.forecast.forecast import Forecast
-from offload.forecast.here import forecast_run, shortage, summary
+from offload.forecast.run_forecast import describe_forecast, describe_shortage, forecast_run
 from offload.hf.adapters import Adaptation
 from offload.hf.base_mark import mark_base
-from offload.hf.given import GivenModel
+from offload.hf.model_object import ModelObject
 from offload.hf.models import (
     BuiltModel,
-    Kind,
+    ModelKind,
     build_model,
     check_sequence_length,
     is_pretrained,
@@ -39,33 +39,33 @@ from offload.hf.models import (
     quiet_transformers,
     vocab_size,
 )
-from offload.hf.quantized import method_of, quantization_of, refuse_training
+from offload.hf.quantized import quantization_method, quantization_settings, untrainable_error
 from offload.layout.planes import DTYPES
 from offload.machine.limits import integrated_note
 from offload.machine.network import measure_network
 from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
-from offload.training.isolation import ask_whether_apart, not_apart
+from offload.training.isolation import check_isolation, isolation_error
 from offload.training.objectives import Objective
 from offload.training.parts import (
     build_data,
-    engine,
+    build_engine,
+    build_objective,
+    describe_data,
     grow_vocabulary,
-    objective,
     stages,
-    told_data,
     trains_tokenizer,
 )
 from offload.training.ranks import rank_0_first
-from offload.training.restarts import RestartedAdapter
-from offload.training.resume import ResumePoint, none_is_whole
+from offload.training.restarts import RestartingAdapter
+from offload.training.resume import ResumePoint, no_intact_checkpoint
 from offload.training.run_folder import LONG_BYTES
-from offload.training.trained import (
+from offload.training.trainable import (
     AdapterOverBase,
-    GivenModule,
-    Trained,
+    CustomModule,
+    TrainablePart,
     WholeModel,
-    begun_architecture,
+    load_architecture,
     refuse_growth,
 )
 
@@ -78,61 +78,61 @@ class Run:
 
     - config: configuration with every decision possible before the first step.
     - files: tokenizer or processor files by name, on rank 0.
-    - beside_states: further files for each checkpoint.
+    - extra_files: further files for each checkpoint.
     - meta: run position from the checkpoint to resume from. None: a new run.
-    - trained: the trainable part and its storage.
+    - trainable: the trainable part and its storage.
     - build_base: builds the initial model again, without an adapter.
     - forecast: memory and time forecast. None: unknown, or a rank other than 0.
     - disk_needs: bytes needed on the disk with the run folder.
     """
 
     config: Config
-    kind: Kind
+    model_kind: ModelKind
     data: Dataset
     objective: Objective
     engine: Engine
     files: Mapping[str, bytes]
-    beside_states: Mapping[str, bytes]
+    extra_files: Mapping[str, bytes]
     meta: Mapping[str, Any] | None
-    trained: Trained
+    trainable: TrainablePart
     build_base: Callable[[], BuiltModel]
     forecast: Forecast | None
     disk_needs: DiskNeeds
 
 
-class Begun(NamedTuple):
+class RunSetup(NamedTuple):
     """Run settings and architecture, before data preparation."""
 
     config: Config
     """Settings with the decisions from machine and model."""
     architecture: PreTrainedConfig
     """Architecture with an embedding row for each added token."""
-    kind: Kind
+    model_kind: ModelKind
     """Model kind."""
-    trained: Trained
+    trainable: TrainablePart
     """Trainable part of the model."""
     grows: bool
     """True if embedding rows are added."""
 
     @classmethod
-    def read(cls, start: ResumePoint, given: GivenModel | None = None, *, has_accelerator: bool) -> Begun:
+    def read(cls, start: ResumePoint, user_model: ModelObject | None = None, *, has_accelerator: bool) -> RunSetup:
         """Read the architecture and check the settings against it.
 
-        `given`: a model already made in Python. Raises ConfigError and MissingLibraryError.
+        `user_model`: a model already made in Python. Raises ConfigError and MissingLibraryError.
         """
         quiet_transformers()
         torch.manual_seed(start.config.run.seed)
-        architecture = begun_architecture(start) if given is None else given.architecture()
-        kind = model_kind(architecture) if given is None else given.kind(architecture)
+        architecture = load_architecture(start) if user_model is None else user_model.architecture()
+        kind = model_kind(architecture) if user_model is None else user_model.resolve_kind(architecture)
         _check_kind(kind, start.config.train.method)
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
-        trained, num_rows = what_trains(config, architecture, kind, start), vocab_size(architecture)
+        trainable, num_rows = choose_trainable_part(config, architecture, kind, start), vocab_size(architecture)
         has_weights = bool(start.folders) and not config.adapts  # the checkpoint has all weights
-        grows = not has_weights and given is None and grow_vocabulary(config, architecture)
+        grows = not has_weights and user_model is None and grow_vocabulary(config, architecture)
         if config.adapts:
             refuse_growth(vocab_size(architecture), num_rows)
-        return cls(config, architecture, kind, trained, grows)
+        return cls(config, architecture, kind, trainable, grows)
 
 
 def _nothing(_text: str) -> None:
@@ -140,24 +140,24 @@ def _nothing(_text: str) -> None:
 
 
 def make_run(
-    start: ResumePoint, comm: Comm, say: Say, note: Say, given: GivenModel | None = None, doing: Say = _nothing
+    start: ResumePoint, comm: Comm, say: Say, note: Say, user_model: ModelObject | None = None, doing: Say = _nothing
 ) -> Run:
     """Build architecture, data, model and engine in this order. Each stage checks as much as possible first.
     Collective.
 
     - say: prints a line on rank 0.
     - note: shows a message once, from any rank.
-    - given: a model to use instead of the configured one.
+    - user_model: a model to use instead of the configured one.
     - doing: shows the current work.
 
     Raises OffloadError.
     """
     first = next(iter(start.folders), None)
     whole = None if start.config.adapts else first  # checkpoint with all weights
-    with as_one(comm, "reading of the architecture"):
+    with share_failure(comm, "reading of the architecture"):
         accelerator = own_accelerator(start.config.offload.device)
-        begun = Begun.read(start, given, has_accelerator=accelerator is not None)
-    config, architecture, kind, trained, grows = begun
+        setup = RunSetup.read(start, user_model, has_accelerator=accelerator is not None)
+    config, architecture, kind, trainable, grows = setup
     vocabulary = vocab_size(architecture)
 
     def build(alive: Callable[[], object]) -> Dataset:
@@ -169,13 +169,13 @@ def make_run(
     if first and config.data.group_by_length == "auto":
         config = config.with_resolved(data__group_by_length=bool(start.data.get("group_by_length")))
     data = rank_0_first(comm, "preparation of the data", build)
-    was_told = config.data.packing_isolated is True
+    requires_isolation = config.data.packing_isolated is True
     config = config.with_resolved(data__packing_isolated=data.train.packing == "isolated")
     if data.pictures is not None:
         config = config.with_resolved(data__packing=False)
     comm.agree("the training data", data.state_dict())
     if first:
-        with as_one(comm, "comparison of the data"):
+        with share_failure(comm, "comparison of the data"):
             data.check_state(start.data)
     steps, epochs = config.train.steps, config.train.epochs
     if steps and epochs and config.origin("train.steps") != "resolved":
@@ -183,8 +183,8 @@ def make_run(
     without_steps, config = config, config.resolve_steps(data.num_steps)
 
     def build_base() -> BuiltModel:
-        if given is not None:
-            return given.built()
+        if user_model is not None:
+            return user_model.build()
         return build_model(
             config.model,
             seed=config.run.seed,
@@ -194,54 +194,54 @@ def make_run(
             dtype=DTYPES[str(config.train.precision)],
         )
 
-    with as_one(comm, "making of the model"):
-        asked = objective(config, kind, data, vocabulary)
-        for text in told_data(data, asked):
+    with share_failure(comm, "making of the model"):
+        objective = build_objective(config, kind, data, vocabulary)
+        for text in describe_data(data, objective):
             say(text)
         files = as_files(data.tokenizer if data.pictures is None else data.pictures.processor) if comm.rank == 0 else {}
         if whole is None and config.model.init == "random" and trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
         if kind.name == "reward":  # the model finds the last token in a row by this id
-            for each in (architecture, *(() if given is None else (given.model.config,))):
+            for each in (architecture, *(() if user_model is None else (user_model.model.config,))):
                 each.get_text_config().pad_token_id = data.pad_id
-        if whole and given is None:
-            built = trained.over(BuiltModel(rebuild_model(whole, config.model), _no_weights, whole))
+        if whole and user_model is None:
+            built = trainable.prepare(BuiltModel(rebuild_model(whole, config.model), _no_weights, whole))
         else:
-            built = trained.over(build_base())
+            built = trainable.prepare(build_base())
         for text in built.notes:
             note(text)
         built.model.train()
-    untold: list[str] = []
-    config, forecast = _foretell(config, architecture, comm, say, note, untold.append)
+    late_notes: list[str] = []
+    config, forecast = _decide_placement(config, architecture, comm, say, note, late_notes.append)
     if forecast is not None and data.pictures is not None:
         note("the memory forecast covers text only: images need more.")
     if forecast is not None:
-        say(f"plan: at most {summary(forecast)}")
+        say(f"plan: at most {describe_forecast(forecast)}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
-    name, told = trained.name(built.model), list(trained.told(built.model))
-    own_files = trained.files(built.model)
+    name, description = trainable.name(built.model), list(trainable.describe(built.model))
+    own_files = trainable.files(built.model)
     comm.agree("what lies beside the states", {name: xxh3_64_hexdigest(data) for name, data in own_files.items()})
-    beside_states = {**files, **own_files}
-    needs = DiskNeeds.of(config, trained, built.model)
+    extra_files = {**files, **own_files}
+    needs = DiskNeeds.of(config, trainable, built.model)
     doing("reading the weights")
-    made = engine(config, built, comm)
-    trained.check(made)
-    for text in untold:
+    engine = build_engine(config, built, comm)
+    trainable.check(engine)
+    for text in late_notes:
         note(text)
     built.close()
-    if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in made.allocations):
+    if accelerator is not None and accelerator.is_integrated and any(tier == "cpu" for tier, *_ in engine.allocations):
         note(integrated_note(accelerator.describe()["name"]))
-    weights = "the weights of a checkpoint" if whole else "given" if given else f"{config.model.init} weights"
+    weights = "the weights of a checkpoint" if whole else "given" if user_model else f"{config.model.init} weights"
     replicas = ""
     if forecast is not None and forecast.num_replicas > 1:
         states = "that share out the states" if config.offload.replica_states == "shared" else "with all states each"
         replicas = f" in {forecast.num_replicas} replicas {states}"
     say(
-        f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {made.device}"
+        f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {engine.device}"
         + (f", {comm.size} ranks{replicas}" if comm.size > 1 else "")
     )
-    for text in told:
+    for text in description:
         say(text)
     if config.train.delay:
         first_late = config.train.delay_after + 1
@@ -253,24 +253,24 @@ def make_run(
             "modules that compute each token separately (found in the first step) run over tiles of "
             f"{config.train.sequence_tile} tokens: gradients differ by the order of their sums."
         )
-    meta = begin_at(start, made, say)
-    if data.train.packing == "isolated" and (why := ask_whether_apart(made, data.tokenizer, vocabulary, comm)):
-        if first or was_told:
-            made.close()
-            raise common(ConfigError(not_apart(why)))
+    meta = load_start(start, engine, say)
+    if data.train.packing == "isolated" and (why := check_isolation(engine, data.tokenizer, vocabulary, comm)):
+        if first or requires_isolation:
+            engine.close()
+            raise common(ConfigError(isolation_error(why)))
         config = config.with_resolved(data__packing=False, data__packing_isolated=False)
         data = rank_0_first(comm, "preparation of the data", build)
         again = without_steps.resolve_steps(data.num_steps)
         config = config.with_resolved(
             train__steps=again.train.steps, optimizer__warmup_steps=again.optimizer.warmup_steps
         )
-        say(f"note: {why}: conversations are not packed. {data.rows}")
+        say(f"note: {why}: conversations are not packed. {data.rows_description}")
     config = config.with_resolved(data__group_by_length=data.batching.by_length)
     doing("trying the model, and taking the first step")
-    return Run(config, kind, data, asked, made, files, beside_states, meta, trained, build_base, forecast, needs)
+    return Run(config, kind, data, objective, engine, files, extra_files, meta, trainable, build_base, forecast, needs)
 
 
-def _check_kind(kind: Kind, method: str) -> None:
+def _check_kind(kind: ModelKind, method: str) -> None:
     """Raise ConfigError if the training method does not fit the model kind."""
     if method != "sft" and kind.auto is None:
         raise ConfigError(
@@ -289,28 +289,30 @@ def _check_kind(kind: Kind, method: str) -> None:
         )
 
 
-def what_trains(config: Config, architecture: PreTrainedConfig, kind: Kind, start: ResumePoint) -> Trained:
+def choose_trainable_part(
+    config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint
+) -> TrainablePart:
     """Return the trainable part of a run, or of its checkpoint if the run resumes.
 
     Raises ConfigError, also for another base than in the checkpoint; MissingLibraryError.
     """
     if not config.adapts:
-        quantization = quantization_of(architecture)
+        quantization = quantization_settings(architecture)
         if quantization is not None and is_pretrained(config.model, locate(config.model)):
-            raise refuse_training(f"model.path is {config.model.path}, which", method_of(quantization))
+            raise untrainable_error(f"model.path is {config.model.path}, which", quantization_method(quantization))
         if kind.auto is None:
-            return GivenModule(kind, config.optimizer.freeze)
+            return CustomModule(kind, config.optimizer.freeze)
         return WholeModel(kind, config.optimizer.freeze)
     base, first = mark_base(config.model, architecture, config.run.seed), next(iter(start.folders), None)
     if first is not None:
         base.check(start.base, first)
-    adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.stored(first)
+    adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.from_checkpoint(first)
     rests = config.offload.frozen_weights, config.offload.parameters
     own = adaptation, base, config.run.seed, str(config.train.precision), *rests
-    return RestartedAdapter(*own, kind, config.lora) if config.lora.restart_every else AdapterOverBase(*own)
+    return RestartingAdapter(*own, kind, config.lora) if config.lora.restart_every else AdapterOverBase(*own)
 
 
-def _foretell(
+def _decide_placement(
     config: Config, architecture: PreTrainedConfig, comm: Comm, say: Say, note: Say, note_later: Say
 ) -> tuple[Config, Forecast | None]:
     """Decide the placement of states, on rank 0 for all ranks. Return the configuration and the forecast.
@@ -325,34 +327,34 @@ def _foretell(
             return config, None
         network = measure_network(comm)
     machine = ThisMachine(own_accelerator(config.offload.device))
-    machine = replace(machine, found=machine.free(comm))
-    found, decided = None, config
+    machine = replace(machine, agreed_memory=machine.free_memory(comm))
+    forecast, resolved = None, config
     if comm.rank == 0:
         try:
-            decided, found = forecast_run(config, architecture, comm.local_size, machine, say, network)
+            resolved, forecast = forecast_run(config, architecture, comm.local_size, machine, say, network)
         except (OffloadError, OSError) as error:  # no forecast is needed, and the engine reports errors better
             note_later(f"there is no memory forecast: {error}")
         except Exception as error:
             if config.run.debug:
                 traceback.print_exception(error)
-            what = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
+            cause = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
             hint = "" if config.run.debug else ", and --debug shows where"
             note(
-                f"there is no memory forecast, because of a defect in the forecast ({what}): training continues "
+                f"there is no memory forecast, because of a defect in the forecast ({cause}): training continues "
                 f"without one{hint}."
             )
-    decided = comm.gather_objects(decided, "placement")[0]
-    if found is not None and not found.fits:
-        fix = f" The smallest change that fits: {found.fix}" if found.fix else ""
-        note(f"by the plan {shortage(found)}{fix}")
-    return decided, found
+    resolved = comm.gather_objects(resolved, "placement")[0]
+    if forecast is not None and not forecast.fits:
+        fix = f" The smallest change that fits: {forecast.fix}" if forecast.fix else ""
+        note(f"by the plan {describe_shortage(forecast)}{fix}")
+    return resolved, forecast
 
 
 def _no_weights(_name: str, _module: nn.Module) -> None:
     """Leave the weights unfilled: the checkpoint provides them after the engine opens."""
 
 
-def begin_at(start: ResumePoint, made: Engine, say: Say) -> Mapping[str, Any] | None:
+def load_start(start: ResumePoint, engine: Engine, say: Say) -> Mapping[str, Any] | None:
     """Load the first intact checkpoint. Return the run position stored there; None without checkpoints. Collective."""
     for reason in start.skipped:
         say(f"note: a checkpoint is skipped: {reason}")
@@ -362,7 +364,7 @@ def begin_at(start: ResumePoint, made: Engine, say: Say) -> Mapping[str, Any] | 
         if num_bytes > LONG_BYTES:
             say(f"reading {format_bytes(num_bytes)} of states from {folder} ...")
         try:
-            meta = made.load_checkpoint(folder, reset=start.config.optimizer.reset)
+            meta = engine.load_checkpoint(folder, reset=start.config.optimizer.reset)
         except CheckpointError as error:
             if len(start.folders) > 1:
                 say(f"note: a checkpoint is skipped: {error}")
@@ -371,5 +373,5 @@ def begin_at(start: ResumePoint, made: Engine, say: Say) -> Mapping[str, Any] | 
             say(f"resumed at step {meta['step']} from {folder}")
             return meta
     if reasons:
-        raise common(none_is_whole(start.folders, reasons))
+        raise common(no_intact_checkpoint(start.folders, reasons))
     return None

@@ -60,9 +60,9 @@ class TrainControl:
 
     def take(self, name: str) -> bool:
         """Return a one-time request, and clear it."""
-        asked = bool(getattr(self, name))
+        is_requested = bool(getattr(self, name))
         setattr(self, name, False)
-        return asked
+        return is_requested
 
 
 class Callbacks:
@@ -82,7 +82,7 @@ class Callbacks:
         for each in self._callbacks:
             _check(each)
 
-    def begin(self, run: Run, stands: RunProgress) -> None:
+    def begin(self, run: Run, progress: RunProgress) -> None:
         """Prepare for the first step: load saved states and send the begin events."""
         config, comm = run.config, run.engine.comm
         self._state = TrainState(
@@ -90,36 +90,36 @@ class Callbacks:
             is_world_process_zero=comm.rank == 0,
             is_local_process_zero=comm.local_rank == 0,
         )
-        self._config, self._stands = config, stands
+        self._config, self._progress = config, progress
         self._num_rows, self._batch_size = run.data.num_train_rows, run.data.batch_size
         self._more = {"model": run.engine.model, "engine": run.engine, "processing_class": run.data.tokenizer}
         for callback, state in zip(self._callbacks, (run.meta or {}).get("callbacks", ()), strict=False):
             if state is not None and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(state)
         for event in ("on_init_end", "on_train_begin", "on_epoch_begin"):
-            self.tell(event)
+            self.notify(event)
 
-    def tell(self, event: str, **more: Any) -> None:
+    def notify(self, event: str, **more: Any) -> None:
         """Call the event method on each callback. An exception ends the run."""
         if not self._callbacks:
             return
-        state, stands = self._state, self._stands
-        state.global_step, state.num_input_tokens_seen = stands.num_done, stands.num_tokens
-        state.epoch = stands.num_done * self._batch_size / self._num_rows
-        state.best_metric, state.best_global_step = stands.best.loss, stands.best.step
+        state, progress = self._state, self._progress
+        state.global_step, state.num_input_tokens_seen = progress.num_done, progress.num_tokens
+        state.epoch = progress.num_done * self._batch_size / self._num_rows
+        state.best_metric, state.best_global_step = progress.best.loss, progress.best.step
         for callback in self._callbacks:
             method = getattr(callback, event, None)
             if method is not None:
                 self.control = method(self._config, state, self.control, **self._more, **more) or self.control
 
-    def step_made(self, fields: Mapping[str, Any]) -> None:
+    def end_step(self, fields: Mapping[str, Any]) -> None:
         """Send the events after a step. `fields`: the step's line in metrics.jsonl."""
-        before = (self._stands.num_done - 1) * self._batch_size // self._num_rows
-        self.tell("on_step_end")
-        self.tell("on_log", logs=dict(fields))
-        if self._stands.num_done * self._batch_size // self._num_rows > before:
-            self.tell("on_epoch_end")
-            self.tell("on_epoch_begin")
+        before = (self._progress.num_done - 1) * self._batch_size // self._num_rows
+        self.notify("on_step_end")
+        self.notify("on_log", logs=dict(fields))
+        if self._progress.num_done * self._batch_size // self._num_rows > before:
+            self.notify("on_epoch_end")
+            self.notify("on_epoch_begin")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callback states for a checkpoint. None: a callback without state."""
@@ -146,7 +146,7 @@ def _check(callback: Any) -> None:
     for name in dir(callback):
         if not name.startswith("on_") or name in EVENTS or not callable(getattr(callback, name)):
             continue
-        owner = next((kind for kind in type(callback).__mro__ if name in vars(kind)), type(callback))
+        owner = next((base for base in type(callback).__mro__ if name in vars(base)), type(callback))
         if owner.__module__ != "transformers.trainer_callback":  # the base class methods do nothing
             raise ConfigError(
                 f"the callback {type(callback).__name__} has {name}, which is never called{nearest(name, EVENTS)}: the "

@@ -11,8 +11,8 @@ from typing import Any
 
 from offload.checkpoint.folder import Checkpoints
 from offload.distributed.comm import Comm
-from offload.distributed.outcome import as_one
-from offload.engine.checkpoints import Saving
+from offload.distributed.outcome import share_failure
+from offload.engine.checkpoints import PendingCheckpoint
 from offload.engine.engine import Engine
 from offload.errors import DiskError, errno_text, format_bytes
 from offload.files.atomic_folder import remove
@@ -27,7 +27,7 @@ _AUTO_S = 3600.0
 
 
 @dataclass
-class _UnderWay:
+class _PendingSave:
     """A checkpoint being written to disk.
 
     - begin: start time. stalled_s: seconds training waited for it.
@@ -35,7 +35,7 @@ class _UnderWay:
     - best_step: step of the best evaluation; its checkpoint is kept.
     """
 
-    saving: Saving
+    saving: PendingCheckpoint
     step: int
     path: Path
     begin: float
@@ -55,20 +55,20 @@ class Saves:
         run: Run,
         comm: Comm,
         folder: RunFolder,
-        stands: RunProgress,
+        progress: RunProgress,
         callbacks: Callbacks,
         say: Callable[[str], None],
     ) -> None:
-        """`stands`: initial run position. `callbacks` receive an event per complete checkpoint. `say` prints a line."""
+        """`progress`: initial position. `callbacks` receive an event per complete checkpoint. `say` prints a line."""
         self._comm, self._section, self._say = comm, run.config.checkpoint, say
         self._checkpoints, self._keeps = Checkpoints(folder.checkpoints), folder.keeps
         self._needs, self._next_s = run.disk_needs, time.monotonic() + _AUTO_S
-        self._trained, self._best_step, self._callbacks = run.trained, stands.best.step, callbacks
+        self._trainable, self._best_step, self._callbacks = run.trainable, progress.best.step, callbacks
         self._hourly: int | None = None  # step of the last time-based checkpoint
-        self.last_step = None if run.meta is None else stands.num_done
+        self.last_step = None if run.meta is None else progress.num_done
         self.failure: DiskError | None = None  # failure of the last save
         self._failed_step: int | None = None
-        self._under_way: _UnderWay | None = None
+        self._pending: _PendingSave | None = None
         self._stalled_s = 0.0  # seconds training waited for saves
 
     def take_stalled(self) -> dict[str, float]:
@@ -95,12 +95,12 @@ class Saves:
     @property
     def newest_step(self) -> int | None:
         """Step of the newest checkpoint, including one being written."""
-        return self._under_way.step if self._under_way is not None else self.last_step
+        return self._pending.step if self._pending is not None else self.last_step
 
     @property
     def is_due(self) -> bool:
         """True if `settle` would not wait on this rank for a checkpoint being written."""
-        return self._under_way is not None and self._under_way.saving.is_done
+        return self._pending is not None and self._pending.saving.is_done
 
     def save(self, *args: Any) -> None:
         """Save a step and wait for the disk. Takes the arguments of `try_to_save`. Collective.
@@ -125,70 +125,72 @@ class Saves:
 
         On failure, continue or raise, as set by `checkpoint.on_error`.
         """
-        if self._under_way is not None:
-            self._try(self._under_way.step, self._end)
+        if self._pending is not None:
+            self._try(self._pending.step, self._end)
 
     def close(self) -> None:
         """Abort an unfinished save. Not collective."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.saving.abort()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.saving.abort()
 
     def _begin(self, engine: Engine, step: int, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         is_hourly, self._next_s = self.is_time and self._section.keep is None, time.monotonic() + _AUTO_S
-        with self._standing_still():
+        with self._counting_stall():
             begin = time.perf_counter()
             if (about := sum(size for _, _, size in engine.allocations)) > LONG_BYTES:
                 self._say(f"step {step}  saving about {format_bytes(about)} a rank ...")
-            with as_one(self._comm, "making room for a checkpoint"):
+            with share_failure(self._comm, "making room for a checkpoint"):
                 path = self._checkpoints.path / f"step-{step}"
                 if self._keeps:
                     path = self._checkpoints.target(step)
-            meta = {**meta, **self._trained.marks()}
-            saving = engine.begin_checkpoint(path, meta, files, trained_only=self._trained.trained_only)
+            meta = {**meta, **self._trainable.metadata()}
+            saving = engine.begin_checkpoint(path, meta, files, trained_only=self._trainable.trained_only)
             best_step = meta["best"]["step"] if self._section.keep_best else None
-            self._under_way = _UnderWay(saving, step, path, begin, is_hourly, best_step)
-        self._under_way.stalled_s = time.perf_counter() - begin
+            self._pending = _PendingSave(saving, step, path, begin, is_hourly, best_step)
+        self._pending.stalled_s = time.perf_counter() - begin
 
     def _end(self) -> None:
-        under_way, begin = self._under_way, time.perf_counter()
-        assert under_way is not None
+        pending, begin = self._pending, time.perf_counter()
+        assert pending is not None
         try:
-            with self._standing_still():
-                under_way.saving.finish()
-                with as_one(self._comm, "keeping of checkpoints"):
+            with self._counting_stall():
+                pending.saving.finish()
+                with share_failure(self._comm, "keeping of checkpoints"):
                     if self._keeps:
-                        self._checkpoints.saved(under_way.path, self._section.keep, under_way.best_step)
-                        for step in self._outlived(under_way.best_step):
+                        self._checkpoints.register(pending.path, self._section.keep, pending.best_step)
+                        for step in self._replaced_steps(pending.best_step):
                             with suppress(DiskError):
                                 remove(self._checkpoints.path / f"step-{step}")
-                        self._hourly = under_way.step if under_way.is_hourly else None
-                        self._best_step = under_way.best_step
+                        self._hourly = pending.step if pending.is_hourly else None
+                        self._best_step = pending.best_step
         finally:
-            self._under_way = None
-        self.last_step, self.failure, end = under_way.step, None, time.perf_counter()
-        stalled_s = under_way.stalled_s + end - begin
+            self._pending = None
+        self.last_step, self.failure, end = pending.step, None, time.perf_counter()
+        stalled_s = pending.stalled_s + end - begin
         if self._comm.rank == 0:
             with suppress(OSError):
-                num_bytes = sum(file.stat().st_size for file in under_way.path.iterdir())
+                num_bytes = sum(file.stat().st_size for file in pending.path.iterdir())
                 self._say(
-                    f"step {under_way.step}  saved {under_way.path} ({format_bytes(num_bytes)} in "
-                    f"{end - under_way.begin:.1f} s; training stopped for {stalled_s:.1f} s)"
+                    f"step {pending.step}  saved {pending.path} ({format_bytes(num_bytes)} in "
+                    f"{end - pending.begin:.1f} s; training stopped for {stalled_s:.1f} s)"
                 )
-        self._callbacks.tell("on_save", checkpoint=under_way.path)
+        self._callbacks.notify("on_save", checkpoint=pending.path)
 
-    def _outlived(self, best_step: int | None) -> set[int]:
+    def _replaced_steps(self, best_step: int | None) -> set[int]:
         """Return the steps in checkpoints replaced by the newly saved one.
 
         These are the last time-based checkpoint, and the previous best one if saved only for its eval loss.
         """
-        every, was = self._section.every, self._best_step
-        is_regular = was is None or self._section.keep is not None or (isinstance(every, int) and was % every == 0)
-        steps = {self._hourly, None if is_regular else was} - {None, best_step}
+        every, previous = self._section.every, self._best_step
+        is_regular = (
+            previous is None or self._section.keep is not None or (isinstance(every, int) and previous % every == 0)
+        )
+        steps = {self._hourly, None if is_regular else previous} - {None, best_step}
         return {step for step in steps if step is not None}
 
     @contextmanager
-    def _standing_still(self) -> Iterator[None]:
+    def _counting_stall(self) -> Iterator[None]:
         begin = time.perf_counter()
         try:
             yield
@@ -199,25 +201,25 @@ class Saves:
         try:
             work()
         except DiskError as error:
-            is_told = self._failed_step == step
+            is_reported = self._failed_step == step
             self.failure, self._failed_step = error, step
             if self._section.on_error == "stop":
                 raise
-            if not is_told:
-                self._say(f"note: step {step} could not be saved, {self._last}: {error}")
+            if not is_reported:
+                self._say(f"note: step {step} could not be saved, {self._last_saved}: {error}")
 
-    def unsaved(self, step: int, exported: Path | None) -> DiskError:
+    def unsaved_error(self, step: int, exported: Path | None) -> DiskError:
         """Return the error for a completed run without a saved last step."""
         assert self.failure is not None
         where = f"; it is exported to {exported}" if exported is not None else ""
         reason = errno_text(self.failure.errno) if self.failure.errno else "a disk failed"
         return DiskError(
-            f"the last step, {step}, could not be saved, {self._last}: {reason}, as the note above says{where}. Make "
-            "room and start the same command again.",
+            f"the last step, {step}, could not be saved, {self._last_saved}: {reason}, as the note above says{where}. "
+            "Make room and start the same command again.",
             self.failure.errno or 0,
             self.failure.path,
         )
 
     @property
-    def _last(self) -> str:
+    def _last_saved(self) -> str:
         return f"the last one is of step {self.last_step}" if self.last_step is not None else "and there is none yet"

@@ -8,11 +8,11 @@ from offload.accelerators import own_accelerator
 from offload.config.config import Config
 from offload.data.view import DataView
 from offload.hf.models import vocab_size
-from offload.training.build import Begun
-from offload.training.parts import build_data, objective, stages, told_data
+from offload.training.build import RunSetup
+from offload.training.parts import build_data, build_objective, describe_data, stages
 from offload.training.resume import ResumePoint
 
-_ASKS = (
+_ISOLATION_NOTE = (
     "note: before the first step a run tests whether the model keeps the documents of a row apart; a model that mixes "
     "them gets one document in each row, as with --data.packing false."
 )
@@ -26,12 +26,12 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     config.check_source()
     config.check_ranks(num_ranks)
     has_accelerator = own_accelerator(config.offload.device) is not None
-    config, architecture, kind, _, _ = Begun.read(ResumePoint(config), has_accelerator=has_accelerator)
+    config, architecture, model_kind, _, _ = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
     vocabulary = vocab_size(architecture)
-    data = build_data(config, kind, vocabulary, stages(say, lambda: None))
-    asked = objective(config, kind, data, vocabulary)
-    told = list(told_data(data, asked))
+    data = build_data(config, model_kind, vocabulary, stages(say, lambda: None))
+    objective = build_objective(config, model_kind, data, vocabulary)
+    description = list(describe_data(data, objective))
     if data.train.packing == "isolated" and config.data.packing_isolated == "auto":
-        told.append(_ASKS)
+        description.append(_ISOLATION_NOTE)
     num_steps = int(config.resolve_steps(data.num_steps).train.steps or 0)
-    return DataView.of(data, asked, told, num_steps=num_steps, num_samples=num_samples)
+    return DataView.of(data, objective, description, num_steps=num_steps, num_samples=num_samples)

@@ -12,8 +12,8 @@ from torch import nn
 from offload.config.config import Config
 from offload.errors import DoesNotFitError, format_bytes
 from offload.files.directories import free_bytes
-from offload.planning.from_config import update_rule
-from offload.training.trained import Trained
+from offload.planning.from_config import make_update_rule
+from offload.training.trainable import TrainablePart
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class DiskNeeds:
         return self.export_bytes + self.states_bytes
 
     @classmethod
-    def of(cls, config: Config, trained: Trained, model: nn.Module) -> DiskNeeds:
+    def of(cls, config: Config, trainable: TrainablePart, model: nn.Module) -> DiskNeeds:
         """Return the needs for a resolved configuration and a model. Raises ConfigError for an untrainable model."""
-        rule, weight_bytes = update_rule(config), 2 if config.train.precision == "bf16" else 4
-        num_saved, kept_bytes = trained.num_saved(model), trained.kept_bytes(model, weight_bytes)
+        rule, weight_bytes = make_update_rule(config), 2 if config.train.precision == "bf16" else 4
+        num_saved, kept_bytes = trainable.num_saved(model), trainable.kept_bytes(model, weight_bytes)
         moments = sum(plane.num_bytes(num_saved) for plane in rule.parts[0].moments)
         master_bytes = 4 if rule.has_low else weight_bytes
-        export_bytes = trained.export_bytes(model, weight_bytes) if config.checkpoint.export else 0
+        export_bytes = trainable.export_bytes(model, weight_bytes) if config.checkpoint.export else 0
         return cls(export_bytes, master_bytes * num_saved + moments + kept_bytes)
 
     def check(self, path: Path, config: Config, num_done: int) -> Iterator[str]:
@@ -47,10 +47,10 @@ class DiskNeeds:
         Raises DoesNotFitError if the export will not fit.
         """
         free, section = free_bytes(path), config.checkpoint
-        there = f"{path} is on a disk with {format_bytes(free)} ({free} bytes) free"
+        location = f"{path} is on a disk with {format_bytes(free)} ({free} bytes) free"
         if free < self.export_bytes:
             raise DoesNotFitError(
-                f"{there}, and the export at the end takes {format_bytes(self.export_bytes)} ({self.export_bytes} "
+                f"{location}, and the export at the end takes {format_bytes(self.export_bytes)} ({self.export_bytes} "
                 f"bytes), {self.export_bytes - free} bytes more. Make room, set --run.dir to a folder on another disk, "
                 "or leave the export out with --checkpoint.export false."
             )
@@ -60,9 +60,9 @@ class DiskNeeds:
         if section.keep is None and isinstance(section.every, int) and config.train.steps:
             num = math.ceil((config.train.steps - num_done) / section.every)
         num += section.keep_best
-        if free < (wanted := self.export_bytes + num * self.states_bytes):
+        if free < (needed := self.export_bytes + num * self.states_bytes):
             yield (
-                f"note: {there}, and the export with up to {num} checkpoints of {format_bytes(self.states_bytes)} "
-                f"needs {format_bytes(wanted)}: some checkpoints may not be saved. Make room, set --run.dir to a "
+                f"note: {location}, and the export with up to {num} checkpoints of {format_bytes(self.states_bytes)} "
+                f"needs {format_bytes(needed)}: some checkpoints may not be saved. Make room, set --run.dir to a "
                 "folder on another disk, or lower --checkpoint.keep."
             )

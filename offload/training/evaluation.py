@@ -17,7 +17,7 @@ from offload.training.progress import RunProgress
 from offload.training.records import Records
 from offload.training.shares import Share
 
-_TOLD = {
+_PRINTED = {
     "perplexity": "perplexity {:.4g}",
     "bits_per_byte": "{:.4f} bits a byte",
     "rewards/accuracies": "accuracy {:.2f}",
@@ -33,8 +33,8 @@ class Evaluation:
     name: str
     """Eval source name; empty for rows held out from the training data."""
     loss: float
-    """Mean loss over all ranks, per target token in nats, or per unit in `Objective.counted`."""
-    measured: Mapping[str, float]
+    """Mean loss over all ranks, per target token in nats, or per unit in `Objective.count_unit`."""
+    metrics: Mapping[str, float]
     """Further metrics, by their names in metrics.jsonl."""
     rows: str
     """Description of the evaluated rows."""
@@ -46,19 +46,21 @@ class Evaluation:
         Perplexity is inf beyond the float range. Bits per byte divides the information in all targets by their text
         bytes, so different tokenizers compare. `num_bytes`: None if unknown; then bits per byte is missing.
         """
-        measured = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
         if num_bytes:
-            measured["bits_per_byte"] = loss * num_tokens / math.log(2) / num_bytes
-        return cls(name, loss, measured, rows)
+            metrics["bits_per_byte"] = loss * num_tokens / math.log(2) / num_bytes
+        return cls(name, loss, metrics, rows)
 
     def fields(self) -> dict[str, float]:
         """Return the fields for a metrics.jsonl line."""
-        return {"loss": self.loss, **self.measured}
+        return {"loss": self.loss, **self.metrics}
 
     def __str__(self) -> str:
-        told = "".join(f", {text.format(self.measured[key])}" for key, text in _TOLD.items() if key in self.measured)
+        metrics = "".join(
+            f", {text.format(self.metrics[key])}" for key, text in _PRINTED.items() if key in self.metrics
+        )
         of = f" of {self.name}" if self.name else ""
-        return f"eval loss {self.loss:.4f}{told} over {self.rows}{of}"
+        return f"eval loss {self.loss:.4f}{metrics} over {self.rows}{of}"
 
 
 class Evaluations:
@@ -69,13 +71,13 @@ class Evaluations:
         run: Run,
         comm: Comm,
         records: Records,
-        stands: RunProgress,
+        progress: RunProgress,
         callbacks: Callbacks,
         say: Callable[[str], None],
     ) -> None:
         """`callbacks` receive an event per evaluation; `say` prints a line."""
         self._data, self._objective, self._train = run.data, run.objective, run.config.train
-        self._comm, self._records, self._stands, self._say = comm, records, stands, say
+        self._comm, self._records, self._progress, self._say = comm, records, progress, say
         self._callbacks = callbacks
         self._share = Share.of(run.config, comm)
         self._keeps_best = run.config.checkpoint.keep_best
@@ -84,42 +86,42 @@ class Evaluations:
     def is_due(self) -> bool:
         """True if an evaluation is due after the last completed step."""
         every = self._train.eval_every
-        return every > 0 and self._stands.num_done % every == 0
+        return every > 0 and self._progress.num_done % every == 0
 
     @property
     def has_new_best(self) -> bool:
         """True if the weights after the last step are the best so far and should be kept."""
-        return self._keeps_best and self._stands.best.step == self._stands.num_done
+        return self._keeps_best and self._progress.best.step == self._progress.num_done
 
-    def make(self, engine: Engine) -> dict[str, Any]:
+    def evaluate(self, engine: Engine) -> dict[str, Any]:
         """Evaluate all sources. Return the metrics.jsonl fields; empty without eval rows. Collective."""
-        begin, stands = time.perf_counter(), self._stands
-        found = [each for name in self._data.evals if (each := self._evaluate(engine, name)) is not None]
-        if not found:
+        begin, progress = time.perf_counter(), self._progress
+        evaluations = [each for name in self._data.evals if (each := self._evaluate(engine, name)) is not None]
+        if not evaluations:
             return {}
-        stands.evaluated(found[0].loss)
+        progress.record_evaluation(evaluations[0].loss)
         self._records.mark("evaluation", begin, time.perf_counter())
-        for each in found:
-            self._say(f"step {stands.num_done}  {each}")
-        sources = {each.name: each.fields() for each in found if each.name}
-        fields: dict[str, Any] = {f"eval_{key}": value for key, value in found[0].fields().items()}
+        for each in evaluations:
+            self._say(f"step {progress.num_done}  {each}")
+        sources = {each.name: each.fields() for each in evaluations if each.name}
+        fields: dict[str, Any] = {f"eval_{key}": value for key, value in evaluations[0].fields().items()}
         fields |= {"eval_sources": sources} if sources else {}
-        self._callbacks.tell("on_evaluate", metrics=dict(fields))
+        self._callbacks.notify("on_evaluate", metrics=dict(fields))
         return fields
 
-    def make_missed(self, engine: Engine) -> None:
+    def evaluate_missed(self, engine: Engine) -> None:
         """Repeat an evaluation lost with a killed process, if later decisions depend on the result. Collective."""
-        stands = self._stands
+        progress = self._progress
         decides = self._keeps_best or self._train.early_stopping_patience is not None
-        if decides and self.is_due and stands.num_done and stands.eval_step != stands.num_done:
-            self.make(engine)
+        if decides and self.is_due and progress.num_done and progress.eval_step != progress.num_done:
+            self.evaluate(engine)
 
-    def make_last(self, engine: Engine) -> None:
+    def evaluate_last(self, engine: Engine) -> None:
         """Evaluate the weights after the last step, unless done already. Collective."""
         if not self.is_due:  # the final evaluation needs the newest weights
             engine.catch_up()
-        if self._stands.eval_step != self._stands.num_done:
-            self._records.amend(self._stands.num_done, self.make(engine))
+        if self._progress.eval_step != self._progress.num_done:
+            self._records.amend(self._progress.num_done, self.evaluate(engine))
 
     def _evaluate(self, engine: Engine, name: str) -> Evaluation | None:
         """Evaluate the first rows of a source. Collective."""
@@ -136,12 +138,12 @@ class Evaluations:
             if count:
                 num_counted += round(count)
                 total += float(engine.evaluate(batch, objective.loss)) * count
-                sums.update({key: value * count for key, value in objective.measured(comm).items()})
+                sums.update({key: value * count for key, value in objective.loss_metrics(comm).items()})
         if not num_counted:
             return None
-        rows_done = f"{num_counted:,} {objective.counted} in {num_done:,} of {num_rows:,} rows"
+        rows_done = f"{num_counted:,} {objective.count_unit} in {num_done:,} of {num_rows:,} rows"
         if objective.loss is not None:
-            measured = {key: value / num_counted for key, value in sums.items()}
-            return Evaluation(name, total / num_counted, measured, rows_done)
+            metrics = {key: value / num_counted for key, value in sums.items()}
+            return Evaluation(name, total / num_counted, metrics, rows_done)
         num_bytes = data.eval_bytes(num_done, name) if objective.takes_labels else None
         return Evaluation.of_tokens(name, total / num_counted, num_counted, num_bytes, rows_done)

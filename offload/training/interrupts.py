@@ -17,7 +17,7 @@ from typing import Any
 from offload.distributed.comm import Comm
 
 _IS_LAUNCHED = "TORCHELASTIC_RUN_ID"  # set for ranks started by torchrun or `--gpus`
-_ONE_AND_THE_SAME_S = 1.0
+_DUPLICATE_S = 1.0
 
 
 class StopSignals:
@@ -32,7 +32,7 @@ class StopSignals:
         self.requested = self._wants_save = False
         self.name = ""
         self._say = say
-        self._waits = self._is_deaf = self._is_agreed = self._is_told = False
+        self._waits = self._is_ignoring = self._is_agreed = self._is_announced = False
         self._before: dict[int, Any] = {}
         self._last = (0, -math.inf)  # last signal and its time
 
@@ -46,7 +46,7 @@ class StopSignals:
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._before.items():
             # torchrun also sends SIGTERM to a leaving rank, any time until the process is gone.
-            signal.signal(number, signal.SIG_IGN if self._is_deaf and number == signal.SIGTERM else handler)
+            signal.signal(number, signal.SIG_IGN if self._is_ignoring and number == signal.SIGTERM else handler)
 
     def begin(self) -> None:
         """From now on there are states to save: the first signal requests a stop."""
@@ -54,7 +54,7 @@ class StopSignals:
 
     def ignore(self) -> None:
         """Ignore signals, because this process already exits for another reason."""
-        self._is_deaf = True
+        self._is_ignoring = True
 
     def is_agreed(self, comm: Comm) -> bool:
         """Return, equal on all ranks, whether any rank has a stop request. Sets `name` everywhere. Collective."""
@@ -69,7 +69,7 @@ class StopSignals:
             names = comm.gather_objects(self.name, "name of the signal")
             self._is_agreed = True
             rank, name = next((rank, name) for rank, name in enumerate(names) if name)
-            if not self._is_told:
+            if not self._is_announced:
                 self._say(f"{name} (rank {rank}): saving; once more to leave at once.")
             self.requested, self.name = True, name
 
@@ -79,17 +79,17 @@ class StopSignals:
         return wants
 
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
-        if self._is_deaf:
+        if self._is_ignoring:
             return
         self._wants_save = self._waits
-        self._tell("SIGUSR1: saving after this step." if self._waits else "SIGUSR1: there is nothing to save now.")
+        self._announce("SIGUSR1: saving after this step." if self._waits else "SIGUSR1: there is nothing to save now.")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()  # own line, so no signal comes between read and store below
         before, self._last = self._last, (number, now)
-        if self._is_deaf:
+        if self._is_ignoring:
             return
-        if _IS_LAUNCHED in os.environ and number == before[0] and self._last[1] - before[1] < _ONE_AND_THE_SAME_S:
+        if _IS_LAUNCHED in os.environ and number == before[0] and self._last[1] - before[1] < _DUPLICATE_S:
             return  # sent to the whole job and passed on by the launcher
         if not self._waits:
             raise KeyboardInterrupt
@@ -99,9 +99,11 @@ class StopSignals:
         # When a rank is gone, torchrun sends SIGTERM to the others, maybe before they notice. Then nothing is saved, so
         # print nothing here. If a user sent the signal, `agree` prints the message.
         if not was_requested and not (_IS_LAUNCHED in os.environ and number == signal.SIGTERM):
-            self._is_told = self._tell(f"{self.name}: finishing this step, then saving; once more to leave at once.")
+            self._is_announced = self._announce(
+                f"{self.name}: finishing this step, then saving; once more to leave at once."
+            )
 
-    def _tell(self, text: str) -> bool:
+    def _announce(self, text: str) -> bool:
         """Print a line from a signal handler. Return False if not possible.
 
         A signal during a write to the same stream fails as a reentrant call, which must not end the run.

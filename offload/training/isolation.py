@@ -17,7 +17,7 @@ _ROUNDING = 2e-6
 """fp32 rounding, relative to the largest logit."""
 
 
-def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spared: Collection[int] = ()) -> str:
+def why_not_isolated(model: nn.Module, device: torch.device, vocab_size: int, spared: Collection[int] = ()) -> str:
     """Return the reason why a document in a packed row is computed differently than alone. Empty: no difference.
 
     Positions restart in each document. The logits of the last document in a row must not change when the two earlier
@@ -30,15 +30,15 @@ def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spare
     generator = torch.Generator().manual_seed(0)
     usable = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in spared])
     a, b, c, d, e, f = usable[torch.randint(len(usable), (6, _LENGTH), generator=generator)]
-    anew, was_training = torch.arange(_LENGTH).repeat(3).expand(2, -1), model.training
+    positions_in_row, was_training = torch.arange(_LENGTH).repeat(3).expand(2, -1), model.training
 
     def last(*rows: torch.Tensor, **positions: torch.Tensor) -> torch.Tensor:
         """Return the logits for the last document in the first row."""
-        found = model(input_ids=torch.stack(rows).to(device), use_cache=False, **positions)
-        return found.logits[0, -_LENGTH:].float()
+        outputs = model(input_ids=torch.stack(rows).to(device), use_cache=False, **positions)
+        return outputs.logits[0, -_LENGTH:].float()
 
     def in_row(*documents: torch.Tensor) -> torch.Tensor:
-        return last(torch.cat(documents[:3]), torch.cat(documents[3:]), position_ids=anew.to(device))
+        return last(torch.cat(documents[:3]), torch.cat(documents[3:]), position_ids=positions_in_row.to(device))
 
     model.eval()
     try:
@@ -58,13 +58,13 @@ def why_not_apart(model: nn.Module, device: torch.device, vocab_size: int, spare
     return ""
 
 
-def ask_whether_apart(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm) -> str:
-    """Like `why_not_apart`, with the same result on all ranks. Collective."""
+def check_isolation(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm) -> str:
+    """Like `why_not_isolated`, with the same result on all ranks. Collective."""
     spared = set(getattr(tokenizer, "all_special_ids", ()))
-    return comm.gather_objects(why_not_apart(engine.model, engine.device, vocab_size, spared), "documents apart")[0]
+    return comm.gather_objects(why_not_isolated(engine.model, engine.device, vocab_size, spared), "documents apart")[0]
 
 
-def not_apart(why: str) -> str:
+def isolation_error(why: str) -> str:
     """Return the error text for a run with required isolation."""
     return (
         f"data.packing_isolated is true, but {why}: documents in a row would not be isolated. Set --data.packing false "

@@ -24,7 +24,7 @@ class Objective:
     name = "next token"
     takes_labels = True
     """True if the targets are the labelled tokens in the data, except the first in a row."""
-    counted = "tokens"
+    count_unit = "tokens"
     """Unit for `count`."""
     loss: GroupLoss | None = None
     """Loss function. None: the model's own."""
@@ -46,22 +46,22 @@ class Objective:
         own = set() if self.loss is None else self.loss.own
         return {key: value for key, value in batch.items() if key not in own}
 
-    def measured(self, comm: Comm) -> dict[str, float]:
+    def loss_metrics(self, comm: Comm) -> dict[str, float]:
         """Return further loss metrics from the last pass, as means over all ranks by name. Collective."""
         if self.loss is None:
             return {}
-        own = {name: (float(each.sum()), len(each)) for name, each in self.loss.measured.items()}
+        own = {name: (float(each.sum()), len(each)) for name, each in self.loss.metrics.items()}
         ranks = comm.gather_objects(own, "what the loss has measured")
         names = dict.fromkeys(name for each in ranks for name in each)
         sums = {name: [each[name] for each in ranks if name in each] for name in names}
         return {name: sum(total for total, _ in each) / sum(count for _, count in each) for name, each in sums.items()}
 
-    def shown(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tokens_and_targets(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all tokens in a step's batch as the model sees them, and the target mask. Both [rows, tokens]."""
-        made = self.apply(batch, step)
-        targets = made["labels"] != IGNORED
+        model_batch = self.apply(batch, step)
+        targets = model_batch["labels"] != IGNORED
         targets[:, :1] = False
-        return made["input_ids"], targets
+        return model_batch["input_ids"], targets
 
     def share(self, labelled: float) -> float:
         """Return the approximate target share among tokens. `labelled`: labelled share in the data."""
@@ -100,9 +100,9 @@ class MaskedTokens(Objective):
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
 
-    def shown(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        made = self.apply(batch, step)
-        return made["input_ids"], made["labels"] != IGNORED
+    def tokens_and_targets(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        model_batch = self.apply(batch, step)
+        return model_batch["input_ids"], model_batch["labels"] != IGNORED
 
     def share(self, _labelled: float) -> float:
         return 0.15
@@ -125,20 +125,20 @@ class Continuation(Objective):
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
 
-    def shown(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        made, targets = self.apply(batch, step), torch.zeros_like(batch["labels"], dtype=torch.bool)
-        targets[:, made["input_ids"].shape[1] :] = made["labels"] != IGNORED
+    def tokens_and_targets(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        model_batch, targets = self.apply(batch, step), torch.zeros_like(batch["labels"], dtype=torch.bool)
+        targets[:, model_batch["input_ids"].shape[1] :] = model_batch["labels"] != IGNORED
         return batch["input_ids"], targets
 
     def share(self, labelled: float) -> float:
         return labelled / 2
 
 
-def choose_objective(kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -> Objective:
+def choose_objective(model_kind: str, *, tokenizer: Any, vocab_size: int, seed: int) -> Objective:
     """Return the objective for a "causal", "masked" or "seq2seq" model. Raises ConfigError."""
-    if kind == "causal":
+    if model_kind == "causal":
         return Objective()
-    if kind == "seq2seq":
+    if model_kind == "seq2seq":
         return Continuation()
     num_tokens = len(tokenizer) if tokenizer is not None else vocab_size
     mask_id = getattr(tokenizer, "mask_token_id", None)

@@ -18,18 +18,18 @@ from offload.accelerators import open_accelerator, own_accelerator
 from offload.config.config import Config
 from offload.data.dataset import share
 from offload.distributed.comm import Comm
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.hf.models import BuiltModel, attention_options, fill_all, is_pretrained, load_model_config, load_whole
 from offload.layout.planes import DTYPES
 from offload.machine.environment import memory
-from offload.training.apart import Apart, WeightsApart, json_number
 from offload.training.build import Run, make_run
+from offload.training.differences import Difference, WeightComparison, json_number
 from offload.training.objectives import Batch
 from offload.training.parts import rate_at
-from offload.training.resident import Part, Resident, resident_bytes
+from offload.training.resident import BatchPart, ResidentTrainer, resident_bytes
 from offload.training.resume import ResumePoint, check_settings
 from offload.training.shares import Share
 
@@ -48,7 +48,7 @@ NORM_ON_DEVICE = 1e-7
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepNumbers:
     """Loss and gradient norm in one step on both sides, by name: "loss" and "grad_norm"."""
 
     step: int
@@ -60,16 +60,16 @@ class Numbers:
     norm_within: float = 0.0
     """Relative difference up to which norms count as equal."""
 
-    def first_apart(self) -> Apart | None:
+    def first_difference(self) -> Difference | None:
         """Return the first number with a different bit. Norms: with a difference above `norm_within`."""
-        for what in NUMBERS:
-            if self.distance(what) > (self.norm_within if what == "grad_norm" else 0.0):
-                return Apart(self.step, what, (), self.offloaded[what], self.resident[what])
+        for name in NUMBERS:
+            if self.distance(name) > (self.norm_within if name == "grad_norm" else 0.0):
+                return Difference(self.step, name, (), self.offloaded[name], self.resident[name])
         return None
 
-    def distance(self, what: str) -> float:
+    def distance(self, name: str) -> float:
         """Return the relative difference of a number between the sides."""
-        one, other = self.offloaded[what], self.resident[what]
+        one, other = self.offloaded[name], self.resident[name]
         if one == other or (math.isnan(one) and math.isnan(other)):
             return 0.0
         gap = abs(one - other) / max(abs(one), abs(other))
@@ -78,12 +78,12 @@ class Numbers:
     def fields(self) -> dict[str, Any]:
         """Return a JSON object."""
         sides = {"offloaded": self.offloaded, "resident": self.resident}
-        values = {what: {side: json_number(its[what]) for side, its in sides.items()} for what in NUMBERS}
+        values = {name: {side: json_number(its[name]) for side, its in sides.items()} for name in NUMBERS}
         return {"step": self.step, **values}
 
 
 @dataclass
-class Verdict:
+class ParityResult:
     """Result of the equivalence check. Differences are known on rank 0 only."""
 
     num_ranks: int
@@ -94,11 +94,11 @@ class Verdict:
     """True if the resident side sums in the engine's order as far as possible."""
     notes: list[str]
     """Intended approximations, equal on both sides."""
-    steps: list[Numbers] = field(default_factory=list)
+    steps: list[StepNumbers] = field(default_factory=list)
     """Numbers by step."""
-    weights: WeightsApart = field(default_factory=WeightsApart)
+    weights: WeightComparison = field(default_factory=WeightComparison)
     """Weights after the last step."""
-    first: Apart | None = None
+    first: Difference | None = None
     """First difference. None: not searched, or not found in the comparison at each step."""
     reasons: list[str] = field(default_factory=list)
     """Reasons for possible bit differences. Empty: all bits must be equal."""
@@ -113,14 +113,14 @@ class Verdict:
     @property
     def is_bit_equal(self) -> bool:
         """True if no loss, norm or weight differs."""
-        return not self.weights.differing and all(step.first_apart() is None for step in self.steps)
+        return not self.weights.differing and all(step.first_difference() is None for step in self.steps)
 
     @property
     def is_close(self) -> bool:
         """True if all differences are within the tolerance."""
         if (tolerance := self.tolerance) is None:
             return self.is_bit_equal
-        numbers = [step.distance(what) for step in self.steps for what in NUMBERS]
+        numbers = [step.distance(name) for step in self.steps for name in NUMBERS]
         return max(numbers, default=0.0) <= tolerance["numbers"] and self.weights.distance <= tolerance["weights"]
 
     def fields(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Verdict:
         }
 
 
-def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm, say: Say) -> Verdict:
+def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm, say: Say) -> ParityResult:
     """Compare the engine with a resident model over the first steps of a configured run. Collective.
 
     Both sides begin with the initial weights. With several ranks, rank 0 runs the resident side. After an unexpected
@@ -149,7 +149,7 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
 
     Raises ConfigError for settings without a comparison, DoesNotFitError if the resident model does not fit in memory.
     """
-    with as_one(comm, "check of the settings"):
+    with share_failure(comm, "check of the settings"):
         config.check_source()
         check_settings(config, comm.size)
         if config.train.method != "sft":
@@ -157,43 +157,47 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
                 f"train.method is {config.train.method}, but the resident side can only train with the model's own "
                 "loss: compare train.method sft with the same settings."
             )
-    found = _trained(config, num_steps, same_order, comm, say, looks=False)
-    found.is_equal = not comm.any(not found.is_close, "whether both sides are equal")
-    if not found.is_equal and found.tolerance is None:
+    result = _train_both(config, num_steps, same_order, comm, say, compares_each_step=False)
+    result.is_equal = not comm.any(not result.is_close, "whether both sides are equal")
+    if not result.is_equal and result.tolerance is None:
         say("something differs: both sides train once more, with a comparison after each step.")
-        found.first = _trained(config, num_steps, same_order, comm, lambda _text: None, looks=True).first
-    return found
+        result.first = _train_both(
+            config, num_steps, same_order, comm, lambda _text: None, compares_each_step=True
+        ).first
+    return result
 
 
-def _trained(config: Config, num_steps: int, same_order: bool, comm: Comm, say: Say, *, looks: bool) -> Verdict:
-    """Train both sides from the start. `looks`: compare weights after each step, until a difference."""
+def _train_both(
+    config: Config, num_steps: int, same_order: bool, comm: Comm, say: Say, *, compares_each_step: bool
+) -> ParityResult:
+    """Train both sides from the start. `compares_each_step`: compare weights after each step, until a difference."""
     steps = range(num_steps)
     run = make_run(ResumePoint(config), comm, say, say)
     with closing(run.engine), ExitStack() as stack:
         if (accelerator := own_accelerator(config.offload.device)) is not None:
             stack.callback(accelerator.bound(1 << 62))  # the engine's budget must not limit the resident side
         resident = None
-        with as_one(comm, "making of the resident side"):
+        with share_failure(comm, "making of the resident side"):
             if (most := run.config.train.steps) is not None and num_steps > most:
                 raise ConfigError(f"--steps is {num_steps}, but the run has only {most}: raise --train.steps as well.")
             if comm.rank == 0:
-                resident = _resident(run, same_order)
+                resident = _build_resident(run, same_order)
         sides = _Sides(run, resident, comm, same_order)
-        found = Verdict(comm.size, str(run.config.train.precision), same_order, list(_notes(config)))
-        for group in [[step] for step in steps] if looks else [steps]:
+        result = ParityResult(comm.size, str(run.config.train.precision), same_order, list(_notes(config)))
+        for group in [[step] for step in steps] if compares_each_step else [steps]:
             done = [step for step in group if sides.train_offloaded(step)]
             for step in done:
-                sides.train_resident(step, found)
+                sides.train_resident(step, result)
             if len(done) < len(group):
                 say(f"the data end before step {group[len(done)] + 1}.")
-            if looks and found.first is None:
-                found.first = sides.compare().first
-            if looks and comm.any(found.first is not None, "whether a side differs"):
-                return found
-        found.weights = sides.compare()
-        found.first = found.first or found.weights.first
-        found.reasons = sides.reasons()
-    return found
+            if compares_each_step and result.first is None:
+                result.first = sides.compare().first
+            if compares_each_step and comm.any(result.first is not None, "whether a side differs"):
+                return result
+        result.weights = sides.compare()
+        result.first = result.first or result.weights.first
+        result.reasons = sides.reasons()
+    return result
 
 
 def _notes(config: Config) -> Iterator[str]:
@@ -209,12 +213,12 @@ def _notes(config: Config) -> Iterator[str]:
 class _Sides:
     """Both sides of an equivalence check. `resident`: None except on rank 0."""
 
-    def __init__(self, run: Run, resident: Resident | None, comm: Comm, same_order: bool) -> None:
+    def __init__(self, run: Run, resident: ResidentTrainer | None, comm: Comm, same_order: bool) -> None:
         self._run, self._resident, self._comm, self._same_order = run, resident, comm, same_order
         self._engine: Engine = run.engine
         self._share = Share.of(run.config, comm)
         self._offloaded: dict[int, dict[str, float]] = {}
-        self._begun = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
+        self._initial = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
 
     def train_offloaded(self, step: int) -> bool:
         """Train the engine on one batch. Return False at the end of the data. Collective."""
@@ -227,19 +231,19 @@ class _Sides:
         self._offloaded[step] = {"loss": float(result.loss), "grad_norm": result.grad_norm}
         return True
 
-    def train_resident(self, step: int, found: Verdict) -> None:
+    def train_resident(self, step: int, parity: ParityResult) -> None:
         """Train the resident side on the engine's batch, and store both results. Collective."""
-        with as_one(self._comm, "step of the resident side"):
+        with share_failure(self._comm, "step of the resident side"):
             if self._resident is not None:
                 self._resident.lr = rate_at(step, self._run.config)
-                if not found.steps:
+                if not parity.steps:
                     self._resident.compile(self._engine.compiled_classes)
                 self._begin(step)
                 loss, norm = self._step_resident(self._batches(step))
                 norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE
                 numbers = {"loss": loss, "grad_norm": norm}
-                found.steps.append(Numbers(step + 1, self._offloaded[step], numbers, norm_within))
-                found.first = found.first or found.steps[-1].first_apart()
+                parity.steps.append(StepNumbers(step + 1, self._offloaded[step], numbers, norm_within))
+                parity.first = parity.first or parity.steps[-1].first_difference()
 
     def _begin(self, step: int) -> None:
         """Seed the generators equally on both sides."""
@@ -248,14 +252,14 @@ class _Sides:
     def _batches(self, step: int) -> list[Batch]:
         """Return the rows per rank or sequence group. Empty: end of the data."""
         run, num_shares = self._run, self._share.num_shares
-        size, found = run.config.train.batch_size, []
+        size, batches = run.config.train.batch_size, []
         for number in range(num_shares):
             try:
                 rows = run.data.batch(step, number, num_shares)
             except StopIteration:
                 return []
-            found.append(run.objective.apply(rows, step, share(size, number, num_shares).start, size))
-        return found
+            batches.append(run.objective.apply(rows, step, share(size, number, num_shares).start, size))
+        return batches
 
     def _step_resident(self, batches: list[Batch]) -> tuple[float, float]:
         assert self._resident is not None
@@ -285,7 +289,7 @@ class _Sides:
         largest, size = -(-train.batch_size // self._share.num_shares), train.micro_batch_size
         return size if size is not None and size < largest else None
 
-    def _parts(self, batches: list[Batch]) -> list[Part]:
+    def _parts(self, batches: list[Batch]) -> list[BatchPart]:
         """Return the resident side's batches: all ranks' rows at once, or in the engine's parts."""
         count = self._run.objective.count
         whole = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
@@ -302,46 +306,46 @@ class _Sides:
                     parts.append((part, num_targets / total))
         return parts
 
-    def compare(self) -> WeightsApart:
+    def compare(self) -> WeightComparison:
         """Compare all weights after the last step. Collective; the result is valid on rank 0."""
-        found, step = WeightsApart(), len(self._offloaded)
+        comparison, step = WeightComparison(), len(self._offloaded)
         others = self._resident.weights() if self._resident is not None else None
         for name, offloaded in self._engine.named_parameters():
             if others is not None:
-                found.add(step, name, offloaded, next(others)[1], self._begun[name])
-        return found
+                comparison.add(step, name, offloaded, next(others)[1], self._initial[name])
+        return comparison
 
     def reasons(self) -> list[str]:
         """Return the reasons for bit differences outside the engine's guarantees."""
-        engine, found = self._engine, []
+        engine, reasons = self._engine, []
         if self._comm.size > 1:
-            found.append(f"{self._comm.size} ranks: each sums the gradients of its own rows, and a part of the norm")
+            reasons.append(f"{self._comm.size} ranks: each sums the gradients of its own rows, and a part of the norm")
         if (size := self._run.config.train.sequence_parallel) > 1:
-            found.append(f"sequences shared by {size} ranks: sums over tokens are split")
+            reasons.append(f"sequences shared by {size} ranks: sums over tokens are split")
         if self._micro_rows:
-            found.append(f"micro-batches of {self._micro_rows} rows: the gradients of each are summed separately")
+            reasons.append(f"micro-batches of {self._micro_rows} rows: the gradients of each are summed separately")
         if engine.head_chunks > 1:
-            found.append(
+            reasons.append(
                 f"the head in {engine.head_chunks} chunks: losses and gradients are summed chunk by chunk "
                 "(--train.head_chunk_bytes none computes all logits at once)"
             )
         if engine.max_grad_norm is not None:
             if engine.clip == "speculative":
-                found.append("speculative clipping: updates are corrected (--train.clip deferred is exact)")
+                reasons.append("speculative clipping: updates are corrected (--train.clip deferred is exact)")
             if engine.device.type != "cpu":
-                found.append("the norm for clipping is summed on the device (--train.max_grad_norm none is exact)")
-        return found
+                reasons.append("the norm for clipping is summed on the device (--train.max_grad_norm none is exact)")
+        return reasons
 
 
-def _resident(run: Run, same_order: bool) -> Resident:
+def _build_resident(run: Run, same_order: bool) -> ResidentTrainer:
     """Build the resident side with the initial model of the run. Raises DoesNotFitError."""
     config, engine = run.config, run.engine
-    built = run.trained.over(run.build_base())
+    built = run.trainable.prepare(run.build_base())
     infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
     _check_fit(resident_bytes(infos, engine.optimizer), engine)
-    built = run.trained.over(_plain_base(run))
+    built = run.trainable.prepare(_plain_base(run))
     fill_all(built)
-    return Resident(
+    return ResidentTrainer(
         built.model.train(),
         engine.optimizer,
         precision=str(config.train.precision),
@@ -368,30 +372,30 @@ def _plain_base(run: Run) -> BuiltModel:
         return base
     assert base.folder is not None
     config: Any = load_model_config(section)
-    if run.kind.name == "seq2seq":
+    if run.model_kind.name == "seq2seq":
         config.decoder_start_token_id = base.model.config.decoder_start_token_id  # type: ignore[union-attr]
     dtype = DTYPES[str(run.config.train.precision)]
-    plain = load_whole(run.kind.auto, base.folder, config, dtype, attention_options(section))
+    plain = load_whole(run.model_kind.auto, base.folder, config, dtype, attention_options(section))
     return replace(base, model=plain.model, fill=plain.fill)
 
 
-def _check_fit(held: Mapping[str, int], engine: Engine) -> None:
+def _check_fit(needs: Mapping[str, int], engine: Engine) -> None:
     """Raise DoesNotFitError if the resident side does not fit beside the engine. Activations are not counted."""
     accelerator = own_accelerator(str(engine.device))
     computes = "cpu" if accelerator is None else "device"
     on_host = all(device.type == "cpu" for device in engine.update_devices.values())
     updates = "cpu" if on_host else computes
     places = {"weights": computes, "gradients": computes, "masters": updates, "moments": updates}
-    held = {**held, "first weights": held["masters"]}  # needed for the distance
+    needs = {**needs, "first weights": needs["masters"]}  # needed for the distance
     free = {
         "cpu": memory().get("available_bytes"),
         "device": None if accelerator is None else accelerator.free_bytes,
     }
     for tier, room in free.items():
-        its = {name: num_bytes for name, num_bytes in held.items() if places.get(name, "cpu") == tier}
-        needed = sum(its.values())
+        on_tier = {name: num_bytes for name, num_bytes in needs.items() if places.get(name, "cpu") == tier}
+        needed = sum(on_tier.values())
         if room is not None and needed > room:
-            listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in its.items())
+            listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in on_tier.items())
             raise DoesNotFitError(
                 f"parity needs memory for the resident model beside the engine: {format_bytes(needed)} on the {tier} "
                 f"without activations ({listed}), but {format_bytes(room)} are free there. Use a smaller model of the "

@@ -12,42 +12,44 @@ from offload.config.config import Config
 from offload.config.sections import DataSection
 from offload.data.dataset import Dataset, build_dataset
 from offload.data.sources import Source
-from offload.data.tokenizer import grown_vocabulary, see_tokenizer, tokenizer_folder
+from offload.data.tokenizer import grown_vocabulary, preload_tokenizer, tokenizer_folder
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
-from offload.hf.models import Kind, locate, vocab_size
+from offload.hf.models import ModelKind, locate, vocab_size
 from offload.optim.lr import learning_rate, restart_factor
-from offload.planning.from_config import settings
+from offload.planning.from_config import make_settings
 from offload.training.objectives import Objective, choose_objective
 from offload.training.preferences import choose_preferences
 
 
-def engine(config: Config, built: Any, comm: Comm) -> Engine:
+def build_engine(config: Config, built: Any, comm: Comm) -> Engine:
     """Return an engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
-    return Engine(built.model, settings=settings(config), fill=built.fill, quantized=built.quantized, comm=comm)
+    return Engine(built.model, settings=make_settings(config), fill=built.fill, quantized=built.quantized, comm=comm)
 
 
 def with_decisions(config: Config, engine: Engine) -> Config:
     """Return the configuration with the engine's decisions from the first step, so the run can be repeated."""
     chunks, update = engine.head_chunk_bytes, engine.updates_on
-    decided = config.with_resolved(train__clip=engine.clip, train__head_chunk_bytes=chunks, offload__update=update)
+    resolved = config.with_resolved(train__clip=engine.clip, train__head_chunk_bytes=chunks, offload__update=update)
     if config.offload.prefetch != "auto":
-        return decided
+        return resolved
     has_budget = config.offload.device_memory is not None or own_accelerator(config.offload.device) is not None
     if engine.overlaps and has_budget:  # a fixed number would be the maximum
-        return decided.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
-    return decided.with_resolved(offload__prefetch=engine.prefetch)
+        return resolved.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
+    return resolved.with_resolved(offload__prefetch=engine.prefetch)
 
 
-def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[str, float], None]) -> Dataset:
+def build_data(
+    config: Config, model_kind: ModelKind, vocabulary: int, progress: Callable[[str, float], None]
+) -> Dataset:
     """Return the dataset for a resolved configuration, model kind and vocabulary. Raises ConfigError."""
     data, has_pairs = config.data, config.train.group > 1
     if has_pairs:
         data = data.model_copy(update={"format": "preference"})
     folder = locate(config.model)
     # A tokenizer trained for a masked model leaves the last embedding row for the mask token.
-    spare = 1 if kind.name == "masked" and trains_tokenizer(config) else 0
+    spare = 1 if model_kind.name == "masked" and trains_tokenizer(config) else 0
     dataset = build_dataset(
         sources=_sources(data, data.sources, "data.sources")
         or [Source(data.source, data.format, columns=data.columns, setting="data.source")],
@@ -58,7 +60,7 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         vocab_size=vocabulary - spare,
         sequence_length=int(data.sequence_length or 0),
         packing=data.packing,
-        isolated=_isolated(data, kind),
+        isolated=_isolated(data, model_kind),
         group_by_length=_grouped(config),
         pairs=has_pairs,
         train_on_prompt=data.train_on_prompt and not has_pairs,
@@ -68,11 +70,15 @@ def build_data(config: Config, kind: Kind, vocabulary: int, progress: Callable[[
         batch_size=config.train.batch_size,
         seed=config.run.seed,
         num_workers=data.num_workers,
-        no_pictures=_no_pictures(config, kind),
-        no_answers=_NO_ANSWERS if kind.name == "seq2seq" else "",
+        no_pictures=_no_pictures(config, model_kind),
+        no_answers=_NO_ANSWERS if model_kind.name == "seq2seq" else "",
         progress=progress,
     )
-    if dataset.pictures is not None and config.train.micro_batch_size is not None and not dataset.one_picture_a_row:
+    if (
+        dataset.pictures is not None
+        and config.train.micro_batch_size is not None
+        and not dataset.has_one_picture_per_row
+    ):
         raise ConfigError(
             f"train.micro_batch_size is {config.train.micro_batch_size}, but some rows have no picture or several, and "
             "a batch with pictures can only be cut if each row has one: leave train.micro_batch_size out; if memory is "
@@ -89,31 +95,31 @@ _NO_ANSWERS = (
 )
 
 
-def _no_pictures(config: Config, kind: Kind) -> str:
+def _no_pictures(config: Config, model_kind: ModelKind) -> str:
     """Return the reason against training on rows with pictures, with a fix. Empty: allowed."""
-    if kind.name != "causal":
-        return f"the model is a {kind.name} one, but only causal language models are trained on pictures."
+    if model_kind.name != "causal":
+        return f"the model is a {model_kind.name} one, but only causal language models are trained on pictures."
     for key in ("packing", "packing_isolated"):
         if getattr(config.data, key) is True and config.origin(f"data.{key}") not in ("default", "resolved"):
             return f"data.{key} is true, but rows with pictures are not packed. Leave data.{key} out."
     return ""
 
 
-def objective(config: Config, kind: Kind, data: Dataset, vocabulary: int) -> Objective:
+def build_objective(config: Config, model_kind: ModelKind, data: Dataset, vocabulary: int) -> Objective:
     """Return the training objective for a model kind and vocabulary. Raises ConfigError."""
     if config.train.method != "sft":
         return choose_preferences(config.train, labels_prompt=config.data.train_on_prompt)
-    return choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
+    return choose_objective(model_kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
 
 
-def _isolated(data: DataSection, kind: Kind) -> bool | None:
+def _isolated(data: DataSection, model_kind: ModelKind) -> bool | None:
     """Return whether packed documents are isolated. None: only conversations. Raises ConfigError."""
-    if kind.name == "causal" and (kind.auto is not None or data.packing_isolated is True):
+    if model_kind.name == "causal" and (model_kind.auto is not None or data.packing_isolated is True):
         return None if data.packing_isolated == "auto" else data.packing_isolated
     if data.packing_isolated is True:
         raise ConfigError(
-            f"data.packing_isolated is true, but the model is a {kind.name} one, and only causal language models can "
-            "keep the documents of a row apart. Set --data.packing false for one document in each row."
+            f"data.packing_isolated is true, but the model is a {model_kind.name} one, and only causal language models "
+            "can keep the documents of a row apart. Set --data.packing false for one document in each row."
         )
     return False
 
@@ -129,10 +135,10 @@ def _grouped(config: Config) -> bool:
     return config.train.compile == "never" if data.group_by_length == "auto" else data.group_by_length
 
 
-def _sources(data: DataSection, given: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:
+def _sources(data: DataSection, sources: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:
     """Return sources for the data package, with defaults from `data`."""
     defaults = {"type": data.format, "columns": data.columns}
-    filled = [{**defaults, **source} for source in given]
+    filled = [{**defaults, **source} for source in sources]
     return [Source((source.pop("path"),), source.pop("type"), **source, setting=setting) for source in filled]
 
 
@@ -143,12 +149,12 @@ def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:
     """
     if config.model.init != "pretrained" or trains_tokenizer(config):
         return False
-    folder, known = locate(config.model), vocab_size(architecture)
+    folder, num_rows = locate(config.model), vocab_size(architecture)
     path = config.data.tokenizer or tokenizer_folder(None if folder is None else str(folder))
     is_given = config.data.tokenizer is not None
-    needed = known if path is None else grown_vocabulary(see_tokenizer(path), known, is_given)
+    needed = num_rows if path is None else grown_vocabulary(preload_tokenizer(path), num_rows, is_given)
     architecture.get_text_config().vocab_size = needed
-    return needed > known
+    return needed > num_rows
 
 
 def trains_tokenizer(config: Config) -> bool:
@@ -170,14 +176,14 @@ def stages(say: Callable[[str], None], alive: Callable[[], object]) -> Callable[
     return progress
 
 
-def told_data(data: Dataset, objective: Objective) -> Iterator[str]:
+def describe_data(data: Dataset, objective: Objective) -> Iterator[str]:
     """Yield the data description of a run: notes, sources, rows."""
     yield from (f"note: {text}" for text in data.notes)
     for word, each in [*(("data", one) for one in data.sources), *(("eval", one) for one in data.eval_sources)]:
         done = "trained on" if word == "data" else "evaluated on"
         share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
         yield f"{word}: {', '.join([each.contents, share, *each.more])}"
-    yield f"{data.rows}; objective: {objective.name}"
+    yield f"{data.rows_description}; objective: {objective.name}"
 
 
 def rate_at(step: int, config: Config) -> float:

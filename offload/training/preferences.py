@@ -23,8 +23,8 @@ class LogProbs(TokenLoss):
 
     own: ClassVar[frozenset[str]] = frozenset({"labels", "answers"})
 
-    def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
-        sums = found.sum(1)
+    def of(self, log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        sums = log_probs.sum(1)
         return self._mean(-sums, batch, log_probs=sums)
 
 
@@ -45,8 +45,8 @@ class DPO(TokenLoss):
         super().__init__()
         self._beta, self._loss_type = beta, loss_type
 
-    def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
-        sums, beta = found.sum(1), self._beta
+    def of(self, log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        sums, beta = log_probs.sum(1), self._beta
         ratios = sums - batch["reference"][:, 0]
         if self._loss_type == "ipo":
             means = _margins(ratios / _num_targets(batch["labels"]))
@@ -55,7 +55,7 @@ class DPO(TokenLoss):
             losses = torch.relu(1 - beta * _margins(ratios))
         else:
             losses = -logsigmoid(beta * _margins(ratios))
-        return self._mean(losses, batch, **_told(beta * ratios), **_told_sums(sums))
+        return self._mean(losses, batch, **_reward_metrics(beta * ratios), **_sum_metrics(sums))
 
 
 class ORPO(TokenLoss):
@@ -73,17 +73,17 @@ class ORPO(TokenLoss):
         super().__init__()
         self._beta = beta
 
-    def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def of(self, log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
         labels = batch["labels"]
-        nll = -(found.sum(1) / _num_targets(labels))[::2]
+        nll = -(log_probs.sum(1) / _num_targets(labels))[::2]
         if (answers := batch.get("answers")) is not None:
-            found, labels = found * answers, labels.masked_fill(answers == 0, IGNORED)
-        sums = found.sum(1)
+            log_probs, labels = log_probs * answers, labels.masked_fill(answers == 0, IGNORED)
+        sums = log_probs.sum(1)
         means = sums / _num_targets(labels)
         log_odds = _margins(means - _log1mexp(means))
         ratios = logsigmoid(log_odds)
-        told = _told(self._beta * means) | _told_sums(sums) | {"nll_loss": nll, "log_odds": log_odds}
-        return self._mean(nll - self._beta * ratios, batch, **told)
+        metrics = _reward_metrics(self._beta * means) | _sum_metrics(sums) | {"nll_loss": nll, "log_odds": log_odds}
+        return self._mean(nll - self._beta * ratios, batch, **metrics)
 
 
 class Reward(GroupLoss):
@@ -104,7 +104,7 @@ class Reward(GroupLoss):
         losses = -logsigmoid(_margins(scores))
         if self._centering:
             losses = losses + self._centering * scores.view(-1, 2).sum(1) ** 2
-        return self._mean(losses, batch, **_told(scores))
+        return self._mean(losses, batch, **_reward_metrics(scores))
 
 
 def _margins(values: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _margins(values: torch.Tensor) -> torch.Tensor:
     return values[::2] - values[1::2]
 
 
-def _told(rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+def _reward_metrics(rewards: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return reward metrics by TRL's names, each [pairs]. rewards: [rows]."""
     margins = _margins(rewards)
     return {
@@ -123,7 +123,7 @@ def _told(rewards: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def _told_sums(sums: torch.Tensor) -> dict[str, torch.Tensor]:
+def _sum_metrics(sums: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"logps/chosen": sums[::2], "logps/rejected": sums[1::2]}
 
 
@@ -143,7 +143,7 @@ def _log1mexp(values: torch.Tensor) -> torch.Tensor:
 class Preferences(Objective):
     """Objective over answer pairs, scored by a loss. `labels_prompt`: prompt labels count in ORPO's first term."""
 
-    counted = "pairs"
+    count_unit = "pairs"
 
     def __init__(self, method: str, loss: GroupLoss, labels_prompt: bool) -> None:
         self.name = f"the chosen answer rather than the rejected one ({method})"

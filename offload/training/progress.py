@@ -26,7 +26,7 @@ class Best:
     num_since: int = 0
     """Evaluations since `mark` was set."""
 
-    def judge(self, loss: float, step: int, min_delta: float) -> None:
+    def record(self, loss: float, step: int, min_delta: float) -> None:
         """Record an evaluation after a step. A NaN loss is never better."""
         if loss < (math.inf if self.loss is None else self.loss):
             self.loss, self.step = loss, step
@@ -68,26 +68,26 @@ class RunProgress:
 
     def __init__(self, meta: Mapping[str, Any] | None, train: TrainSection) -> None:
         """`meta`: the `state_dict` stored in the checkpoint to resume from. None: a new run."""
-        known = meta or {"step": 0, "seconds": 0.0, "loss": math.nan, "eval_loss": None, "num_coarse": 0}
-        self.num_done = self.first_step = int(known["step"])
-        self.loss, self.eval_loss, self.num_coarse = known["loss"], known["eval_loss"], known["num_coarse"]
-        self.eval_step: int | None = known.get("eval_step")
-        self.noise = Noise(**known.get("noise", {}))
-        self.best, self.num_tokens = Best(**known.get("best", {})), int(known.get("tokens", 0))
+        saved = meta or {"step": 0, "seconds": 0.0, "loss": math.nan, "eval_loss": None, "num_coarse": 0}
+        self.num_done = self.first_step = int(saved["step"])
+        self.loss, self.eval_loss, self.num_coarse = saved["loss"], saved["eval_loss"], saved["num_coarse"]
+        self.eval_step: int | None = saved.get("eval_step")
+        self.noise = Noise(**saved.get("noise", {}))
+        self.best, self.num_tokens = Best(**saved.get("best", {})), int(saved.get("tokens", 0))
         self.last: Mapping[str, Any] = {}
         """metrics.jsonl fields for the last step in this process."""
-        self._train, self._before_s, self._begun = train, known["seconds"], time.monotonic()
+        self._train, self._before_s, self._started_s = train, saved["seconds"], time.monotonic()
 
-    def step_made(self, fields: Mapping[str, Any], *, is_coarse: bool) -> None:
+    def count_step(self, fields: Mapping[str, Any], *, is_coarse: bool) -> None:
         """Count a step."""
         self.num_tokens = fields["tokens_seen"]
         self.num_done, self.loss, self.last = self.num_done + 1, fields["loss"], fields
         self.num_coarse += is_coarse
 
-    def evaluated(self, loss: float) -> None:
+    def record_evaluation(self, loss: float) -> None:
         """Record an evaluation after the last step."""
         self.eval_step, self.eval_loss = self.num_done, loss
-        self.best.judge(loss, self.num_done, self._train.early_stopping_min_delta)
+        self.best.record(loss, self.num_done, self._train.early_stopping_min_delta)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state, as a JSON object."""
@@ -106,10 +106,10 @@ class RunProgress:
     @property
     def elapsed_s(self) -> float:
         """Seconds since the run's first step began, without times when no process trained."""
-        return self._before_s + time.monotonic() - self._begun
+        return self._before_s + time.monotonic() - self._started_s
 
     @property
-    def why_over(self) -> str:
+    def end_reason(self) -> str:
         """Return the reason to end before the last step. Empty: continue. At least one step is always made."""
         limit, patience, best = self._train.max_seconds, self._train.early_stopping_patience, self.best
         if patience is not None and best.num_since >= patience:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from offload.distributed.comm import Comm
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.errors import (
     ConfigError,
     DoesNotFitError,
@@ -22,44 +22,44 @@ from offload.errors import (
     leave_to_another_rank,
 )
 
-HEAR_S = 0.5
+ERROR_WAIT_S = 0.5
 """Seconds a failing rank waits for news of the same error on rank 0, which then prints the message."""
 
-_ENDED = re.compile(r"Rank (?P<rank>\d+) ended with: (?P<kind>\w+): ")  # the comm's report about another rank's error
-_CAUSES: dict[str, type[OffloadError]] = {kind.__name__: kind for kind in (ConfigError, DoesNotFitError)}
-_Made = TypeVar("_Made")
+_ENDED = re.compile(r"Rank (?P<rank>\d+) ended with: (?P<error>\w+): ")  # the comm's report about another rank's error
+_CAUSES: dict[str, type[OffloadError]] = {error.__name__: error for error in (ConfigError, DoesNotFitError)}
+_Result = TypeVar("_Result")
 
 
-def rank_0_first(comm: Comm, what: str, make: Callable[[Callable[[], object]], _Made]) -> _Made:
+def rank_0_first(comm: Comm, label: str, make: Callable[[Callable[[], object]], _Result]) -> _Result:
     """Return make(alive) on each rank. Rank 0 goes first, so the others find the result in a cache.
 
     Rank 0 calls `alive()` regularly, because a single exchange lasting half an hour would count as a stuck rank.
     """
-    made: _Made
-    with as_one(comm, what):
+    result: _Result
+    with share_failure(comm, label):
         if comm.rank == 0:
             try:
-                made = make(lambda: _wait(comm, True, what))
+                result = make(lambda: _wait(comm, True, label))
             except Exception:
-                _wait(comm, False, what)
+                _wait(comm, False, label)
                 raise
-            _wait(comm, False, what)
+            _wait(comm, False, label)
         else:
-            while _wait(comm, False, what):
+            while _wait(comm, False, label):
                 pass
-    with as_one(comm, what):
+    with share_failure(comm, label):
         if comm.rank:
-            made = make(lambda: None)
-    return made
+            result = make(lambda: None)
+    return result
 
 
-def _wait(comm: Comm, is_busy: bool, what: str) -> bool:
-    return comm.any(is_busy, f"{what} on rank 0")
+def _wait(comm: Comm, is_busy: bool, label: str) -> bool:
+    return comm.any(is_busy, f"{label} on rank 0")
 
 
-def tally(comm: Comm, what: str, **counts: float) -> dict[str, float]:
+def tally(comm: Comm, label: str, **counts: float) -> dict[str, float]:
     """Return the sum over ranks for each count, in one exchange."""
-    return dict(zip(counts, comm.sum_in_order(list(counts.values()), what), strict=True))
+    return dict(zip(counts, comm.sum_in_order(list(counts.values()), label), strict=True))
 
 
 class Notes:
@@ -71,7 +71,7 @@ class Notes:
     def __init__(self, comm: Comm, show: Callable[[str], None]) -> None:
         self._comm, self._show = comm, show
         self._new: list[str] = []
-        self._known: set[str] = set()
+        self._seen: set[str] = set()
 
     def add(self, text: str) -> None:
         """Add a warning. Not collective."""
@@ -86,16 +86,16 @@ class Notes:
         return len(self._new)
 
     def exchange(self) -> None:
-        told = self._comm.gather_objects(self._new, "notes")
+        texts_by_rank = self._comm.gather_objects(self._new, "notes")
         self._new = []
-        for rank, texts in enumerate(told):
+        for rank, texts in enumerate(texts_by_rank):
             for text in texts:
-                if text not in self._known and rank == self._comm.rank != 0:
+                if text not in self._seen and rank == self._comm.rank != 0:
                     self._show(f"[rank {rank}] note: {text}")
-                self._known.add(text)
+                self._seen.add(text)
 
 
-class Parting:
+class RankExit:
     """Exit of one rank after an error.
 
     Decides the message to the other ranks, the exception for the exit code, and the printing rank.
@@ -122,31 +122,31 @@ class Parting:
         if comm.size == 1:
             return error
         cause = _ENDED.match(str(error)) if isinstance(error, RankLostError) else None
-        if cause and cause["kind"] == "KeyboardInterrupt":  # a signal for this rank may still be on the way
+        if cause and cause["error"] == "KeyboardInterrupt":  # a signal for this rank may still be on the way
             error = InterruptedRun("interrupted; nothing was saved.")
-        elif cause and cause["kind"] in _CAUSES:
-            error = _CAUSES[cause["kind"]](str(error))
-        if not self._speaks(error, int(cause["rank"]) if cause else None):
+        elif cause and cause["error"] in _CAUSES:
+            error = _CAUSES[cause["error"]](str(error))
+        if not self._prints(error, int(cause["rank"]) if cause else None):
             leave_to_another_rank(error)
         # After a common error the others know, and may still be leaving the exchange with the report.
         comm.close(None if is_common(error) else error)
         return error
 
-    def _speaks(self, error: BaseException, cause: int | None) -> bool:
+    def _prints(self, error: BaseException, cause: int | None) -> bool:
         """Return whether this rank prints: one paragraph per machine.
 
         The failed rank prints, or else the lowest remaining rank. cause: rank whose error ended this one; the other
         rank prints the error.
         """
         comm = self._comm
-        here = [rank for rank, machine in enumerate(comm.machines) if machine == comm.machines[comm.rank]]
+        local_ranks = [rank for rank, machine in enumerate(comm.machines) if machine == comm.machines[comm.rank]]
         is_of_all = is_common(error) or isinstance(error, InterruptedRun | KeyboardInterrupt)
-        if is_of_all or (cause is not None and cause not in here):
+        if is_of_all or (cause is not None and cause not in local_ranks):
             return comm.local_rank == 0
         if cause is not None:
             return False
         if isinstance(error, RankLostError):
-            return error.rank == comm.rank or comm.rank == next(rank for rank in here if rank != error.rank)
+            return error.rank == comm.rank or comm.rank == next(rank for rank in local_ranks if rank != error.rank)
         if comm.local_rank:  # lower ranks go first and have reported an equal error by now
-            self._heard.wait(HEAR_S * (1 + comm.local_rank / 4))
+            self._heard.wait(ERROR_WAIT_S * (1 + comm.local_rank / 4))
         return comm.local_rank == 0 or f" ended with: {type(error).__name__}: {error} (it was " not in self._loss

@@ -15,7 +15,7 @@ from offload.engine.gradients.policies import COARSE_RATIO
 from offload.engine.methods.result import StepResult
 from offload.errors import format_bytes
 from offload.forecast.forecast import Forecast
-from offload.forecast.here import of_budget
+from offload.forecast.run_forecast import describe_budget
 from offload.machine.environment import describe_environment
 from offload.telemetry.loggers import Loggers
 from offload.telemetry.metrics import MetricsLog
@@ -54,9 +54,9 @@ class Records:
         if self._folder is None:
             return
         self._folder.write_config(config)
-        held = tiers(engine, config)
-        told = {"fits": True, "tiers": held} if forecast is None else forecast.to_dict()
-        self._folder.write_json("plan.json", {**told, "held": held})
+        usage = tiers(engine, config)
+        plan = {"fits": True, "tiers": usage} if forecast is None else forecast.to_dict()
+        self._folder.write_json("plan.json", {**plan, "held": usage})
         self._folder.write_json(
             "env.json",
             {**describe_environment(), "world_size": len(pids), "host": socket.gethostname(), "pids": list(pids)},
@@ -137,32 +137,32 @@ def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
         "pinned": config.offload.host_memory,
         "nvme": config.offload.nvme_memory,
     }
-    found: dict[str, dict[str, Any]] = {}
+    usage: dict[str, dict[str, Any]] = {}
     resting = engine.resting
     for where, name, num_bytes in engine.allocations:
         tier = "pinned" if where == "cpu" and engine.pins and name not in resting else where
-        held = found.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
-        held["bytes"] += num_bytes
-        held["allocations"].append({"name": name, "bytes": num_bytes})
-    return found
+        of_tier = usage.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
+        of_tier["bytes"] += num_bytes
+        of_tier["allocations"].append({"name": name, "bytes": num_bytes})
+    return usage
 
 
-def told_tiers(engine: Engine, config: Config, folder: Path) -> str:
+def describe_tiers(engine: Engine, config: Config, folder: Path) -> str:
     """Return the `tiers` result and the run folder as text."""
-    held = tiers(engine, config)
-    shown = []
-    for tier, each in held.items():
-        shown.append(f"{tier} {format_bytes(each['bytes'])}{of_budget(held, tier)}")
-    said = engine.told_updates, engine.told_frozen_weights, engine.told_links
-    where = "".join(f"; {told}" for told in said if told)
+    usage = tiers(engine, config)
+    texts = []
+    for tier, each in usage.items():
+        texts.append(f"{tier} {format_bytes(each['bytes'])}{describe_budget(usage, tier)}")
+    descriptions = engine.told_updates, engine.told_frozen_weights, engine.told_links
+    where = "".join(f"; {description}" for description in descriptions if description)
     tiles = f"\n{engine.told_tiles}." if engine.told_tiles else ""
-    text = f"tiers: between steps {', '.join(shown)}{where}; run folder: {folder}{tiles}"
-    if config.offload.nvme_dir and "nvme" not in held:
+    text = f"tiers: between steps {', '.join(texts)}{where}; run folder: {folder}{tiles}"
+    if config.offload.nvme_dir and "nvme" not in usage:
         text += "\nnote: offload.nvme_dir is set but unused: the tiers above have room for all states."
     return text
 
 
-def told_streaming(last: Mapping[str, Any]) -> list[str]:
+def describe_streaming(last: Mapping[str, Any]) -> list[str]:
     """Return lines about streaming for the end of a run. Empty: all states were on the device.
 
     `last`: fields from the last metrics.jsonl line.
@@ -180,29 +180,29 @@ def told_streaming(last: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def told_coarse(stands: RunProgress) -> list[str]:
+def describe_coarse(progress: RunProgress) -> list[str]:
     """Return a line about steps with coarse corrections. Empty: none."""
     text = (
-        f"coarse: in {stands.num_coarse} of {stands.num_done} steps the gradients were clipped more than "
+        f"coarse: in {progress.num_coarse} of {progress.num_done} steps the gradients were clipped more than "
         f"{COARSE_RATIO:g} times harder than their first updates had assumed; the corrections of these steps are less "
         "exact than others. --train.clip deferred needs no corrections."
     )
-    return [text] if stands.num_coarse else []
+    return [text] if progress.num_coarse else []
 
 
 def step_fields(
-    stands: RunProgress, num_tokens: int, result: StepResult, seconds: float, engine: Engine, config: Config
+    progress: RunProgress, num_tokens: int, result: StepResult, seconds: float, engine: Engine, config: Config
 ) -> dict[str, Any]:
-    """Return the metrics.jsonl fields for the step after `stands`.
+    """Return the metrics.jsonl fields for the step after `progress`.
 
     num_tokens: without padding. seconds: whole step time. Unlike `result.seconds` it includes batch preparation and the
     passes before the first step; updates may continue into the next step.
     """
     counters = engine.counters
     fields: dict[str, Any] = {
-        "step": stands.num_done + 1,
+        "step": progress.num_done + 1,
         "tokens": num_tokens,
-        "tokens_seen": stands.num_tokens + num_tokens,
+        "tokens_seen": progress.num_tokens + num_tokens,
         "targets": result.tokens or 0,
         "loss": float(result.loss),
         "lr": engine.lr,
@@ -233,7 +233,7 @@ def step_fields(
     if config.offload.graphs == "cpu":
         fields["graphs_on_host_bytes"] = engine.graphs_on_host_bytes
     if result.noise is not None and not result.skipped:
-        fields |= stands.noise.fields(*result.noise)
+        fields |= progress.noise.fields(*result.noise)
     if result.measured is not None:
         fields |= result.measured.fields()
     if config.train.clip != "deferred":

@@ -15,11 +15,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from offload.checkpoint.spread import of_rank_0
-from offload.checkpoint.stored import REFERENCE
+from offload.checkpoint.spread import broadcast_value
+from offload.checkpoint.stored_model import REFERENCE
 from offload.data.dataset import Dataset
 from offload.distributed.comm import Comm
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.errors import ConfigError
 from offload.files.user_cache import default_cache_dir
 from offload.native.io import disk_error
@@ -28,7 +28,7 @@ from offload.training.preferences import LogProbs
 from offload.training.reference_key import reference_key
 from offload.training.resume import ResumePoint
 
-_SAY_S = 30.0
+_PRINT_INTERVAL_S = 30.0
 Say = Callable[[str], None]
 
 
@@ -40,19 +40,19 @@ def add_reference(run: Run, start: ResumePoint, comm: Comm, say: Say) -> Run:
     """
     if run.config.train.method != "dpo":
         return run
-    sizes = {name: rows.num_different for name, rows in run.data.row_sets.items()}
+    sizes = {name: rows.num_distinct for name, rows in run.data.row_sets.items()}
     if run.meta is not None:
-        with as_one(comm, "reading of the reference"):
-            values = _stored(start.folders, sum(sizes.values()))
+        with share_failure(comm, "reading of the reference"):
+            values = _read_stored(start.folders, sum(sizes.values()))
     else:
-        values = _measured(run, comm, say)
+        values = _measure(run, comm, say)
     ends = np.cumsum(list(sizes.values()))[:-1]
     by_name = {name: {"reference": part} for name, part in zip(sizes, np.split(values, ends), strict=True)}
-    kept = {REFERENCE: values.astype("<f4").tobytes()}
-    return replace(run, data=replace(run.data, values=by_name), beside_states={**run.beside_states, **kept})
+    reference = {REFERENCE: values.astype("<f4").tobytes()}
+    return replace(run, data=replace(run.data, values=by_name), extra_files={**run.extra_files, **reference})
 
 
-def _stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
+def _read_stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
     """Return the log-probability per row, in `Dataset.row_sets` order, from the first checkpoint with a reference file.
 
     Raises ConfigError if the row count differs.
@@ -67,49 +67,49 @@ def _stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
     return values
 
 
-def _measured(run: Run, comm: Comm, say: Say) -> np.ndarray:
+def _measure(run: Run, comm: Comm, say: Say) -> np.ndarray:
     """Return the log-probabilities for all rows with the engine's current weights.
 
     Values measured by an interrupted run, or by a run with the same `reference_key`, are reused.
     """
     data, engine = run.data, run.engine
     key = reference_key(run.config, engine, data)
-    spans = list(_spans(data))
+    spans = list(_batch_spans(data))
     num_rows = sum(end - begin for _, begin, end in spans)
-    with _kept(default_cache_dir() / "reference" / f"{key}.f32", comm) as kept:
-        found: list[np.ndarray] = []
-        with as_one(comm, "reading of the reference"):
-            if kept is not None:
-                found = _read(kept, [end - begin for _, begin, end in spans])
-        num_found = int(comm.gather_objects(len(found), "what is known of the reference")[0])
-        if num_found < len(spans):
-            some = f", of which {sum(map(len, found)):,} are already computed" if num_found else ""
-            say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{some} ...")
-        told_at, loss = time.monotonic(), LogProbs()
-        for name, begin, end in spans[num_found:]:
+    with _open_cache(default_cache_dir() / "reference" / f"{key}.f32", comm) as cache:
+        batches: list[np.ndarray] = []
+        with share_failure(comm, "reading of the reference"):
+            if cache is not None:
+                batches = _read(cache, [end - begin for _, begin, end in spans])
+        num_cached = int(comm.gather_objects(len(batches), "what is known of the reference")[0])
+        if num_cached < len(spans):
+            known = f", of which {sum(map(len, batches)):,} are already computed" if num_cached else ""
+            say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{known} ...")
+        printed_at, loss = time.monotonic(), LogProbs()
+        for name, begin, end in spans[num_cached:]:
             engine.evaluate(data.batch_of(name, begin, end, comm.rank, comm.size), loss)
-            own = loss.measured.get("log_probs")
+            own = loss.metrics.get("log_probs")
             parts = comm.gather_objects(None if own is None else own.numpy(), "log-probabilities of the reference")
-            found.append(np.concatenate([part for part in parts if part is not None]))
-            with as_one(comm, "keeping of the reference"):
-                if kept is not None:
-                    _write(kept, found[-1])
-            if time.monotonic() - told_at > _SAY_S:
-                told_at = time.monotonic()
-                say(f"reference: {sum(map(len, found)):,} of {num_rows:,} answers")
-    values = np.concatenate(found) if found else np.zeros(0, np.float32)
-    return of_rank_0(comm, values, "the reference")  # only rank 0 has the cached values
+            batches.append(np.concatenate([part for part in parts if part is not None]))
+            with share_failure(comm, "keeping of the reference"):
+                if cache is not None:
+                    _write(cache, batches[-1])
+            if time.monotonic() - printed_at > _PRINT_INTERVAL_S:
+                printed_at = time.monotonic()
+                say(f"reference: {sum(map(len, batches)):,} of {num_rows:,} answers")
+    values = np.concatenate(batches) if batches else np.zeros(0, np.float32)
+    return broadcast_value(comm, values, "the reference")  # only rank 0 has the cached values
 
 
-def _spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
+def _batch_spans(data: Dataset) -> Iterator[tuple[str, int, int]]:
     """Yield the batches for the measurement: (row set name in `Dataset.row_sets`, begin, end)."""
     for name, rows in data.row_sets.items():
-        for begin in range(0, rows.num_different, data.batch_size):
-            yield name, begin, min(begin + data.batch_size, rows.num_different)
+        for begin in range(0, rows.num_distinct, data.batch_size):
+            yield name, begin, min(begin + data.batch_size, rows.num_distinct)
 
 
 @contextmanager
-def _kept(path: Path, comm: Comm) -> Iterator[BinaryIO | None]:
+def _open_cache(path: Path, comm: Comm) -> Iterator[BinaryIO | None]:
     """Open rank 0's cache file for measured values, locked for one process. None on other ranks."""
     if comm.rank:
         yield None
@@ -127,19 +127,19 @@ def _kept(path: Path, comm: Comm) -> Iterator[BinaryIO | None]:
         yield stream
 
 
-def _read(kept: BinaryIO, sizes: Sequence[int]) -> list[np.ndarray]:
+def _read(cache: BinaryIO, sizes: Sequence[int]) -> list[np.ndarray]:
     """Return the complete batches in the cache, and truncate the rest. `sizes`: rows per batch."""
-    kept.seek(0)
-    values = np.frombuffer(kept.read(), "<f4", count=kept.tell() // 4)
+    cache.seek(0)
+    values = np.frombuffer(cache.read(), "<f4", count=cache.tell() // 4)
     num_whole = int(np.searchsorted(np.cumsum(sizes), len(values), "right"))
     ends = np.cumsum(sizes[:num_whole])
-    kept.truncate(4 * int(ends[-1]) if num_whole else 0)
+    cache.truncate(4 * int(ends[-1]) if num_whole else 0)
     return np.split(values, ends)[:num_whole]
 
 
-def _write(kept: BinaryIO, values: np.ndarray) -> None:
+def _write(cache: BinaryIO, values: np.ndarray) -> None:
     try:
-        kept.write(values.astype("<f4").tobytes())
-        kept.flush()
+        cache.write(values.astype("<f4").tobytes())
+        cache.flush()
     except OSError as error:
-        raise disk_error("the write of the reference", Path(kept.name), error) from error
+        raise disk_error("the write of the reference", Path(cache.name), error) from error

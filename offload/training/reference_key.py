@@ -71,7 +71,7 @@ LEFT_OUT: Mapping[str, str] = {
     ),
 }
 """Settings left out of the key, each with a reason."""
-NAMES: Mapping[str, str] = {
+LEFT_OUT_NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         ("_name_or_path", "name_or_path", "base_model_name_or_path"),
         "A configuration names where it was loaded from.",
@@ -82,7 +82,7 @@ NAMES: Mapping[str, str] = {
     ),
 }
 """Attributes and items left out of the key everywhere, each with a reason."""
-_OF_TORCH = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -93,19 +93,19 @@ def reference_key(config: Config, engine: Engine, data: Dataset) -> str:
     rows = [(name, rows.identity, rows.sequence_length) for name, rows in data.row_sets.items()]
     batches = data.pad_id, data.batch_size, type(data.batching).__name__
     machine = describe_environment(), torch.get_float32_matmul_precision()
-    own = described_settings(config), described_model(engine.model)
+    own = describe_settings(config), describe_model(engine.model)
     code = code_hash(), class_hash({type(module) for module in engine.model.modules()})
     return hash_text(
         repr((*own, engine.weights_mark(whole=True), _Description().of([passes, rows, batches, machine, code])))
     )
 
 
-def described_settings(config: Config) -> str:
+def describe_settings(config: Config) -> str:
     """Return the settings in the key, as text."""
     return repr(_Description().of([item for item in config.items() if item[0] not in LEFT_OUT]))
 
 
-def described_model(model: Any) -> str:
+def describe_model(model: Any) -> str:
     """Return model structure, buffers, attributes, hooks and configurations as text.
 
     Parameters are left to `Engine.weights_mark`.
@@ -114,8 +114,8 @@ def described_model(model: Any) -> str:
         (
             name,
             type(module),
-            {key: value for key, value in vars(module).items() if key not in _OF_TORCH},
-            [list(getattr(module, kind).values()) for kind in _HOOKS],
+            {key: value for key, value in vars(module).items() if key not in _MODULE_ATTRIBUTES},
+            [list(getattr(module, hooks).values()) for hooks in _HOOKS],
         )
         for name, module in model.named_modules()
     ]
@@ -133,12 +133,12 @@ class _Description:
 
         Modules, parameters and engine attributes on modules appear by class name alone.
         """
-        kind = type(value)
-        name = [kind.__module__, kind.__qualname__]
-        if isinstance(value, nn.Module | nn.Parameter) or kind.__module__.startswith("offload.engine."):
+        value_class = type(value)
+        name = [value_class.__module__, value_class.__qualname__]
+        if isinstance(value, nn.Module | nn.Parameter) or value_class.__module__.startswith("offload.engine."):
             return name
         if not hasattr(value, "__dict__") and not isinstance(value, list | tuple | dict | set | frozenset):
-            return repr(value) if any("__repr__" in vars(each) for each in kind.__mro__[:-1]) else name
+            return repr(value) if any("__repr__" in vars(each) for each in value_class.__mro__[:-1]) else name
         if id(value) in self._seen:
             return self._seen[id(value)][0]
         self._seen[id(value)] = len(self._seen), value
@@ -147,14 +147,14 @@ class _Description:
     def _inside(self, value: Any) -> list[Any]:
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
             cells = getattr(value, "__closure__", None) or ()
-            held = [getattr(value, "__self__", None), *(each.cell_contents for each in cells)]
-            return [value.__module__, value.__qualname__, *(self.of(each) for each in held)]
+            captured = [getattr(value, "__self__", None), *(each.cell_contents for each in cells)]
+            return [value.__module__, value.__qualname__, *(self.of(each) for each in captured)]
         if isinstance(value, partial):
             return [self.of(each) for each in (value.func, value.args, value.keywords)]
         if isinstance(value, torch.Tensor | np.ndarray):
             return [str(value.dtype), *value.shape, digest(raw(torch.as_tensor(value).cpu().contiguous()).tobytes())]
         if isinstance(value, Mapping):
-            items = [(repr(self.of(key)), self.of(each)) for key, each in value.items() if key not in NAMES]
+            items = [(repr(self.of(key)), self.of(each)) for key, each in value.items() if key not in LEFT_OUT_NAMES]
             return sorted(items, key=lambda item: item[0])
         if isinstance(value, set | frozenset):
             return sorted(repr(self.of(each)) for each in value)

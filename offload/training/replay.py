@@ -12,23 +12,23 @@ import torch
 
 from offload.checkpoint.folder import is_checkpoint
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored import DTYPES, rebuild_model
+from offload.checkpoint.stored_model import DTYPES, rebuild_model
 from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, counted
 from offload.hf.adapters import write_adapter
 from offload.hf.freeze import freeze
 from offload.hf.models import BuiltModel, build_model, model_kind, quiet_transformers
-from offload.hf.sources import Removed
+from offload.hf.sources import RemovedProduct
 from offload.layout.planes import DTYPES as COMPUTED
-from offload.planning.from_config import update_rule
+from offload.planning.from_config import make_update_rule
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
-from offload.training.build import what_trains
+from offload.training.build import choose_trainable_part
 from offload.training.parts import grow_vocabulary
 from offload.training.resume import ResumePoint
 from offload.training.run_folder import RunFolder
-from offload.training.trained import begun_architecture, buffers_of
+from offload.training.trainable import buffers_of, load_architecture
 
 
 def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str], None]) -> int:
@@ -53,14 +53,14 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
         )
     if config.adapts and dtype != "auto":
         raise ConfigError("--dtype is given, but an adapter keeps the dtype in which it was trained: leave it out.")
-    lines = _lines(folder.metrics)
+    lines = _read_steps(folder.metrics)
     engine, removed = _open(base, config, is_marked=any("weights" in line for line in lines))
     with engine:
         first = engine.num_steps
         records = [line for line in lines if line["step"] > first]
-        num_made = sum("projected_grad" in line for line in records)
-        skipped = f", {len(records) - num_made} more were skipped" if len(records) > num_made else ""
-        say(f"replaying {counted(num_made, 'step')}{skipped} ...")
+        num_updates = sum("projected_grad" in line for line in records)
+        skipped = f", {len(records) - num_updates} more were skipped" if len(records) > num_updates else ""
+        say(f"replaying {counted(num_updates, 'step')}{skipped} ...")
         begins = [number for number, line in enumerate(records) if number and "weights" in line]
         for begin, end in pairwise([0, *begins, len(records)]):
             part = records[begin:end]
@@ -84,21 +84,21 @@ def _check_weights(engine: Engine, line: Mapping[str, Any], base: Path, run: Pat
         )
 
 
-def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mapping[str, Removed]]:
+def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mapping[str, RemovedProduct]]:
     """Return a host engine over the base weights with the run's update rule, and the products removed from the base.
 
     `is_marked`: the log contains the fingerprint of the initial weights, so the checkpoint may have another rule's
     states.
     """
     settings = Settings(
-        optimizer=update_rule(config),
+        optimizer=make_update_rule(config),
         placement=Placement(parameters="cpu", optimizer="cpu"),
         precision=config.train.precision,
         frozen_weights=config.offload.frozen_weights,
         seed=config.run.seed,
         device="cpu",
     )
-    built = _adapted(base, config) if config.adapts else _whole(base, config)
+    built = _build_adapted(base, config) if config.adapts else _build_whole(base, config)
     freeze(built.model, config.optimizer.freeze)
     engine = Engine(built.model, settings=settings, fill=built.fill)
     built.close()
@@ -107,19 +107,19 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mappi
     return engine, built.removed
 
 
-def _whole(base: Path, config: Config) -> BuiltModel:
+def _build_whole(base: Path, config: Config) -> BuiltModel:
     """Return the unfilled model from a folder or checkpoint."""
     if is_checkpoint(base):
         return BuiltModel(rebuild_model(base, config.model), lambda _name, _module: None, base)
     section = config.model.model_copy(update={"path": str(base), "preset": None, "init": "pretrained"})
     torch.manual_seed(config.run.seed)
-    architecture = begun_architecture(ResumePoint(config.with_resolved(model__path=str(base), model__preset=None)))
+    architecture = load_architecture(ResumePoint(config.with_resolved(model__path=str(base), model__preset=None)))
     grows = config.model.path is not None and grow_vocabulary(config, architecture)
     dtype = COMPUTED[str(config.train.precision)]
     return build_model(section, seed=config.run.seed, config=architecture, grow=grows, dtype=dtype)
 
 
-def _adapted(base: Path, config: Config) -> BuiltModel:
+def _build_adapted(base: Path, config: Config) -> BuiltModel:
     """Return the base with the run's adapter on top.
 
     If `base` is a checkpoint from the run, the base model is read from its original location.
@@ -129,16 +129,16 @@ def _adapted(base: Path, config: Config) -> BuiltModel:
             start = ResumePoint(config, (base,), base=reader.meta["meta"]["base"])
     else:
         start = ResumePoint(config.with_resolved(model__path=str(base), model__preset=None, model__init="pretrained"))
-    architecture = begun_architecture(start)
-    trained = what_trains(start.config, architecture, model_kind(architecture), start)
+    architecture = load_architecture(start)
+    trainable = choose_trainable_part(start.config, architecture, model_kind(architecture), start)
     dtype = COMPUTED[str(config.train.precision)]
-    return trained.over(build_model(start.config.model, seed=config.run.seed, config=architecture, dtype=dtype))
+    return trainable.prepare(build_model(start.config.model, seed=config.run.seed, config=architecture, dtype=dtype))
 
 
-def _lines(path: Path) -> list[Mapping[str, Any]]:
+def _read_steps(path: Path) -> list[Mapping[str, Any]]:
     """Return the logged steps. A killed process may have left half a last line. Raises ConfigError."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found: list[Mapping[str, Any]] = []
+    steps: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             step = json.loads(line)
@@ -148,5 +148,5 @@ def _lines(path: Path) -> list[Mapping[str, Any]]:
             step = None
         if not isinstance(step, dict) or not isinstance(step.get("step"), int):
             raise ConfigError(f"line {number} of {path} is not a step, so the steps after it cannot be replayed.")
-        found.append(step)
-    return found
+        steps.append(step)
+    return steps

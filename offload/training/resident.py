@@ -27,7 +27,7 @@ from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
 from offload.optim.update import clip_coefficient, total_norm
 from offload.training.objectives import Batch
 
-Part = tuple[Batch, float]
+BatchPart = tuple[Batch, float]
 """Rows from a batch, and their share in the batch's mean loss."""
 
 
@@ -49,22 +49,22 @@ def as_computed(info: ParameterInfo, master: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def as_travelling(model: nn.Module, precision: str, link_weights: str) -> Iterator[None]:
+def using_link_weights(model: nn.Module, precision: str, link_weights: str) -> Iterator[None]:
     """Give the trained weights of a fully loaded model the dequantized link format values, and restore them at exit."""
     infos = describe_parameters(model, AdamW(), precision, link_weights=link_weights)
-    coded = [(info, p) for info, p in zip(infos, model.parameters(), strict=True) if info.link is not EXACT]
-    before = [parameter.data for _, parameter in coded]
+    quantized = [(info, p) for info, p in zip(infos, model.parameters(), strict=True) if info.link is not EXACT]
+    before = [parameter.data for _, parameter in quantized]
     try:
-        for info, parameter in coded:
+        for info, parameter in quantized:
             master = parameter.detach().float().reshape(-1)
             parameter.data = as_computed(info, master).view(info.shape).to(parameter)
         yield
     finally:
-        for (_, parameter), data in zip(coded, before, strict=True):
+        for (_, parameter), data in zip(quantized, before, strict=True):
             parameter.data = data
 
 
-class Resident:
+class ResidentTrainer:
     """Trains a model fully in memory, in any floating-point dtype, with fp32 master weights.
 
     - device: compute device.
@@ -108,7 +108,7 @@ class Resident:
         if sums_by_unit:
             for unit in units:
                 unit.module.register_forward_pre_hook(_one_node_for_each_input, with_kwargs=True)
-        bring(model, device)
+        move_to_device(model, device)
         by_name = dict(model.named_parameters())
         self._places = separate_ties(model) if precision == "bf16" else {name: [p] for name, p in by_name.items()}
         self._states = [self._begin(info, by_name[info.name]) for info in self._infos]
@@ -138,7 +138,7 @@ class Resident:
         for info, states in zip(self._infos, self._states, strict=True):
             yield info.name, states["weights"].cpu().view(info.shape)
 
-    def step(self, parts: Sequence[Part]) -> tuple[float, float]:
+    def step(self, parts: Sequence[BatchPart]) -> tuple[float, float]:
         """Train on a batch in parts. Shares must add up to 1. Uses the learning rate `lr`.
 
         Return the loss and the gradient norm.
@@ -159,8 +159,8 @@ class Resident:
             for parameter in reversed(self._places[info.name]):  # in backward order
                 if parameter.grad is not None:
                     gradient = parameter.grad.to("cpu", torch.float32).contiguous().view(-1)
-                    known = self._sums.get(index)
-                    self._sums[index] = gradient if known is None else known + gradient
+                    total = self._sums.get(index)
+                    self._sums[index] = gradient if total is None else total + gradient
                     parameter.grad = None
 
     def _update(self) -> float:
@@ -206,41 +206,41 @@ class Resident:
         """Copy a parameter's master weights to the model, in the compute dtype."""
         info = self._infos[index]
         master = self._states[index]["weights"]
-        shown = as_computed(info, master)
+        computed = as_computed(info, master)
         for parameter in self._places[info.name]:
-            parameter.data = shown.to(self.device, copy=True).view(info.shape)
+            parameter.data = computed.to(self.device, copy=True).view(info.shape)
 
 
 def resident_bytes(infos: Sequence[ParameterInfo], rule: UpdateRule) -> Mapping[str, int]:
-    """Return the bytes held by a `Resident` by name, without activations.
+    """Return the bytes held by a `ResidentTrainer` by name, without activations.
 
     On the device: "weights", "gradients". On the update devices: "masters", "moments", "gradients in fp32".
     """
-    found = dict.fromkeys(("weights", "gradients", "masters", "moments", "gradients in fp32"), 0)
+    num_bytes = dict.fromkeys(("weights", "gradients", "masters", "moments", "gradients in fp32"), 0)
     for info in infos:
         width = 2 if info.compute == "bf16" else 4
-        found["weights"] += width * info.numel
-        found["masters"] += 4 * info.numel
+        num_bytes["weights"] += width * info.numel
+        num_bytes["masters"] += 4 * info.numel
         if info.trainable:
             part = rule.parts[info.rule]
-            found["gradients"] += width * info.numel
-            found["gradients in fp32"] += 4 * info.numel
-            found["moments"] += sum(plane.numel(info.numel) * plane.dtype.itemsize for plane in part.moments)
-            found["moments"] += sum(4 * factor.numel(info.shape) for factor in part.factors)
-    return found
+            num_bytes["gradients"] += width * info.numel
+            num_bytes["gradients in fp32"] += 4 * info.numel
+            num_bytes["moments"] += sum(plane.numel(info.numel) * plane.dtype.itemsize for plane in part.moments)
+            num_bytes["moments"] += sum(4 * factor.numel(info.shape) for factor in part.factors)
+    return num_bytes
 
 
-def bring(model: nn.Module, device: torch.device) -> None:
+def move_to_device(model: nn.Module, device: torch.device) -> None:
     """Move a model to a device. Ties are kept, also on devices for which `Module.to` makes new parameters."""
-    brought: dict[int, nn.Parameter] = {}
+    moved: dict[int, nn.Parameter] = {}
     before = list(model.parameters())  # holds references: ids stay unique
     for module in model.modules():
         for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in brought:
+            if parameter is not None and id(parameter) not in moved:
                 values = parameter.detach().to(device)
-                brought[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                moved[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             if parameter is not None:
-                module._parameters[key] = brought[id(parameter)]
+                module._parameters[key] = moved[id(parameter)]
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
     del before

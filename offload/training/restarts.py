@@ -16,16 +16,16 @@ from torch import nn
 from xxhash import xxh3_64_intdigest
 
 from offload.config.sections import LoraSection
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.hf.lora_layers import LoraLayers
 from offload.hf.merge import MergedWeights, fill_adapter
-from offload.hf.models import BuiltModel, Kind
+from offload.hf.models import BuiltModel, ModelKind
 from offload.hf.names import Shape
-from offload.hf.sources import Again
-from offload.hf.write import Get
-from offload.training.trained import AdapterOverBase, WholeModel, buffers_of
+from offload.hf.sources import ReopenFile
+from offload.hf.write import ReadValues
+from offload.training.trainable import AdapterOverBase, WholeModel, buffers_of
 
 
 def seed_of(seed: int, number: int) -> int:
@@ -34,19 +34,19 @@ def seed_of(seed: int, number: int) -> int:
 
 
 @dataclass(frozen=True)
-class RestartedAdapter(AdapterOverBase):
+class RestartingAdapter(AdapterOverBase):
     """An adapter with restarts. Checkpoints also contain changed base weights, and the export is the whole model."""
 
-    kind: Kind
+    model_kind: ModelKind
     """Base model kind."""
     section: LoraSection
     """Restart settings."""
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
 
-    def over(self, built: BuiltModel) -> BuiltModel:
+    def prepare(self, built: BuiltModel) -> BuiltModel:
         """Put the adapter over the base. Raises ConfigError for an adapted weight stored quantized."""
-        adapted = super().over(built)
+        adapted = super().prepare(built)
         for name in LoraLayers(adapted.model).weights if adapted.quantized else ():
             if (codec := adapted.quantized.get(adapted.model.get_parameter(name))) is not None:
                 raise ConfigError(
@@ -63,7 +63,7 @@ class RestartedAdapter(AdapterOverBase):
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
         """Return an upper limit for the bytes of all weights."""
-        return WholeModel(self.kind).export_bytes(model, weight_bytes)
+        return WholeModel(self.model_kind).export_bytes(model, weight_bytes)
 
     def base_bytes(self, model: Any) -> int:  # noqa: ARG002
         """Return 0: the export is complete without the base."""
@@ -82,13 +82,13 @@ class RestartedAdapter(AdapterOverBase):
         if is_within or not number:
             return
         layers = LoraLayers(engine.model)
-        trained = dict(engine.named_parameters(trained_only=True))
+        values = dict(engine.named_parameters(trained_only=True))
         for name, value in engine.edit(layers.weights):
-            value.copy_(layers.merge(name, value, [trained[each] for each in layers.matrices(name)]))
-        begun = layers.anew(seed_of(self.seed, number))
-        for name, value in engine.edit(begun):
-            value.copy_(begun[name])
-        engine.prune_moments(begun, self.section.restart_prune)
+            value.copy_(layers.merge(name, value, [values[each] for each in layers.matrices(name)]))
+        initial = layers.new_matrices(seed_of(self.seed, number))
+        for name, value in engine.edit(initial):
+            value.copy_(initial[name])
+        engine.prune_moments(initial, self.section.restart_prune)
         yield (
             f"step {step}  restart {number}: the adapter is merged into {len(layers.weights)} base weights and "
             f"initialized again; {100 * self.section.restart_prune:g}% of its moments are set to zero"
@@ -100,24 +100,24 @@ class RestartedAdapter(AdapterOverBase):
         """Write the base with the adapter merged in, one module at a time, as a Hugging Face folder."""
         values = {**buffers_of(engine.model), **dict(engine.named_parameters(trained_only=True))}
         with ExitStack() as opened:
-            with as_one(engine.comm, "making of the merged model"):
+            with share_failure(engine.comm, "making of the merged model"):
                 base, beneath = (opened.enter_context(closing(build_base())) for _ in range(2))
-                made = _Merged(base, beneath, self, engine.model, values)
-            engine.export(folder, files=files, replace=True, made=made)
+                merged = _MergedModel(base, beneath, self, engine.model, values)
+            engine.export(folder, files=files, replace=True, made=merged)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
         """Load the folder with transformers."""
-        return WholeModel(self.kind).load(folder, build_base)
+        return WholeModel(self.model_kind).load(folder, build_base)
 
 
-class _Merged:
+class _MergedModel:
     """The engine's base with the adapter merged in: summed in fp32, in the compute dtypes."""
 
     def __init__(
         self,
         base: BuiltModel,
         beneath: BuiltModel,
-        trained: AdapterOverBase,
+        trainable: AdapterOverBase,
         model: nn.Module,
         values: Mapping[str, torch.Tensor],
     ) -> None:
@@ -126,30 +126,30 @@ class _Merged:
         `model`: the engine's model. `values`: trained values in it.
         """
         self._names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
-        self._base, self._adapted = base, trained.over(beneath).model
-        found = dict(self._adapted.named_parameters())
-        self._outer = {self._names[id(each)]: name for name, each in found.items() if id(each) in self._names}
-        self._trained = fill_adapter(self._adapted, self._names, values)
-        used = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._base, self._adapted = base, trainable.prepare(beneath).model
+        parameters = dict(self._adapted.named_parameters())
+        self._outer = {self._names[id(each)]: name for name, each in parameters.items() if id(each) in self._names}
+        self._values = fill_adapter(self._adapted, self._names, values)
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         for name, parameter in base.model.named_parameters():
-            parameter.data = torch.empty(parameter.shape, dtype=used[self._outer[name]])
-        for parameter in found.values():
+            parameter.data = torch.empty(parameter.shape, dtype=dtypes[self._outer[name]])
+        for parameter in parameters.values():
             if id(parameter) in self._names:
                 parameter.data = torch.empty(parameter.shape)
         self.model = base.model
 
-    def reading(self, get: Get) -> Get:
+    def get_reader(self, get: ReadValues) -> ReadValues:
         """Return a reader for base weights with the adapter's delta."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
-        base = replace(self._base, source=lambda name: _Piece(get, self._outer[name], shapes[name]))
-        return MergedWeights(base, self._adapted, self._names, self._trained.get, {}).read
+        base = replace(self._base, source=lambda name: _EngineParameter(get, self._outer[name], shapes[name]))
+        return MergedWeights(base, self._adapted, self._names, self._values.get, {}).read
 
 
 @dataclass
-class _Piece:
+class _EngineParameter:
     """A `Source` over an engine parameter, by the engine's name."""
 
-    get: Get
+    get: ReadValues
     name: str
     shape: Shape
     dtype: torch.dtype = torch.float32
@@ -158,6 +158,6 @@ class _Piece:
         """Return the elements, fp32."""
         return self.get(self.name, begin, end)
 
-    def over(self, _again: Again) -> _Piece:
+    def reopen_files(self, _reopen: ReopenFile) -> _EngineParameter:
         """Return self: the values are in no file."""
         return self

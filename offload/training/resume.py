@@ -12,18 +12,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from offload.checkpoint.folder import Checkpoints, offer
+from offload.checkpoint.folder import Checkpoints, error_with_alternative
 from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.spread import keepers, spread
 from offload.config.config import Config
 from offload.distributed.comm import Comm
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.errors import CheckpointError, ConfigError
 from offload.files.directories import check_dirs
-from offload.hf.write import check_place
+from offload.hf.write import check_export_folder
 from offload.lanes.throttle import parse_throttle
-from offload.planning.from_config import placement, update_rule
+from offload.planning.from_config import make_placement, make_update_rule
 from offload.telemetry.loggers import check_loggers
 from offload.training.run_folder import CHECKPOINTS, RunFolder
 
@@ -54,22 +54,22 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
     """
     folder = None
     try:
-        with as_one(comm, "opening of the run folder"):
+        with share_failure(comm, "opening of the run folder"):
             check_loggers(config.run.report_to)
             if comm.rank == 0:
                 folder = RunFolder.open(config)
         path: Any = comm.gather_objects(folder and folder.path, "run folder")[0]
         keeper = keepers(comm, path)
         own = folder or RunFolder(path, keeps=keeper[comm.rank] == comm.rank)
-        with as_one(comm, "look for checkpoints"):
+        with share_failure(comm, "look for checkpoints"):
             if own.keeps:  # the folder belongs to this run alone by now
                 for partial in Checkpoints(own.checkpoints).clear():
                     say(f"note: {partial.name}, left by a killed process, is removed.")
-        broken = spread(comm, _seen(config)) if len(set(keeper)) > 1 else {}
-        with as_one(comm, "look for a checkpoint"):
-            found = _find(config, folder, broken) if folder is not None else None
-        start: Any = comm.gather_objects(found, "start of the run")[0]
-        with as_one(comm, "check of the settings"):
+        broken = spread(comm, _visible_checkpoints(config)) if len(set(keeper)) > 1 else {}
+        with share_failure(comm, "look for a checkpoint"):
+            start_point = _find(config, folder, broken) if folder is not None else None
+        start: Any = comm.gather_objects(start_point, "start of the run")[0]
+        with share_failure(comm, "check of the settings"):
             check_settings(start.config, comm.size)
     except BaseException:
         if folder is not None:
@@ -88,13 +88,13 @@ def check_settings(config: Config, num_ranks: int) -> None:
             "compares the gradients of several parts: set --train.micro_batch_size to fewer rows, or train over "
             "several ranks."
         )
-    if dirs := placement(config).dirs:
+    if dirs := make_placement(config).dirs:
         check_dirs(dirs)
     parse_throttle(config.offload.throttle)
-    update_rule(config)
+    make_update_rule(config)
 
 
-def _seen(config: Config) -> Sequence[Path]:
+def _visible_checkpoints(config: Config) -> Sequence[Path]:
     """Return the checkpoints visible to this rank.
 
     Empty if none are visible; rank 0 reports a missing checkpoint, or another rank sees one.
@@ -105,13 +105,13 @@ def _seen(config: Config) -> Sequence[Path]:
 
 
 def _find(config: Config, folder: RunFolder, broken: Mapping[Path, str]) -> ResumePoint:
-    found = find_start(config, broken)
-    if not found.folders:
-        found.config.check_source()
-    folder.check(found.config, resumes=bool(found.folders))
-    if found.config.checkpoint.export:
-        check_place(folder.hf, replace=True)
-    return found
+    start = find_start(config, broken)
+    if not start.folders:
+        start.config.check_source()
+    folder.check(start.config, resumes=bool(start.folders))
+    if start.config.checkpoint.export:
+        check_export_folder(folder.hf, replace=True)
+    return start
 
 
 def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})) -> ResumePoint:
@@ -137,18 +137,18 @@ def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})
         resumed = config.resumed(meta["config"], str(folder))
         return ResumePoint(resumed, folders[number:], meta["data"], meta.get("base", {}), skipped)
     if folders or broken:
-        raise none_is_whole([*broken, *folders], skipped)
+        raise no_intact_checkpoint([*broken, *folders], skipped)
     config.check()
     return ResumePoint(config)
 
 
-def none_is_whole(folders: Sequence[Path], reasons: Sequence[str]) -> CheckpointError:
+def no_intact_checkpoint(folders: Sequence[Path], reasons: Sequence[str]) -> CheckpointError:
     """Return the error for unusable checkpoints.
 
     For a single requested checkpoint, the error suggests another.
     """
     if len(folders) == 1:
-        return offer(folders[0], reasons[-1])
+        return error_with_alternative(folders[0], reasons[-1])
     return CheckpointError(
         f"none of the {len(folders)} checkpoints in {folders[0].parent} is usable: {' '.join(reasons)} Set "
         "--checkpoint.resume to the path of another one, or --run.dir to a new folder to begin a new run.",
@@ -164,15 +164,15 @@ def _candidates(config: Config) -> Sequence[Path]:
         own = RunFolder.of(config)
         return Checkpoints(own.checkpoints).folders() if own else ()
     path, own = Path(resume).expanduser(), RunFolder.of(config)
-    if own is not None and not own.owns(path) and (found := Checkpoints(own.checkpoints).folders()):
-        return found  # same command again, for a run started from another run's checkpoint
+    if own is not None and not own.owns(path) and (checkpoints := Checkpoints(own.checkpoints).folders()):
+        return checkpoints  # same command again, for a run started from another run's checkpoint
     if (path / MANIFEST).exists() or path in Checkpoints(path.parent).folders():  # also if the manifest is lost
         return (path,)
-    found = Checkpoints(path / CHECKPOINTS).folders() or Checkpoints(path).folders()
-    if not found:
-        what = "holds no checkpoint" if path.is_dir() else "is no folder"
+    checkpoints = Checkpoints(path / CHECKPOINTS).folders() or Checkpoints(path).folders()
+    if not checkpoints:
+        problem = "holds no checkpoint" if path.is_dir() else "is no folder"
         raise ConfigError(
-            f"checkpoint.resume is {resume}, which {what}; give a checkpoint, RUN/checkpoints/step-N, or the "
+            f"checkpoint.resume is {resume}, which {problem}; give a checkpoint, RUN/checkpoints/step-N, or the "
             "folder of a run that has some."
         )
-    return found
+    return checkpoints

@@ -18,7 +18,7 @@ from offload.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
 LONG_BYTES = 4 << 30  # checkpoint bytes above which a line is printed before writing or reading
-_OF_A_RUN = (
+_RUN_FILES = (
     "config.yaml",
     "plan.json",
     "env.json",
@@ -51,7 +51,7 @@ class RunFolder:
         """Take run.dir, or create the first missing folder among runs/NAME, runs/NAME-2, ... Raises ConfigError."""
         folder = cls.of(config)
         if folder is None:
-            return cls._made(config.run.name)
+            return cls._create(config.run.name)
         path = folder.path
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run.dir is {path}, which is a file; set --run.dir to a folder that is new or empty.")
@@ -76,32 +76,32 @@ class RunFolder:
 
         `resumes`: the run begins at a checkpoint.
         """
-        found = [name for name in _OF_A_RUN if (self.path / name).exists()]
+        names = [name for name in _RUN_FILES if (self.path / name).exists()]
         resume = config.checkpoint.resume
         is_own = resume != "auto" and resume != "never" and self.owns(Path(resume).expanduser())
         goes_on = resumes and (is_own or bool(Checkpoints(self.checkpoints).folders()))
-        if not found or goes_on or (resume != "never" and self._ended_early(found)):
+        if not names or goes_on or (resume != "never" and self._ended_early(names)):
             return
         why = f"checkpoint.resume is {resume}: leave that out to go on with this run"
         if resume == "auto":
             why = "no checkpoint to go on from"
         raise ConfigError(
-            f"run.dir is {self.path}, which holds an earlier run ({', '.join(found)}), and {why}; nothing in it was "
+            f"run.dir is {self.path}, which holds an earlier run ({', '.join(names)}), and {why}; nothing in it was "
             "changed. Set --run.dir to a new or empty folder, or move that run away."
         )
 
-    def _ended_early(self, found: Sequence[str]) -> bool:
+    def _ended_early(self, names: Sequence[str]) -> bool:
         """Return whether the earlier run ended before the planned checkpoints and export.
 
         Then a new run may begin in this folder.
         """
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-            was = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-            return isinstance(was["checkpoint"]["every"], int) and "hf" not in found
+            config = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+            return isinstance(config["checkpoint"]["every"], int) and "hf" not in names
         return False
 
     @classmethod
-    def _made(cls, name: str) -> RunFolder:
+    def _create(cls, name: str) -> RunFolder:
         number = 1
         while True:
             path = Path("runs") / (name if number == 1 else f"{name}-{number}")

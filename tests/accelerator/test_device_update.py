@@ -136,9 +136,9 @@ def test_a_step_has_the_bits_of_updates_on_the_host(
 @pytest.fixture
 def forgetful() -> Any:
     """Recompile kernels and clear the caches afterwards."""
-    device_update._checked.cache_clear()
+    device_update._checked_kernel.cache_clear()
     yield
-    device_update._checked.cache_clear()
+    device_update._checked_kernel.cache_clear()
     device_update._refused.clear()
 
 
@@ -155,7 +155,9 @@ def forgetful() -> Any:
 )
 def test_a_kernel_that_is_refused_or_wrong_is_not_used(edit: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        device_update.Kind, "program", property(lambda kind, old=device_update.Kind.program: edit(old.fget(kind)))
+        device_update.KernelVariant,
+        "program",
+        property(lambda kind, old=device_update.KernelVariant.program: edit(old.fget(kind))),
     )
     s = ordinary(500)
     given = "adamw", "fp32", s, False, s.g, 1.0

@@ -20,7 +20,7 @@ import torch
 
 from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
-from offload.engine.gradients.tile_updates import Landed
+from offload.engine.gradients.tile_updates import RegionGradients
 from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
@@ -222,7 +222,7 @@ def test_an_update_comes_after_what_was_read_into_states_that_stay(
         with sim.held(torch.accelerator.current_stream()):
             state.planes["exp_avg_sq"].fill_(0.0)
             updates.tiles.place.begin_step()
-            landed = Landed(state.region, gradients, Fence("gradients"))
+            landed = RegionGradients(state.region, gradients, Fence("gradients"))
             updates.tiles.submit(landed, [True] * len(state.region.parameters))
             time.sleep(0.2 if broken else 0.02)
         parts_of(engine).lanes.finish()
@@ -374,23 +374,23 @@ def staging_is_used_again_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_are_read_before_they_are_down(patch: pytest.MonkeyPatch) -> None:
-    def bring_down(self: AcceleratorDevice, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def copy_to_host(self: AcceleratorDevice, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         staged = self._staging.take(values)
         staged.copy_(values.detach(), non_blocking=True)
         return staged.clone
 
-    patch.setattr(AcceleratorDevice, "bring_down", bring_down)
+    patch.setattr(AcceleratorDevice, "copy_to_host", copy_to_host)
 
 
 def events_are_used_again_at_once(patch: pytest.MonkeyPatch) -> None:
-    present = StreamLanes.present
+    present = StreamLanes.record_event
 
     def give_back(self: StreamLanes, stream: torch.Stream) -> torch.Event:
         event = present(self, stream)
         self.pool.append(event)
         return event
 
-    patch.setattr(StreamLanes, "present", give_back)
+    patch.setattr(StreamLanes, "record_event", give_back)
     patch.setattr(StreamTicket, "__del__", lambda self: None)
 
 
@@ -423,20 +423,40 @@ WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # change, case that shows th
     "weights wait for who uses their slot": (slots_are_free_at_once, "plain", "compute"),
     "weights wait for who uses a stale slot": (without("mark", "Cargoes._retire"), "unclipped", "compute"),
     "weights wait for fresh memory": (without("mark", "Slots._new_fence"), "plain", "compute"),
-    "gradients wait for their backward": (without("mark", "Landing._summed"), "plain", "compute"),
+    "gradients wait for their backward": (without("mark", "GradientTransfer._reduce"), "plain", "compute"),
     "squares that come down alone wait for it": (
-        without("mark", "Landing._bring_down_squares"),
+        without("mark", "GradientTransfer._copy_squares"),
         "states on the device",
         "compute",
     ),
-    "inputs go down when they are there": (without("mark", "OnHost._down"), "activations", "compute"),
-    "graphs go down when they are there": (without("mark", "OnHost._down"), "graphs below", "compute"),
-    "graphs come back to memory that is free": (without("mark", "OnHost._up"), "graphs below", "compute"),
+    "inputs go down when they are there": (
+        without("mark", "HostActivationOffload._copy_out"),
+        "activations",
+        "compute",
+    ),
+    "graphs go down when they are there": (
+        without("mark", "HostActivationOffload._copy_out"),
+        "graphs below",
+        "compute",
+    ),
+    "graphs come back to memory that is free": (
+        without("mark", "HostActivationOffload._copy_in"),
+        "graphs below",
+        "compute",
+    ),
     "compute waits for graphs that come back": (without("compute_after", "SavedInputs.wait"), "graphs below", "copies"),
     "memory waits for copies of graphs": (memory_is_freed_at_once, "graphs below", "copies"),
-    "inputs come back to memory that is free": (without("mark", "OnHost._up"), "activations", "compute"),
-    "inputs go to the disk when they are there": (without("mark", "OnDisk._down"), "nvme", "compute"),
-    "inputs come from the disk to free memory": (without("mark", "OnDisk._up"), "nvme", "compute"),
+    "inputs come back to memory that is free": (
+        without("mark", "HostActivationOffload._copy_in"),
+        "activations",
+        "compute",
+    ),
+    "inputs go to the disk when they are there": (
+        without("mark", "DiskActivationOffload._copy_out"),
+        "nvme",
+        "compute",
+    ),
+    "inputs come from the disk to free memory": (without("mark", "DiskActivationOffload._copy_in"), "nvme", "compute"),
     "updates wait for gradients": (the_host_does_not_wait, "unclipped", "copies"),
     "the disk waits for gradients": (the_host_does_not_wait, "nvme", "copies"),
     "memory waits for copies of inputs": (memory_is_freed_at_once, "activations", "copies"),
@@ -533,7 +553,7 @@ def test_memory_that_a_copy_fills_is_nobody_elses_before(
     if broken:
         memory_is_freed_at_once(monkeypatch)
     size = slots.capacity_bytes
-    parts_of(engine)._forget_places()
+    parts_of(engine)._forget_addresses()
     slots.resize(size)
     parts_of(engine).lanes.finish()
     with sim.held(lane._stream):  # type: ignore[attr-defined]

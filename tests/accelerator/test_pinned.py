@@ -173,10 +173,10 @@ def test_pageable_copies_block_and_are_counted(sim):
 def test_strides_and_dtypes_make_pinned_copies_pageable(sim):
     host = torch.arange(12, dtype=torch.float32).pin_memory().view(3, 4)
     sim.reset_counters()
-    turned = host.t().to(DEVICE, non_blocking=True)
+    rotate = host.t().to(DEVICE, non_blocking=True)
     assert sim.counters()["pageable_copies"] == 1
     half = host.to(DEVICE, torch.bfloat16, non_blocking=True)
-    assert torch.equal(turned.cpu(), host.t())
+    assert torch.equal(rotate.cpu(), host.t())
     assert torch.equal(half.cpu(), host.bfloat16())
 
 

@@ -21,7 +21,7 @@ from offload.accelerators import Accelerator, own_accelerator
 from offload.config.config import Config
 from offload.distributed.comm import Comm
 from offload.engine.gradients import norms
-from offload.engine.units.activation_offload import OnHost
+from offload.engine.units.activation_offload import HostActivationOffload
 from offload.errors import DoesNotFitError, NonFiniteError, TornError
 from offload.inference.streamed_model import StreamedModel
 from offload.lanes.streams import StreamLanes, open_lanes
@@ -179,14 +179,14 @@ def test_what_is_brought_up_is_there_whatever_the_host_does_next(engine, sim):
     with sim.held(stream):
         found = []
         for _ in range(3):
-            found.append(device.bring_up(given))
+            found.append(device.copy_to_device(given))
             given += 10
     assert [up.tolist() for up in found] == [(given - 10 * (3 - k)).tolist() for k in range(3)]
     assert found[0].is_sim
     torch.accelerator.synchronize()
     sizes = {size: len(free) for size, free in device._staging._free.items()}
     for _ in range(5):
-        device.bring_up(given)
+        device.copy_to_device(given)
         torch.accelerator.synchronize()
     assert {size: len(free) for size, free in device._staging._free.items()} == sizes, "pinned memory is used again"
 
@@ -195,9 +195,9 @@ def test_what_is_brought_down_is_what_it_was_then(engine, sim):
     device = parts_of(engine()).device
     value = torch.tensor(3.0, device="sim")
     with sim.held(torch.accelerator.current_stream()):
-        first = device.bring_down(value)
+        first = device.copy_to_host(value)
         value += 1
-        second = device.bring_down(value)
+        second = device.copy_to_host(value)
         value += 1
     assert (second().item(), first().item(), value.item()) == (4.0, 3.0, 5.0)
 
@@ -273,7 +273,7 @@ def test_a_step_asks_for_no_pinned_memory(engine, sim, monkeypatch, settings):
 def test_ranks_measure_states_on_the_device_without_a_wait_per_unit(engine, sim, agrees):
     state = parts_of(engine(placement=ON_DEVICE))
     measures, region = state.gradients.measures, state.regions[1]
-    assert state.store.exchanges is state.lanes.here_together
+    assert state.store.collective_lane is state.lanes.collective_on_compute
     measures.begin_step()
     measures.touched[region.index] = [True] * len(region.parameters)
     shard = torch.randn(region.numel, device="sim")
@@ -298,7 +298,7 @@ def lanes(sim):
 
 def test_activations_come_back_past_a_fetch_whose_slot_is_not_free(sim, lanes):
     device = open_device(own_accelerator(), Ledger("device"), copies_aside=True)
-    offload = OnHost(device, lanes, Counters(), Ledger("cpu"))
+    offload = HostActivationOffload(device, lanes, Counters(), Ledger("cpu"))
     given = torch.arange(1000.0, device="sim")
     away = offload.put(given)
     slot, weights = torch.empty(100, device="sim"), torch.ones(100, pin_memory=True)
@@ -335,8 +335,8 @@ def test_nothing_is_registered_in_the_midst_of_a_step(engine, sim, monkeypatch):
     """Memory registration in the driver blocks all streams."""
     one, within = engine(placement=Placement(activations="cpu")), []
     one.step(tokens(length=8))
-    held, put = sim.registered(), OnHost.put
-    monkeypatch.setattr(OnHost, "put", lambda *given: (within.append(sim.registered()), put(*given))[1])
+    held, put = sim.registered(), HostActivationOffload.put
+    monkeypatch.setattr(HostActivationOffload, "put", lambda *given: (within.append(sim.registered()), put(*given))[1])
     one.step(tokens(length=16))
     assert len(within) > 1
     assert all(found <= held for found in within)
@@ -411,7 +411,7 @@ def test_an_update_on_the_device_takes_the_time_of_its_kernels(sim, lanes):
     sim.set_cost(replace(H200, memory_bytes_per_s=2 * values.nbytes / seconds))
     lanes.timeline.begin_step()
     begin = time.perf_counter()
-    lanes.here.submit(lambda: values.add_(1), name="update")
+    lanes.on_compute.submit(lambda: values.add_(1), name="update")
     launched = time.perf_counter() - begin
     _, _, spans = lanes.end_step()
     (span,) = (span for span in spans if span.name == "update")
@@ -491,7 +491,7 @@ def test_graphs_are_kept_as_far_as_the_devices_memory_goes(engine, large, monkey
     monkeypatch.setattr(Accelerator, "free_bytes", free / device._SHARE_OF_FREE_MEMORY)
     one = engine(recompute="auto")
     assert losses(one, range(5)) == large.losses
-    assert len(parts_of(one).runner.saved.policy._kept) == num_kept
+    assert len(parts_of(one).runner.saved.policy._on_device) == num_kept
     assert one.counters.peak_device_bytes <= free
 
 
@@ -499,13 +499,13 @@ def test_graphs_are_recomputed_where_others_have_taken_the_room(engine, large, s
     one = engine(recompute="auto")
     found = losses(one, range(3))
     policy = parts_of(one).runner.saved.policy
-    assert len(policy._kept) == 2
+    assert len(policy._on_device) == 2
     torch.accelerator.synchronize()
     torch.sim.empty_cache()
     # More than the minimum, since fragmented blocks do not always fit the next tensor.
     sim.set_memory_limit(torch.sim.memory_reserved() + large.least + (large.most - large.least) // 4)
     assert found + losses(one, (3, 4)) == large.losses
-    assert len(policy._kept) < 2
+    assert len(policy._on_device) < 2
 
 
 def test_units_give_way_to_a_step_that_runs_out_of_memory(engine):
@@ -665,7 +665,7 @@ def test_weights_for_inference_come_up_beside_compute(stream, sim, slow):
 @pytest.mark.parametrize(("slow", "missing"), [("compute", "computed"), ("copies", "compute_after")])
 def test_the_waits_of_inference_are_needed(stream, sim, monkeypatch, slow, missing):
     if missing == "computed":
-        monkeypatch.setattr(StreamLanes, "computed", lambda *_: ())
+        monkeypatch.setattr(StreamLanes, "record_compute", lambda *_: ())
     else:
         monkeypatch.setattr(StreamLanes, "compute_after", lambda lanes, tickets: wait_until_done(lanes.lock, tickets))
     sim.set_jitter(3000, 1, slow)

@@ -56,7 +56,7 @@ def save(
                     writer.write(name, plane, begin, values[begin:end])
                 parts.append(writer.finish())
         folder = made.commit(contents, parts, {"step": step})
-    checkpoints.saved(folder, keep)
+    checkpoints.register(folder, keep)
     return folder
 
 

@@ -97,7 +97,7 @@ def check_after_kill(checkpoints: Checkpoints) -> int:
         assert int(newest.name.removeprefix("step-")) >= ended
     for path in checkpoints.folders():  # all folders with a checkpoint name, not only the newest
         check(path, int(path.name.removeprefix("step-")))
-    newest, skipped = checkpoints.newest_that_verifies()
+    newest, skipped = checkpoints.newest_intact()
     assert not skipped
     if newest is None:
         assert not ended
@@ -267,7 +267,7 @@ class TestMoveAside:
             save(checkpoints, step)
         assert [path.name.split(".aside-")[0] for path in checkpoints.move_aside(5)] == ["step-10", "step-9"]
         assert [path.name for path in checkpoints.folders()] == ["step-5", "step-1"]
-        assert checkpoints.newest_that_verifies() == (tmp_path / "step-5", [])
+        assert checkpoints.newest_intact() == (tmp_path / "step-5", [])
         assert checkpoints.clear() == checkpoints.move_aside(5) == []
         assert len(list(tmp_path.glob("step-*.aside-*"))) == 2
 
@@ -338,7 +338,7 @@ def fill(checkpoints: Checkpoints, step: int, before_write: Callable[[int], None
         for index in range(16):
             before_write(index)
             it.write("p", "weights", index << 18, torch.full((1 << 18,), float(step)))
-        checkpoints.saved(made.commit(LARGE, [it.finish()], {"step": step}))
+        checkpoints.register(made.commit(LARGE, [it.finish()], {"step": step}))
 
 
 def test_a_full_disk(disk):
@@ -359,7 +359,7 @@ def test_a_full_disk(disk):
     assert names(checkpoints.path) == ["latest", "step-1", "step-2"]
     assert os.statvfs(disk).f_bfree >= before - 8
     check(checkpoints.path / "step-2", 2)
-    assert checkpoints.newest_that_verifies() == (checkpoints.path / "step-2", [])
+    assert checkpoints.newest_intact() == (checkpoints.path / "step-2", [])
     (disk / "other").unlink()
     fill(checkpoints, 3)
     verify(checkpoints.path / "step-3")

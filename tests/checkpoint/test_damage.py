@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from offload.checkpoint import reader as reading
-from offload.checkpoint.folder import Checkpoints, offering_another
+from offload.checkpoint.folder import Checkpoints, suggesting_alternative
 from offload.checkpoint.manifest import MANIFEST, Manifest, checksum
 from offload.checkpoint.reader import Reader, verify
 from offload.errors import CheckpointError
@@ -274,42 +274,42 @@ def several(tmp_path) -> Checkpoints:
 
 def test_the_newest_that_verifies(several):
     assert [path.name for path in several.folders()] == ["step-30", "step-10", "step-9", "step-2"]
-    assert several.newest_that_verifies() == (several.path / "step-30", [])
+    assert several.newest_intact() == (several.path / "step-30", [])
     flip(several.path / "step-30/rank-1.bin", 12345)
     (several.path / "step-10/rank-0.bin").unlink()
-    found, skipped = several.newest_that_verifies()
+    found, skipped = several.newest_intact()
     assert found == several.path / "step-9"
     assert [path.name for path, _ in skipped] == ["step-30", "step-10"]
     assert "step-30/rank-1.bin is damaged" in skipped[0][1]
     assert "step-10/rank-0.bin is missing" in skipped[1][1]
     for step in (9, 2):
         (several.path / f"step-{step}" / MANIFEST).write_bytes(b"")
-    found, skipped = several.newest_that_verifies()
+    found, skipped = several.newest_intact()
     assert found is None
     assert len(skipped) == 4
 
 
 def test_the_last_good_one_is_offered(several):
     asked = several.path / "step-10"
-    with offering_another(asked):
+    with suggesting_alternative(asked):
         verify(asked)
     flip(asked / "rank-1.bin", 12345)
     with (
         pytest.raises(CheckpointError, match="damaged.*The last good one is .*/step-30") as caught,
-        offering_another(asked),
+        suggesting_alternative(asked),
     ):
         verify(asked)
     assert caught.value.path == asked / "rank-1.bin"
     for step in (30, 9, 2):
         (several.path / f"step-{step}" / "rank-0.bin").unlink()
-    with pytest.raises(CheckpointError, match="no other good one"), offering_another(asked):
+    with pytest.raises(CheckpointError, match="no other good one"), suggesting_alternative(asked):
         verify(asked)
 
 
 def test_no_checkpoints(tmp_path):
     checkpoints = Checkpoints(tmp_path / "none")
     assert checkpoints.folders() == []
-    assert checkpoints.newest_that_verifies() == (None, [])
+    assert checkpoints.newest_intact() == (None, [])
     assert checkpoints.clear() == []
 
 
@@ -325,4 +325,4 @@ def test_other_names_are_no_checkpoints(copy, name):
 def test_a_damaged_latest(copy, text):
     (copy.parent / "latest").write_text(text, encoding="latin-1")
     checkpoints = Checkpoints(copy.parent)
-    assert checkpoints.newest_that_verifies() == (copy, [])
+    assert checkpoints.newest_intact() == (copy, [])

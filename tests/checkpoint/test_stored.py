@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offload import Engine
-from offload.checkpoint import stored
-from offload.checkpoint.stored import export_stored, read_stored
+from offload.checkpoint import stored_model
+from offload.checkpoint.stored_model import export_stored, read_stored
 from offload.errors import ConfigError, DiskError
 from tests.checkpoint.folders import same
 from tests.checkpoint.trained import tensors_of, train
@@ -27,7 +27,7 @@ FAMILIES = ("llama", "mixtral", "gemma2", "gpt2", "bart", "deepseek_v3", "t5")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "_BLOCK_NUMEL", 1000)
+    monkeypatch.setattr(stored_model, "_BLOCK_NUMEL", 1000)
 
 
 def made(name: str, folder: Path, precision: str):
@@ -130,14 +130,14 @@ def test_a_model_that_is_not_transformers_is_refused(tmp_path: Path) -> None:
 def test_a_model_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another transformers version can build another shape from the same configuration."""
     trained = made("llama", tmp_path, "fp32")
-    read = stored.configuration
+    read = stored_model.folder_config
 
     def other(folder: Path):
         config = read(folder)
         config.intermediate_size, config.num_hidden_layers = 8, 1
         return config
 
-    monkeypatch.setattr(stored, "configuration", other)
+    monkeypatch.setattr(stored_model, "folder_config", other)
     with pytest.raises(
         ConfigError, match=r"does not fit the model that transformers .* builds from its config\.json.* in the model"
     ):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload import export, generate, verify
 from offload.errors import CheckpointError, ConfigError
-from offload.inference.sampler import Sampled, Sampler
+from offload.inference.sampler import GeneratedTokens, Sampler
 from tests import forks
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.cli.conftest import ROOT
@@ -286,7 +286,7 @@ def test_generate_writes_to_stdout_the_same_from_everywhere(made: Path, call: Ca
     chat = call(generate, made / "hf", *words, "0", "--chat")[1]
     assert chat not in seeds
     # only the end token, typical for a chat model without --chat
-    monkeypatch.setattr(Sampler, "write", lambda *_: Sampled([0], 1.0, 0))
+    monkeypatch.setattr(Sampler, "write", lambda *_: GeneratedTokens([0], 1.0, 0))
     monkeypatch.setattr(generate, "say", (told := []).append)
     for more in ((), ("--chat",)):
         call(generate, made / "hf", *words, "0", *more)

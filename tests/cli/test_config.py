@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from offload.config.command_line import parse_config
 from offload.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
-from offload.config.rules import OFFERS
+from offload.config.rules import RULE_SETTINGS
 from offload.config.sections import OffloadSection, parse_size
 from offload.errors import ConfigError, counted, written_size
-from offload.forecast.alternatives import flags
+from offload.forecast.alternatives import to_flags
 
 
 def test_every_key_of_the_contract_is_there() -> None:
@@ -148,9 +148,9 @@ def test_sizes_and_numbers_are_written_as_people_read_them() -> None:
     }
     assert {num_bytes: written_size(num_bytes) for num_bytes in sizes} == sizes
     assert all(0.99 * num_bytes <= (parse_size(text) or 0) <= num_bytes for num_bytes, text in sizes.items())
-    assert flags({"offload.optimizer_memory": 15915223612, "offload.prefetch": 2, "offload.graphs_memory": None}) == (
-        "--offload.optimizer_memory 14.8GiB --offload.prefetch 2 --offload.graphs_memory none"
-    )
+    assert to_flags(
+        {"offload.optimizer_memory": 15915223612, "offload.prefetch": 2, "offload.graphs_memory": None}
+    ) == ("--offload.optimizer_memory 14.8GiB --offload.prefetch 2 --offload.graphs_memory none")
     assert [counted(number, "step") for number in (0, 1, 2, 1070)] == ["0 steps", "1 step", "2 steps", "1,070 steps"]
 
 
@@ -363,7 +363,7 @@ def test_rules_have_defaults_of_their_own(
     assert resolved() == (pytest.approx(rate), betas, decay, norm)
     given = resolved(optimizer__lr=1.0, optimizer__weight_decay=0.5, train__max_grad_norm=0.5)
     assert given == (1.0, betas, 0.5, 0.5)
-    if "betas" in OFFERS[name].keys:
+    if "betas" in RULE_SETTINGS[name].keys:
         assert resolved(optimizer__betas=(0.8, 0.9))[1] == (0.8, 0.9)
 
 

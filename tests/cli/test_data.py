@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from offload.hf.models import vocab_size
 from offload.look import main
 from offload.train import main as train
-from offload.training.build import Begun
+from offload.training.build import RunSetup
 from offload.training.objectives import Objective, choose_objective
 from offload.training.parts import build_data
 from offload.training.resume import ResumePoint
@@ -69,7 +69,7 @@ def told(here: Path, capsys: pytest.CaptureFixture[str]) -> Told:
     def tell(*given: str, samples: int = 6) -> tuple[dict[str, Any], Dataset, Objective]:
         assert main([*given, "--samples", str(samples), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        config, architecture, kind, *_ = Begun.read(
+        config, architecture, kind, *_ = RunSetup.read(
             ResumePoint(parse_config(given, prog="", description="")), has_accelerator=False
         )
         data = build_data(config, kind, vocab_size(architecture), lambda *_: None)

@@ -12,7 +12,7 @@ import pytest
 
 from offload.config.command_line import parse_config
 from offload.config.config import all_keys
-from offload.config.familiar import FAMILIAR
+from offload.config.other_trainers import EQUIVALENT_SETTINGS
 from offload.errors import ConfigError
 from tests.matrix import quick
 
@@ -174,7 +174,7 @@ def test_names_of_other_trainers_suggest_ours(name: str, ours: str, tmp_path: Pa
 
 def test_every_familiar_name_leads_to_a_key() -> None:
     known = {*all_keys(), "--gpus"}
-    for name, ours in FAMILIAR.items():
+    for name, ours in EQUIVALENT_SETTINGS.items():
         assert not [word for word in re.findall(r"--gpus|[a-z]+\.[a-z_]+", ours) if word not in known], name
         assert name not in {key.split(".")[1] for key in known if "." in key}, f"{name} is a key itself"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from offload.distributed.reach import Door
+from offload.distributed.reach import NamespaceSocket
 from tests import forks
 from tests.distributed.ranks import free_port
 from tests.forks import ROOT
@@ -99,7 +99,7 @@ def test_checkpoints_on_disks_of_their_own_are_resumed_by_whoever_has_their_part
 
 
 def test_a_door_is_found_from_its_own_network_alone():
-    door = Door(2)
+    door = NamespaceSocket(2)
     try:
         assert door.reaches(door.name)
         assert not door.reaches(f"{door.name}0")

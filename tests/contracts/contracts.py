@@ -90,9 +90,9 @@ class Cell:
         known = _VERDICTS.setdefault((self.name, told["precision"]), {}) if "comm" not in told else {}
         fill = filling(model) if "comm" in told else None
         with Engine(model, fill=fill, placement=self.placement(place), **told) as engine:
-            steps_of(engine).judging.begin_again(known)
+            steps_of(engine).equivalence.restore(known)
             yield engine
-            for passes, numbers in steps_of(engine).judging.judged.items():
+            for passes, numbers in steps_of(engine).equivalence.checked.items():
                 known.setdefault(passes, []).extend(number for number in numbers if number not in known[passes])
 
     def batch(self, seed: int) -> Mapping[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.data.encode import Encoded, Encoder
+from offload.data.encode import EncodedDocument, Encoder
 from offload.data.formats import Chat, Pair, Preference, Record, Text
 from offload.data.rows import BadRow, BadRows
 from offload.data.tokenizer import load_tokenizer
@@ -51,11 +51,11 @@ COUNTING = "{{ messages | length }}{% for m in messages %}{{ m.role }}{{ m.conte
 DATED = "{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d') }}" + CHATML
 
 
-def encode(tokenizer: Any, *records: Record, train_on_prompt: bool = False) -> list[Encoded]:
+def encode(tokenizer: Any, *records: Record, train_on_prompt: bool = False) -> list[EncodedDocument]:
     return list(Encoder(tokenizer, train_on_prompt).encode((False, record) for record in records))
 
 
-def trained_runs(tokenizer: Any, document: Encoded) -> list[str]:
+def trained_runs(tokenizer: Any, document: EncodedDocument) -> list[str]:
     """Return the text for each maximal run of trained tokens."""
     mask = np.ones(len(document.ids), bool) if document.trained is None else document.trained
     assert len(mask) == len(document.ids)

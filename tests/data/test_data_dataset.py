@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from offload.data.cache import cached
+from offload.data.cache import load_or_build
 from offload.data.dataset import Dataset, build_dataset, share
 from offload.errors import ConfigError
 from tests.data.asked import source_of
@@ -277,13 +277,13 @@ def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], t
     assert dataset.sources[0].contents.endswith(f" {num_tokens:,} tokens")
     labels = [rows.read(np.arange(rows.num_rows))[1][:, 1:] for rows in (dataset.train, dataset.eval)]
     assert dataset.sources[0].target_share == sum(int((part != -100).sum()) for part in labels) / num_tokens
-    assert "see each other" in dataset.rows
+    assert "see each other" in dataset.rows_description
     pairs = write_lines("pairs.jsonl", *[{"prompt": "The capital of France is", "completion": " Paris."}] * 20)
     dataset = build(source=str(pairs), eval_share=0.0, packing=False)
     assert dataset.sources[0].contents.startswith(f"prompt-completion of {pairs}: 20 conversations, ")
     _, labels = dataset.train.read(np.arange(20))
     assert dataset.sources[0].target_share == (labels != -100).sum() / dataset.train.store.num_tokens < 0.5
-    assert dataset.rows.endswith("; a document a row")
+    assert dataset.rows_description.endswith("; a document a row")
 
 
 def test_a_tokenizer_without_chat_template_gets_one_for_conversations_alone(
@@ -403,7 +403,7 @@ def test_one_builds_while_the_others_wait(tmp_path: Path) -> None:
         (folder / "value").write_text("whole")
 
     def ask() -> None:
-        results.append(cached(tmp_path, "entry", build, lambda folder: (folder / "value").read_text()))
+        results.append(load_or_build(tmp_path, "entry", build, lambda folder: (folder / "value").read_text()))
 
     threads = [threading.Thread(target=ask) for _ in range(5)]
     for thread in threads:
@@ -424,7 +424,7 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
-        cached(tmp_path, "entry", fail, lambda folder: (folder / "value").read_text())
+        load_or_build(tmp_path, "entry", fail, lambda folder: (folder / "value").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["entry.lock"]
 
 

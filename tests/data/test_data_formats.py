@@ -241,5 +241,5 @@ def test_keys_of_several_formats_are_refused(write_lines: Callable[..., Path]) -
 )
 def test_columns_with_usual_names_are_told_as_what_they_are(keys: list[str], columns: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        formats._by_keys(keys, "a.jsonl:1", {})
+        formats._detect_by_keys(keys, "a.jsonl:1", {})
     assert str(caught.value).endswith(f"--data.columns '{columns}'.")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.data.dataset import Dataset, build_dataset
-from offload.data.groups import ByLength, Mixed
+from offload.data.groups import LengthBatching, MixedBatching
 from offload.data.packing import Rows
 from offload.errors import ConfigError
 from tests.data.asked import source_of
@@ -23,7 +23,9 @@ from tests.matrix import examples
 Build = Callable[..., Dataset]
 
 
-def padding(lengths: np.ndarray, batches: list[np.ndarray], batching: ByLength | Mixed, length: int) -> float:
+def padding(
+    lengths: np.ndarray, batches: list[np.ndarray], batching: LengthBatching | MixedBatching, length: int
+) -> float:
     """Return the padding share in the batches."""
     wide = sum(len(rows) * batching.width(lengths[rows], length) for rows in batches)
     return 1 - sum(lengths[rows].sum() for rows in batches) / wide
@@ -35,7 +37,7 @@ def test_an_epoch_has_each_row_once(sizes: list[int], batch_size: int, seed: int
     with stored([[True] * size for size in sizes], masked=False) as store:
         rows = Rows.over(store, 16, False, PAD)
         steps = range(-(-3 * len(sizes) // batch_size))
-        batches = [ByLength().at(rows, step, batch_size, seed) for step in steps]
+        batches = [LengthBatching().at(rows, step, batch_size, seed) for step in steps]
         lengths = rows.lengths(np.arange(len(sizes)))
     assert all(len(batch) == batch_size for batch in batches)
     found = np.concatenate(batches)
@@ -43,7 +45,7 @@ def test_an_epoch_has_each_row_once(sizes: list[int], batch_size: int, seed: int
         assert sorted(found[len(sizes) * epoch :][: len(sizes)]) == list(range(len(sizes)))
     for batch in batches:
         longest = lengths[batch].max()
-        assert longest <= ByLength().width(lengths[batch], 16) <= min(longest + 8, 16)
+        assert longest <= LengthBatching().width(lengths[batch], 16) <= min(longest + 8, 16)
 
 
 @pytest.mark.slow
@@ -53,13 +55,15 @@ def test_batches_have_little_padding_and_come_in_another_order_each_epoch() -> N
     with stored([[True] * size for size in sizes], masked=False) as store:
         rows = Rows.over(store, 2048, False, PAD)
         lengths = rows.lengths(np.arange(rows.num_rows))
-        batches = {each: [each.at(rows, step, 8, 1) for step in range(600)] for each in (ByLength(), Mixed())}
-        other = ByLength().at(rows, 0, 8, 2)
+        batches = {
+            each: [each.at(rows, step, 8, 1) for step in range(600)] for each in (LengthBatching(), MixedBatching())
+        }
+        other = LengthBatching().at(rows, 0, 8, 2)
     shares = {each: padding(lengths, found, each, 2048) for each, found in batches.items()}
-    assert shares[ByLength()] < 0.16
-    assert shares[Mixed()] > 0.85
-    found = batches[ByLength()]
-    assert len({ByLength().width(lengths[rows], 2048) for rows in found}) <= 32
+    assert shares[LengthBatching()] < 0.16
+    assert shares[MixedBatching()] > 0.85
+    found = batches[LengthBatching()]
+    assert len({LengthBatching().width(lengths[rows], 2048) for rows in found}) <= 32
     assert sorted(map(sorted, found[:300])) != sorted(map(sorted, found[300:])), "each epoch has other batches"
     order = [lengths[rows].max() for rows in found[:50]]
     assert order != sorted(order, reverse=True), "long ones first would be a schedule"
@@ -85,7 +89,7 @@ def build(tmp_path: Path, bpe_folder: Callable[..., str], write_lines: Callable[
 
 def test_ranks_have_shares_of_one_width_and_any_step_is_the_same_alone(build: Build) -> None:
     dataset, again = build(), build()
-    assert dataset.layout.endswith("those of a batch of about one length")
+    assert dataset.layout_description.endswith("those of a batch of about one length")
     widths = set()
     for step in (29, 0, 1, 7, 28):
         whole = dataset.batch(step)

@@ -31,10 +31,10 @@ def test_every_argument_is_in_the_key_of_tokens_or_left_out_for_a_reason(
 ) -> None:
     """Break: add an argument to LEFT_OUT, or remove one."""
 
-    def cached(_root: Path, name: str, *_more: Any) -> None:
+    def load_or_build(_root: Path, name: str, *_more: Any) -> None:
         raise Reached(name)
 
-    monkeypatch.setattr(prepare, "cached", cached)
+    monkeypatch.setattr(prepare, "load_or_build", load_or_build)
     monkeypatch.setattr(dataset, "_check_pairs", lambda *_args, **_more: None)
     for name, text in (("a.txt", "some text"), ("b.txt", "other text"), ("c.txt", "held out")):
         (tmp_path / name).write_text(text)

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoProcessor
 
 from offload.data.dataset import Dataset, build_dataset
-from offload.data.encode import Asked
+from offload.data.encode import EncodeRequest
 from offload.data.formats import read_records
-from offload.data.pictured import PicturedMaker, load_processor
+from offload.data.picture_encoder import PictureEncoder, load_processor
 from offload.data.view import DataView
 from offload.errors import ConfigError
 from offload.training.objectives import Objective
@@ -243,12 +243,12 @@ def test_the_same_rows_in_another_folder_have_its_pictures(
         rows_file(tmp_path / where / "rows.jsonl", [{"messages": about(["red"])}])
         monkeypatch.chdir(tmp_path / where)
         data = prepared(Path("rows.jsonl"), folders["llava"], cache_dir=tmp_path / "cache")
-        assert f"{tmp_path}/{where}/squares/red.png" in str(data.train.pictured(np.arange(1)))
+        assert f"{tmp_path}/{where}/squares/red.png" in str(data.train.picture_documents(np.arange(1)))
 
 
 def test_tokens_that_are_others_in_a_batch_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     data = prepared(rows_file(tmp_path / "rows.jsonl", [{"messages": about(["red"])}]), folders["llava"])
-    documents, (ids, _) = data.train.pictured(np.arange(1)), data.train.read(np.arange(1))
+    documents, (ids, _) = data.train.picture_documents(np.arange(1)), data.train.read(np.arange(1))
     assert data.pictures is not None
     assert documents is not None
     data.pictures.of(documents, ids)
@@ -260,8 +260,10 @@ def test_tokens_that_are_others_in_a_batch_are_refused(folders: dict[str, Path],
 def test_a_maker_travels_to_a_process(folders: dict[str, Path], tmp_path: Path) -> None:
     path = rows_file(tmp_path / "rows.jsonl", [{"messages": about(["red", "white"])}])
     chat = next(iter(read_records(replace(files_of(str(path))[0], format="messages"), 512)))
-    maker = PicturedMaker(load_processor(str(folders["gemma3"])), train_on_prompt=True)
-    first, second = (each.make([Asked(chat, False, False)]) for each in (maker, pickle.loads(pickle.dumps(maker))))
+    maker = PictureEncoder(load_processor(str(folders["gemma3"])), train_on_prompt=True)
+    first, second = (
+        each.encode_batch([EncodeRequest(chat, False, False)]) for each in (maker, pickle.loads(pickle.dumps(maker)))
+    )
     (one,), (other,) = first.parts, second.parts
     assert np.array_equal(one.ids, other.ids)
     soft = maker._processor.tokenizer.convert_tokens_to_ids("<soft>")

@@ -49,7 +49,7 @@ def test_all_spellings_of_a_conversation_are_one(write_lines: Callable[..., Path
     assert isinstance(found, Preference)
     assert isinstance(found.chosen, Chat)
     assert found.chosen.messages == [ASKED, GOOD]
-    assert found.rejected == Chat(found.where, [ASKED, BAD], None, num_given=1)
+    assert found.rejected == Chat(found.where, [ASKED, BAD], None, num_prompt=1)
 
 
 def test_a_system_message_and_a_table_of_strings(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_system_message_and_a_table_of_strings(tmp_path: Path) -> None:
     assert isinstance(found, Preference)
     assert isinstance(found.chosen, Chat)
     assert found.chosen.messages == [SYSTEM, ASKED, GOOD]
-    assert found.chosen.num_given == 2
+    assert found.chosen.num_prompt == 2
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_is_compared_is_the_answer_behind_the_prompt(
     assert said(data, batch) == [GOOD["content"], BAD["content"]]
     assert "One." in data.tokenizer.decode(batch["input_ids"][0])
     assert data.group == 2
-    assert data.rows.startswith("pairs of rows: 1 of 48 tokens to train on, 0 to evaluate")
+    assert data.rows_description.startswith("pairs of rows: 1 of 48 tokens to train on, 0 to evaluate")
     assert data.sources[0].contents.endswith(f": 1 pair, {int(batch['attention_mask'].sum())} tokens")
 
 
@@ -187,7 +187,7 @@ def test_a_mixture_of_pairs(write_lines: Callable[..., Path], build: Callable[..
 
 def test_values_of_rows_come_with_them(write_lines: Callable[..., Path], build: Callable[..., Dataset]) -> None:
     data = build(write_lines("rows.jsonl", *numbered(9)), eval_share=0.3)
-    values = {name: {"own": np.arange(rows.num_different, dtype="f4")} for name, rows in data.row_sets.items()}
+    values = {name: {"own": np.arange(rows.num_distinct, dtype="f4")} for name, rows in data.row_sets.items()}
     with_values = Dataset(**vars(data) | {"values": values})
     batch = with_values.batch(1)
     assert batch["own"][:, 0].tolist() == data.train.at(6, 6, 0).tolist()

@@ -12,11 +12,11 @@ from offload.data.tokenizer import (
     check_vocabulary,
     grown_vocabulary,
     hash_tokenizer,
+    load_or_train_tokenizer,
     load_tokenizer,
-    see_tokenizer,
+    preload_tokenizer,
     tokenizer_folder,
     train_bpe,
-    trained_tokenizer,
 )
 from offload.errors import ConfigError
 
@@ -63,16 +63,16 @@ def test_training_is_cached(tmp_path: Path, prose: str) -> None:
         calls.append(1)
         return [prose]
 
-    first = trained_tokenizer(texts, 400, "key", tmp_path, silent)
-    second = trained_tokenizer(texts, 400, "key", tmp_path, silent)
+    first = load_or_train_tokenizer(texts, 400, "key", tmp_path, silent)
+    second = load_or_train_tokenizer(texts, 400, "key", tmp_path, silent)
     assert len(calls) == 1
     assert hash_tokenizer(first) == hash_tokenizer(second)
-    trained_tokenizer(texts, 300, "key", tmp_path, silent)
-    trained_tokenizer(texts, 400, "other", tmp_path, silent)
+    load_or_train_tokenizer(texts, 300, "key", tmp_path, silent)
+    load_or_train_tokenizer(texts, 400, "other", tmp_path, silent)
     assert len(calls) == 3
     for path in (tmp_path / "tokenizers").glob("*/tokenizer.json"):
         path.write_text(path.read_text()[:100])
-    assert hash_tokenizer(trained_tokenizer(texts, 400, "key", tmp_path, silent)) == hash_tokenizer(first)
+    assert hash_tokenizer(load_or_train_tokenizer(texts, 400, "key", tmp_path, silent)) == hash_tokenizer(first)
     assert len(calls) == 4, "a damaged one is trained again"
 
 
@@ -138,9 +138,9 @@ def test_a_tokenizer_that_was_looked_at_is_not_loaded_again(tmp_path: Path, monk
     for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: object())
-    seen = see_tokenizer(str(tmp_path))
+    seen = preload_tokenizer(str(tmp_path))
     assert load_tokenizer(str(tmp_path)) is seen
     assert load_tokenizer(str(tmp_path)) is not seen, "the first one may have changed it"
-    seen = see_tokenizer(str(tmp_path))
+    seen = preload_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{ }")
     assert load_tokenizer(str(tmp_path)) is not seen

@@ -17,7 +17,7 @@ from offload.data.encode import Encoder
 from offload.data.formats import Chat, Ids, Pair, Record, Text
 from offload.data.rows import BadRows
 from offload.data.tokenizer import load_tokenizer
-from offload.data.workers import made_ahead
+from offload.data.workers import encode_ahead
 from offload.errors import ConfigError
 from tests.data.test_data_chat import MISTRAL
 
@@ -29,7 +29,7 @@ class Squares:
     dies_at: int = -1
     fails_at: int = -1
 
-    def make(self, number: int) -> tuple[int, int]:
+    def encode_batch(self, number: int) -> tuple[int, int]:
         print("what a library may print")
         if number == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -41,26 +41,26 @@ class Squares:
 @pytest.mark.slow
 def test_processes_give_what_this_one_gives_in_order() -> None:
     expected = [number**2 for number in range(40)]
-    here = list(made_ahead(Squares(), range(40), 0))
-    there = list(made_ahead(Squares(), range(40), 2))
+    here = list(encode_ahead(Squares(), range(40), 0))
+    there = list(encode_ahead(Squares(), range(40), 2))
     assert [value for value, _ in here] == [value for value, _ in there] == expected
     assert {process for _, process in here} == {os.getpid()}
     assert not any(os.path.exists(f"/proc/{process}") for _, process in there)  # noqa: PTH110 - a number of a process
     with pytest.raises(ConfigError, match="no square of 7"):
-        list(made_ahead(Squares(fails_at=7), range(40), 1))
+        list(encode_ahead(Squares(fails_at=7), range(40), 1))
 
 
 def test_no_more_batches_are_read_than_are_made_and_one() -> None:
     read = []
-    for number, _ in enumerate(made_ahead(Squares(), (read.append(i) or i for i in range(9)), 0)):
+    for number, _ in enumerate(encode_ahead(Squares(), (read.append(i) or i for i in range(9)), 0)):
         assert len(read) <= number + 2
 
 
 @pytest.mark.slow
 def test_a_process_that_ends_is_told_and_one_that_is_not_needed_ends() -> None:
     with pytest.raises(ConfigError, match=r"exit code -9 .*--data\.num_workers"):
-        list(made_ahead(Squares(dies_at=3), range(40), 1))
-    batches = made_ahead(Squares(), range(10**9), 1)
+        list(encode_ahead(Squares(dies_at=3), range(40), 1))
+    batches = encode_ahead(Squares(), range(10**9), 1)
     _, process = next(batches)
     batches.close()
     assert subprocess.run(["ps", "-p", str(process)], capture_output=True, check=False).returncode != 0
@@ -127,7 +127,7 @@ def test_the_setting_reaches_the_tokenizing(
 
     build(text, 3)
     build(chats, None)
-    monkeypatch.setattr(prepare, "_BYTES_THAT_PAY", 1)
+    monkeypatch.setattr(prepare, "_MIN_BYTES_FOR_WORKERS", 1)
     build(chats, None)
     build(text, None)
     build(chats, 0)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from offload.distributed.comm import Comm, Ranks
 from offload.distributed.joining import open_comm
-from offload.distributed.watchdog import Times
+from offload.distributed.watchdog import WatchdogLimits
 from offload.errors import ConfigError
 
-QUICK = Times(beat_s=0.1, silence_s=1000, grace_s=2, stall_s=1000)
+QUICK = WatchdogLimits(beat_s=0.1, silence_s=1000, grace_s=2, stall_s=1000)
 """Long limits: a busy machine loses no rank. Tests about lost ranks set the limit in `losing`."""
 
 

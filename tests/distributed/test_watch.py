@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.distributed.watchdog import CLEANUP_S, Position, Times, Watchdog
+from offload.distributed.watchdog import CLEANUP_S, Position, Watchdog, WatchdogLimits
 from tests.distributed.ranks import Rank, ranks
 from tests.forks import PATIENCE_S
 from tests.matrix import quick
@@ -32,7 +32,7 @@ def in_steady_state(started: list[Rank]) -> list[Rank]:
 
 
 def test_the_default_times_end_all_ranks_within_30_seconds():
-    times = Times()
+    times = WatchdogLimits()
     assert times.beat_s + times.silence_s + times.grace_s + CLEANUP_S < 30
 
 
@@ -138,7 +138,7 @@ def test_every_thread_of_the_watch_enters_its_device_before_it_looks(monkeypatch
     monkeypatch.setattr("os._exit", lambda _code: ended.set())
     here, there = socket.socketpair()
     with there:
-        watch = Watchdog(0, {1: here}, look, Times(grace_s=0), lambda: note("enter"))
+        watch = Watchdog(0, {1: here}, look, WatchdogLimits(grace_s=0), lambda: note("enter"))
         there.close()  # rank 1 is gone
         assert ended.wait(PATIENCE_S)
     atexit.unregister(watch._at_exit)

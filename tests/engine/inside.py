@@ -30,7 +30,7 @@ def steps_of(engine: Engine) -> Steps:
 
 def head_of(engine: Engine) -> ChunkedHead | None:
     """Return the chunked head for any batch signature. None: no chunked head."""
-    return next((found.head for found in steps_of(engine).trial_runs._found.values() if found.head), None)
+    return next((found.head for found in steps_of(engine).trial_runs._results.values() if found.head), None)
 
 
 def recovery_of(engine: Engine) -> Recovery:
@@ -72,7 +72,7 @@ def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
     cut = store.values.region(index).plane(name).cut
     pieces = [
         planes[name][cut(mine)].to("cpu", copy=True)
-        for planes, mine, _ in store.values.opened(index, name)
+        for planes, mine, _ in store.values.open_tiles(index, name)
         if name in planes
     ]
     return torch.cat(pieces) if pieces else None
@@ -81,7 +81,7 @@ def stored_plane(store: Store, index: int, name: str) -> torch.Tensor | None:
 def stored_factors(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     """Copy a parameter's factors (rule state outside the planes), by name."""
     index = [info.name for info in parts_of(engine).infos].index(name)
-    ((_, state, position),) = parts_of(engine).store.values._homes[index]
+    ((_, state, position),) = parts_of(engine).store.values._pieces[index]
     settle(engine)
     return {key: flat.clone() for key, flat in state.factors_of(position).items()}
 
@@ -102,7 +102,7 @@ def resident_names(engine: Engine) -> list[str]:
 def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Return a dict that receives the gradients of every step before the update, flat, by parameter name."""
     flow, kept = parts_of(engine).gradients, {}
-    finish = flow.landing.finish
+    finish = flow.transfer.finish
 
     def finish_and_keep() -> None:
         finish()
@@ -111,7 +111,7 @@ def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
                 if state.gradients is not None:
                     kept[parts_of(engine).infos[index].name] = state.gradients[state.span(position)].clone()
 
-    flow.landing.finish = finish_and_keep
+    flow.transfer.finish = finish_and_keep
     return kept
 
 

@@ -30,7 +30,7 @@ from torch.nn import functional
 from offload import AdamW, Engine, Placement
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
-from offload.distributed.watchdog import Times
+from offload.distributed.watchdog import WatchdogLimits
 from offload.errors import ConfigError, OffloadError, RankLostError
 from offload.lanes.lane import ThreadLane
 from offload.lanes.streams import StreamLanes
@@ -47,9 +47,9 @@ from tests.engine.test_micro_batches import Centring
 from tests.engine.test_parameters import freeze, mixed
 from tests.forks import PATIENCE_S
 
-JOB = Times(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
+JOB = WatchdogLimits(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
 """Comm times for jobs: patient on a busy machine, but a stalled rank is reported well before the job timeout."""
-QUICK = Times(beat_s=0.1, silence_s=2, grace_s=2, stall_s=1000)
+QUICK = WatchdogLimits(beat_s=0.1, silence_s=2, grace_s=2, stall_s=1000)
 
 SMOOTH = AdamW(
     lr=0.05,

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from offload import AdamW
 from offload.native import kernels
-from offload.optim.rule import Choice, Trained, UpdateRule, UpdateStep, parameter_key
+from offload.optim.rule import ParameterTraits, RuleChoice, UpdateRule, UpdateStep, parameter_key
 from tests.engine.device import own_device, twin
 
 Batch = Mapping[str, torch.Tensor]
@@ -159,7 +159,7 @@ class Reference:
             self._show(name)
         return comparable(norm)
 
-    def _choices(self) -> Iterator[tuple[str, Choice]]:
+    def _choices(self) -> Iterator[tuple[str, RuleChoice]]:
         """Yield the optimizer choice for each parameter."""
         modules = list(self.model.modules())
         tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
@@ -167,7 +167,7 @@ class Reference:
         filters = {id(module.weight) for module in modules if isinstance(module, nn.modules.conv._ConvNd)}
         for name, uses in self.named.items():
             place = [any(id(use) in places for use in uses) for places in (tables, in_blocks, filters)]
-            yield name, self.rule.choose(Trained(name, tuple(uses[0].shape), *place))
+            yield name, self.rule.choose(ParameterTraits(name, tuple(uses[0].shape), *place))
 
     def _show(self, name: str) -> None:
         """Copy the master weights to the model in the compute dtype."""

@@ -20,9 +20,9 @@ from offload import Engine, Placement
 from offload.config.sections import LoraSection, ModelSection
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, MissingLibraryError
-from offload.hf.adapters import Adaptation, summary
+from offload.hf.adapters import Adaptation, describe_adapter
 from offload.hf.models import BuiltModel, build_model, fill_all
-from offload.hf.sources import Whole
+from offload.hf.sources import TensorSource
 from tests.engine import families
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both
 from tests.engine.inside import parts_of, resident_names
@@ -84,7 +84,7 @@ def resident(base: Path, adapter: Adaptation) -> nn.Module:
 def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, tmp_path: Path) -> None:
     """The `lora` case also cuts the head into chunks: an adapter does not make the logits smaller."""
     adapter = adaptation(tmp_path, CASES[name])
-    built, plain = adapter.over(load(base), seed=7), resident(base, adapter)
+    built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
     settings: dict[str, Any] = {"placement": Placement(**PLACES[place], nvme_dir=str(tmp_path))}
     if name == "lora":
         settings |= {"head_chunk_bytes": 12 * families.VOCABULARY * 4, "within": 2e-6}
@@ -102,9 +102,9 @@ def test_first_values_are_read_a_parameter_at_a_time(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     """Earlier base parameters are freed before the next read. `alive` has a weak reference to each storage read."""
-    read, alive, most = Whole.read, [], 0
+    read, alive, most = TensorSource.read, [], 0
 
-    def counting(self: Whole, begin: int, end: int) -> torch.Tensor:
+    def counting(self: TensorSource, begin: int, end: int) -> torch.Tensor:
         nonlocal most
         found = read(self, begin, end)
         alive.append(weakref.ref(found.untyped_storage()))
@@ -112,8 +112,8 @@ def test_first_values_are_read_a_parameter_at_a_time(
         most = max(most, sum(each() is not None for each in alive))
         return found
 
-    monkeypatch.setattr(Whole, "read", counting)
-    adaptation(tmp_path, {"rank": 2, "target_modules": "all-linear", **how}).over(load(base), seed=7)
+    monkeypatch.setattr(TensorSource, "read", counting)
+    adaptation(tmp_path, {"rank": 2, "target_modules": "all-linear", **how}).apply_to(load(base), seed=7)
     assert len(alive) >= 14
     assert most <= 2, "what is read, and what it takes the place of"
 
@@ -121,8 +121,8 @@ def test_first_values_are_read_a_parameter_at_a_time(
 @pytest.mark.parametrize("name", quick(CASES, ["dora", "tokens", "head", "pissa", "olora"]))
 def test_first_values_are_those_over_a_model_in_memory(base: Path, tmp_path: Path, name: str) -> None:
     adapter = adaptation(tmp_path, CASES[name])
-    built, plain = adapter.over(load(base), seed=7), resident(base, adapter)
-    assert summary(built.model) == summary(plain)
+    built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
+    assert describe_adapter(built.model) == describe_adapter(plain)
     found, wanted = fill_all(built).state_dict(), plain.state_dict()
     assert found.keys() == wanted.keys()
     assert all(same_bits(found[key], wanted[key]) for key in wanted)
@@ -141,7 +141,7 @@ def test_what_an_adapters_folder_has_of_the_base_is_taken(tmp_path: Path, how: d
                 parameter.add_(0.1)
     made.save_pretrained(tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(fill_all(load(folder)), tmp_path / "adapter", is_trainable=trains)
-    built = Adaptation.saved(tmp_path / "adapter", "it").over(load(folder), seed=0, trains=trains)
+    built = Adaptation.from_folder(tmp_path / "adapter", "it").apply_to(load(folder), seed=0, trains=trains)
     wanted, found = dict(theirs.named_parameters()), dict(fill_all(built).named_parameters())
     assert {name for name, p in found.items() if p.requires_grad == trains} >= {
         name for name in found if "lora" in name
@@ -152,7 +152,7 @@ def test_what_an_adapters_folder_has_of_the_base_is_taken(tmp_path: Path, how: d
         weights["base_model.model.model.decoder.embed_tokens.base_layer.weight"][3] += 1
         save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
         with pytest.raises(ConfigError, match="changes the base weight .*embed_tokens.weight"):
-            Adaptation.saved(tmp_path / "adapter", "it").over(load(folder), seed=0)
+            Adaptation.from_folder(tmp_path / "adapter", "it").apply_to(load(folder), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_an_adapters_folder_has_of_the_base_is_taken(tmp_path: Path, how: d
 )
 def test_what_cannot_be_adapted_is_refused(base: Path, tmp_path: Path, case: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        adaptation(tmp_path, case).over(load(base), seed=7)
+        adaptation(tmp_path, case).apply_to(load(base), seed=7)
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_experts_that_are_one_parameter_are_adapted(
     settings = {"case": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, **how}
     adapter = adaptation(tmp_path, {"rank": 2, "init": "gaussian", **settings.pop("case")})
     place = {"placement": Placement(**PLACES[settings.pop("place")], nvme_dir=str(tmp_path))}
-    built, plain = adapter.over(load(tmp_path / "base"), seed=7), resident(tmp_path / "base", adapter)
+    built, plain = adapter.apply_to(load(tmp_path / "base"), seed=7), resident(tmp_path / "base", adapter)
     spares_experts = make is families.gpt_oss and adapter.config.target_modules == "all-linear"  # PEFT's own rule
     assert spares_experts != any(type(module).__name__ == "ParamWrapper" for module in built.model.modules())
     before = set(dict(built.model.named_parameters()))
@@ -217,7 +217,7 @@ def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 def over_ranks(base: Path, case: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
     """Train an adapter on this rank's rows of two batches; return its weights."""
     with open_comm() as comm:
-        built = adaptation(folder / str(comm.rank), case).over(load(base), seed=7)
+        built = adaptation(folder / str(comm.rank), case).apply_to(load(base), seed=7)
         place = Placement("cpu", "cpu", "cpu")
         engine = Engine(built.model, PROPORTIONAL, place, fill=built.fill, comm=comm, zero_stage=3)
         for seed in range(2):
@@ -235,7 +235,7 @@ def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name
         (tmp_path / str(rank)).mkdir()
     one, other = run(2, over_ranks, base=base, case=case, folder=tmp_path)
     adapter = adaptation(tmp_path, case)
-    built = adapter.over(load(base), seed=7)
+    built = adapter.apply_to(load(base), seed=7)
     plain = Reference(resident(base, adapter), PROPORTIONAL)
     for seed in range(2):
         plain.step(families.tokens(seed))

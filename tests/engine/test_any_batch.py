@@ -68,7 +68,7 @@ def beside_whole(
     """Train in micro-batches and compare with plain PyTorch on whole batches. Only the summation order differs."""
     reference = Reference(model, PROPORTIONAL)
     engine = Engine(model, PROPORTIONAL, micro_batch_size=size, **settings)
-    parts_of(engine).way.cut = "calls" if is_plain else "units"
+    parts_of(engine).execution_mode.cut = "calls" if is_plain else "units"
     for batch in map(on_device, batches):
         loss, norm = reference.step(batch, loss_fn)
         result = engine.step(batch, loss_fn)
@@ -89,7 +89,7 @@ def test_micro_batches_equal_the_whole(name: str, is_plain: bool) -> None:
     stays = name == "Qwen2-VL" or (is_plain and name in MIXING)
     with says_that_it_stays_whole() if stays else nullcontext():
         engine = in_parts(name, 2, batches, is_plain)
-    assert parts_of(engine).way.cut == ("whole" if stays else "calls" if is_plain else "units")
+    assert parts_of(engine).execution_mode.cut == ("whole" if stays else "calls" if is_plain else "units")
     engine.evaluate(batches[0], KINDS[name].loss_fn)
     engine.close()
 
@@ -109,7 +109,7 @@ def images_of(key: str, batch: Any, numbers: Tensor) -> Tensor:
 def test_what_rows_have_is_told_by_functions() -> None:
     rows = {key: partial(images_of, key) for key in ("pixel_values", "image_grid_thw")}
     engine = in_parts("Qwen2-VL", 2, [made("Qwen2-VL", seed, rows=5) for seed in range(2)], rows=rows)
-    assert parts_of(engine).way.cut == "calls"
+    assert parts_of(engine).execution_mode.cut == "calls"
     engine.close()
 
 
@@ -122,7 +122,7 @@ def test_what_rows_have_is_told_by_another_tensor() -> None:
         batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
         batch["pixel_values"], batch["image_grid_thw"] = batch["pixel_values"][16:], batch["image_grid_thw"][1:]
     engine = in_parts("Qwen2-VL", 2, batches, rows={"pixel_values": "image_grid_thw"})
-    assert parts_of(engine).way.cut == "calls"
+    assert parts_of(engine).execution_mode.cut == "calls"
     with pytest.raises(ConfigError, match=r"is \[5, 3\].* gives 80 entries for 5 rows; .* is \[79, 96\]"):
         engine.step(batches[0] | {"pixel_values": batches[0]["pixel_values"][1:]})
     with pytest.raises(ConfigError, match="rows names 'pixel_value', which is not in the batch.*pixel_values"):
@@ -144,7 +144,7 @@ def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) ->
     batches = [on_device(latents(seed, rows)) for seed, rows in enumerate(num_rows)]
     assert batches[0]["img_ids"].shape[0] == 16
     engine = in_parts("denoiser", 3, batches, is_plain, rows={"img_ids": None})
-    assert parts_of(engine).way.cut == ("calls" if is_plain else "units")
+    assert parts_of(engine).execution_mode.cut == ("calls" if is_plain else "units")
     with says_that_it_stays_whole():
         in_parts("denoiser", 3, batches, is_plain)
     train_both(build(KINDS["denoiser"].make), batches, loss_fn=distance)

@@ -181,9 +181,9 @@ def test_a_block_that_checkpoints_itself_is_compiled() -> None:
 
 @pytest.mark.slow
 def test_lengths_beyond_a_few_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwards, "_MOST_KINDS", 2)
+    monkeypatch.setattr(forwards, "_MOST_VARIANTS", 2)
     engine = Engine(build(llama), compile="auto", recompute="never")
-    for length in range(4, 4 + forwards._MOST_KINDS):
+    for length in range(4, 4 + forwards._MOST_VARIANTS):
         engine.step(tokens(0, length=length))
     before = engine.compiled_graphs
     with pytest.warns(UserWarning, match="give all batches one length"):
@@ -238,14 +238,14 @@ def test_a_trial_leaves_buffers_alone_that_no_recording_has_seen_move() -> None:
 @pytest.mark.slow
 def test_a_trial_that_ran_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the unit would silently run uncompiled from then on."""
-    full, distance = [True], forwards._distance
+    full, distance = [True], forwards._relative_distance
 
     def measured(*tensors: Any) -> float:
         if full.pop() if full else False:
             raise torch.OutOfMemoryError("no room")
         return distance(*tensors)
 
-    monkeypatch.setattr(forwards, "_distance", measured)
+    monkeypatch.setattr(forwards, "_relative_distance", measured)
     model = build(llama)
     reference = Reference(model, group=partial(compile_layers, llama))
     engine = Engine(model, compile="auto", recompute="always")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine, Lion, Muon, Placement
-from offload.engine.gradients.policies import NormSoFar
+from offload.engine.gradients.policies import RunningNorm
 from offload.errors import ConfigError, DoesNotFitError, NonFiniteError, TornError
 from offload.planning import device_updates, disk
 from offload.planning.device_updates import UPDATE_RING
@@ -113,7 +113,7 @@ def assert_shared(engine: Engine) -> None:
     )
     assert 0 < len(layout.streamed) < len(trained_ones)
     kept = sum(p.num_bytes(r.numel) for r in trained_ones for p in r.states if layout.stays(r, p))
-    moments = {plane.label for region in trained_ones for plane in region.states if plane.kind == "optimizer"}
+    moments = {plane.label for region in trained_ones for plane in region.states if plane.state == "optimizer"}
     assert kept == sum(size for label, size in tier_bytes(engine, "device").items() if label in moments)
 
 
@@ -173,9 +173,9 @@ def test_the_norm_so_far_does_not_depend_on_which_place_is_late(order: list[int]
         measures, regions = parts_of(engine).gradients.measures, parts_of(engine).regions[4:0:-1]
         for piece in (piece for region in regions for piece in region.pieces):
             measures.squares[piece] = 1.1**piece.parameter / 3
-        so_far, wanted, total = NormSoFar(measures), [], 0.0
+        so_far, wanted, total = RunningNorm(measures), [], 0.0
         for number, region in enumerate(regions):
-            assert so_far.landed(region) == number
+            assert so_far.append(region) == number
             total += sum(measures.squares[piece] for piece in region.pieces)
             wanted.append(total)
         measures.begin_step()  # next step begins before a lane has finished this one

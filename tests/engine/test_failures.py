@@ -211,13 +211,13 @@ def test_weights_that_were_not_finite_are_not_blamed_on_the_learning_rate(
 def test_a_norm_that_is_not_finite_where_every_square_is_names_the_largest() -> None:
     engine = mined()
     step(engine)
-    measures, finish = parts_of(engine).gradients.measures, parts_of(engine).gradients.landing.finish
+    measures, finish = parts_of(engine).gradients.measures, parts_of(engine).gradients.transfer.finish
 
     def finish_hugely() -> None:
         finish()
         measures.squares = {piece: 1e308 + index * 1e304 for index, piece in enumerate(measures.squares)}
 
-    parts_of(engine).gradients.landing.finish = finish_hugely  # type: ignore[method-assign]
+    parts_of(engine).gradients.transfer.finish = finish_hugely  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError, match=r"gradient norm is inf.*blocks\.2\.down\.bias"):
         step(engine, 1)
     engine.close()

@@ -17,7 +17,7 @@ from torch import nn
 from offload import AdamW, Engine, Placement
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
-from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate
+from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.throttle import parse_throttle
 from offload.layout.codecs import CODECS, decoded
 from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
@@ -25,7 +25,7 @@ from offload.machine.hardware import Hardware
 from offload.planning.estimates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.planning.settings import Settings
-from offload.training.resident import Resident
+from offload.training.resident import ResidentTrainer
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.device import LATE_BYTES, LEDGER
 from tests.engine.families import build, llama, tokens
@@ -128,7 +128,7 @@ def test_a_budget_of_what_is_planned_is_kept() -> None:
     assert tier_bytes(engine, "device")["decoding"] <= 3072 + 6.125 * up(block, 16384) + 5 * 6.125 * 16384
 
 
-def foretold(codec: str, fetch_s: float, decode_s: float, **kwargs: Any) -> Simulated:
+def foretold(codec: str, fetch_s: float, decode_s: float, **kwargs: Any) -> SimulatedStep:
     """Simulate a steady step with six units. Each unit computes for 1 s and 2 s (forward, backward), takes `fetch_s`
     for the H2D copy and `decode_s` for decoding.
 
@@ -137,14 +137,14 @@ def foretold(codec: str, fetch_s: float, decode_s: float, **kwargs: Any) -> Simu
     depth, numel = 6, 1 << 16
     infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec=CODECS[codec]) for n in range(depth)]
     regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
-    plan = PlayedPlan(regions, Settings(), DiskLayout(), 0, 2 * 2 * numel, 1, 2, **kwargs)
+    plan = SimulatedPlan(regions, Settings(), DiskLayout(), 0, 2 * 2 * numel, 1, 2, **kwargs)
     between = {"int8": 2, "nf4": 12}[codec] * numel if kwargs.get("in_stream") else 0  # temporaries of torch operations
     moved = regions[0].travelling_bytes + regions[0].weight_bytes + between
     seconds = {
         "h2d": lambda num_bytes: fetch_s * num_bytes / regions[0].travelling_bytes,
         "decoding": lambda num_bytes: decode_s * num_bytes / moved,
     }
-    return simulate([Call((region,), 1.0, 2.0) for region in regions], plan, seconds, num_steps=8)
+    return simulate([SimulatedCall((region,), 1.0, 2.0) for region in regions], plan, seconds, num_steps=8)
 
 
 @pytest.mark.parametrize("codec", ["int8", "nf4"])
@@ -233,7 +233,7 @@ def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
     model = build(adapted)
     plain = dequantised(model, "nf4")
     devices = dict.fromkeys((name for name, _ in model.named_parameters()), torch.device("cpu"))
-    resident = Resident(
+    resident = ResidentTrainer(
         model,
         AdamW(),
         precision="fp32",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import Engine, MeZO, Placement
-from offload.engine.units.drawn import Drawn
+from offload.engine.units.rng_state import RngState
 from offload.engine.units.runner import generator_seed
 from tests.engine.compare import assert_same, assert_weights, same_bits, train_both, weights
 from tests.engine.device import cpu_only
@@ -302,7 +302,7 @@ def test_passes_side_by_side_draw_alike_from_the_generators_of_python_and_numpy(
 
 
 def test_how_far_generators_are_drawn_is_told_by_every_draw() -> None:
-    """Without a draw in between, `so_far(before)` returns `before`. `put_back` undoes any draw or seed."""
+    """Without a draw in between, `capture(before)` returns `before`. `put_back` undoes any draw or seed."""
     draws = [
         random.random,
         lambda: random.gauss(0, 1),
@@ -315,16 +315,16 @@ def test_how_far_generators_are_drawn_is_told_by_every_draw() -> None:
         lambda: np.random.shuffle([1, 2, 3]),
     ]
     for draw in [*draws, *draws]:
-        before = Drawn.so_far()
-        assert Drawn.so_far(before) is before
+        before = RngState.capture()
+        assert RngState.capture(before) is before
         wanted = random.random(), random.gauss(0, 1), np.random.normal(), np.random.random()
         before.put_back()
         draw()
-        after = Drawn.so_far(before)
+        after = RngState.capture(before)
         assert after is not before
-        assert not after.is_as(before)
+        assert not after.equals(before)
         before.put_back()
-        assert Drawn.so_far().is_as(before)
+        assert RngState.capture().equals(before)
         assert (random.random(), random.gauss(0, 1), np.random.normal(), np.random.random()) == wanted
         after.put_back()
 
@@ -333,8 +333,8 @@ def test_another_generator_of_numpys_is_put_back_too() -> None:
     own = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
-        before = Drawn.so_far()
-        assert Drawn.so_far(before) is before
+        before = RngState.capture()
+        assert RngState.capture(before) is before
         wanted = np.random.random(3).tolist()
         before.put_back()
         assert np.random.random(3).tolist() == wanted

@@ -162,7 +162,7 @@ def test_lengths_may_change() -> None:
     """Buffers and measurements of one length are useless for another."""
     some = [tokens(seed, rows, length) for seed, (rows, length) in enumerate([(4, 10), (2, 16), (4, 10), (1, 3)])]
     engine, _ = train_both(build(llama), some, placement=Placement(graphs="cpu"), recompute="always")
-    assert not parts_of(engine).runner.saved.policy.below.taken, "a buffer that nobody gave back"
+    assert not parts_of(engine).runner.saved.policy.graph_offload.buffers_in_use, "a buffer that nobody gave back"
 
 
 @pytest.mark.slow
@@ -171,15 +171,15 @@ def test_a_forward_without_a_backward_gives_its_room_back() -> None:
     engine.step(tokens(0))
     before = weights(engine)
     loss = engine.model(**tokens(1)).loss
-    pool = parts_of(engine).runner.saved.policy.below
-    assert pool.taken
+    pool = parts_of(engine).runner.saved.policy.graph_offload
+    assert pool.buffers_in_use
     del loss
     gc.collect()
     plain = Engine(build(llama), recompute="never")
     plain.step(tokens(0))
     assert all(torch.equal(value, before[name]) for name, value in weights(plain).items())
     assert engine.step(tokens(2)).loss.item() == plain.step(tokens(2)).loss.item()
-    assert not pool.taken
+    assert not pool.buffers_in_use
 
 
 class Slices(Block):
@@ -195,8 +195,8 @@ class Complex(Block):
     """Save a conjugate view."""
 
     def forward(self, h: Tensor) -> Tensor:
-        turned = torch.fft.fft(super().forward(h), dim=-1)
-        return h + (turned.conj() * turned).real / h.shape[-1]
+        rotate = torch.fft.fft(super().forward(h), dim=-1)
+        return h + (rotate.conj() * rotate).real / h.shape[-1]
 
 
 class Changing(Block):

@@ -39,8 +39,8 @@ class Pairs(TokenLoss):
 
     group = 2
 
-    def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
-        sums = found.sum(1)
+    def of(self, log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        sums = log_probs.sum(1)
         return self._mean(softplus(sums[1::2] - sums[::2]), batch, first=sums[::2])
 
 
@@ -80,11 +80,11 @@ def test_training_is_that_of_whole_logits(way: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert float(result.loss) == pytest.approx(float(wanted.detach()), abs=1e-6)
-        torch.testing.assert_close(loss.measured["first"], sums[::2].detach().cpu(), atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(loss.metrics["first"], sums[::2].detach().cpu(), atol=1e-5, rtol=1e-6)
     with torch.no_grad():
         wanted, sums = plainly(plain.eval(), batch)
     assert float(engine.evaluate(batch, loss)) == pytest.approx(float(wanted), abs=1e-6)
-    torch.testing.assert_close(loss.measured["first"], sums[::2].cpu(), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(loss.metrics["first"], sums[::2].cpu(), atol=1e-5, rtol=1e-6)
     assert (engine.head_chunks > 1) == ("head_chunk_bytes" in WAYS[way])
     for (name, value), other in zip(engine.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(value, other.detach().cpu(), atol=1e-6, rtol=1e-5, msg=name)
@@ -96,7 +96,7 @@ def ranked() -> tuple[float, torch.Tensor, list[torch.Tensor]]:
     loss = Pairs()
     engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None, micro_batch_size=2, head_chunk_bytes=CHUNK_BYTES)
     result = engine.step(share(answers(), (4, 2), engine.rank), loss)
-    measured = loss.measured["first"]
+    measured = loss.metrics["first"]
     whole = answers()
     if engine.rank:
         whole = {**whole, "labels": torch.full_like(whole["labels"], -100)}
@@ -112,7 +112,7 @@ def test_ranks_weigh_by_their_groups() -> None:
     found, loss = ranks.run(2, ranked), Pairs()
     engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None)
     wanted = engine.step(answers(), loss)
-    first = loss.measured["first"]
+    first = loss.metrics["first"]
     alone = engine.evaluate(answers(), loss)
     for each, _, weights in found:
         assert each == pytest.approx(float(wanted.loss), abs=1e-6)

@@ -19,9 +19,9 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.methods import interleaved
 from offload.engine.units import arguments, call, unit
-from offload.engine.units.call import Call, UnitFunction
-from offload.engine.units.condition import Condition
-from offload.engine.units.surroundings import Surroundings
+from offload.engine.units.call import UnitCall, UnitFunction
+from offload.engine.units.snapshots import ModuleSnapshot
+from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.traits import BatchAxis, UnitTraits
 from offload.errors import ConfigError
 from tests.engine.device import own_device
@@ -216,7 +216,7 @@ def test_what_modules_keep_is_that_of_plain_pytorch(block: type[nn.Module]) -> N
 
 @pytest.mark.parametrize("block", [Counts, CountsInSlots, Tracks, Draws])
 def test_what_a_recompute_would_change_is_found(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit, "note_places", lambda modules: set())
+    monkeypatch.setattr(unit, "find_mutable_attributes", lambda modules: set())
     assert "graphs are saved" in verdict(build(of(block)))
 
 
@@ -236,13 +236,13 @@ def test_what_micro_batches_would_change_is_found(block: type[nn.Module]) -> Non
 
 def test_notes_that_passes_would_share_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verdict(build(Collects), optimizer=MeZO(lr=1e-3))
-    monkeypatch.setattr(interleaved.Dicts, "pairs", lambda self: iter(()))
+    monkeypatch.setattr(interleaved.DictSnapshots, "pairs", lambda self: iter(()))
     assert "one after the other" in verdict(build(Collects), optimizer=MeZO(lr=1e-3))
 
 
 def test_what_units_put_into_lists_and_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verdict(build(AppendsToItsArgument))
-    monkeypatch.setattr(arguments, "_changes", lambda *_: [])
+    monkeypatch.setattr(arguments, "_find_changes", lambda *_: [])
     assert re.search(r"give different results: (the loss is|result)", verdict(build(AppendsToItsArgument)))
 
 
@@ -276,7 +276,7 @@ def test_loss_functions_and_what_requires_a_gradient_outside_are_left_as_they_we
     their gradients.
     """
     if not is_mended:
-        monkeypatch.setattr(GradientFlow, "lands_nowhere", False)
+        monkeypatch.setattr(GradientFlow, "discards_gradients", False)
     temperature, seen = nn.Parameter(torch.ones(())), []
 
     def loss_fn(outputs: Any, batch: Any) -> Tensor:
@@ -327,7 +327,7 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
     return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 
 
-def lose_a_gradient(original: Any, use: Call, number: int) -> Any:
+def lose_a_gradient(original: Any, use: UnitCall, number: int) -> Any:
     first = next(iter(use.unit.live().values())).requires_grad_(False)
     try:
         return original(use, number)
@@ -336,7 +336,7 @@ def lose_a_gradient(original: Any, use: Call, number: int) -> Any:
 
 
 @contextmanager
-def recompute_in_eval_mode(original: Any, condition: Condition, undo: Any) -> Iterator[None]:
+def recompute_in_eval_mode(original: Any, condition: ModuleSnapshot, undo: Any) -> Iterator[None]:
     with original(condition, undo):
         for module in condition._modules:
             module.training = False
@@ -348,7 +348,7 @@ def lose_what_comes_from_chunks(original: Any, *args: Any, **kwargs: Any) -> Ite
         yield loss, leaf.detach(), span
 
 
-def recompute_with_stale_weights(original: Any, use: Call, number: int) -> Any:
+def recompute_with_stale_weights(original: Any, use: UnitCall, number: int) -> Any:
     live = [parameter.data for parameter in use.unit.live().values()]
     kept = [weight.clone() for weight in live]
     for weight in live:
@@ -375,14 +375,14 @@ def leave_values(_original: Any, *_: Any) -> Iterator[None]:
 
 
 BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
-    "a gradient is lost": (Stack, around(Call, "_recompute", lose_a_gradient), {}),
+    "a gradient is lost": (Stack, around(UnitCall, "_recompute", lose_a_gradient), {}),
     "gradients between units are too large": (Stack, around(UnitFunction, "backward", sum_gradients_twice), {}),
     "a recompute is made in eval mode": (
         of(DropsOut),
-        around(Condition, "attributes_again", recompute_in_eval_mode),
+        around(ModuleSnapshot, "attributes_restored", recompute_in_eval_mode),
         {},
     ),
-    "a recompute has stale weights": (Stack, around(Call, "_recompute", recompute_with_stale_weights), {}),
+    "a recompute has stale weights": (Stack, around(UnitCall, "_recompute", recompute_with_stale_weights), {}),
     "a recompute draws anew": (
         of(DropsOut),
         around(
@@ -390,7 +390,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
         ),
         {},
     ),
-    "a buffer moves twice": (RunningStatistics, around(Condition, "values_again", leave_values), {}),
+    "a buffer moves twice": (RunningStatistics, around(ModuleSnapshot, "values_restored", leave_values), {}),
     "a wrong row is cut": (Stack, around(BatchAxis, "cut", cut_a_wrong_row), {"micro_batch_size": 1}),
     "a micro-batch counts twice": (
         Stack,
@@ -404,7 +404,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
     ),
     "a recompute has other surroundings": (
         Scaled,
-        around(Surroundings, "run", lambda original, self, function, undo: function()),
+        around(ThreadState, "run", lambda original, self, function, undo: function()),
         {},
     ),
 }

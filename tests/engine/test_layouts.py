@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import Engine, Placement
-from offload.engine.units.activation_offload import Layout
+from offload.engine.units.activation_offload import TensorLayout
 from tests.engine.compare import assert_weights, train_both, weights
 from tests.engine.families import build
 from tests.engine.handmade import WORDS, cross_entropy, words
@@ -152,16 +152,16 @@ def test_a_layout_is_kept_by_its_copies_and_those_of_its_parts() -> None:
         axis = chosen.randrange(3)
         if chosen.random() < 0.3:
             tensor = tensor.narrow(axis, 0, 1).expand([4 if number == axis else -1 for number in range(3)])
-        assert Layout.of(tensor).copy(tensor[:0]).numel() == 0
+        assert TensorLayout.of(tensor).copy(tensor[:0]).numel() == 0
         begin = chosen.randrange(tensor.shape[axis])
         size = chosen.randint(1, tensor.shape[axis] - begin)
         stored = torch.empty(tensor.shape).copy_(tensor)
         original, part = tensor.narrow(axis, begin, size), stored.narrow(axis, begin, size)
-        layout = Layout.of(tensor).part(part, tensor.shape)
-        assert layout == Layout.of(original)
+        layout = TensorLayout.of(tensor).part(part, tensor.shape)
+        assert layout == TensorLayout.of(original)
         copied = layout.copy(part)
         assert torch.equal(copied, original)
-        assert Layout.of(copied) == layout
+        assert TensorLayout.of(copied) == layout
 
 
 def test_a_parameter_that_is_a_transposed_view_is_said_to_become_contiguous() -> None:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from offload import LOMO, Engine, MeZO
-from offload.distributed.comm import ImaginedRanks
+from offload.distributed.comm import SimulatedRanks
 from offload.distributed.joining import open_comm
 from offload.engine.assemble import Structure
 from offload.errors import ConfigError
 from offload.layout.codecs import GRADIENT_CODECS
 from offload.layout.planes import ERROR
 from offload.layout.regions import Region, Sharding
-from offload.planning.plan import told_links
+from offload.planning.plan import describe_links
 from offload.planning.settings import Settings
 from tests.engine.compare import assert_same
 from tests.engine.device import cpu_only
@@ -138,7 +138,7 @@ class CodedReplicas:
 
 def layout(case: str, size: int, replicas: int) -> tuple[Any, Sequence[Region]]:
     settings = Settings(SMOOTH, precision=CASES[case].precision, replicas=replicas)
-    found = Structure.of(build(CASES[case].make), settings, ImaginedRanks(size, replicas), {})
+    found = Structure.of(build(CASES[case].make), settings, SimulatedRanks(size, replicas), {})
     return found.infos, found.regions
 
 
@@ -321,7 +321,7 @@ def test_what_is_approximate_is_told_and_what_cannot_be_is_refused() -> None:
     assert Engine(build(CASES["plain"].make), link_gradients="int8").told_links == ""
     sharding = Sharding(replica=1, num_replicas=2, gradients=GRADIENT_CODECS["int4"])
     _, regions = layout("plain", 2, 2)
-    assert told_links(regions, sharding) == (
+    assert describe_links(regions, sharding) == (
         "approximate: gradients are sent between 2 replicas in int4; the rounding error of a step is added to the next "
         "one, and takes 72 KiB on each rank"
     )

@@ -22,7 +22,7 @@ from offload.machine.hardware import Hardware
 from offload.planning.estimates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.tiers.slots import Slots
-from offload.training.resident import Resident, as_travelling
+from offload.training.resident import ResidentTrainer, using_link_weights
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of
@@ -49,15 +49,15 @@ def model(**settings: Any) -> nn.Module:
 @pytest.mark.parametrize("tier", ["cpu", "codes on disk"])
 def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each H2D copy has 132 bytes in place of 256 bytes bf16, except vectors. Allocations match the plan."""
-    bring_up, found = Slots._bring_up, {}
+    copy_to_device, found = Slots._copy_to_device, {}
     for link in ("exact", "int8"):
         fetched: Counter[Region] = Counter()
 
         def counted(slots: Slots, region: Region, *args: Any, fetched: Counter[Region] = fetched, **kwargs: Any) -> Any:
             fetched[region] += 1
-            return bring_up(slots, region, *args, **kwargs)
+            return copy_to_device(slots, region, *args, **kwargs)
 
-        monkeypatch.setattr(Slots, "_bring_up", counted)
+        monkeypatch.setattr(Slots, "_copy_to_device", counted)
         placement = Placement(**TIERS[tier], nvme_dir=str(tmp_path))
         engine = Engine(model(), link_weights=link, precision="bf16", prefetch=0, placement=placement)
         parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
@@ -206,12 +206,12 @@ def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
     engine, batch = Engine(model(), link_weights="int8"), tokens(0, device="cpu")
     own, names = model(), [name for name, _ in model().named_parameters()]
     before = {name: p.detach().clone() for name, p in own.named_parameters()}
-    with as_travelling(own, "fp32", "int8"):
+    with using_link_weights(own, "fp32", "int8"):
         found = {name: p.detach().clone() for name, p in own.named_parameters()}
         assert_same(found, {name: fake_quantised(value) for name, value in before.items()})
     assert_same({name: p.detach() for name, p in own.named_parameters()}, before)
     cpu = torch.device("cpu")
-    resident = Resident(
+    resident = ResidentTrainer(
         own,
         AdamW(),
         precision="fp32",

@@ -19,7 +19,7 @@ from offload import Engine, Placement
 from offload.config.sections import ModelSection
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError
-from offload.forecast.played_step import Call, PlayedPlan, simulate
+from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, simulate
 from offload.hf.models import BuiltModel, build_model
 from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
 from offload.planning import disk
@@ -270,8 +270,8 @@ def test_a_step_is_foretold_by_what_it_reads() -> None:
     infos = [ParameterInfo(n, f"w{n}", (numel,), False, "fp32", False) for n in range(depth)]
     regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
     layout = DiskLayout(files=frozenset(range(depth)), file_tile_numel=numel // 2)
-    plan = PlayedPlan(regions, Settings(), layout, 0, 2 * 4 * numel, 1, 2)
+    plan = SimulatedPlan(regions, Settings(), layout, 0, 2 * 4 * numel, 1, 2)
     seconds = {"nvme_read": lambda num_bytes: num_bytes / (4 * numel)}
-    found = simulate([Call((region,), 0.1, 0.1) for region in regions], plan, seconds, num_steps=8)
+    found = simulate([SimulatedCall((region,), 0.1, 0.1) for region in regions], plan, seconds, num_steps=8)
     assert found.busy_s["nvme_read"] == pytest.approx(2 * depth - 4), "two are there still where the order turns"
     assert found.seconds == pytest.approx(found.busy_s["nvme_read"], abs=0.5)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine, Placement
-from offload.engine.gradients.noise import GradientNoise, MeasuredParts
+from offload.engine.gradients.noise import GradientNoise, MicroBatchNoise
 from offload.layout.regions import Piece
 from tests.engine.families import llama, tokens
 
@@ -82,28 +82,28 @@ def test_ranks_and_micro_batches_are_parts_alike() -> None:
     gradients[1] = 0
     squares = dict(zip(pieces, gradients.sum(0).double().square().sum(1).tolist(), strict=True))
 
-    def shown(parts: range, twice: int | None = None) -> MeasuredParts:
-        seen = MeasuredParts()
+    def shown(parts: range, twice: int | None = None) -> MicroBatchNoise:
+        seen = MicroBatchNoise()
         seen.cut(len(parts))
         for number, part in enumerate(parts):
             with seen.within(number, len(parts)):
                 for index in (0, 2, 3):
-                    seen.see(pieces[index], gradients[part, index], False)
+                    seen.record(pieces[index], gradients[part, index], False)
         if twice is not None:
-            seen.see(pieces[twice], gradients[0, twice], False)
+            seen.record(pieces[twice], gradients[0, twice], False)
         return seen
 
     alone: Any = SimpleNamespace(size=1, sum_in_order=lambda values, _what: values)
-    one = shown(range(4)).noise(infos, squares, targets, alone)
+    one = shown(range(4)).estimate(infos, squares, targets, alone)
     ranks: Any = Ranks()
-    shown(range(2)).noise(infos, squares, targets[:2], ranks)
-    two = shown(range(2, 4)).noise(infos, squares, targets[2:], ranks)
+    shown(range(2)).estimate(infos, squares, targets[:2], ranks)
+    two = shown(range(2, 4)).estimate(infos, squares, targets[2:], ranks)
     assert one is not None
     assert one == pytest.approx(two, rel=1e-12)
     assert one.share == 1.0
     ranks = Ranks()
-    shown(range(2), twice=3).noise(infos, squares, targets[:2], ranks)
-    less = shown(range(2, 4)).noise(infos, squares, targets[2:], ranks)
+    shown(range(2), twice=3).estimate(infos, squares, targets[:2], ranks)
+    less = shown(range(2, 4)).estimate(infos, squares, targets[2:], ranks)
     assert less is not None
     assert less.share == 22 / 53
 

@@ -73,14 +73,14 @@ def recordings(engine: Engine) -> list[Any]:
     """Return a list with an entry per recorded or watched call."""
     found: list[Any] = []
     trial_runs = steps_of(engine).trial_runs
-    record, settled = trial_runs._record, trial_runs._settled
+    record, settled = trial_runs._record, trial_runs._run_until_settled
 
     def watch(run: Any, *of_a_recording: Any) -> Any:
         found.extend([] if of_a_recording else ["watch"])
         return settled(run, *of_a_recording)
 
     trial_runs._record = lambda runs: (found.append("record"), record(runs))[1]  # type: ignore[method-assign]
-    trial_runs._settled = watch  # type: ignore[method-assign]
+    trial_runs._run_until_settled = watch  # type: ignore[method-assign]
     return found
 
 

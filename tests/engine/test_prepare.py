@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Muon, Placement
-from offload.distributed.comm import Comm, ImaginedRanks
+from offload.distributed.comm import Comm, SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.errors import ConfigError, DoesNotFitError
 from offload.machine.hardware import Hardware, Rates
-from offload.planning.machines import DescribedMachine
+from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from tests.engine.inside import parts_of
 
@@ -64,7 +64,7 @@ def on_meta() -> LlamaForCausalLM:
 def test_the_list_is_that_of_an_engine(where: str, states: str, tmp_path: Path) -> None:
     placement = Placement(parameters=where, optimizer=where, host_memory="512MiB", nvme_dir=str(tmp_path))
     settings = Settings(optimizer=AdamW(states=states), placement=placement, device="cpu")
-    planned = prepare(on_meta(), settings, Comm(), DescribedMachine(CPU)).plan
+    planned = prepare(on_meta(), settings, Comm(), SpecifiedMachine(CPU)).plan
     with Engine(LlamaForCausalLM(config()), settings=settings) as engine:
         made = parts_of(engine).plan
         held = {(tier, name): size for tier, name, size in engine.allocations}
@@ -75,7 +75,7 @@ def test_the_list_is_that_of_an_engine(where: str, states: str, tmp_path: Path) 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_that_are_not_there_share_the_machine(stage: int) -> None:
     settings = Settings(placement=Placement(host_memory="64MiB"), zero_stage=stage)
-    one, four = (prepare(on_meta(), settings, ImaginedRanks(n), DescribedMachine(CPU, n)) for n in (1, 4))
+    one, four = (prepare(on_meta(), settings, SimulatedRanks(n), SpecifiedMachine(CPU, n)) for n in (1, 4))
     assert four.settings.placement.host_memory == (64 << 20) // 4
     share = 4 if stage else 1
     for label in ("exp_avg", "exp_avg_sq"):
@@ -87,11 +87,11 @@ def test_ranks_that_are_not_there_share_the_machine(stage: int) -> None:
 def test_a_described_device_has_the_memory_that_is_written_there() -> None:
     settings = Settings(placement=Placement("auto", "auto"), precision="bf16")
     small, large = (
-        prepare(on_meta(), settings, Comm(), DescribedMachine(replace(GPU, device_bytes=size)))
+        prepare(on_meta(), settings, Comm(), SpecifiedMachine(replace(GPU, device_bytes=size)))
         for size in (1 << 20, 1 << 30)
     )
     assert (small.plan.tiers, large.plan.tiers) == (("cpu", "cpu"), ("device", "device"))
-    assert (small.settings.device, small.plan.overlap, small.plan.limited) == ("cuda", True, True)
+    assert (small.settings.device, small.plan.overlap, small.plan.is_limited) == ("cuda", True, True)
 
 
 def test_update_auto_goes_by_the_described_rates() -> None:
@@ -102,7 +102,7 @@ def test_update_auto_goes_by_the_described_rates() -> None:
             model = LlamaForCausalLM(config(intermediate_size=intermediate_size))
         chosen = [
             prepare(
-                model, settings, Comm(), DescribedMachine(replace(GPU, rates=rates, host_bytes=1 << 34))
+                model, settings, Comm(), SpecifiedMachine(replace(GPU, rates=rates, host_bytes=1 << 34))
             ).plan.update
             for rates in (GPU.rates, slow)
         ]
@@ -111,4 +111,4 @@ def test_update_auto_goes_by_the_described_rates() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DoesNotFitError, match="host_memory"):
-        prepare(on_meta(), Settings(placement=Placement(host_memory="1MiB")), Comm(), DescribedMachine(CPU))
+        prepare(on_meta(), Settings(placement=Placement(host_memory="1MiB")), Comm(), SpecifiedMachine(CPU))

@@ -18,8 +18,8 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.hf.adapters import Adaptation
 from offload.hf.models import BuiltModel, build_model, fill_all
-from offload.hf.sources import Held
-from offload.layout.quantized import Quantized
+from offload.hf.sources import MemorySource
+from offload.layout.quantized import FileCodec
 from tests.engine import families
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.inside import parts_of
@@ -43,7 +43,7 @@ def adapted(folder: Path) -> BuiltModel:
     """Return the model from a folder with a LoRA adapter."""
     section = LoraSection(rank=4, target_modules=["q_proj", "o_proj"])
     base = build_model(ModelSection(path=str(folder)), seed=0)
-    return Adaptation.of(section, "causal").over(base, seed=7)
+    return Adaptation.of(section, "causal").apply_to(base, seed=7)
 
 
 def plain_of(folder: Path) -> BuiltModel:
@@ -89,7 +89,7 @@ def test_stacked_experts_stream_in_codes(tmp_path: Path) -> None:
 
 def _deepseek(folder: Path) -> BuiltModel:
     base = build_model(ModelSection(path=str(folder)), seed=0)
-    return Adaptation.of(LoraSection(rank=4, target_modules=["kv_b_proj"]), "causal").over(base, seed=7)
+    return Adaptation.of(LoraSection(rank=4, target_modules=["kv_b_proj"]), "causal").apply_to(base, seed=7)
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_what_rests_and_moves_has_the_bytes_of_the_files(kind: str, tmp_path: Pa
         planned = {(each.tier, each.name): each.num_bytes for each in parts.plan.allocations}
         assert all(planned["cpu", name] == size for name, size in tier_bytes(engine, "cpu").items())
         held.append((tier_bytes(engine, "cpu")["weights"], engine.counters.h2d_bytes))
-        coded = [region for region in parts.regions if isinstance(region.codec, Quantized)]
+        coded = [region for region in parts.regions if isinstance(region.codec, FileCodec)]
         if coded:
             saved = sum(region.weight_bytes - region.travelling_bytes for region in coded)
             told = engine.told_frozen_weights
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         Engine(built.model, quantized=built.quantized)
     for parameters in ("device", "files"):
         built = adapted(folder)
-        filled = {parameter: Held(torch.zeros(parameter.shape)) for parameter in built.model.parameters()}
+        filled = {parameter: MemorySource(torch.zeros(parameter.shape)) for parameter in built.model.parameters()}
         place = Placement(parameters=parameters)
         with pytest.raises(ConfigError, match=r"its values were changed after loading.*leave out quantized="):
             Engine(built.model, fill=lambda *_, of=filled: of, quantized=built.quantized, placement=place)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
-from offload.engine.gradients.tile_updates import Landed
-from offload.engine.recording.judge import Judge
+from offload.engine.gradients.tile_updates import RegionGradients
+from offload.engine.recording.equivalence import PassComparator
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import Lanes
@@ -49,7 +49,7 @@ def without(kind: str, wait: str) -> Change:
 
     def change(patch: pytest.MonkeyPatch) -> None:
         original = getattr(Fence, wait)
-        patch.setattr(Fence, wait, lambda self: () if self.kind == kind else original(self))
+        patch.setattr(Fence, wait, lambda self: () if self.buffer_type == kind else original(self))
 
     return change
 
@@ -62,7 +62,7 @@ def reused_at_once(kind: str, link: str | None = None) -> Change:
 
         def take(self: Ring, num_bytes: int) -> Any:
             stretch = original(self, num_bytes)
-            if stretch is not None and self.kind == kind:
+            if stretch is not None and self.buffer_type == kind:
                 stretch.fills[:] = [ticket for ticket in stretch.fills if link not in (None, ticket.lane)]
             return stretch
 
@@ -89,7 +89,7 @@ def used_before_it_was_read(kind: str) -> Change:
 
         def read(self: Channel, *args: Any, **settings: Any) -> Ticket:
             ticket = original(self, *args, **settings)
-            return Ticket("nvme_read", is_done=True) if self._ring.kind == kind else ticket
+            return Ticket("nvme_read", is_done=True) if self._ring.buffer_type == kind else ticket
 
         patch.setattr(Channel, "read", read)
 
@@ -117,7 +117,7 @@ def written_at_once(kind: str) -> Change:
         original = Channel.write
 
         def write(self: Channel, *args: Any, **settings: Any) -> Ticket:
-            return original(self, *args, **settings | ({"reads": ()} if self._ring.kind == kind else {}))
+            return original(self, *args, **settings | ({"reads": ()} if self._ring.buffer_type == kind else {}))
 
         patch.setattr(Channel, "write", write)
 
@@ -356,7 +356,7 @@ def test_without_this_wait_a_result_is_wrong(name: str, tmp_path: Path, monkeypa
     if (key := repr(sorted(CHANGES[name][1].items()))) not in _SOUND:
         assert is_same(train(**settings, debug=1), wanted), "with all waits nothing is wrong"
         _SOUND.add(key)
-    monkeypatch.setattr(Judge, "_compare", lambda *_, **__: "")  # else some faults are detected
+    monkeypatch.setattr(PassComparator, "_first_difference", lambda *_, **__: "")  # else some faults are detected
     change(monkeypatch)
     for seed in range(100):  # a busy machine starts compute late and hides the race in many runs
         try:
@@ -405,12 +405,12 @@ def land(engine: Engine, state: Any, value: float) -> None:
     flow, region = parts_of(engine).gradients, state.region
     flow.begin_step()
     flow.measures.touched[region.index] = [True] * len(region.parameters)
-    flow.landing.land(region, torch.full((region.numel,), value), Fence("gradient buffer"))
+    flow.transfer.send(region, torch.full((region.numel,), value), Fence("gradient buffer"))
 
 
 def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
     """Submit an update. `gradients=None`: the gradients are on disk."""
-    landed = Landed(state.region, gradients, Fence("gradients on disk"))
+    landed = RegionGradients(state.region, gradients, Fence("gradients on disk"))
     parts_of(engine).updates.tiles.submit(landed, [True] * len(state.region.parameters))
 
 
@@ -533,7 +533,7 @@ def test_gradients_wait_for_the_update_that_reads_those_before(one: Engine, lane
     state.gradients.fill_(0.0)
     with held_up(getattr(parts.lanes, lane)):
         parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
-        parts.updates.tiles.submit(Landed(state.region, state.gradients, state.landing), [True])
+        parts.updates.tiles.submit(RegionGradients(state.region, state.gradients, state.landing), [True])
         land(one, state, 1.0)
     settle(one)
     exp_avg = state.tiles[0].planes["exp_avg"]
@@ -572,7 +572,7 @@ def test_an_update_is_written_once_the_fetch_has_read_its_record(
     before = parts.store.values.read(index)
     fill = Fence.before_fill
     if broken:
-        monkeypatch.setattr(Fence, "before_fill", lambda f: () if f.kind in ("weights", "record") else fill(f))
+        monkeypatch.setattr(Fence, "before_fill", lambda f: () if f.buffer_type in ("weights", "record") else fill(f))
     parts.store.reset()  # else the copy comes from the update ring
     with held_up(parts.lanes.fetch_read):
         shown = brought_up(on_disk, unit, state)
@@ -612,7 +612,9 @@ def test_weights_go_up_from_the_ring_once_they_were_updated(
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     wait = Fence.before_read
     if broken:
-        monkeypatch.setattr(Fence, "before_read", lambda f: () if f.kind in ("weights", UPDATE_RING) else wait(f))
+        monkeypatch.setattr(
+            Fence, "before_read", lambda f: () if f.buffer_type in ("weights", UPDATE_RING) else wait(f)
+        )
     with held_up(parts.lanes.update):
         update(on_disk, state, torch.ones(state.region.numel))
         parts.lanes.update_read.drain()
@@ -629,7 +631,7 @@ def test_an_update_waits_until_what_was_read_early_has_gone_up(
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     before = parts.store.values.read(state.region.parameters[0])
     if broken:
-        monkeypatch.setattr(Tile, "renewed", lambda self, lease: lease)
+        monkeypatch.setattr(Tile, "renew_lease", lambda self, lease: lease)
     read_early(on_disk, state)
     with held_up(parts.lanes.h2d):
         shown = brought_up(on_disk, unit, state)

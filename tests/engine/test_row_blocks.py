@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from offload import Adafactor, AdamW, Engine, MeZO, Placement
 from offload.distributed.joining import open_comm
-from offload.engine.loss.chunked_head import HeadByRows
+from offload.engine.loss.chunked_head import RowBlockHead
 from offload.engine.units.row_blocks import RowBlock, RowBlocks
 from offload.errors import ConfigError, DoesNotFitError
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
@@ -127,7 +127,7 @@ def test_a_vocabulary_larger_than_the_device(
     engine, _ = train_both(
         build(make), batches(2), placement=place, within=within, head_chunk_bytes=CHUNK_BYTES, **settings
     )
-    assert isinstance(head_of(engine), HeadByRows)
+    assert isinstance(head_of(engine), RowBlockHead)
     assert sum("embed_tokens[" in name for name in unit_names(engine)) in (8, 16)
     assert "model.embed_tokens.weight in " in engine.told_tiles
     if own_device().type == "cpu":
@@ -147,7 +147,7 @@ def test_a_loss_of_log_probabilities_over_blocks() -> None:
         with Engine(build(tied), PROPORTIONAL, place, head_chunk_bytes=CHUNK_BYTES) as engine:
             losses = [engine.step(batch, loss_fn=Pairs()).loss for _ in range(2)]
             found.append({**weights(engine), "losses": torch.stack(losses)})
-            assert isinstance(head_of(engine), HeadByRows) == bool(engine.told_tiles)
+            assert isinstance(head_of(engine), RowBlockHead) == bool(engine.told_tiles)
     assert_same(*found, within=ROUNDING)
 
 
@@ -284,7 +284,7 @@ def of_a_rank(replicas: int) -> list[float]:
         for batch in batches(2):
             result = engine.step({key: value[comm.rank : comm.rank + 1] for key, value in batch.items()})
             results += [result.loss.item(), result.grad_norm]
-        assert isinstance(head_of(engine), HeadByRows)
+        assert isinstance(head_of(engine), RowBlockHead)
         return results
 
 

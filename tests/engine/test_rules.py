@@ -17,7 +17,7 @@ from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
 from offload.optim import states
-from offload.optim.rule import Trained, UpdateRule, master
+from offload.optim.rule import ParameterTraits, UpdateRule, master
 from offload.planning import disk
 from tests.engine.compare import assert_same, assert_weights, step_by_step, train_both, updating_device, weights
 from tests.engine.device import own_device, twin
@@ -275,7 +275,7 @@ def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
     moments = {name: torch.zeros_like(p, device="cpu") for name, p in plain.named_parameters()}
     for before, after in step_by_step(plain, engine, batches(3), max_grad_norm):
         for name, p in plain.named_parameters():
-            choice = LION.choose(Trained(name, tuple(p.shape)))
+            choice = LION.choose(ParameterTraits(name, tuple(p.shape)))
             lr_scale, decay = choice.lr_scale, choice.weight_decay
             assert (lr_scale, decay) == (0.5 if "q_proj" in name else 1.0, 0.5 if p.dim() > 1 else 0.0)
             lr, (beta1, beta2), m = LION.lr * lr_scale, LION.betas, moments[name]
@@ -329,14 +329,14 @@ def test_int8_keeps_embeddings_and_small_parameters_in_fp32() -> None:
     kept = {"is_embedding": True, "shape": (1000, 10)}, {"shape": (4095,)}, {"shape": (63, 65)}
     for settings in kept:
         for name, choices in (("q", (1, 0.5)), ("k", (1, 1.0)), ("up", (3, 1e-4 / 1e-3))):
-            choice = rule.choose(Trained(name, **settings))  # type: ignore[arg-type]
+            choice = rule.choose(ParameterTraits(name, **settings))  # type: ignore[arg-type]
             assert (choice.rule, choice.lr_scale) == choices
             assert {plane.dtype for plane in rule.parts[choice.rule].moments} == {torch.float32}
     for name, number in (("q", 0), ("up", 2)):
-        choice = rule.choose(Trained(name, (64, 64)))
+        choice = rule.choose(ParameterTraits(name, (64, 64)))
         assert choice.rule == number
         assert rule.parts[number].moments[0] == Plane("exp_avg", torch.uint8)
-    assert AdamW(states="bf16").choose(Trained("a", (3,), is_embedding=True)).rule == 0
+    assert AdamW(states="bf16").choose(ParameterTraits("a", (3,), is_embedding=True)).rule == 0
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from offload import Engine, Placement
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored import read_stored
-from offload.engine.recording.judge import Judge
+from offload.checkpoint.stored_model import read_stored
+from offload.engine.recording.equivalence import PassComparator
 from offload.errors import CheckpointError, ConfigError, TornError
 from offload.lanes.ticket import Ticket
 from offload.tiers.nvme import Channel
@@ -115,7 +115,7 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     assert not [name for name in reads if name.startswith("update")]
     monkeypatch.setattr(Channel, "read", read)
     for state in parts_of(engine).store.states:
-        for part in state.held:
+        for part in state.held_tiles:
             lease = part.lend(*part.states)
             parts_of(engine).lanes.wait(lease.reads, fills=lease.fills)
             for plane in lease.planes.values():
@@ -300,12 +300,12 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
     other.step(text(8))
     assert head_of(whole) is not None
     assert head_of(other) is not None
-    assert steps_of(whole).trial_runs.decided == steps_of(other).trial_runs.decided
+    assert steps_of(whole).trial_runs.loss_decisions == steps_of(other).trial_runs.loss_decisions
     assert whole.step(text(8)).loss == resumed.step(text(8)).loss
     assert_same(resumed, whole)
     # The saved decision holds, even if a new probe would differ.
-    (key,) = steps_of(whole).trial_runs.decided
-    steps_of(whole).trial_runs.decided[key][2] = 0
+    (key,) = steps_of(whole).trial_runs.loss_decisions
+    steps_of(whole).trial_runs.loss_decisions[key][2] = 0
     whole.save_checkpoint(tmp_path / "saved")
     resumed.load_checkpoint(tmp_path / "saved")
     resumed.step(text(8))
@@ -364,7 +364,7 @@ def test_a_kind_of_pass_that_comes_again_late_is_not_judged_anew(
     assert whole.step(one, cross_entropy).loss == second.step(one, cross_entropy).loss
     second.save_checkpoint(tmp_path / "again")
     third.load_checkpoint(tmp_path / "again")
-    monkeypatch.setattr(Judge, "difference", lambda *_, **__: pytest.fail("it is judged anew"))
+    monkeypatch.setattr(PassComparator, "compare", lambda *_, **__: pytest.fail("it is judged anew"))
     mixed = words(1)
     mixed["x"][:, 0] = 0
     wanted = whole.step(mixed, cross_entropy).loss

@@ -306,7 +306,7 @@ def test_a_gradient_is_taken_once_whatever_the_number_of_tiles(monkeypatch: pyte
     take = GradientFlow.take
 
     def counted(self: GradientFlow, piece: Piece, parameter: nn.Parameter) -> None:
-        if self._witness is None:
+        if self._observer is None:
             taken.append(piece.parameter)
         take(self, piece, parameter)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offload.config.sections import ModelSection
-from offload.data.kinds import check_file
+from offload.data.file_types import check_file
 from offload.data.storage import LocalFile
 from offload.data.tokenizer import load_tokenizer
 from offload.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload.files import user_cache
-from offload.files.user_cache import default_cache_dir, keep_json, read_json
+from offload.files.user_cache import default_cache_dir, read_json, write_json
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_what_is_kept_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "x.json"
     assert read_json(path) is None
-    keep_json(path, {"a": [1]})
+    write_json(path, {"a": [1]})
     assert read_json(path) == {"a": [1]}
 
     def fail(self: Path, *_: object, **__: object) -> None:
@@ -29,7 +29,7 @@ def test_what_is_kept_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(user_cache.Path, "replace", fail)
-        keep_json(path, {"a": 2})
+        write_json(path, {"a": 2})
     assert read_json(path) == {"a": [1]}
     assert list(path.parent.iterdir()) == [path]
     for damaged in ("{", "", "[" * 100_000):
@@ -41,5 +41,5 @@ def test_what_is_kept_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
 
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    keep_json(tmp_path / "file" / "x.json", 1)
+    write_json(tmp_path / "file" / "x.json", 1)
     assert read_json(tmp_path / "file" / "x.json") is None

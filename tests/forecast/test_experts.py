@@ -45,7 +45,7 @@ def plan(folder: Path, experts: str, device_memory: int | None = None) -> Foreca
     config = Config().with_resolved(**values, train__head_chunk_bytes=1 << 16, data__sequence_length=16)
     places = {f"offload__{kind}": "cpu" for kind in ("parameters", "optimizer", "gradients")}
     config = config.with_resolved(offload__experts=experts, offload__device_memory=device_memory, **places)
-    return Forecaster(config, 1).tell(config, Hardware.read("rtx-4090"))
+    return Forecaster(config, 1).predict(config, Hardware.read("rtx-4090"))
 
 
 def held(found: Forecast) -> dict[str, int]:

@@ -19,7 +19,7 @@ from offload.engine.assemble import EnginePlan, prepare
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.workload import Cost, Workload
 from offload.machine.hardware import Hardware
-from offload.planning.machines import DescribedMachine
+from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from offload.tiers.ledger import Ledger
 from tests.engine.families import VOCABULARY, bert, build, gemma2, gpt2, gpt_neox, llama, opt, t5
@@ -129,7 +129,7 @@ def test_whose_backward_reads_no_weights_is_as_an_engine_finds_it(make: Callable
         found = {
             unit.name: graph.reads_weights
             for unit in parts_of(engine).units
-            for variant in unit.known.values()
+            for variant in unit.variants.values()
             for graph in variant.graphs.values()
             if not unit.resident
         }
@@ -206,7 +206,7 @@ def test_a_model_of_70_g_parameters_takes_a_second() -> None:
     with torch.device("meta"):
         model = t.AutoModelForCausalLM.from_config(t.AutoConfig.for_model(shape.pop("model_type"), **shape))
     begin = time.process_time()
-    machine = DescribedMachine(Hardware.read("h100").with_(host_bytes=1 << 41))
+    machine = SpecifiedMachine(Hardware.read("h100").with_(host_bytes=1 << 41))
     prepared = prepare(model, Settings(precision="bf16", micro_batch_size=1), Comm(), machine)
     work = measure(model, BatchSpec("causal", 8, 4096), prepared)
     assert time.process_time() - begin < 5, "of this process: others may be busy"

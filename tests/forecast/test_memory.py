@@ -12,8 +12,8 @@ from offload.config.config import Config
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.forecast.alternatives import forecast, place
 from offload.forecast.forecast import Forecaster
-from offload.forecast.here import slow_precision
 from offload.forecast.memory import StepMemory
+from offload.forecast.run_forecast import note_slow_precision
 from offload.forecast.timing import PlannedStep
 from offload.forecast.workload import Workload
 from offload.machine.hardware import Hardware
@@ -72,9 +72,9 @@ def test_what_travels_is_pinned_where_there_is_a_gpu() -> None:
     where = {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.activations": "cpu"}
     where["train.recompute"] = "always"
     forecaster = Forecaster(config(), 1)
-    on_gpu = forecaster.tell(config(**where), GPU, times=False).memory.allocations
+    on_gpu = forecaster.predict(config(**where), GPU, times=False).memory.allocations
     cpu = GPU.with_(device="cpu", device_bytes=None)
-    on_cpu = forecaster.tell(config(**where), cpu, times=False).memory.allocations
+    on_cpu = forecaster.predict(config(**where), cpu, times=False).memory.allocations
     states = {"weights", "exp avg", "exp avg sq", "gradients", "activation checkpoints"}
     travel = {"weights", "gradients", "activation checkpoints"}
     assert names(on_gpu, "pinned") == travel
@@ -86,9 +86,9 @@ def test_what_travels_is_pinned_where_there_is_a_gpu() -> None:
 
 def test_budgets_are_those_of_the_machine_or_less() -> None:
     forecaster = Forecaster(config(), 1)
-    free = forecaster.tell(config(), GPU, times=False).memory
+    free = forecaster.predict(config(), GPU, times=False).memory
     assert free.budgets["device"] == int(0.9 * GPU.device_bytes)  # type: ignore[operator]
-    held = forecaster.tell(config(**{"offload.device_memory": "300MiB"}), GPU, times=False).memory
+    held = forecaster.predict(config(**{"offload.device_memory": "300MiB"}), GPU, times=False).memory
     assert held.budgets["device"] == 300 << 20
     assert held.total("device") <= 300 << 20
     assert len(held.kept) <= len(free.kept)
@@ -101,8 +101,8 @@ def test_a_step_is_played_with_the_memory_that_is_told(activations: str, graphs:
     where |= {"offload.optimizer": "cpu", "offload.activations": activations, "offload.graphs": graphs}
     where |= {"train.recompute": "auto", "train.micro_batch_size": 2}
     forecaster = Forecaster(config(**where), 1)
-    found = forecaster.tell(config(**where), GPU)
-    its, work = found.prepared, forecaster._work(found.config, found.prepared, 1)
+    found = forecaster.predict(config(**where), GPU)
+    its, work = found.prepared, forecaster._workload(found.config, found.prepared, 1)
     assert isinstance(work, Workload)
     step = PlannedStep(its, work, GPU)
     assert step.device_bytes == found.memory.total("device")
@@ -121,8 +121,8 @@ def test_as_many_graphs_are_kept_as_the_budget_holds() -> None:
     where = {"offload.device_memory": "300MiB", "offload.parameters": "cpu", "offload.optimizer": "cpu"}
     where |= {"train.recompute": "auto"}
     forecaster = Forecaster(config(**where), 1)
-    found = forecaster.tell(config(**where), GPU, times=False)
-    its, work = found.prepared, forecaster._work(found.config, found.prepared, 1)
+    found = forecaster.predict(config(**where), GPU, times=False)
+    its, work = found.prepared, forecaster._workload(found.config, found.prepared, 1)
     assert isinstance(work, Workload)
     step = StepMemory(its, work, GPU)
     missing = [n for n in range(len(work.calls)) if n not in step.kept]
@@ -133,7 +133,7 @@ def test_as_many_graphs_are_kept_as_the_budget_holds() -> None:
 
 def test_more_ranks_share_the_host() -> None:
     where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
-    one, two = (Forecaster(where, n).tell(where, GPU, times=False).memory for n in (1, 2))
+    one, two = (Forecaster(where, n).predict(where, GPU, times=False).memory for n in (1, 2))
     assert two.host_bytes == one.host_bytes // 2
     assert two.total("cpu", "pinned") == pytest.approx(one.total("cpu", "pinned") / 2, rel=0.01)
 
@@ -157,15 +157,15 @@ def test_a_precision_that_a_machine_computes_slowly_is_said() -> None:
     for flops, is_said in (({"fp32": 1e12, "bf16": 1e10}, True), ({"fp32": 1e12, "bf16": 8e11}, False)):
         cpu = GPU.with_(device="cpu", device_bytes=None, rates=replace(GPU.rates, flops_per_s=flops))
         forecaster = Forecaster(where, 1)
-        found = forecaster.tell(where, cpu)
+        found = forecaster.predict(where, cpu)
         assert found.timing is not None
-        said = " ".join(slow_precision(forecaster, found))
+        said = " ".join(note_slow_precision(forecaster, found))
         assert (f"{found.timing.step_seconds:.3g} s a step" in said and "--train.precision fp32" in said) == is_said
 
 
 def test_operations_stand_beside_the_budget_of_the_host() -> None:
     where = config(**{"offload.parameters": "cpu", "offload.optimizer": "cpu"})
-    found = Forecaster(where, 1).tell(where, GPU.with_(device="cpu", device_bytes=None), times=False)
+    found = Forecaster(where, 1).predict(where, GPU.with_(device="cpu", device_bytes=None), times=False)
     operations, held = found.memory.operations_bytes, found.tiers["cpu"]
     assert operations > 0
     assert held["bytes"] == found.memory.total("cpu") - operations == sum(each["bytes"] for each in held["allocations"])
@@ -178,7 +178,7 @@ def test_an_unknown_step_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         raise CannotMeasureError("X asks for a value")
 
     monkeypatch.setattr("offload.forecast.forecast.measure", fails)
-    found = Forecaster(config(), 1).tell(config(), GPU)
+    found = Forecaster(config(), 1).predict(config(), GPU)
     assert found.timing is None
     assert found.to_dict()["step_seconds"] is None
     assert "X asks for a value" in found.notes[0]
@@ -193,16 +193,16 @@ def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise(
     large = GPU.with_(host_bytes=256 << 30)
     forecaster = Forecaster(config(**where), 1)
     given, left = (config(**where, **{"offload.graphs": tier}) for tier in ("auto", "device"))
-    found, other = (place(forecaster, forecaster.tell(each, large)) for each in (given, left))
+    found, other = (place(forecaster, forecaster.predict(each, large)) for each in (given, left))
     assert found.config.offload.graphs == "cpu"
     assert found.timing is not None
     assert other.timing is not None
     assert found.timing.step_seconds < 0.98 * other.timing.step_seconds
     assert found.memory.total("pinned") > other.memory.total("pinned")
-    assert "--offload.graphs cpu --offload.graphs_memory" in found.placed
+    assert "--offload.graphs cpu --offload.graphs_memory" in found.placement_flags
     slow = large.with_(rates=replace(large.rates, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, both_ways_bytes_per_s=2e9))
-    assert place(forecaster, forecaster.tell(given, slow)).config.offload.graphs == "auto", "a link that has no time"
-    assert place(forecaster, forecaster.tell(given, GPU.with_(host_bytes=20 << 30))).config.offload.graphs == "auto"
+    assert place(forecaster, forecaster.predict(given, slow)).config.offload.graphs == "auto", "a link that has no time"
+    assert place(forecaster, forecaster.predict(given, GPU.with_(host_bytes=20 << 30))).config.offload.graphs == "auto"
 
 
 @pytest.mark.slow
@@ -214,13 +214,15 @@ def test_states_are_updated_in_both_places_where_that_is_faster_and_nobody_says_
     gpu = gpu.with_(rates=replace(gpu.rates, host_bytes_per_s=40e9, h2d_bytes_per_s=25e9, d2h_bytes_per_s=25e9))
     forecaster = Forecaster(config(**where), 1)
     given, left = (config(**where, **{"offload.update": update}) for update in ("auto", "cpu"))
-    found, other = (place(forecaster, forecaster.tell(each, gpu)) for each in (given, left))
+    found, other = (place(forecaster, forecaster.predict(each, gpu)) for each in (given, left))
     assert found.prepared.plan.update == "both"
     told = found.to_dict()
     assert 0 < told["regions_updated_on_device"] < told["regions"]
-    assert "--offload.optimizer_memory" in found.placed
+    assert "--offload.optimizer_memory" in found.placement_flags
     assert found.timing is not None
     assert other.timing is not None
     assert found.timing.step_seconds < 0.9 * other.timing.step_seconds
     fixed = config(**where, **{"offload.optimizer": "cpu"})
-    assert place(forecaster, forecaster.tell(fixed, gpu)).prepared.plan.update != "both", "which says where they rest"
+    assert place(forecaster, forecaster.predict(fixed, gpu)).prepared.plan.update != "both", (
+        "which says where they rest"
+    )

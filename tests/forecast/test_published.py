@@ -16,16 +16,16 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from offload.distributed.comm import ImaginedRanks
+from offload.distributed.comm import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
 from offload.forecast.measure import BatchSpec, measure
-from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate
+from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.forecast.workload import UnitWork
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding, build_regions
 from offload.machine.hardware import Hardware
-from offload.planning.machines import DescribedMachine
+from offload.planning.machines import SpecifiedMachine
 from offload.planning.memory import BUFFER, SLOT, UnitPlan, plan_memory
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
@@ -123,11 +123,11 @@ def played(
     compute_s: tuple[float, float] = (0.0, 0.0),
     inline: bool = False,
     saved_bytes: int = 0,
-) -> Simulated:
+) -> SimulatedStep:
     """Simulate a step. Without `rates`, links run at one byte per second."""
     size = max(region.weight_bytes for region in its)
     placement = Placement(activations="cpu" if saved_bytes else "device")
-    plan = PlayedPlan(
+    plan = SimulatedPlan(
         regions=its,
         settings=Settings(placement=placement, clip="deferred"),
         layout=DiskLayout(sharding=Sharding(0, ranks, stage)),
@@ -135,14 +135,14 @@ def played(
         shard_bytes=8 * size,
         capacity_bytes=capacity * size,
         lookahead=0 if inline else capacity - 1,
-        most=None,
+        max_cargoes=None,
         on_device=on_device,
         inline=inline,
     )
     links = ("h2d", "d2h", "update", "update_on_device", "here", "nvme_read", "nvme_write", "collective")
     given = rates if rates is not None else dict.fromkeys(links, 1.0)
     seconds = {link: Throttle(given.get(link, math.inf)).seconds for link in links}
-    calls = [Call((region,), *compute_s, saved_bytes=saved_bytes) for region in its]
+    calls = [SimulatedCall((region,), *compute_s, saved_bytes=saved_bytes) for region in its]
     return simulate(calls, plan, seconds)
 
 
@@ -239,10 +239,10 @@ def block_work(width: int, heads: int, rows: int, length: int) -> UnitWork:
     )
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
-    machine = DescribedMachine(Hardware.read("h200"), 1)
+    machine = SpecifiedMachine(Hardware.read("h200"), 1)
     settings = Settings(precision="bf16")
     prepared = EnginePlan.of(
-        Structure.of(model, settings, ImaginedRanks(1), {}), settings, ImaginedRanks(1), machine, checks=False
+        Structure.of(model, settings, SimulatedRanks(1), {}), settings, SimulatedRanks(1), machine, checks=False
     )
     work = measure(model, BatchSpec("causal", rows, length), prepared)
     return next(call for call in work.calls if call.name == "transformer.h.1")

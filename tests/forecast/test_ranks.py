@@ -11,7 +11,7 @@ import torch
 
 from offload import Engine, Placement
 from offload.distributed.joining import open_comm
-from offload.forecast.played_step import simulate
+from offload.forecast.simulated_step import simulate
 from offload.forecast.timing import PlannedStep
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
@@ -42,7 +42,7 @@ def told_and_made(
         step = PlannedStep(its, work, MACHINE.with_(num_machines=num_machines))
         links = ("h2d", "d2h", "collective", "network")
         seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
-        played = simulate(step.calls, step.played(), seconds)
+        played = simulate(step.calls, step.simulated_plan(), seconds)
         told = {**played.busy_s, "sent": played.network_bytes}
         with closing(Engine(model, settings=chosen, comm=comm)) as engine:
             for batch in batches(6):

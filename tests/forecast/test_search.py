@@ -11,7 +11,7 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from offload import Placement
-from offload.forecast.search import WORTH, Placed, Placer, placements, search
+from offload.forecast.search import MIN_GAIN, PlacementCandidate, PlacementSearch, placements, search
 from offload.forecast.workload import Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.machines import ThisMachine
@@ -33,8 +33,8 @@ def work() -> Workload:
     return workload(WIDTH, DEPTH, Settings(), seconds=0.005, kept_bytes=30 * KIB)
 
 
-def placer(rates: Rates = RATES) -> Placer:
-    return Placer(BASE, work(), replace(MACHINE, rates=rates), ThisMachine(None))
+def placer(rates: Rates = RATES) -> PlacementSearch:
+    return PlacementSearch(BASE, work(), replace(MACHINE, rates=rates), ThisMachine(None))
 
 
 def wanted(**placement: Any) -> Settings:
@@ -70,7 +70,7 @@ def test_what_is_found_is_what_brute_force_finds(drawn: list[tuple[float, float,
     fakes = [Fake(1 + a, 1 + a + b, 1 + a + b + c, fits) for a, b, c, fits in drawn]
     fitting = [fake for fake in fakes if fake.fits]
     fastest = min((fake.step_seconds_ for fake in fitting), default=0)
-    assert search(fakes) is next((fake for fake in fitting if fake.step_seconds_ <= fastest * (1 + WORTH)), None)
+    assert search(fakes) is next((fake for fake in fitting if fake.step_seconds_ <= fastest * (1 + MIN_GAIN)), None)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_no_placement_that_fits_is_faster(placement: dict[str, Any]) -> None:
     found = search(every)
     fastest = min(each.step_seconds for each in every if each.fits)
     assert found is not None
-    assert found is next(each for each in every if each.fits and each.step_seconds <= fastest * (1 + WORTH))
+    assert found is next(each for each in every if each.fits and each.step_seconds <= fastest * (1 + MIN_GAIN))
     for each in every:
         if each.fits:
             assert each.least_seconds <= each.step_seconds * 1.0001
@@ -121,7 +121,7 @@ def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float)
         assert held["device"] <= device_kib * KIB
 
 
-def best(place: Placer, settings: Settings) -> Placed:
+def best(place: PlacementSearch, settings: Settings) -> PlacementCandidate:
     found = search([place.evaluate(each) for each in placements(settings, limited=True)])
     assert found is not None
     return found

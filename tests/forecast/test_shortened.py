@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from offload.forecast.played_step import Call, PlayedPlan, simulate
-from offload.forecast.shortened import FEW, simulate_few
+from offload.forecast.shortened import FEW, simulate_shortened
+from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, simulate
 from offload.layout.regions import DiskLayout
 from offload.planning.settings import Settings
 from offload.tiers.nvme import UPDATE_RING
-from tests.forecast.test_played_step import NUMEL, regions
+from tests.forecast.test_simulated_step import NUMEL, regions
 
 SIZE = 4 * NUMEL
 DEPTH = 48
@@ -20,8 +20,8 @@ LINKS = ("h2d", "d2h", "update", "update_on_device", "here", "nvme_read", "nvme_
 ON_DISK = ("exp_avg", "exp_avg_sq")
 
 
-def plan(slots: int = 4, layout: DiskLayout = DiskLayout(), corrects: bool = False, **settings: Any) -> PlayedPlan:  # noqa: B008
-    return PlayedPlan(
+def plan(slots: int = 4, layout: DiskLayout = DiskLayout(), corrects: bool = False, **settings: Any) -> SimulatedPlan:  # noqa: B008
+    return SimulatedPlan(
         regions(DEPTH),
         Settings(**settings),
         layout,
@@ -51,8 +51,8 @@ CASES = {
 def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) -> None:
     its = CASES[name]
     seconds = dict.fromkeys(LINKS, lambda num_bytes: ratio * num_bytes / SIZE)
-    calls = [Call((region,), 1.0, 2.0) for region in its.regions]
-    all_of_it, few = simulate(calls, its, seconds), simulate_few(calls, its, seconds, 6)
+    calls = [SimulatedCall((region,), 1.0, 2.0) for region in its.regions]
+    all_of_it, few = simulate(calls, its, seconds), simulate_shortened(calls, its, seconds, 6)
     assert few.seconds == pytest.approx(all_of_it.seconds, rel=0.05)
     for link in ("d2h", "update", "nvme_write"):
         assert few.busy_s[link] == pytest.approx(all_of_it.busy_s[link])
@@ -61,6 +61,6 @@ def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) ->
 
 def test_a_small_model_is_played_as_it_is() -> None:
     its = replace(plan(), regions=regions(FEW))
-    calls = [Call((region,), 1.0, 2.0) for region in its.regions]
+    calls = [SimulatedCall((region,), 1.0, 2.0) for region in its.regions]
     seconds = dict.fromkeys(LINKS, lambda num_bytes: num_bytes / SIZE)
-    assert simulate_few(calls, its, seconds, 6) == simulate(calls, its, seconds)
+    assert simulate_shortened(calls, its, seconds, 6) == simulate(calls, its, seconds)

@@ -8,13 +8,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.plan_memory import HERE
 from offload.config.config import Config
-from offload.distributed.comm import ImaginedRanks
+from offload.distributed.comm import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.forecast.alternatives import forecast
 from offload.forecast.measure import BatchSpec, measure
 from offload.forecast.workload import UnitWork
 from offload.machine.hardware import Hardware
-from offload.planning.machines import DescribedMachine
+from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 
 TOKENS = 1 << 16
@@ -34,7 +34,7 @@ def block(tile: int | str, hidden: int = 64) -> UnitWork:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     settings = Settings(sequence_tile=tile, precision="bf16", device="cpu")
-    prepared = prepare(model, settings, ImaginedRanks(1), DescribedMachine(HERE, 1))
+    prepared = prepare(model, settings, SimulatedRanks(1), SpecifiedMachine(HERE, 1))
     work = measure(model, BatchSpec("causal", 1, TOKENS), prepared)
     return next(call for call in work.calls if call.is_block)
 
@@ -54,7 +54,7 @@ def of_a_rank(size: int) -> UnitWork:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64, max_position_embeddings=4096))
     settings = Settings(sequence_parallel=size, precision="bf16", device="cpu")
-    prepared = prepare(model, settings, ImaginedRanks(size), DescribedMachine(HERE, size))
+    prepared = prepare(model, settings, SimulatedRanks(size), SpecifiedMachine(HERE, size))
     work = measure(model, BatchSpec("causal", 1, 4096 // size, shared_by=size), prepared)
     assert model.config._attn_implementation == "sdpa", "the model is as it was"
     return next(call for call in work.calls if call.is_block)
@@ -84,7 +84,7 @@ def test_a_plan_tiles_where_a_block_does_not_fit_otherwise(device_bytes: int, ti
     found = forecast(config(), Hardware.read("h100").with_(device_bytes=device_bytes))
     assert found.fits
     assert found.to_dict()["sequence_tile"] == tile
-    assert ("train.sequence_tile" in found.placed) == (tile != "auto")
+    assert ("train.sequence_tile" in found.placement_flags) == (tile != "auto")
 
 
 @pytest.mark.slow
@@ -102,4 +102,4 @@ def test_a_plan_cuts_layers_that_the_device_does_not_hold() -> None:
     assert found.fits
     assert found.memory.total("device") <= 16 << 20
     assert max(each.weight_bytes for each in found.prepared.structure.regions) <= cutting.share_bytes
-    assert "in blocks of rows" in cutting.told
+    assert "in blocks of rows" in cutting.description

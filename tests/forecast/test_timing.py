@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offload import LOMO, AdamW, Engine, Lion, MeZO, Placement
-from offload.forecast.played_step import simulate
+from offload.forecast.simulated_step import simulate
 from offload.forecast.timing import PlannedStep, compute_seconds
 from offload.forecast.workload import Cost, Workload
 from offload.machine.hardware import Hardware, Rates
@@ -99,7 +99,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
     step = PlannedStep(its, workload(WIDTH, DEPTH, settings), MACHINE)
     links = ("h2d", "d2h", "nvme_read", "nvme_write")
     seconds = {link: float if link in links else lambda _: 0.0 for link in step.seconds()}
-    told = simulate(step.calls, step.played(), seconds)
+    told = simulate(step.calls, step.simulated_plan(), seconds)
     with closing(Engine(model, settings=settings)) as engine:
         for batch in batches(7):
             engine.step(batch, loss_of)
@@ -164,7 +164,7 @@ def test_auto_is_what_the_engine_makes_of_gradients_that_are_clipped_or_not() ->
     def seconds(clip: str, *, clips: bool) -> float:
         chosen = Settings(throttle=THROTTLE | {"update": 1e5}, clip=clip)  # type: ignore[arg-type]
         its, found = planned(Stack(WIDTH, DEPTH), chosen), workload(WIDTH, DEPTH, chosen)
-        return PlannedStep(its, found, MACHINE, clips=clips).play().step_seconds
+        return PlannedStep(its, found, MACHINE, clips=clips).simulate().step_seconds
 
     assert seconds("auto", clips=True) == seconds("deferred", clips=True) < seconds("speculative", clips=True)
     assert seconds("auto", clips=False) == seconds("speculative", clips=False) < seconds("deferred", clips=False)
@@ -175,7 +175,7 @@ def test_a_throttle_stands_for_its_link() -> None:
         chosen = Settings(throttle={"h2d": 1e6, **THROTTLE} | settings.pop("throttle", {}), **settings)
         its = planned(Stack(WIDTH, DEPTH), chosen)
         work = workload(WIDTH, DEPTH, chosen)
-        return PlannedStep(its, work, MACHINE).play().step_seconds
+        return PlannedStep(its, work, MACHINE).simulate().step_seconds
 
     assert seconds(throttle={"d2h": 1e4}) > 5 * seconds()
 
@@ -200,17 +200,17 @@ def test_from_so_many_tokens_on_a_step_computes_for_as_long_as_links_work(activa
     settings = Settings(throttle=THROTTLE | {"h2d": 2e6}, placement=Placement(activations=activations))
     its, found = planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings)
 
-    foretold = PlannedStep(its, found, MACHINE).play().hides_from_tokens
+    foretold = PlannedStep(its, found, MACHINE).simulate().hides_from_tokens
     assert foretold is not None
     below, above = (times(found, share * foretold / found.num_tokens) for share in (0.9, 1.1))
-    assert PlannedStep(its, below, MACHINE).play().bound_by == "h2d"
-    assert PlannedStep(its, above, MACHINE).play().bound_by == "compute"
+    assert PlannedStep(its, below, MACHINE).simulate().bound_by == "h2d"
+    assert PlannedStep(its, above, MACHINE).simulate().bound_by == "compute"
 
 
 def test_no_number_of_tokens_hides_what_grows_as_fast_as_compute() -> None:
     settings = Settings(throttle=THROTTLE | {"d2h": 1e4}, placement=Placement(activations="cpu"))
     step = PlannedStep(planned(Stack(WIDTH, DEPTH), settings), workload(WIDTH, DEPTH, settings), MACHINE)
-    assert step.play().hides_from_tokens is None
+    assert step.simulate().hides_from_tokens is None
 
 
 @pytest.mark.parametrize("by", ["cache", "disk"])
@@ -223,12 +223,12 @@ def test_a_base_in_its_files_hides_by_the_disk_or_by_memory(by: str, monkeypatch
     model.blocks.requires_grad_(False)
     its, found = planned(model, settings), workload(WIDTH, DEPTH, settings)
     machine = replace(MACHINE, rates=replace(RATES, host_bytes_per_s=2e6, nvme_read_bytes_per_s=2e5))
-    timing = PlannedStep(its, found, machine).play()
+    timing = PlannedStep(its, found, machine).simulate()
     regions = [region for region in its.structure.regions if not region.trainable]
     once = sum(region.travelling_bytes for region in regions) / (1e6 if by == "cache" else 2e5)
     assert once < timing.lane_seconds["nvme_read"] < 2 * once, "for the forward and the backward, but for the last"
     least = timing.hides_from_tokens
     assert least is not None
     below, above = (times(found, share * least / found.num_tokens) for share in (0.9, 1.1))
-    assert PlannedStep(its, below, machine).play().bound_by == "nvme_read"
-    assert PlannedStep(its, above, machine).play().bound_by == "compute"
+    assert PlannedStep(its, below, machine).simulate().bound_by == "nvme_read"
+    assert PlannedStep(its, above, machine).simulate().bound_by == "compute"

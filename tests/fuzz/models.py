@@ -152,7 +152,7 @@ class Assigning(MovingUnsaved):
         return h + torch.tanh(self.linear(h - before.to(h.dtype)))
 
 
-class InPlace(Tile):
+class InPlaceUpdates(Tile):
     def forward(self, h: Tensor) -> Tensor:
         h += self.down(torch.tanh(self.up(self.norm(h.clone()))))
         return h
@@ -259,7 +259,7 @@ TILES: dict[str, type[nn.Module]] = {
     "noise": Noise,
     "moving": Moving,
     "moving-unsaved": MovingUnsaved,
-    "in-place": InPlace,
+    "in-place": InPlaceUpdates,
     "checks-itself": ChecksItself,
     "weight-norm": WeightNormed,
     "spectral": Spectral,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Placement
 from offload.distributed.comm import Comm
-from offload.engine.checkpoints import Saving
+from offload.engine.checkpoints import PendingCheckpoint
 from offload.engine.methods.result import ZerothOrderRecord
 from offload.engine.units import forwards as compiled
 from offload.engine.units import saved_graph
@@ -103,7 +103,7 @@ class Player:
         self.owes_fault = False  # a fault on a prefetching lane has not surfaced yet
         self._num_saved = 0
         self._saved: Path | None = None
-        self._under_way: tuple[Saving, Path] | None = None
+        self._under_way: tuple[PendingCheckpoint, Path] | None = None
         self.records: list[ZerothOrderRecord] = []  # MeZO steps that led to the current weights
         self._num_records_saved = 0
         self.may_copy = True  # whether checkpoints may copy states to spare memory

@@ -182,11 +182,11 @@ def run_here(name: str, rank: int = 0, world: int = 1, port: int = 0, mutation: 
             comm = None
             if world > 1:
                 from offload.distributed.joining import open_comm
-                from offload.distributed.watchdog import Times
+                from offload.distributed.watchdog import WatchdogLimits
 
                 comm = stack.enter_context(
                     open_comm(
-                        times=Times(beat_s=0.2, silence_s=30, grace_s=1, stall_s=30, start_s=60),
+                        times=WatchdogLimits(beat_s=0.2, silence_s=30, grace_s=1, stall_s=30, start_s=60),
                         environ={
                             **_variables(rank, world, port),
                         },

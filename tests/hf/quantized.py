@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
-from offload.layout.codecs import Nf4, dynamic_map, nf4_levels
+from offload.layout.codecs import Nf4Codec, dynamic_map, nf4_levels
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -78,7 +78,7 @@ def mxfp4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
 
 def nf4(weight: Tensor, dtype: torch.dtype) -> tuple[Members, Tensor]:
     """Return tensors in bitsandbytes layout, taken from `Nf4` records, and the values dequantized with numpy."""
-    flat, codec = weight.reshape(-1), Nf4()
+    flat, codec = weight.reshape(-1), Nf4Codec()
     records = torch.cat([stretch for *_, stretch in codec.encoded([flat])]).view(-1, codec.record_bytes)
     numel = flat.numel()
     codes, sizes = records[:, :8192].reshape(-1)[: numel // 2], records[:, 8192:8448].reshape(-1)[: numel // 64]

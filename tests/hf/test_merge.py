@@ -55,11 +55,11 @@ def merge(base: Path, adapter: Path, out: Path) -> MergedWeights:
     section = ModelSection(path=str(base))
     plain, beneath = build_model(section, seed=0), build_model(section, seed=0)
     names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
-    over: Any = Adaptation.saved(adapter, "adapter").over(beneath, seed=0)
+    over: Any = Adaptation.from_folder(adapter, "adapter").apply_to(beneath, seed=0)
     own = {name: p.detach().clone() for name, p in over.model.named_parameters() if p.requires_grad and id(p) in names}
     trained = {names[id(p)]: own[name] for name, p in over.model.named_parameters() if name in own}
     merged = MergedWeights(plain, over.model, names, trained.get, {})
-    assert merged.changes()
+    assert merged.has_changes()
     write_model(plain.model, merged.read, out)
     plain.close()
     beneath.close()
@@ -92,12 +92,12 @@ def test_a_merge_that_changes_nothing_is_known(tmp_path: Path) -> None:
     section = ModelSection(path=str(tmp_path / "base"))
     plain, beneath = build_model(section, seed=0), build_model(section, seed=0)
     names = {id(parameter): name for name, parameter in beneath.model.named_parameters()}
-    over: Any = Adaptation.of(LoraSection(rank=4), "causal").over(beneath, seed=0)
+    over: Any = Adaptation.of(LoraSection(rank=4), "causal").apply_to(beneath, seed=0)
     merged = MergedWeights(plain, over.model, names, {}.get, {})
-    assert not merged.changes()
+    assert not merged.has_changes()
     layer: nn.Module = over.model.get_submodule("base_model.model.model.layers.1.self_attn.v_proj.lora_B.default")
     layer.weight.data[0, 0] = 1.0
-    assert merged.changes(), "what was merged is not merged again"
+    assert merged.has_changes(), "what was merged is not merged again"
 
 
 def test_a_delta_of_one_side_of_a_tie_is_not_merged_into_both(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_what_an_adapter_has_under_two_names_is_exported(case: dict[str, Any], t
     model.save_pretrained(base)
     file.write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", **case}))
     adaptation = Adaptation.of(LoraSection(config=str(file)), "causal")
-    over: Any = fill_all(adaptation.over(build_model(ModelSection(path=str(base)), seed=0), seed=0))
+    over: Any = fill_all(adaptation.apply_to(build_model(ModelSection(path=str(base)), seed=0), seed=0))
     values = {name: p.detach() + 0.1 if p.requires_grad else p.detach() for name, p in over.named_parameters()}
     own = {name: value for name, value in values.items() if over.get_parameter(name).requires_grad}
     buffers = {name: its for name, its in over.state_dict(keep_vars=True).items() if not isinstance(its, nn.Parameter)}
@@ -142,8 +142,8 @@ def test_what_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
     section = ModelSection(path=str(tmp_path / "base"))
     adaptation = Adaptation.of(LoraSection(config=str(tmp_path / "prefix.json")), "causal")
     with pytest.raises(ConfigError, match="asks for PREFIX_TUNING: adapters that learn a prompt"):
-        adaptation.over(build_model(section, seed=0), seed=0)
-    over = adaptation.over(build_model(section, seed=0), seed=0, trains=False)
+        adaptation.apply_to(build_model(section, seed=0), seed=0)
+    over = adaptation.apply_to(build_model(section, seed=0), seed=0, trains=False)
     with pytest.raises(
         ConfigError, match="kind prefix_tuning has no weights to merge into the model. Export it without --merge"
     ):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
 from offload.hf.models import BuiltModel, build_model, fill_all
-from offload.hf.sources import StackedInCodes
+from offload.hf.sources import QuantizedStackedSource
 from tests.hf.quantized import FORMATS, deepseek, quantized
 from tests.integrations.plain import needs
 
@@ -80,7 +80,7 @@ def test_experts_that_are_stacked_stay_in_codes(tmp_path: Path) -> None:
     for parameter, codec in built.quantized.items():
         name = names[id(parameter)]
         source: Any = built.source(name)
-        stacked += [name] if isinstance(source, StackedInCodes) else []
+        stacked += [name] if isinstance(source, QuantizedStackedSource) else []
         step = 3 * codec.block  # does not divide a row
         ends = [(begin, min(begin + step, parameter.numel())) for begin in range(0, parameter.numel(), step)]
         records = torch.cat([source.records(*each) for each in ends])

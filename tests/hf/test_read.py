@@ -21,7 +21,7 @@ from offload.errors import ConfigError, DiskError
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.models import build_model
 from offload.hf.read import FolderWeights, weight_files
-from offload.hf.sources import Stacked
+from offload.hf.sources import StackedSource
 from offload.hf.verify import verify_folder
 from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names_and_dtypes, read, same
 from tests.zoo.families import families
@@ -445,9 +445,9 @@ def test_a_row_of_a_stack_is_made_once_for_all_its_pieces() -> None:
             made.append(row)
             return torch.arange(10.0).view(2, 5) + 10 * row
 
-    stack = Stacked({}, cast(Any, Conversion()), (3, 2, 5), torch.float32)
+    stack = StackedSource({}, cast(Any, Conversion()), (3, 2, 5), torch.float32)
     for _ in range(2):
         pieces = [stack.read(begin, min(begin + 4, 30)) for begin in range(0, 30, 4)]
         assert torch.equal(torch.cat(pieces), torch.arange(30.0))
-        assert not stack._begun
+        assert not stack._partial_rows
     assert made == [0, 1, 2] * 2

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, core_model_loading
 
 from offload.errors import ConfigError, DiskError, OffloadError
-from offload.hf.models import configuration
+from offload.hf.models import folder_config
 from offload.hf.names import CannotStream
 from offload.hf.write import write_model
 from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, names_and_dtypes, read, same
@@ -378,4 +378,4 @@ def test_a_model_with_code_of_its_own_is_written_with_it(tmp_path: Path, monkeyp
     with pytest.raises(
         ConfigError, match=r"its own Python code \(auto_map\), which commands never run.*OffloadTrainer"
     ):
-        configuration(given)
+        folder_config(given)

@@ -112,7 +112,7 @@ def test_the_trainer_names_its_files_as_before() -> None:
 
 def test_checkpointing_of_gradients_is_left_off() -> None:
     """Both transformers names turn off checkpointing. Otherwise each unit would run a third forward pass."""
-    from offload.engine.assemble import leave_off_checkpointing
+    from offload.engine.assemble import disable_checkpointing
     from tests.integrations.plain import llama
 
     model = llama()
@@ -122,7 +122,7 @@ def test_checkpointing_of_gradients_is_left_off() -> None:
     assert embeddings._forward_hooks, "embeddings have no hook by which their results ask for a gradient"
     flags = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
     assert flags, "layers have no flag gradient_checkpointing any more; offload leaves it off"
-    leave_off_checkpointing(model)
+    disable_checkpointing(model)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     assert not embeddings._forward_hooks
 

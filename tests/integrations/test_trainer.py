@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 
 from offload import SGD, AdamW, Engine, Lion
 from offload.errors import ConfigError, MissingLibraryError
-from offload.integrations.needs import need
+from offload.integrations.needs import require_libraries
 from offload.integrations.optimizer import OffloadOptimizer, find_own
 from offload.integrations.rules import _NAMED, rule_of_arguments, without_decay
 from tests.integrations.plain import (
@@ -302,7 +302,7 @@ def test_schedulers_keep_the_ratio_of_groups(tmp_path: Path) -> None:
 
 def test_a_missing_library_is_named_with_the_extra() -> None:
     with pytest.raises(MissingLibraryError, match=r"needs none_such, which is not installed: pip install none_such"):
-        need("transformers", "none_such")
+        require_libraries("transformers", "none_such")
 
 
 def test_what_is_pushed_is_what_was_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

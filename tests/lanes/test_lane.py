@@ -420,7 +420,7 @@ def test_busy_seconds_are_those_of_the_spans(open_threads):
     tickets.append(lanes.update.submit(lambda: time.sleep(0.01), name="d"))
     within(lambda: lanes.wait(tickets))
     begin = lanes.now()
-    lanes.computed("forward", begin)
+    lanes.record_compute("forward", begin)
     _, times, spans = lanes.end_step()
     assert set(times) == {"compute", *LANES}
     assert times["h2d"].busy_seconds == pytest.approx(sum(t.end - t.begin for t in tickets[:3]))
@@ -455,8 +455,8 @@ def test_a_wait_is_exposed_for_the_lane_that_held_it_up(open_threads):
     within(lambda: lanes.wait([updated, fetched]))  # no wait
     seconds, times, _ = lanes.end_step()
     assert updated.begin >= submitted
-    assert fetched.held_by == "update"
-    assert updated.held_by == "update"
+    assert fetched.delayed_by == "update"
+    assert updated.delayed_by == "update"
     assert times["h2d"].exposed_seconds >= 0.1 - 1e-9
     assert 0.3 - (begin - submitted) - 0.1 <= times["update"].exposed_seconds <= updated.end - begin + 1e-9
     exposed = sum(times[lane].exposed_seconds for lane in LANES)
@@ -477,7 +477,7 @@ def test_a_lane_that_was_busy_anyway_holds_itself_up(open_threads):
     within(lambda: lanes.wait([second]))
     _, times, _ = lanes.end_step()
     assert updated.end < first.end == second.begin
-    assert second.held_by == "h2d"
+    assert second.delayed_by == "h2d"
     assert times["update"].exposed_seconds == 0.0
     assert times["h2d"].exposed_seconds > 0.3
 

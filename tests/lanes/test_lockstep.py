@@ -111,7 +111,7 @@ def test_an_interrupt_while_another_pass_runs_ends_all_at_a_border() -> None:
                 # signal.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 for _ in range(1000):
-                    interrupts.look()
+                    interrupts.check()
                     time.sleep(0.001)
         finally:
             noted.append("second")
@@ -128,7 +128,7 @@ def test_an_exception_at_any_line_of_the_main_thread_leaves_none_behind(
     line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exception comes between submissions, at the end, or during a switch. Break: wait without
-    `interrupts.look`.
+    `interrupts.check`.
     """
     lockstep: Lockstep[int] = Lockstep(lambda leaves, comes: None)
     place: Any = {"submit": ThreadPoolExecutor, "wait": lockstep_module, "leave": lockstep}[line]
@@ -173,7 +173,7 @@ def test_interrupts_at_any_moment_leave_none_behind(num_signals: int) -> None:
 
         def one(lockstep: Lockstep[None] = lockstep) -> None:
             for _ in range(200):
-                interrupts.look()
+                interrupts.check()
                 lockstep.turn()
 
         thread = threading.Thread(target=interrupt, args=(1e-5 * attempt**1.5, over))

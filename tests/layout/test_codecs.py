@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.layout import codecs
-from offload.layout.codecs import CODECS, Coded, Nf4, decoded
+from offload.layout.codecs import CODECS, Nf4Codec, QuantizedCodec, decoded
 from offload.layout.planes import table
 from tests.layout.dequantised import PLAIN
 
@@ -42,7 +42,7 @@ def weights(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return drawn.to(dtype)
 
 
-def records_of(codec: Coded, values: Tensor, piece: int = codecs.PIECE_NUMEL) -> Tensor:
+def records_of(codec: QuantizedCodec, values: Tensor, piece: int = codecs.PIECE_NUMEL) -> Tensor:
     """Return the records for a whole parameter, uint8 [n, bytes]."""
     stretches = list(codec.encoded(values.split(piece)))
     assert [begin for begin, *_ in stretches] == [0, *(end for _, end, _ in stretches[:-1])]
@@ -58,10 +58,10 @@ def parts(records: Tensor, numel: int) -> tuple[bytes, bytes, bytes]:
 
 
 def test_nf4_makes_the_bytes_that_it_is_known_by() -> None:
-    codes, sizes, scales = parts(records_of(Nf4(), some_weights()), 448)
+    codes, sizes, scales = parts(records_of(Nf4Codec(), some_weights()), 448)
     assert codes.hex() == CODES.replace("\n", "")
     assert (sizes.hex(), scales.hex()) == (SIZES, SCALES)
-    more = parts(records_of(Nf4(), more_weights()), 1 << 18)
+    more = parts(records_of(Nf4Codec(), more_weights()), 1 << 18)
     assert [sha256(part).hexdigest()[:16] for part in more[:2]] == ["1b31e9434bf26a09", "218dcb399e8b18aa"]
 
 
@@ -82,11 +82,11 @@ def test_nf4_is_that_of_bitsandbytes(numel: int, dtype: torch.dtype) -> None:
     codes, state = functional.quantize_4bit(
         values.view(1, -1), blocksize=64, compress_statistics=True, quant_type="nf4"
     )
-    records = records_of(Nf4(), values)
+    records = records_of(Nf4Codec(), values)
     known = (codes, state.absmax, torch.stack([state.state2.absmax[0], state.offset]))
     assert parts(records, numel) == tuple(part.numpy().tobytes() for part in known)
     assert torch.equal(records[:, 8448:8452].contiguous().view(torch.float32).view(-1), state.state2.absmax)
-    assert torch.equal(decoded(Nf4(), values, dtype), functional.dequantize_4bit(codes, state).view(-1))
+    assert torch.equal(decoded(Nf4Codec(), values, dtype), functional.dequantize_4bit(codes, state).view(-1))
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -103,7 +103,7 @@ def test_what_codes_stand_for_is_what_plain_arithmetic_gives(name: str) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_records_are_the_same_by_any_pieces_and_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec, values, threads = CODECS[name], weights(3 * 16384 + 999), torch.get_num_threads()
-    assert isinstance(codec, Coded)
+    assert isinstance(codec, QuantizedCodec)
     whole = records_of(codec, values)
     assert torch.equal(records_of(codec, values, piece=16384), whole)
     seen = decoded(codec, values, torch.float32)
@@ -137,7 +137,7 @@ def test_weights_are_decoded_over_their_own_records(
     """Like in a device slot, with records at the end."""
     monkeypatch.setattr(codecs, "PIECE_NUMEL", 16384)
     codec, values = CODECS[name], weights(4 * 16384)
-    assert isinstance(codec, Coded)
+    assert isinstance(codec, QuantizedCodec)
     records, slot = records_of(codec, values).view(-1), torch.empty(len(values), dtype=dtype)
     end = slot.view(torch.uint8)[-len(records) :]
     end.copy_(records)

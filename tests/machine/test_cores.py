@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.machine.cores import Share, parse_cpulist, read_nodes, read_pci_node, shares
+from offload.machine.cores import CoreShare, assign_cores, parse_cpulist, read_nodes, read_pci_node
 
 
 @pytest.mark.parametrize(
@@ -57,22 +57,24 @@ NODES = {0: frozenset(range(8)), 1: frozenset(range(8, 16))}
 @pytest.mark.parametrize(
     ("usable", "nodes", "near", "expected"),
     [
-        (range(16), {}, [None, None], [Share(frozenset(range(16)), 2)] * 2),
-        (range(16), NODES, [None, None], [Share(NODES[0], 1), Share(NODES[1], 1)]),
-        (range(16), NODES, [1, 1, 0, 0], [Share(NODES[1], 2)] * 2 + [Share(NODES[0], 2)] * 2),
-        (range(16), NODES, [1, None], [Share(NODES[1], 2)] * 2),
-        (range(4, 10), NODES, [None, None], [Share(frozenset({4, 5, 6, 7}), 1), Share(frozenset({8, 9}), 1)]),
-        (range(8), NODES, [1, 1], [Share(NODES[0], 2)] * 2),  # the cores near the GPU are not permitted
-        (range(2), {}, [None] * 3, [Share(frozenset({0, 1}), 3)] * 3),
+        (range(16), {}, [None, None], [CoreShare(frozenset(range(16)), 2)] * 2),
+        (range(16), NODES, [None, None], [CoreShare(NODES[0], 1), CoreShare(NODES[1], 1)]),
+        (range(16), NODES, [1, 1, 0, 0], [CoreShare(NODES[1], 2)] * 2 + [CoreShare(NODES[0], 2)] * 2),
+        (range(16), NODES, [1, None], [CoreShare(NODES[1], 2)] * 2),
+        (range(4, 10), NODES, [None, None], [CoreShare(frozenset({4, 5, 6, 7}), 1), CoreShare(frozenset({8, 9}), 1)]),
+        (range(8), NODES, [1, 1], [CoreShare(NODES[0], 2)] * 2),  # the cores near the GPU are not permitted
+        (range(2), {}, [None] * 3, [CoreShare(frozenset({0, 1}), 3)] * 3),
     ],
 )
-def test_shares(usable: range, nodes: dict[int, frozenset[int]], near: list[int | None], expected: list[Share]) -> None:
-    assert shares(usable, nodes, near) == expected
+def test_shares(
+    usable: range, nodes: dict[int, frozenset[int]], near: list[int | None], expected: list[CoreShare]
+) -> None:
+    assert assign_cores(usable, nodes, near) == expected
 
 
 def test_threads_are_a_part_of_the_cores() -> None:
     cores = frozenset(range(16))
-    assert [Share(cores, ranks).num_threads for ranks in (1, 2, 3, 7, 16, 17)] == [16, 8, 5, 2, 1, 1]
+    assert [CoreShare(cores, ranks).num_threads for ranks in (1, 2, 3, 7, 16, 17)] == [16, 8, 5, 2, 1, 1]
 
 
 @st.composite
@@ -89,7 +91,7 @@ def test_nobody_is_without_a_core_and_shares_are_disjoint_or_equal(
     machine: tuple[set[int], dict[int, frozenset[int]], list[int | None]],
 ) -> None:
     usable, nodes, near = machine
-    found = shares(usable, nodes, near)
+    found = assign_cores(usable, nodes, near)
     assert len(found) == len(near)
     for one in found:
         assert one.cores

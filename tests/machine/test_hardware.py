@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from offload.errors import ConfigError
-from offload.machine.hardware import Hardware, Rates, described_names, parse_link
+from offload.machine.hardware import Hardware, Rates, builtin_names, parse_link
 
 SHIPPED = ("a100-80", "dgx-spark", "gh200", "h100", "h200", "rtx-4090", "rtx-5090")
 LEAST: dict[str, Any] = {
@@ -32,7 +32,7 @@ LEAST: dict[str, Any] = {
 
 
 def test_all_are_shipped() -> None:
-    assert set(described_names()) == set(SHIPPED)
+    assert set(builtin_names()) == set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -55,13 +55,13 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
 
 def test_ranks_share_what_is_there_once() -> None:
     machine = Hardware.read("rtx-4090")
-    assert machine.of_a_rank(1) is machine
-    one, four = machine.rates, machine.of_a_rank(4).rates
+    assert machine.for_one_rank(1) is machine
+    one, four = machine.rates, machine.for_one_rank(4).rates
     assert (four.h2d_bytes_per_s, four.flops_per_s) == (one.h2d_bytes_per_s, one.flops_per_s)
     for name in ("host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"):
         assert getattr(four, name) == getattr(one, name) / 4
     alone = replace(one, nvme_read_bytes_per_s=None, nvme_write_bytes_per_s=None, collective_bytes_per_s=None)
-    cpu = machine.with_(device="cpu", rates=alone).of_a_rank(2).rates
+    cpu = machine.with_(device="cpu", rates=alone).for_one_rank(2).rates
     assert cpu.flops_per_s["fp32"] == one.flops_per_s["fp32"] / 2
     assert cpu.nvme_read_bytes_per_s is None
     assert cpu.collective_bytes_per_s == pytest.approx(0.8 * one.h2d_bytes_per_s / 2)
@@ -113,7 +113,7 @@ def test_a_link_is_as_fast_as_networks_are_called(said: str, wanted: float, tmp_
     assert parse_link(said) == wanted
     machine = Hardware.read(written(tmp_path, num_machines=2, rates_network_bytes_per_s=said))
     assert (machine.num_machines, machine.rates.network_bytes_per_s) == (2, wanted)
-    assert machine.of_a_rank(4).rates.network_bytes_per_s == wanted / 4
+    assert machine.for_one_rank(4).rates.network_bytes_per_s == wanted / 4
 
 
 def test_a_machine_with_other_values(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from offload.machine import environment, limits
-from offload.machine.limits import Limit, least, memory_limits, node_bytes
+from offload.machine.limits import Limit, memory_limits, node_bytes, tightest_limit
 from tests import forks
 from tests.machine.groups import real_group, second_version, write
 
@@ -107,8 +107,8 @@ def test_nodes_that_a_process_is_kept_from_are_not_its_memory(tmp_path: Path, al
 
 def test_the_least_is_of_a_rank_where_ranks_share_it() -> None:
     shared, own = Limit("a", "x", 100, 60), Limit("b", "y", 100, 40, is_own=True)
-    assert least([shared, own]) == own
-    assert least([shared, own], 2) == shared
+    assert tightest_limit([shared, own]) == own
+    assert tightest_limit([shared, own], 2) == shared
     assert [limit.share(3) for limit in (shared, own)] == [20, 40]
 
 
@@ -124,8 +124,8 @@ def test_env_json_has_the_least_of_all(tmp_path: Path, monkeypatch: pytest.Monke
 SAY = """
 import mmap, resource, sys
 from pathlib import Path
-from offload.machine.limits import least, memory_limits
-print(least(memory_limits()))
+from offload.machine.limits import tightest_limit, memory_limits
+print(tightest_limit(memory_limits()))
 """
 
 
@@ -140,7 +140,7 @@ def test_a_ulimit_counts_what_is_asked_for(number: str, flag: str) -> None:
         f"resource.setrlimit(resource.{number}, (1 << 36,) * 2)\n"
         "held = mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\nprint",
     )
-    code = code.replace("least(memory_limits())", "*(l for l in memory_limits() if l.is_own)")
+    code = code.replace("tightest_limit(memory_limits())", "*(l for l in memory_limits() if l.is_own)")
     said = forks.run(["-c", code])
     assert said.returncode == 0, said.stderr
     assert f"`ulimit {flag}`: 64 GiB, of which" in said.stdout

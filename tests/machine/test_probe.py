@@ -158,10 +158,10 @@ def test_what_depends_on_something_else_is_measured_again(
     assert is_measured(code_hash="edited")
     assert is_measured(sizes=SMALL)
     assert not is_measured()
-    status, before = os.statvfs(tmp_path), probing._about_disks([tmp_path])
+    status, before = os.statvfs(tmp_path), probing._disk_key([tmp_path])
     other = SimpleNamespace(f_blocks=status.f_blocks + 1, f_frsize=status.f_frsize, f_fsid=status.f_fsid)
     monkeypatch.setattr(os, "statvfs", lambda _: other)
-    assert probing._about_disks([tmp_path]) != before
+    assert probing._disk_key([tmp_path]) != before
 
 
 DAMAGES: dict[str, Any] = {

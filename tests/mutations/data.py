@@ -67,7 +67,7 @@ def first_token_of_a_document_is_a_target(patch: pytest.MonkeyPatch) -> None:
 
     def targeted(self: IsolatedRows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ids, labels = read(self, rows)
-        for place, _, _ in self._placed(rows):
+        for place, _, _ in self._piece_spans(rows):
             labels[place][:1] = ids[place][:1]
         return ids, labels
 

@@ -9,7 +9,7 @@ import pytest
 
 from offload.engine.methods import interleaved, slot_updates, zeroth_order_update
 from offload.engine.methods.method import Method
-from offload.engine.methods.perturbed import Perturbed
+from offload.engine.methods.perturbed import PerturbedWeights
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.methods.zeroth_order_update import ZerothOrderUpdate
 from offload.optim.mezo import MeZO
@@ -50,12 +50,12 @@ def frozen_parameters_moved_by_forwards(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_zeroth_order.py", fuzzed=True)
 def update_that_was_put_off_made_twice(patch: pytest.MonkeyPatch) -> None:
-    put = SlotUpdates.put
+    defer = SlotUpdates.defer
 
-    def put_twice(self: SlotUpdates, works: Any) -> None:
-        put(self, {region: lambda *how, work=work: (work(*how), work(*how))[1] for region, work in works.items()})
+    def defer_twice(self: SlotUpdates, works: Any) -> None:
+        defer(self, {region: lambda *how, work=work: (work(*how), work(*how))[1] for region, work in works.items()})
 
-    patch.setattr(SlotUpdates, "put", put_twice)
+    patch.setattr(SlotUpdates, "defer", defer_twice)
 
 
 @mutation("tests/engine/test_zeroth_order.py", fuzzed=True)
@@ -88,16 +88,16 @@ def mask_by_weights_that_have_moved(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/engine/test_zeroth_order.py::test_directions_and_quantiles", fuzzed=True)
 def all_directions_are_the_first(patch: pytest.MonkeyPatch) -> None:
     """The loss is measured along one direction only."""
-    fill = Perturbed._fill
-    patch.setattr(Perturbed, "_fill", lambda self, unit, _direction, place: fill(self, unit, 0, place))
+    fill = PerturbedWeights._fill
+    patch.setattr(PerturbedWeights, "_fill", lambda self, unit, _direction, place: fill(self, unit, 0, place))
 
 
 @mutation("tests/engine/test_zeroth_order.py", fuzzed=True)
 def passes_draw_from_one_generator(patch: pytest.MonkeyPatch) -> None:
-    put_back = interleaved._PassState.put_back
+    put_back = interleaved._PausedPass.put_back
 
     def without(self: Any, now: Any) -> None:
         self._random = now._random
         put_back(self, now)
 
-    patch.setattr(interleaved._PassState, "put_back", without)
+    patch.setattr(interleaved._PausedPass, "put_back", without)

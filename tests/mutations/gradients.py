@@ -10,20 +10,20 @@ import pytest
 
 from offload.engine.gradients import policies, updates
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.gradients.landing import Landing
 from offload.engine.gradients.tile_updates import TileUpdates
+from offload.engine.gradients.transfer import GradientTransfer
 from offload.engine.loss import parts as losses
 from offload.engine.units import call
 from offload.engine.units.runner import UnitRunner
 from offload.lanes.ticket import Fence
-from offload.layout.codecs import WholeNumbers
+from offload.layout.codecs import IntegerCodec
 from offload.layout.regions import Piece
 from tests.mutations import enter_as, mutation, replaced
 
 # Micro-batches and ranks count the same, regardless of their targets.
 enter_as(
     "micro-batches-weighted-alike",
-    replaced(losses, "_scaled", lambda loss, share, _: loss * (0.5 if share != 1.0 else 1.0)),
+    replaced(losses, "_scale", lambda loss, share, _: loss * (0.5 if share != 1.0 else 1.0)),
     "tests/contracts/test_contracts.py",
     fuzzed=True,
 )
@@ -87,26 +87,26 @@ def second_contribution_added_twice(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/engine/test_against_torch.py", fuzzed=True)
 def tied_gradient_landed_early(patch: pytest.MonkeyPatch) -> None:
     """Gradients with several contributions arrive in host memory after the first one. The later ones are lost."""
-    close, rest = GradientFlow.close, GradientFlow.land_rest
+    close, rest = GradientFlow.close, GradientFlow.send_rest
 
     def closed(self: GradientFlow, regions: Any) -> None:
         close(self, regions)
         for region in regions:
-            early = region.index in self._lasting and region.index not in self.landing._landed and not self.accumulates
+            early = region.index in self._lasting and region.index not in self.transfer._sent and not self.accumulates
             if early and any(self.measures.touched[region.index]):
                 lasting = self._lasting[region.index].clone()
-                self.landing.land(region, lasting, Fence("accumulated gradients"), is_final=True)
+                self.transfer.send(region, lasting, Fence("accumulated gradients"), is_final=True)
 
     def landed_rest(self: GradientFlow) -> None:
         kept = dict(self._lasting)
-        for index in self.landing._landed:
+        for index in self.transfer._sent:
             if not self.accumulates:
                 self._lasting.pop(index, None)
         rest(self)
         self._lasting = kept
 
     patch.setattr(GradientFlow, "close", closed)
-    patch.setattr(GradientFlow, "land_rest", landed_rest)
+    patch.setattr(GradientFlow, "send_rest", landed_rest)
 
 
 @mutation("tests/contracts/test_contracts.py", fuzzed=True)
@@ -132,13 +132,13 @@ def rows_of_micro_batches_one_too_early(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_micro_batches.py")
 def micro_batches_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None:
-    backward = call.Call.backward
+    backward = call.UnitCall.backward
 
-    def reversed_(self: call.Call, gradients: Any, trains: bool) -> Any:
+    def reversed_(self: call.UnitCall, gradients: Any, trains: bool) -> Any:
         self._micro_batches.reverse()
         return backward(self, gradients, trains)
 
-    patch.setattr(call.Call, "backward", reversed_)
+    patch.setattr(call.UnitCall, "backward", reversed_)
 
 
 @mutation("tests/contracts/test_contracts.py")
@@ -150,19 +150,19 @@ def norm_summed_from_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_against_torch.py")
 def gradient_of_a_unit_lost(patch: pytest.MonkeyPatch) -> None:
-    lands = Landing.lands
-    patch.setattr(Landing, "lands", lambda self, region: region.index != 1 and lands(self, region))
+    lands = GradientTransfer.has_gradients
+    patch.setattr(GradientTransfer, "has_gradients", lambda self, region: region.index != 1 and lands(self, region))
 
 
 @mutation("tests/engine/test_own_loops.py")
 def gradient_of_an_own_loop_landed_twice(patch: pytest.MonkeyPatch) -> None:
-    add = Landing._add
+    add = GradientTransfer._add
 
-    def added(self: Landing, *how: Any) -> None:
+    def added(self: GradientTransfer, *how: Any) -> None:
         add(self, *how)
         add(self, *how)
 
-    patch.setattr(Landing, "_add", added)
+    patch.setattr(GradientTransfer, "_add", added)
 
 
 @mutation("tests/engine/test_clipping.py")
@@ -172,21 +172,21 @@ def clipping_forgotten_where_an_update_is_speculative(patch: pytest.MonkeyPatch)
 
 @mutation("tests/engine/test_link_gradients.py")
 def errors_of_coded_gradients_not_kept(patch: pytest.MonkeyPatch) -> None:
-    encode_rest = WholeNumbers.encode_rest
+    encode_rest = IntegerCodec.encode_rest
 
-    def forgotten(self: WholeNumbers, values: Any, error: Any, out: Any) -> None:
+    def forgotten(self: IntegerCodec, values: Any, error: Any, out: Any) -> None:
         encode_rest(self, values, error, out)
         error.zero_()
 
-    patch.setattr(WholeNumbers, "encode_rest", forgotten)
+    patch.setattr(IntegerCodec, "encode_rest", forgotten)
 
 
 @mutation("tests/engine/test_head.py")
 def last_chunk_of_a_head_lost(patch: pytest.MonkeyPatch) -> None:
-    chunks_of = losses.chunks_of
+    build_chunks = losses.build_chunks
 
     def lossy(*how: Any) -> Any:
-        chunks = chunks_of(*how)
+        chunks = build_chunks(*how)
         return chunks[:-1] if len(chunks) > 1 else chunks
 
-    patch.setattr(losses, "chunks_of", lossy)
+    patch.setattr(losses, "build_chunks", lossy)

@@ -8,26 +8,26 @@ import pytest
 import torch
 
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.recording.judge import Judge
-from offload.engine.units import call, condition, router, tiles
-from offload.engine.units.activation_offload import OnHost
+from offload.engine.recording.equivalence import PassComparator
+from offload.engine.units import call, router, snapshots, tiles
+from offload.engine.units.activation_offload import HostActivationOffload
 from offload.engine.units.streamed_experts import StreamedExperts
 from offload.hf import merge
-from offload.layout.codecs import WholeNumbers
+from offload.layout.codecs import IntegerCodec
 from offload.tiers.slots import Slots
 from tests.mutations import as_it_is, enter_as, mutation, replaced
 
 # A recomputation starts from the attributes as left by the forward.
 enter_as(
     "kept-numbers-counted-twice",
-    replaced(condition.Condition, "attributes_again", as_it_is),
+    replaced(snapshots.ModuleSnapshot, "attributes_restored", as_it_is),
     "tests/engine/test_condition.py",
     fuzzed=True,
 )
 # Entries added by a unit to a caller's mapping stay in a copy.
 enter_as(
     "results-written-into-arguments-lost",
-    replaced(router, "deliver", lambda result, tensors, its: result.fill(tensors, containers=its)[0]),
+    replaced(router, "deliver_result", lambda result, tensors, its: result.fill(tensors, containers=its)[0]),
     "tests/engine/test_handmade.py",
     fuzzed=True,
 )
@@ -36,19 +36,19 @@ enter_as(
 @mutation("tests/engine/test_generators_and_buffers.py", fuzzed=True)
 def moving_buffers_not_put_back(patch: pytest.MonkeyPatch) -> None:
     """The equivalence check is disabled too, since the check would detect the fault and save graphs."""
-    patch.setattr(Judge, "_compare", lambda *_, **__: "")
-    patch.setattr(condition.Condition, "values_again", as_it_is)
+    patch.setattr(PassComparator, "_first_difference", lambda *_, **__: "")
+    patch.setattr(snapshots.ModuleSnapshot, "values_restored", as_it_is)
 
 
 @mutation("tests/engine/test_generators_and_buffers.py", fuzzed=True)
 def generator_not_put_back_in_recompute(patch: pytest.MonkeyPatch) -> None:
-    recompute = call.Call._recompute
+    recompute = call.UnitCall._recompute
 
-    def without(self: call.Call, number: int) -> Any:
-        self._micro_batches[number].before.random = self._runner.device.random_state()
+    def without(self: call.UnitCall, number: int) -> Any:
+        self._micro_batches[number].snapshot.random = self._runner.device.random_state()
         return recompute(self, number)
 
-    patch.setattr(call.Call, "_recompute", without)
+    patch.setattr(call.UnitCall, "_recompute", without)
 
 
 @mutation("tests/engine/test_kept.py", fuzzed=True)
@@ -58,7 +58,7 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
 
     def stale(self: Slots, cargo: int, dtype: torch.dtype, distance: int, shape: Any, stride: Any) -> torch.Tensor:
         places = self.__dict__.setdefault("_mutated", {})
-        slot = self._lying.get(cargo)
+        slot = self._valid_slots.get(cargo)
         assert slot is not None
         begin = min(places.setdefault(cargo, slot.begin), self._memory.nbytes - (slot.end - slot.begin))
         own, slot.begin, slot.end = (slot.begin, slot.end), begin, begin + slot.end - slot.begin
@@ -85,46 +85,48 @@ def last_tile_of_a_sequence_lost(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/engine/test_streamed_experts.py")
 def tokens_of_another_expert(patch: pytest.MonkeyPatch) -> None:
     """Each expert gets the neighbour's tokens."""
-    checked = StreamedExperts._checked
+    checked = StreamedExperts._check_arguments
 
     def swapped(self: StreamedExperts, given: Any) -> Any:
         hidden, index, weights = checked(self, given)
         return hidden, index ^ 1, weights
 
-    patch.setattr(StreamedExperts, "_checked", swapped)
+    patch.setattr(StreamedExperts, "_check_arguments", swapped)
 
 
 @mutation("tests/engine/test_streamed_experts.py")
 def experts_without_tokens_not_updated(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientFlow, "land_zeros", lambda self, regions, frozen: None)
+    patch.setattr(GradientFlow, "send_zeros", lambda self, regions, frozen: None)
 
 
 @mutation("tests/hf/test_merge.py")
 def scale_of_an_adapter_dropped_where_it_is_merged(patch: pytest.MonkeyPatch) -> None:
-    merged = merge._merged
+    merged = merge._merge_module
 
     def unscaled(target: Any) -> Any:
         if hasattr(target, "scaling"):
             target.scaling.update(dict.fromkeys(target.scaling, 1.0))
         return merged(target)
 
-    patch.setattr(merge, "_merged", unscaled)
+    patch.setattr(merge, "_merge_module", unscaled)
 
 
 @mutation("tests/layout/test_codecs.py")
 def codes_decoded_with_the_scale_before(patch: pytest.MonkeyPatch) -> None:
     """Each block in a frozen base uses the previous block's scale."""
-    decode = WholeNumbers.decode
+    decode = IntegerCodec.decode
 
-    def shifted(self: WholeNumbers, records: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> None:
+    def shifted(self: IntegerCodec, records: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> None:
         own = records.clone().view(-1, self.record_bytes)
         own[:, -4:] = own[:, -4:].roll(1, 0)
         decode(self, own.view(-1), out, workspace)
 
-    patch.setattr(WholeNumbers, "decode", shifted)
+    patch.setattr(IntegerCodec, "decode", shifted)
 
 
 @mutation("tests/contracts/test_contracts.py")
 def inputs_of_units_lost_on_their_way_to_the_host(patch: pytest.MonkeyPatch) -> None:
-    down = OnHost._down
-    patch.setattr(OnHost, "_down", lambda self, tensor, *where: down(self, torch.zeros_like(tensor), *where))
+    down = HostActivationOffload._copy_out
+    patch.setattr(
+        HostActivationOffload, "_copy_out", lambda self, tensor, *where: down(self, torch.zeros_like(tensor), *where)
+    )

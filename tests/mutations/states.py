@@ -25,7 +25,7 @@ enter_as(
 # Readers, checkpoints and the next step use the weights before the last step.
 enter_as(
     "update-that-was-put-off-dropped",
-    replaced(Updates, "flush", lambda self: self._due.in_slot.clear()),
+    replaced(Updates, "flush", lambda self: self._deferred.in_slot.clear()),
     "tests/engine/test_zeroth_order.py",
     fuzzed=True,
 )

@@ -130,4 +130,4 @@ def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def number_of_the_step_not_loaded(patch: pytest.MonkeyPatch) -> None:
     """The step number seeds random numbers in micro-batches and units."""
-    patch.setattr(UnitRunner, "go_on_from", lambda self, step_number: None)
+    patch.setattr(UnitRunner, "set_step_number", lambda self, step_number: None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.gradients.update_place import InPlace, TileUpdate
+from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate
 from offload.lanes.ticket import Fence
 from offload.tiers.cargoes import Cargoes
 from offload.tiers.ring import Ring, RingSlice
@@ -61,12 +61,12 @@ enter_as(
 
 @mutation("tests/engine/test_races.py")
 def update_before_its_gradients_are_down(patch: pytest.MonkeyPatch) -> None:
-    submit = InPlace.submit
+    submit = InPlaceUpdates.submit
 
-    def submitted(self: InPlace, tile: TileUpdate) -> Any:
-        return submit(self, replace(tile, fence=Fence(tile.fence.kind)))
+    def submitted(self: InPlaceUpdates, tile: TileUpdate) -> Any:
+        return submit(self, replace(tile, fence=Fence(tile.fence.buffer_type)))
 
-    patch.setattr(InPlace, "submit", submitted)
+    patch.setattr(InPlaceUpdates, "submit", submitted)
 
 
 @mutation("tests/engine/test_races.py")

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.layout.codecs import CODECS, GRADIENT_CODECS, Coded, WholeNumbers, _borders, dynamic_map, nf4_levels
+from offload.layout.codecs import (
+    CODECS,
+    GRADIENT_CODECS,
+    IntegerCodec,
+    QuantizedCodec,
+    _borders,
+    dynamic_map,
+    nf4_levels,
+)
 from offload.native import codes, kernels
 from tests.native.states import ISAS
 
@@ -38,9 +46,9 @@ def values(numel: int, seed: int, kind: str = "normal") -> Tensor:
     return drawn
 
 
-def codec_of(name: str) -> Coded:
+def codec_of(name: str) -> QuantizedCodec:
     codec = (CODECS | GRADIENT_CODECS)[name]
-    assert isinstance(codec, Coded)
+    assert isinstance(codec, QuantizedCodec)
     return codec
 
 
@@ -118,7 +126,7 @@ def test_records_and_the_error_that_is_left_are_those_of_torch(
     A zero block keeps the error. A non-finite block has zero error afterwards.
     """
     codec, block = codec_of(name), seed % num_records
-    assert isinstance(codec, WholeNumbers)
+    assert isinstance(codec, IntegerCodec)
     drawn = values(128 * num_records, seed, kind).to(torch.bfloat16 if is_short else torch.float32)
     drawn[128 * block : 128 * block + 128] = 0 if kind != "broken" else torch.inf
     before = values(128 * num_records, seed + 1, "wild" if kind == "wild" else "normal").bfloat16()

@@ -14,7 +14,7 @@ import pytest
 
 from offload.accelerators import compiled_image
 from offload.native import kernels
-from offload.native.device_update import Kind
+from offload.native.device_update import KernelVariant
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
 PER_ELEMENT = {  # operations per element in csrc/*_kernel.inl, including conversions for byte states
@@ -50,7 +50,7 @@ def test_every_operation_is_rounded_by_itself(function: str, states: str, num_mo
     library = nvrtc()
     for is_split in (False, True):
         for is_short in (False, True):
-            source, name, options = Kind(function, states, num_moments, is_split, is_short).program
+            source, name, options = KernelVariant(function, states, num_moments, is_split, is_short).program
             options = [f"--gpu-architecture={architecture}", "-default-device", *options]
             assert len(compiled_image(library, source, name, options)[0]) > 1000
             text, lowered = compiled_image(library, source, name, options, "PTX")

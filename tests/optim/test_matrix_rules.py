@@ -15,8 +15,8 @@ from offload.config.config import Config
 from offload.errors import ConfigError
 from offload.native import kernels
 from offload.optim import factored, muon
-from offload.optim.rule import Trained, UpdateRule, UpdateStep
-from offload.planning.from_config import update_rule
+from offload.optim.rule import ParameterTraits, UpdateRule, UpdateStep
+from offload.planning.from_config import make_update_rule
 
 SHAPES = [(33, 48), (48, 33), (5, 7, 9), (2, 3, 4, 5), (1, 40), (40, 1), (17,), ()]
 
@@ -166,7 +166,7 @@ def test_muon_has_a_rule_for_what_is_no_matrix_of_a_block() -> None:
     assert [type(part) for part in rule.parts] == [Muon, AdamW, Lion, Adafactor]
 
     def chosen(name: str, *shape: int, **place: bool) -> tuple[int, float, float]:
-        choice = rule.choose(Trained(name, shape, **{"in_block": True, **place}))
+        choice = rule.choose(ParameterTraits(name, shape, **{"in_block": True, **place}))
         return choice.rule, pytest.approx(choice.lr_scale), choice.weight_decay
 
     assert chosen("q", 4, 4) == (0, 1.0, 0.1)
@@ -216,7 +216,7 @@ def test_the_rest_of_muon_is_a_rule_for_vectors_too(rest: Any) -> None:
 def test_a_configuration_names_every_rule(name: str) -> None:
     groups = f"{{head: {{rule: {name}, lr_scale: 2}}}}"
     given = {"optimizer.name": name, "optimizer.lr": 0.5, "optimizer.weight_decay": 0.25, "optimizer.groups": groups}
-    rule = update_rule(Config.load(None, given))
+    rule = make_update_rule(Config.load(None, given))
     assert type(rule).__name__.lower() == name
     assert (rule.lr, rule.weight_decay) == (0.5, 0.25)
     (other,) = [values["rule"] for _, values in rule.groups]
@@ -231,5 +231,5 @@ def test_a_configuration_names_every_rule(name: str) -> None:
             "adafactor": {"beta2_decay": -0.5, "d": 2.0},
             "adalomo": {"beta2_decay": -0.5, "d": 2.0},
         }.get(name, {"betas": (0.5, 0.25)})
-    found = update_rule(Config.load(None, given | {f"optimizer.{key}": value for key, value in own.items()}))
+    found = make_update_rule(Config.load(None, given | {f"optimizer.{key}": value for key, value in own.items()}))
     assert {key: getattr(found, key) for key in own} == own

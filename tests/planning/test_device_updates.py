@@ -18,9 +18,9 @@ from offload.lanes.throttle import Throttle
 from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning import device_updates
-from offload.planning.device_updates import ring_bytes, seconds, tile_numel, trained
+from offload.planning.device_updates import estimate_seconds, ring_bytes, tile_numel, trainable_indices
 from offload.planning.disk import lay_out, optimizer_bytes
-from offload.planning.machines import DescribedMachine, Speeds
+from offload.planning.machines import SpecifiedMachine, Speeds
 from offload.planning.memory import UnitPlan, plan_memory
 from offload.planning.settings import Settings
 from tests.planning.test_disk import region
@@ -37,8 +37,8 @@ def speeds(kernel: float, link: float, device: float = 1e12) -> Speeds:
 
 def is_faster(regions: Sequence[Region], throttles: Mapping[str, Throttle], fast: Speeds) -> bool:
     """Return whether updates of all trainable regions are faster on the device."""
-    layouts = DiskLayout(streamed=trained(regions)), DiskLayout()
-    on_device, on_host = (seconds(regions, layout, throttles, fast) for layout in layouts)
+    layouts = DiskLayout(streamed=trainable_indices(regions)), DiskLayout()
+    on_device, on_host = (estimate_seconds(regions, layout, throttles, fast) for layout in layouts)
     return on_device < on_host
 
 
@@ -70,8 +70,8 @@ def test_for_a_small_model_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) 
     def measured(*_: Any) -> Any:
         raise AssertionError("it was")
 
-    monkeypatch.setattr(DescribedMachine, "speeds", measured)
-    settings, machine = Settings(placement=Placement(optimizer="cpu")), DescribedMachine(speeds(1e9, 1e9).hardware)
+    monkeypatch.setattr(SpecifiedMachine, "speeds", measured)
+    settings, machine = Settings(placement=Placement(optimizer="cpu")), SpecifiedMachine(speeds(1e9, 1e9).hardware)
     for width, is_asked in ((64, False), (4096, True)):
         with pytest.raises(AssertionError) if is_asked else nullcontext():
             prepare(nn.Linear(width, width, device="meta"), settings, Comm(), machine)
@@ -163,7 +163,7 @@ def test_auto_takes_both_where_the_host_is_what_is_late() -> None:
     model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(8)))
     placement = Placement("cpu", "auto", device_memory="1600MiB")
     for kernel, link, update in ((100e9, 50e9, "both"), (2e9, 500e9, "device"), (500e9, 5e9, "cpu")):
-        machine = DescribedMachine(speeds(kernel, link).hardware)
+        machine = SpecifiedMachine(speeds(kernel, link).hardware)
         plan = prepare(model, Settings(placement=placement, precision="bf16"), Comm(), machine).plan
         assert plan.update == update
         assert bool(plan.layout.staying) == (update != "cpu")

@@ -32,10 +32,10 @@ def test_the_least_that_a_plan_takes_is_what_there_must_be(
     free: int, given: int, is_device: bool, missing: int
 ) -> None:
     if not missing:
-        check_host(PLAN, free, "x", given_bytes=given, is_device=is_device)
+        check_host(PLAN, free, "x", model_bytes=given, is_device=is_device)
         return
     with pytest.raises(DoesNotFitError) as refusal:
-        check_host(PLAN, free, "the limit of a group (/a: 7)", given_bytes=given, is_device=is_device, num_sharing=2)
+        check_host(PLAN, free, "the limit of a group (/a: 7)", model_bytes=given, is_device=is_device, num_sharing=2)
     said = str(refusal.value)
     for words in (f"({free} bytes)", f"({missing} bytes)", "moments 40 B (40)", "(/a: 7)", f"{2 * missing} bytes more"):
         assert words in said

@@ -17,13 +17,13 @@ from offload.config.sections import parse_size
 from offload.errors import ConfigError
 from offload.reporting.advice import advise
 from offload.reporting.figures import Figures
-from offload.reporting.recorded import KeptStep, Piece, Recorded
+from offload.reporting.run_record import RunRecord, TracedStep, TraceSpan
 from offload.reporting.timeline import rows
 from tests.reporting.runs import CONFIG, PLAN, line, usual, write_run
 
 
 def figures_of(path: Path) -> Figures:
-    return Figures.of(Recorded.read(path))
+    return Figures.of(RunRecord.read(path))
 
 
 def test_the_curves_are_the_lines_of_the_metrics(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_pieces_are_joined_only_with_their_like() -> None:
         ("backward 1", 0.501, 0.502),
         ("backward 0", 0.502, 1.0),
     ]
-    step = KeptStep(1, 1.0, tuple(Piece("compute", name, begin, end) for name, begin, end in pieces))
+    step = TracedStep(1, 1.0, tuple(TraceSpan("compute", name, begin, end) for name, begin, end in pieces))
     (row,) = rows(step)
     assert [(bar.kind, bar.begin + bar.width) for bar in row.bars] == [("forward", 50.1), ("backward", 100.0)]
 
@@ -125,7 +125,7 @@ def test_what_the_own_thread_did_is_told(tmp_path: Path) -> None:
     path = write_run(tmp_path, lines)
     binding = figures_of(path).binding
     assert binding.is_serial
-    advice = advise(Recorded.read(path), figures_of(path))
+    advice = advise(RunRecord.read(path), figures_of(path))
     assert "GPU" in advice[0].change
     assert advice[0].saves_s == pytest.approx(0.15)
 
@@ -162,7 +162,7 @@ def test_the_lane_that_compute_waits_for_most_comes_first(
     other = "d2h" if lane == "nvme_read" else "nvme_read"
     lines = [line(step, 0.5, lanes={other: (0.1, 0.02), lane: (0.2, 0.1)}) for step in range(1, 9)]
     path = write_run(tmp_path, lines, config={**CONFIG, **settings})
-    first = advise(Recorded.read(path), figures_of(path))[0]
+    first = advise(RunRecord.read(path), figures_of(path))[0]
     assert first.change.startswith((said, f"More {said}", f"A lower {said}"))
     assert first.saves_s == pytest.approx(0.1)
     assert f"{lane} (busy for 40% of it)" in first.why
@@ -170,7 +170,7 @@ def test_the_lane_that_compute_waits_for_most_comes_first(
 
 def test_a_full_lane_is_not_told_to_begin_earlier(tmp_path: Path) -> None:
     path = write_run(tmp_path, [line(step, 0.5, lanes={"h2d": (0.49, 0.3)}) for step in range(1, 9)])
-    first = advise(Recorded.read(path), figures_of(path))[0]
+    first = advise(RunRecord.read(path), figures_of(path))[0]
     assert "--offload.device_memory" not in first.change
     assert "--train.batch_size" in first.change
 
@@ -185,7 +185,7 @@ def test_a_budget_with_room_and_faster_alternatives_of_the_plan_are_told(tmp_pat
     path = write_run(tmp_path, [line(step, 0.5, lanes={}) for step in range(1, 9)], plan=plan)
     figures = figures_of(path)
     assert set(figures.planned) == {"step_seconds", "bound_by", "alternatives"}
-    changes = [each.change for each in advise(Recorded.read(path), figures)]
+    changes = [each.change for each in advise(RunRecord.read(path), figures)]
     (room,) = [each for each in changes if each.startswith("--offload.device_memory")]
     enough = parse_size(room.split()[1])
     assert enough is not None
@@ -199,7 +199,7 @@ def test_a_run_far_slower_than_its_plan_is_told_so_before_anything_else(tmp_path
     lines = [line(step, 1.0, lanes={}) for step in range(1, 9)]
     for planned, told in ((0.25, True), (0.8, False)):
         path = write_run(tmp_path / str(planned), lines, plan={**PLAN, "step_seconds": planned})
-        first = [each.why for each in advise(Recorded.read(path), figures_of(path))][:1]
+        first = [each.why for each in advise(RunRecord.read(path), figures_of(path))][:1]
         assert any("4 times as long as planned" in why for why in first) == told
 
 
@@ -208,17 +208,17 @@ def test_a_budget_is_only_said_to_be_too_large_where_it_was_set_and_more_of_it_i
     plan = {**PLAN, "tiers": {**PLAN["tiers"], "cpu": host}}
     waits = [line(step, 0.5, lanes={"h2d": (0.2, 0.1), "update": (0.1, 0.0)}) for step in range(1, 9)]
     path = write_run(tmp_path / "waits", waits, plan=plan)
-    changes = [each.change for each in advise(Recorded.read(path), figures_of(path))]
+    changes = [each.change for each in advise(RunRecord.read(path), figures_of(path))]
     assert changes[0].startswith("More --offload.device_memory")
     assert not any("would be enough" in change for change in changes), "the host's budget is the machine's"
     config = {**CONFIG, "offload": {"device_memory": None, "host_memory": 100_000}}
     path = write_run(tmp_path / "set", waits, plan=plan, config=config)
-    changes = [each.change for each in advise(Recorded.read(path), figures_of(path))]
+    changes = [each.change for each in advise(RunRecord.read(path), figures_of(path))]
     assert [change for change in changes if "would be enough" in change] == [
         "--offload.host_memory 8.2KiB would be enough"
     ]
     (path / "env.json").write_text('{"world_size": 4}')
-    changes = [each.change for each in advise(Recorded.read(path), figures_of(path))]
+    changes = [each.change for each in advise(RunRecord.read(path), figures_of(path))]
     assert "--offload.host_memory 32.8KiB would be enough" in changes, "the ranks share it"
 
 
@@ -229,7 +229,7 @@ def test_what_is_torn_missing_or_strange_is_told_and_the_rest_is_there(tmp_path:
             '[1]\n{"step": true}\n{"step": 13, "loss": null, "step_seconds": "x", "lanes": 3}\n{"step": 14, "lo'
         )
     (path / "plan.json").write_text('{"tiers": {"device": 3, "cpu": {"allocations": [1, {"bytes": 2}], "bytes": null}}')
-    run = Recorded.read(path)
+    run = RunRecord.read(path)
     assert len(run.steps) == 13
     figures = Figures.of(run)
     assert figures.series["loss"][-1] == (13, None)
@@ -248,7 +248,7 @@ def test_a_step_of_no_time_counts_for_nothing(tmp_path: Path) -> None:
     path = write_run(tmp_path, lines)
     figures = figures_of(path)
     assert figures.median is figures.binding is None
-    assert not Recorded.read(path).kept
+    assert not RunRecord.read(path).traced_steps
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,8 @@ def test_a_step_of_no_time_counts_for_nothing(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_read_is_told(tmp_path: Path, content: bytes) -> None:
     path = write_run(tmp_path, usual(5))
     (path / "trace.json.gz").write_bytes(content)
-    run = Recorded.read(path)
-    assert not run.kept
+    run = RunRecord.read(path)
+    assert not run.traced_steps
     assert any("trace.json.gz cannot be read" in note for note in run.notes)
 
 
@@ -268,12 +268,12 @@ def test_a_run_that_goes_on_is_seen(tmp_path: Path) -> None:
     path = write_run(tmp_path, usual(5))
     env = {"host": socket.gethostname(), "pids": [os.getpid()]}
     (path / "env.json").write_text(json.dumps(env))
-    assert Recorded.read(path).is_running
-    assert not Recorded.read(path, is_over=True).is_running
+    assert RunRecord.read(path).is_running
+    assert not RunRecord.read(path, is_over=True).is_running
     os.utime(path / "env.json", (1, 1))  # older than the process, so the run belongs to another process
-    assert not Recorded.read(path).is_running
+    assert not RunRecord.read(path).is_running
     (path / "env.json").write_text(json.dumps({**env, "host": "elsewhere"}))
-    assert not Recorded.read(path).is_running
+    assert not RunRecord.read(path).is_running
 
 
 def test_what_is_no_run_is_one_clear_error(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_step_takes_no_more_longer_in_a_part_than_as_a_whole(tmp_path: Path) -
     lines = [line(step, 0.5, lanes={"h2d": (0.2, 0.2)}) for step in range(1, 12)]
     lines[7] = line(8, 0.6, lanes={"h2d": (0.2, 0.0)})  # compute takes 0.3 s longer, without a wait
     (view,) = read_views([write_run(tmp_path, lines)])
-    assert view.slowest.said[0] == "100 ms more than the median step, 100 ms of it in compute."
+    assert view.slowest.notes[0] == "100 ms more than the median step, 100 ms of it in compute."
 
 
 def test_sentences_have_a_space_between_them(tmp_path: Path) -> None:
@@ -234,15 +234,15 @@ def test_the_file_names_nothing_that_is_fetched(pages: dict[str, Path]) -> None:
 
 
 def test_a_curve_keeps_every_spike_and_gap() -> None:
-    points: list[charts.Point] = [(step, 1.0) for step in range(10_000)]
+    points: list[charts.CurvePoint] = [(step, 1.0) for step in range(10_000)]
     points[5003], points[77] = (5003, 9.0), (77, -3.0)
     points[7000:7500] = [(step, None) for step in range(7000, 7500)]
-    found = charts.thinned(points)
+    found = charts.thin(points)
     assert len(found) < 400
     assert {(5003, 9.0), (77, -3.0)} < set(found)
     assert [step for step, _ in found] == sorted(step for step, _ in found)
     assert any(value is None and 7000 <= step < 7500 for step, value in found)
-    assert charts.thinned(points[:100]) == points[:100]
+    assert charts.thin(points[:100]) == points[:100]
 
 
 @pytest.mark.parametrize(
@@ -264,12 +264,12 @@ def test_any_values_have_a_curve(values: list[Any]) -> None:
 
 def test_steps_are_marked_at_a_few_whole_ones_among_them() -> None:
     for first, last in ((1, 1), (1, 2), (1, 3), (4, 9), (1, 40), (1, 120), (31, 1000), (999_990, 1_000_003)):
-        ticks = charts.Steps(first, last).ticks()
+        ticks = charts.StepAxis(first, last).ticks()
         assert 1 <= len(ticks) <= 6
         assert ticks == sorted(set(ticks))
         assert all(isinstance(tick, int) and first <= tick <= last for tick in ticks)
-        assert charts.Steps(first, last).project(first, 0, 300) == 0
-        assert first == last or charts.Steps(first, last).project(last, 0, 300) == 300
+        assert charts.StepAxis(first, last).project(first, 0, 300) == 0
+        assert first == last or charts.StepAxis(first, last).project(last, 0, 300) == 300
 
 
 def test_no_values_have_none() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from offload import Engine, bench
 from offload.benches import step
-from offload.benches.blocks import Contender, measure, none_left, process_disk_bytes, summarise, turned
+from offload.benches.blocks import Contender, do_nothing, measure, process_disk_bytes, rotate, summarise
 from offload.errors import ConfigError
 from offload.native import kernels
 from tests.disks import nameless
@@ -74,8 +74,8 @@ def contenders(machine: Machine, waits: bool) -> list[Contender]:
         machine.now_s += SEEN_S
         machine.leave()
 
-    plain = Contender("plain", lambda batch: machine.compute(PLAIN_S), none_left)
-    return [plain, Contender("hiding", hide, machine.wait if waits else none_left, "plain")]
+    plain = Contender("plain", lambda batch: machine.compute(PLAIN_S), do_nothing)
+    return [plain, Contender("hiding", hide, machine.wait if waits else do_nothing, "plain")]
 
 
 def results(machine: Machine, made: list[Contender], num_steps: int = 3) -> dict[str, dict[str, Any]]:
@@ -114,16 +114,16 @@ def test_the_order_of_blocks() -> None:
     warm = ["x", "x0", "x1", "x0", "x1", "x", "y", "y0", "y1", "y0", "y1", "y"]
     x, y = ["x", "x0", "x1", "x0", "x"], ["y", "y0", "y1", "y0", "y"]
     assert done == [*warm, *x, *y, *y, *x]
-    assert [turned("abc", number) for number in (1, 5)] == [["b", "c", "a"], ["c", "a", "b"]]
+    assert [rotate("abc", number) for number in (1, 5)] == [["b", "c", "a"], ["c", "a", "b"]]
 
 
 def test_ratios_are_of_the_same_round() -> None:
     """The machine slows down by half every round. In each round one contender is twice as fast."""
-    made = [Contender("slow", print, none_left), Contender("fast", print, none_left, "slow")]
+    made = [Contender("slow", print, do_nothing), Contender("fast", print, do_nothing, "slow")]
     seconds = [[4.0, 8.0, 16.0], [2.0, 4.0, 8.0]]
     ticks = []
     for number in range(3):
-        for which in turned([0, 1], number):
+        for which in rotate([0, 1], number):
             ticks += [0.0, 0.0, seconds[which][number]]
     measure(made, [""], 1, 3, clock=iter([0.0] * 6 + ticks).__next__, disk=dict)
     fast = summarise(made, 1, 1, {"group": ""})[1]

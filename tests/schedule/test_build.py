@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from offload.schedule.build import Fetch, Room, Schedule, Use, build, window_bytes
+from offload.schedule.build import Fetch, Schedule, SlotMemory, Use, build, window_bytes
 from tests.matrix import examples, matrix
 
 SIZE = 512
@@ -26,14 +26,16 @@ class Pass:
     """Arguments for `build`."""
 
     uses: tuple[Use, ...]
-    room: Room
+    room: SlotMemory
     lookahead: int
     held: Mapping[int, int] = field(default_factory=dict)
     homes: Mapping[int, int] = field(default_factory=dict)
     trained: frozenset[int] = frozenset()
 
     def build(self) -> Schedule:
-        return build(self.uses, self.room, self.lookahead, held=self.held, homes=self.homes, trained=self.trained)
+        return build(
+            self.uses, self.room, self.lookahead, valid_offsets=self.held, homes=self.homes, trained=self.trained
+        )
 
 
 def fetches(schedule: Schedule) -> list[Fetch]:
@@ -84,11 +86,11 @@ def check_fetch(asked: Pass, lying: Mapping[int, int], fetch: Fetch, now: int) -
     assert overwritten <= set(fetch.evicts) <= set(lying)
     assert len(fetch.evicts) == len(set(fetch.evicts))
     if counted_out:
-        assert room.most is not None
-        assert len(lying) >= room.most
+        assert room.max_cargoes is not None
+        assert len(lying) >= room.max_cargoes
         (out,) = counted_out
         assert all(needed(asked, out, now) >= needed(asked, other, now) for other in lying)
-    assert room.most is None or len(lying) - len(fetch.evicts) + 1 <= room.most
+    assert room.max_cargoes is None or len(lying) - len(fetch.evicts) + 1 <= room.max_cargoes
     assert all(needed(asked, cargo, now) > fetch.serves for cargo in fetch.evicts), "no harm to an earlier use"
 
 
@@ -127,7 +129,7 @@ def passes(draw: st.DrawFn) -> Pass:
     homes = draw(st.dictionaries(st.integers(1, num_cargoes), st.integers(0, capacity), max_size=num_cargoes))
     return Pass(
         uses,
-        Room(sizes, capacity, most),
+        SlotMemory(sizes, capacity, most),
         draw(st.integers(0, 7)),
         held,
         {**homes, **held},
@@ -185,7 +187,7 @@ def equal_passes(draw: st.DrawFn) -> tuple[Pass, int]:
     there = draw(st.permutations(range(1, num_cargoes + 1)))[: draw(st.integers(0, num_places))]
     asked = Pass(
         uses,
-        Room((0, *[SIZE] * num_cargoes), capacity, num_places if by_count else None),
+        SlotMemory((0, *[SIZE] * num_cargoes), capacity, num_places if by_count else None),
         draw(st.integers(0, 4)),
         {cargo: SIZE * place for place, cargo in enumerate(there)},
         trained=frozenset(draw(st.sets(st.integers(1, num_cargoes)))),
@@ -231,7 +233,7 @@ def roomy_passes(draw: st.DrawFn) -> Pass:
     sizes = (0, *draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)))
     uses = tuple(draw(st.lists(uses_of(st.integers(0, len(sizes) - 1)), max_size=14)))
     trained = frozenset(draw(st.sets(st.integers(1, len(sizes) - 1))))
-    return Pass(uses, Room(sizes, sum(sizes), None), draw(st.integers(0, 6)), trained=trained)
+    return Pass(uses, SlotMemory(sizes, sum(sizes), None), draw(st.integers(0, 6)), trained=trained)
 
 
 @given(roomy_passes())
@@ -263,13 +265,13 @@ def sweep(num_units: int) -> tuple[Use, ...]:
     return (*(Use(unit, False) for unit in units), *(Use(unit, True) for unit in reversed(units)))
 
 
-def rooms(num_units: int, num_places: int) -> list[Room]:
+def rooms(num_units: int, num_places: int) -> list[SlotMemory]:
     """Return room for `num_places` units, limited by bytes and by count."""
     sizes = (0, *[SIZE] * num_units)
-    return [Room(sizes, SIZE * num_places, None), Room(sizes, SIZE * (num_units + 1), num_places)]
+    return [SlotMemory(sizes, SIZE * num_places, None), SlotMemory(sizes, SIZE * (num_units + 1), num_places)]
 
 
-def repeat(num_units: int, room: Room, lookahead: int, trained: Iterable[int], num_passes: int) -> list[Schedule]:
+def repeat(num_units: int, room: SlotMemory, lookahead: int, trained: Iterable[int], num_passes: int) -> list[Schedule]:
     """Return schedules for consecutive passes, each starting from the device state left by the previous pass."""
     held: dict[int, int] = {}
     homes: dict[int, int] = {}
@@ -383,7 +385,7 @@ def test_what_a_backward_does_not_read_is_not_fetched_for_it():
     uses = (*sweep(3)[:-1], Use(1, True, reads=False))
     for places in (2, 4):
         room = rooms(3, places)[0]
-        first = build(uses, room, 2, held={}, homes={}, trained={1, 2, 3}, wraps=True)
+        first = build(uses, room, 2, valid_offsets={}, homes={}, trained={1, 2, 3}, wraps=True)
         served = [(fetch.cargo, fetch.serves) for fetch in fetches(first)]
         assert served[:3] == [(1, 0), (2, 1), (3, 2)]
         assert served[3:]
@@ -391,7 +393,7 @@ def test_what_a_backward_does_not_read_is_not_fetched_for_it():
 
 
 def test_a_place_costs_as_much_as_the_first_need_of_whom_it_takes():
-    room = Room((0, 2, 2, 4, 4), 8, None)
+    room = SlotMemory((0, 2, 2, 4, 4), 8, None)
     lying, next_use = {1: 0, 2: 2, 3: 4}, {1: 9.0, 2: 5.0, 3: 6.0}
     assert room.place(4, lying, next_use, 4, None) == (4, (3,))
     assert room.place(4, lying, {1: 9.0, 2: 7.0, 3: 6.0}, 4, None) == (0, (1, 2))
@@ -401,19 +403,19 @@ def test_a_place_costs_as_much_as_the_first_need_of_whom_it_takes():
 
 
 def test_home_is_preferred_where_nothing_is_lost_by_it():
-    room = Room((0, 2, 2, 2), 8, None)
+    room = SlotMemory((0, 2, 2, 2), 8, None)
     assert room.place(1, {}, {}, 0, None) == (0, ())
     assert room.place(1, {}, {}, 0, 5) == (5, ())
     assert room.place(1, {}, {}, 0, 7) == (0, ()), "no room there any more"
     assert room.place(1, {2: 4}, {2: 9.0}, 0, 5) == (0, ()), "somebody is there"
     assert room.place(1, {2: 0, 3: 4}, {2: 9.0, 3: 9.0}, 0, 3) == (2, ())
-    full = Room((0, 4, 4, 4), 8, None)
+    full = SlotMemory((0, 4, 4, 4), 8, None)
     assert full.place(1, {2: 0, 3: 4}, {2: 9.0, 3: 9.0}, 0, 4) == (4, (3,))
     assert full.place(1, {2: 0, 3: 4}, {2: 10.0, 3: 9.0}, 0, 4) == (0, (2,))
 
 
 def test_a_count_lets_go_of_what_is_needed_last():
-    room = Room((0, 2, 2, 2), 8, 2)
+    room = SlotMemory((0, 2, 2, 2), 8, 2)
     assert room.place(1, {2: 0, 3: 2}, {2: 8.0, 3: 9.0}, 0, None) == (2, (3,))
     assert room.place(1, {2: 0, 3: 2}, {2: 8.0, 3: 9.0}, 0, 6) == (6, (3,))
     assert room.place(1, {2: 0, 3: 2}, {2: 8.0, 3: 9.0}, 9, None) is None

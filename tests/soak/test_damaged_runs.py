@@ -58,8 +58,8 @@ class Ended(BaseException):
 class Loader:
     """A run in the test process without states; states are loaded from any checkpoint, repeatedly."""
 
-    def __init__(self, run: Run, engine: Engine, begin_at: Callable[..., Any], folder: Path) -> None:
-        self.run, self._engine, self._begin_at, self._states = run, engine, begin_at, folder / "states"
+    def __init__(self, run: Run, engine: Engine, load_start: Callable[..., Any], folder: Path) -> None:
+        self.run, self._engine, self._begin_at, self._states = run, engine, load_start, folder / "states"
         self._configs = {}
         for how in ("auto", str(run.checkpoints.path / "step-4")):
             self._configs[how] = config_of(run, "--checkpoint.resume", how)
@@ -103,14 +103,14 @@ def inside(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Return a function that calls `work` with a `Loader`."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    begin_at = runs.begin_at
+    load_start = runs.load_start
 
     def call(work: Callable[[Loader], None]) -> None:
         def instead(_start: ResumePoint, engine: Engine, _say: Any) -> None:
-            work(Loader(run, engine, begin_at, tmp_path))
+            work(Loader(run, engine, load_start, tmp_path))
             raise Ended
 
-        monkeypatch.setattr(runs, "begin_at", instead)
+        monkeypatch.setattr(runs, "load_start", instead)
         with pytest.raises(Ended):
             Trainer(config_of(run)).run()
 

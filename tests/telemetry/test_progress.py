@@ -94,8 +94,8 @@ def test_what_comes_before_the_first_step_is_shown_on_a_terminal_alone(monkeypat
     streams = [Terminal(), io.StringIO()]
     for stream in streams:
         progress = make_progress(1, stream)
-        progress.doing("reading the weights")
-        progress.doing("trying the model")
+        progress.show_activity("reading the weights")
+        progress.show_activity("trying the model")
         progress.close()
     assert ["reading the weights" in stream.getvalue() for stream in streams] == [True, False]
 

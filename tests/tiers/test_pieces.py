@@ -60,7 +60,7 @@ def test_a_parameter_in_pieces_is_written_and_read_as_a_whole_one(precision: str
     assert torch.equal(stack.values.read(0), value)
     for begin, end in ((0, 6 * EXPERT), (EXPERT - 3, EXPERT + 5), (4 * EXPERT, 4 * EXPERT), (7, 5 * EXPERT + 1)):
         assert torch.equal(stack.values.read_range(0, begin, end), value.view(-1)[begin:end])
-    assert torch.equal(stack.values.read_here(0), value if precision == "fp32" else value.bfloat16())
+    assert torch.equal(stack.values.read_local(0), value if precision == "fp32" else value.bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.units.activation_offload import OnHost
+from offload.engine.units.activation_offload import HostActivationOffload
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
 from offload.optim.adamw import AdamW
@@ -205,7 +205,7 @@ def test_what_is_copied_to_the_device_is_pinned_and_the_rest_is_not(
         travels += sum(flat.nbytes for name, flat in state.planes.items() if name in found)
         pinned |= found
     assert store.pinned_bytes == travels
-    assert {label.replace(" ", "_") for label in layout.resting(regions)} == everything - pinned
+    assert {label.replace(" ", "_") for label in layout.resting_labels(regions)} == everything - pinned
     store.close()
 
 
@@ -218,7 +218,7 @@ def copy_all(store: Store, device: PlayedDevice) -> None:
 
 def test_activation_buffers_are_registered_as_long_as_they_live(driver: PlayedDriver) -> None:
     device = PlayedDevice(Pinning(driver), driver)
-    place = OnHost(device, Lanes(overlap=False, throttle={}), Counters(), Ledger("cpu"))
+    place = HostActivationOffload(device, Lanes(overlap=False, throttle={}), Counters(), Ledger("cpu"))
     for size in (100, PAGE, 3 * PAGE):
         place.put(torch.zeros(size, dtype=torch.uint8))
     place.end_step()

@@ -51,7 +51,7 @@ def test_a_stretch_is_its_part_of_the_memory():
         stretch = taken(buffer, size)
         assert stretch.flat.shape == (size,)
         stretch.flat.fill_(number)
-        assert stretch.fence.kind == "staging"
+        assert stretch.fence.buffer_type == "staging"
     assert buffer.memory.tolist() == [1] * 3 + [2] * 4 + [0] * 3
 
 

@@ -12,8 +12,8 @@ from offload.lanes.lanes import Lanes
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.optim.adamw import AdamW
 from offload.telemetry.counters import Counters
+from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import CpuDevice
-from offload.tiers.due import Due
 from offload.tiers.ledger import Ledger
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
@@ -46,7 +46,7 @@ class Bench:
         self.slots = Slots(
             self.store,
             self.device,
-            Due(),
+            DeferredUpdates(),
             self.lanes,
             self.counters,
             slot_bytes=size if tier == "cpu" else 0,
@@ -63,7 +63,7 @@ class Bench:
     def fetch(self, regions: tuple[Region, ...]) -> None:
         """Fetch on demand to the slot's start."""
         cargo = self.slots.cargo_of(regions)
-        if self.slots.cargo_bytes(cargo) and cargo not in self.slots.held():
+        if self.slots.cargo_bytes(cargo) and cargo not in self.slots.valid_offsets():
             self.slots.fetch(cargo, 0)
 
     def shown(self, regions: tuple[Region, ...]) -> dict[int, Any]:

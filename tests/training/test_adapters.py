@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored import Stored
+from offload.checkpoint.stored_model import StoredParameter
 from offload.config.config import Config
 from offload.config.sections import LoraSection
 from offload.data.tokenizer import train_bpe
@@ -417,4 +417,4 @@ def test_loftq_without_codes_and_over_norms_is_refused(run: Any, base: Path, mor
 
 def _stored(reader: Reader, name: str) -> torch.Tensor:
     shape = reader.contents[name].shape
-    return Stored(reader, name, shape, torch.float32).read(0, math.prod(shape)).view(shape)
+    return StoredParameter(reader, name, shape, torch.float32).read(0, math.prod(shape)).view(shape)

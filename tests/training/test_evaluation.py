@@ -83,7 +83,7 @@ def test_a_run_stops_when_no_loss_is_lower(run: Any, judged: None) -> None:
 def test_what_is_no_number_is_never_better() -> None:
     best = Best()
     for step, loss in enumerate([math.nan, 2.0, math.nan, math.inf], start=1):
-        best.judge(loss, step, 0.0)
+        best.record(loss, step, 0.0)
     assert best == Best(2.0, 2, 2.0, 2)
 
 

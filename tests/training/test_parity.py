@@ -22,8 +22,8 @@ from offload.errors import ConfigError, DoesNotFitError
 from offload.hf import read
 from offload.optim.sgd import SGD
 from offload.training import build, parity_check
-from offload.training.apart import WeightsApart, first_element
-from offload.training.resident import Resident
+from offload.training.differences import WeightComparison, first_mismatch
+from offload.training.resident import ResidentTrainer
 from tests import forks
 from tests.training.conftest import SHAPES
 
@@ -173,8 +173,8 @@ def test_where_the_order_of_sums_differs_a_tolerance_is_told(run: Run, settings:
 
 @pytest.mark.slow
 def test_a_wrong_scale_is_beyond_the_tolerance(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Resident.step
-    monkeypatch.setattr(Resident, "step", lambda self, parts: step(self, [(rows, 0.9) for rows, _ in parts]))
+    step = ResidentTrainer.step
+    monkeypatch.setattr(ResidentTrainer, "step", lambda self, parts: step(self, [(rows, 0.9) for rows, _ in parts]))
     code, found = run("--train.micro_batch_size", "1", *HOST)
     assert (code, found["equal"]) == (1, False)
     assert found["first_difference"]["what"] == "loss"
@@ -184,21 +184,21 @@ class Broken:
     """Flips the last bit of one resident weight in the second step of some passes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: set[int]) -> None:
-        update, begin = Resident._update_parameter, Resident.__init__
+        update, begin = ResidentTrainer._update_parameter, ResidentTrainer.__init__
         self.num_passes, name = 0, "model.layers.1.mlp.up_proj.weight"
 
-        def count(resident: Resident, *args: Any, **settings: Any) -> None:
+        def count(resident: ResidentTrainer, *args: Any, **settings: Any) -> None:
             self.num_passes += 1
             begin(resident, *args, **settings)
 
-        def break_one(resident: Resident, index: int, gradient: torch.Tensor, scale: float) -> None:
+        def break_one(resident: ResidentTrainer, index: int, gradient: torch.Tensor, scale: float) -> None:
             update(resident, index, gradient, scale)
             info = resident._infos[index]
             if self.num_passes in passes and info.name == name and resident._steps[index] == 2:
                 resident._states[index]["weights"].view(torch.int32)[5 * info.shape[1] + 7] += 1
 
-        monkeypatch.setattr(Resident, "__init__", count)
-        monkeypatch.setattr(Resident, "_update_parameter", break_one)
+        monkeypatch.setattr(ResidentTrainer, "__init__", count)
+        monkeypatch.setattr(ResidentTrainer, "_update_parameter", break_one)
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_a_model_that_does_not_fit_takes_no_memory_before_it_is_refused(
         taken.append((process.memory_info().rss - before) / num_bytes)
         raise DoesNotFitError("too large")
 
-    monkeypatch.setattr(build, "engine", refuse)
+    monkeypatch.setattr(build, "build_engine", refuse)
     given = words(*HOST)
     config = AutoConfig.for_model("llama", vocab_size=1 << 20, **SHAPES["llama"])
     config.save_pretrained("shape")
@@ -314,7 +314,7 @@ def test_the_resident_side_is_a_plain_loop_of_pytorch(num_parts: int) -> None:
     plain = copy.deepcopy(model)
     cpu, rule = torch.device("cpu"), SGD(lr=0.1, momentum=0.9)
     places = dict.fromkeys((name for name, _ in model.named_parameters()), cpu)
-    resident = Resident(
+    resident = ResidentTrainer(
         model, rule, precision="fp32", device=cpu, update_devices=places, max_grad_norm=None, seed=0, sums_by_unit=True
     )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=False)
@@ -336,21 +336,21 @@ def test_the_resident_side_is_a_plain_loop_of_pytorch(num_parts: int) -> None:
 
 def test_bits_are_compared_and_the_first_is_found() -> None:
     one = torch.tensor([[0.0, 1.0, float("nan")], [2.0, 3.0, 4.0]])
-    assert first_element(one, one.clone()) is None
+    assert first_mismatch(one, one.clone()) is None
     other = one.clone()
     other[0, 0] = -0.0
     other[1, 2] = 5.0
-    assert first_element(one, other) == ((0, 0), 2)
-    apart = WeightsApart()
+    assert first_mismatch(one, other) == ((0, 0), 2)
+    apart = WeightComparison()
     apart.add(1, "equal", one[1], one[1].clone(), torch.zeros(3))
     assert (apart.distance, apart.first) == (0.0, None)
     apart.add(1, "b", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2))
-    assert (apart.first.what, apart.first.element, apart.first.offloaded) == ("b", (1,), 4.0)  # type: ignore[union-attr]
+    assert (apart.first.name, apart.first.element, apart.first.offloaded) == ("b", (1,), 4.0)  # type: ignore[union-attr]
     apart.add(1, "c", torch.ones(1), -torch.ones(1))
-    assert apart.first.what == "b", "the first stays"  # type: ignore[union-attr]
+    assert apart.first.name == "b", "the first stays"  # type: ignore[union-attr]
     apart.add(1, "d", torch.ones(1), torch.tensor([math.nan]))
     assert (apart.fields()["largest_difference"], apart.fields()["distance"]) == ("nan", "nan")
-    apart = WeightsApart()
+    apart = WeightComparison()
     apart.add(1, "equal", one[1], one[1].clone(), torch.zeros(3))
     apart.add(1, "b", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2))
     assert apart.distance == pytest.approx((1 / (4 + 9 + 16 + 9 + 25)) ** 0.5)

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from offload import Trainer
-from offload.checkpoint.stored import REFERENCE
+from offload.checkpoint.stored_model import REFERENCE
 from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.engine.loss.group_loss import GroupLoss
@@ -96,7 +96,7 @@ def test_dpo_is_trls(tmp_path: Path, loss_type: str) -> None:
     with Engine(llama(initializer_range=0.2)) as engine:
         engine.evaluate(batch, reference)
     batch["reference"] = torch.zeros(batch["labels"].shape)
-    batch["reference"][:, 0] = reference.measured["log_probs"]
+    batch["reference"][:, 0] = reference.metrics["log_probs"]
     assert engine_loss(llama(), batch, DPO(0.1, loss_type)) == pytest.approx(wanted, abs=1e-6, rel=1e-6)
 
 

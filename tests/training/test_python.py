@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 
 from offload import Config, Trainer
-from offload.data.given import as_file
+from offload.data.python_rows import write_rows
 from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
@@ -63,7 +63,7 @@ def test_a_model_and_rows_that_are_given_train_as_those_of_files(
     assert "model: LlamaForCausalLM" in said
     assert "given, fp32" in said
     assert "logits bit-equal" in said
-    source = as_file(ROWS, "data")
+    source = write_rows(ROWS, "data")
     files = {**settings, "run": {"dir": str(tmp_path / "files")}, "model": {"path": str(pretrained)}}
     (tmp_path / "run.yaml").write_text(json.dumps({**files, "data": {**settings["data"], "source": source}}))
     wanted = Trainer(tmp_path / "run.yaml").run()
@@ -320,10 +320,10 @@ def test_rows_are_written_piece_by_piece_and_known_by_their_content(tmp_path: Pa
         yield "ä text"
         yield {"input_ids": torch.tensor([1, 2]), "labels": np.array([-100, 2])}
 
-    path = Path(as_file(rows(), "data"))
+    path = Path(write_rows(rows(), "data"))
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert found == [{"text": "ä text"}, {"input_ids": [1, 2], "labels": [-100, 2]}]
-    assert as_file(list(rows()), "data") == str(path)
-    assert as_file(["another"], "data") != str(path)
-    assert as_file(path, "data") == str(path)
+    assert write_rows(list(rows()), "data") == str(path)
+    assert write_rows(["another"], "data") != str(path)
+    assert write_rows(path, "data") == str(path)
     assert [each.name for each in path.parent.parent.rglob("*") if each.is_file()] == ["data.jsonl"] * 2

@@ -96,7 +96,7 @@ def test_commands_take_such_a_base(run: Any, tmp_path: Path, kind: str, capsys: 
     found = json.loads(capsys.readouterr().out)["tiers"]["pinned"]["allocations"]
     planned = {each["name"]: each["bytes"] for each in found}["weights"]
     section = LoraSection(rank=4, target_modules=["q_proj"])
-    built = Adaptation.of(section, "causal").over(build_model(ModelSection(path=str(base)), seed=0), seed=0)
+    built = Adaptation.of(section, "causal").apply_to(build_model(ModelSection(path=str(base)), seed=0), seed=0)
     place = Placement(parameters="cpu", optimizer="cpu")
     engine = Engine(built.model, fill=built.fill, quantized=built.quantized, precision="bf16", placement=place)
     assert planned == {name: size for _, name, size in engine.allocations}["weights"]
@@ -130,7 +130,7 @@ def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_pat
     for over in {"target_modules": ["q_proj", "o_proj"]}, {"target_parameters": ["q_proj.weight", "o_proj.weight"]}:
         section = {"rank": 4, "init": "pissa", **over}
         config = Config.load(None, {"model.path": str(base), "lora": section, "offload.parameters": "cpu"})
-        told = Forecaster(config, 1).tell(config, Hardware.read("rtx-4090"), times=False)
+        told = Forecaster(config, 1).predict(config, Hardware.read("rtx-4090"), times=False)
         assert sum(info.codec.name.startswith("int4") for info in told.prepared.structure.infos) == 10
 
 

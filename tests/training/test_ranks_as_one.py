@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offload.distributed.comm import Comm
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.errors import (
     ConfigError,
     DoesNotFitError,
@@ -19,7 +19,7 @@ from offload.errors import (
     common,
     is_left_to_another_rank,
 )
-from offload.training.ranks import Notes, Parting, rank_0_first, tally
+from offload.training.ranks import Notes, RankExit, rank_0_first, tally
 
 
 class Meeting:
@@ -83,7 +83,7 @@ def on_ranks(size: int, work: Callable[[Comm], Any]) -> list[Any]:
 )
 def test_what_fails_on_one_rank_fails_on_all(failure: Exception, kind: type[Exception], text: str) -> None:
     def work(comm: Comm) -> None:
-        with as_one(comm, "work"):
+        with share_failure(comm, "work"):
             if comm.rank == 1:
                 raise failure
 
@@ -94,7 +94,7 @@ def test_what_fails_on_one_rank_fails_on_all(failure: Exception, kind: type[Exce
 
 def test_what_fails_on_the_only_rank_is_raised_as_it_is() -> None:
     failure = RuntimeError("no")
-    with pytest.raises(RuntimeError) as caught, as_one(Comm(), "work"):
+    with pytest.raises(RuntimeError) as caught, share_failure(Comm(), "work"):
         raise failure
     assert caught.value is failure
 
@@ -178,7 +178,7 @@ def speakers(
     make: Callable[[int], BaseException], ranks: tuple[int, ...] = (0, 1, 2, 3), hear: Any = None
 ) -> list[int]:
     """Return the ranks that print their error."""
-    return [rank for rank in ranks if not is_left_to_another_rank(Parting(Leaving(rank, hear)).leave(make(rank)))]
+    return [rank for rank in ranks if not is_left_to_another_rank(RankExit(Leaving(rank, hear)).leave(make(rank)))]
 
 
 def test_one_rank_of_a_machine_prints_why_all_end() -> None:
@@ -212,13 +212,13 @@ def test_an_error_that_rank_0_has_too_is_left_to_it() -> None:
     ],
 )
 def test_a_rank_ends_as_the_one_that_ended_it(told: str, kind: type[OffloadError], code: int) -> None:
-    left = Parting(Leaving(1)).leave(RankLostError(f"Rank 0 ended with: {told} (it was computing).", 0))
+    left = RankExit(Leaving(1)).leave(RankLostError(f"Rank 0 ended with: {told} (it was computing).", 0))
     assert type(left) is kind
     assert left.exit_code == code
 
 
 def test_the_others_are_told_of_an_error_unless_they_have_it() -> None:
     comm, error = Leaving(1), ValueError("bad")
-    Parting(comm).leave(error)
-    Parting(comm).leave(common(InterruptedRun("saved")))
+    RankExit(comm).leave(error)
+    RankExit(comm).leave(common(InterruptedRun("saved")))
     assert comm.told == [error, None]

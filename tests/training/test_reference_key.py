@@ -12,7 +12,7 @@ import torch
 from offload import Placement
 from offload.config.config import Config
 from offload.engine.engine import Engine
-from offload.training.reference_key import LEFT_OUT, NAMES, described_model, described_settings, reference_key
+from offload.training.reference_key import LEFT_OUT, LEFT_OUT_NAMES, describe_model, describe_settings, reference_key
 from tests.integrations.plain import llama, needs
 
 needs("peft")
@@ -53,10 +53,10 @@ def test_every_setting_is_in_the_key_or_left_out_for_a_reason(config: Config) ->
     found = {
         f"{section}.{name}"
         for section in sections
-        for name in unchanged(getattr(config, section), lambda: described_settings(config))
+        for name in unchanged(getattr(config, section), lambda: describe_settings(config))
     }
     assert found == set(LEFT_OUT)
-    assert all([*LEFT_OUT.values(), *NAMES.values()])
+    assert all([*LEFT_OUT.values(), *LEFT_OUT_NAMES.values()])
 
 
 def test_every_field_of_an_adapter_and_of_an_architecture_is_in_the_key(adapted: Any) -> None:
@@ -66,7 +66,7 @@ def test_every_field_of_an_adapter_and_of_an_architecture_is_in_the_key(adapted:
     """
     layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
     for values in (adapted.peft_config["default"], adapted.config, layer.scaling, layer.r):
-        assert unchanged(values, lambda: described_model(adapted)) <= set(NAMES)
+        assert unchanged(values, lambda: describe_model(adapted)) <= set(LEFT_OUT_NAMES)
 
 
 def test_weights_buffers_hooks_rows_and_passes_are_in_the_key(config: Config, adapted: Any) -> None:

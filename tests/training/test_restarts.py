@@ -127,7 +127,7 @@ def test_every_kind_of_layer_begins_anew_as_it_began(init: Any) -> None:
     model: Any = get_peft_model(llama(), config)
     layers = LoraLayers(model)
     begun = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
-    anew, again = layers.anew(1), layers.anew(2)
+    anew, again = layers.new_matrices(1), layers.new_matrices(2)
     assert anew.keys() == begun.keys()
     assert len(layers.weights) == 3
     for name, value in anew.items():

@@ -54,9 +54,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finish each checkpoint before the next step, independent of the disk speed."""
 
     def is_due(saves: Saves) -> bool:
-        if saves._under_way is not None:
-            saves._under_way.saving._writer.wait()
-        return saves._under_way is not None
+        if saves._pending is not None:
+            saves._pending.saving._writer.wait()
+        return saves._pending is not None
 
     monkeypatch.setattr(Saves, "is_due", property(is_due))
 
@@ -336,7 +336,7 @@ def test_an_export_to_a_full_disk_loses_no_states(
         return export(self, *args, **more)
 
     monkeypatch.setattr(Engine, "export", filling)
-    monkeypatch.setattr(finish, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(finish, "_RETRY_S", 0.0)
     settings = {"run.dir": str(disk / "run"), "checkpoint.every": 3 if is_saved else "auto"}
     if not is_saved:
         result, _, said = run("run", **settings)

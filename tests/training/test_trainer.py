@@ -20,7 +20,7 @@ from offload.forecast import alternatives
 from offload.machine import environment
 from offload.machine.hardware import Hardware, Rates
 from offload.telemetry.timeline import Span, Timeline
-from offload.training.trained import WholeModel
+from offload.training.trainable import WholeModel
 from offload.training.trainer import Trainer
 from tests.telemetry.reader import read_trace
 
@@ -70,7 +70,7 @@ def test_a_run_on_other_versions_says_so(run: Any, monkeypatch: pytest.MonkeyPat
 def test_which_versions_are_tested(version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "TESTED", {"torch": ("2.11", "2.13")})
     monkeypatch.setattr(environment, "version_of", {"torch": version}.get)
-    assert (environment.untested() is None) == is_tested
+    assert (environment.describe_untested() is None) == is_tested
 
 
 def test_the_packages_are_those_that_are_tested() -> None:

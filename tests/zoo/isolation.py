@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from offload.training.isolation import why_not_apart
+from offload.training.isolation import why_not_isolated
 from tests.zoo.families import FIRST_WORD, Family, families
 
 SIZES = 7, 13, 9
@@ -16,7 +16,7 @@ SIZES = 7, 13, 9
 @cache
 def why_not(name: str) -> str:
     """Return the reason against document isolation. Empty: the family isolates documents."""
-    return why_not_apart(built(families()[name]), torch.device("cpu"), 128, range(FIRST_WORD))
+    return why_not_isolated(built(families()[name]), torch.device("cpu"), 128, range(FIRST_WORD))
 
 
 def built(family: Family) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offload import Engine
-from offload.checkpoint.stored import export_stored, rebuild_model
+from offload.checkpoint.stored_model import export_stored, rebuild_model
 from offload.config.sections import ModelSection
 from offload.hf.models import build_model
 from tests.checkpoint.folders import same

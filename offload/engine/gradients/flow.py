@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from offload.engine.gradients.landing import Landing
-from offload.engine.gradients.noise import MeasuredParts, Parts
+from offload.engine.gradients.noise import MicroBatchNoise, NoiseEstimator
 from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.transfer import GradientTransfer
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
@@ -32,7 +32,7 @@ from offload.tiers.store import Store
 _FIX = "Raise --offload.device_memory, or --train.head_chunk_bytes if the gradients of a chunked head are accumulated."
 
 
-Witness = Callable[[Piece, torch.Tensor], None]
+GradientObserver = Callable[[Piece, torch.Tensor], None]
 """Callback for a parameter piece and a gradient contribution [numel] in the compute dtype."""
 
 
@@ -40,8 +40,8 @@ class GradientFlow:
     """Takes gradients out of autograd one parameter at a time (only one is in memory), and sends them on region by
     region.
 
-    `measures`: norms over all gradients. `parts`: norms for single micro-batches. `is_over`: gradients are summed and
-    measured, and no more may be added.
+    `measures`: norms over all gradients. `noise_estimator`: norms for single micro-batches. `is_over`: gradients
+    are summed and measured, and no more may be added.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GradientFlow:
         }
         self.sums_in_fp32 = False  # micro-batches or chunks are summed in the buffer, in fp32
         self._repeats = self.is_over = False
-        self._witness: Witness | None = None
+        self._observer: GradientObserver | None = None
         self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
         self._record_buffer = Ring(device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
@@ -84,8 +84,8 @@ class GradientFlow:
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        self.parts = MeasuredParts() if settings.noise_scale else Parts()
-        self.landing = Landing(
+        self.noise_estimator = MicroBatchNoise() if settings.noise_scale else NoiseEstimator()
+        self.transfer = GradientTransfer(
             store, measures, device, lanes, counters, staging, sizes, bool(settings.debug), self._exist
         )
         self._ragged = {
@@ -103,18 +103,18 @@ class GradientFlow:
     def begin_step(self) -> None:
         self._end_lasting()
         self.measures.begin_step()
-        self.parts.forget()
-        self.landing.begin_step()
+        self.noise_estimator.forget()
+        self.transfer.begin_step()
         self._open.clear()
         self._buffer.reset()
         self._record_buffer.reset()
         self.sums_in_fp32 = self._repeats = self.is_over = False
-        self._witness = None
+        self._observer = None
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
         """Sum over several backward passes in the store's fp32 planes, or stop doing so."""
         self._end_lasting()
-        self.landing.accumulate(accumulates, staging)
+        self.transfer.accumulate(accumulates, staging)
         for flat in self._idle.values():
             self._device.ledger.release("accumulated gradients", flat.nbytes)
         self._idle.clear()
@@ -130,7 +130,7 @@ class GradientFlow:
     @property
     def accumulates(self) -> bool:
         """True if gradients are summed over several backward passes."""
-        return self.landing.accumulates
+        return self.transfer.accumulates
 
     def lasts(self, region: Region) -> bool:
         """Return whether gradients of a region stay on the device until the whole backward pass has ended."""
@@ -149,7 +149,7 @@ class GradientFlow:
 
     def make_lasting(self, region: Region, for_good: bool = True) -> None:
         """Give a region with several contributions its own fp32 device buffer, permanently or for this step."""
-        if not self._exist or (self._witness is not None and not for_good):
+        if not self._exist or (self._observer is not None and not for_good):
             return
         if for_good:
             self._lasting_so_far.discard(region.index)
@@ -157,7 +157,7 @@ class GradientFlow:
             flat = self._idle.pop(region.index, None)
             if flat is None:
                 flat = self._device.allocate("accumulated gradients", 4 * region.numel, _FIX).view(torch.float32)
-            so_far = self.landing.sum_so_far(region)
+            so_far = self.transfer.sum_so_far(region)
             if so_far is not None:  # the sum starts with this step's earlier passes
                 flat[self._store.sharding.shard(region)].copy_(so_far)
                 touched = self.measures.touched[region.index]
@@ -169,9 +169,9 @@ class GradientFlow:
 
     def open(self, regions: Sequence[Region]) -> None:
         """Prepare a backward for one unit use. After the return, compute may write the unit's gradients."""
-        if self._witness is not None:
+        if self._observer is not None:
             return
-        self.landing.policy.open()
+        self.transfer.policy.open()
         if self._repeats and any(region.index in self._open for region in regions):
             return
         passing = [region for region in regions if region.trainable and region.index not in self._lasting]
@@ -198,7 +198,7 @@ class GradientFlow:
 
         Its gradients start at 0: some experts may have no tokens.
         """
-        if self._witness is None:
+        if self._observer is None:
             passing = [region for region in regions if region.trainable]
             stretch = self._record_buffer.take(sum(map(self._passing_bytes, passing)))
             assert stretch is not None, "there is room for the largest record"
@@ -208,17 +208,17 @@ class GradientFlow:
 
     def close_record(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
         """Send on an expert record's gradients, except for the parameters in `frozen`."""
-        if self._witness is None:
+        if self._observer is None:
             self.measures.touch(regions, frozen)
             self.close(regions)
 
-    def land_zeros(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
+    def send_zeros(self, regions: Sequence[Region], frozen: frozenset[int]) -> None:
         """Record zero gradients for an expert record without tokens, without a D2H copy."""
-        if self._witness is None:
+        if self._observer is None:
             self.measures.touch(regions, frozen)
             for region in regions:
                 if region.trainable and any(self.measures.touched[region.index]):
-                    self.landing.land_zeros(region)
+                    self.transfer.send_zeros(region)
 
     def _passing_dtype(self, region: Region) -> torch.dtype:
         return torch.bfloat16 if region.is_bf16 and not self.sums_in_fp32 else torch.float32
@@ -239,7 +239,7 @@ class GradientFlow:
         `num_parts`: number of micro-batches in this rank's batch; 0: unknown.
         """
         self.sums_in_fp32 = sums_in_fp32
-        self.parts.cut(num_parts)
+        self.noise_estimator.cut(num_parts)
 
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
@@ -270,8 +270,8 @@ class GradientFlow:
                 "gradients are supported. Build the module with sparse=False."
             )
         gradient, parameter.grad = gradient.reshape(-1), None
-        if self._witness is not None:
-            self._witness(piece, gradient)
+        if self._observer is not None:
+            self._observer(piece, gradient)
             return
         if self.is_over:
             raise ConfigError(
@@ -279,49 +279,49 @@ class GradientFlow:
                 "engine.grad_norm() or an update had measured the gradients of this step: call engine.update() first, "
                 "and start the next step with a forward of the model."
             )
-        self.parts.see(piece, gradient, self._repeats)
+        self.noise_estimator.record(piece, gradient, self._repeats)
         touched = self.measures.touched[region.index]
         lasts = region.index in self._lasting
         flat = self._lasting[region.index] if lasts else self._open[region.index][0]
         if touched[position]:
-            self.measures.know(piece, None)
+            self.measures.record_square(piece, None)
             flat[span].add_(gradient)
         elif flat.is_cpu and flat.dtype == gradient.dtype and not lasts and not self._sums_up:
             # Measure the gradient while it is still in the cache.
-            self.measures.know(piece, kernels.copy_sum_squares(gradient, flat[span]))
+            self.measures.record_square(piece, kernels.copy_sum_squares(gradient, flat[span]))
         else:
             flat[span].copy_(gradient)
         touched[position] = True
 
     def close(self, regions: Sequence[Region]) -> None:
         """Hand the final gradients to the reduction and the copy to the host. Call it after the backward of a unit."""
-        if self._repeats or self._witness is not None:
+        if self._repeats or self._observer is not None:
             return
         for region in regions:
-            found = self._open.pop(region.index, None)
-            if found is None:
+            buffer = self._open.pop(region.index, None)
+            if buffer is None:
                 continue
-            flat, stretch = found
-            if self.landing.lands(region):
-                self.landing.land(region, flat, stretch.fence)
+            flat, stretch = buffer
+            if self.transfer.has_gradients(region):
+                self.transfer.send(region, flat, stretch.fence)
             stretch.close()
 
     @property
-    def lands_nowhere(self) -> bool:
+    def discards_gradients(self) -> bool:
         """True if gradients are from a trial, or only their norm is needed."""
-        return self._witness is not None or self.landing.policy.drops
+        return self._observer is not None or self.transfer.policy.drops
 
-    def show(self, witness: Witness | None) -> None:
-        """Pass gradients to `witness` instead of the host, for trials (also during an own loop's step).
+    def observe(self, observer: GradientObserver | None) -> None:
+        """Pass gradients to `observer` instead of the host, for trials (also during an own loop's step).
 
         None: end this.
         """
-        self._witness = witness
+        self._observer = observer
 
     def free(self) -> None:
         empty = torch.empty(0, dtype=torch.uint8)
         self._buffer = self._record_buffer = Ring(empty, "")
-        self.landing.free()
+        self.transfer.free()
         self._lasting.clear()
         self._idle.clear()
         self._open.clear()
@@ -329,14 +329,14 @@ class GradientFlow:
     def finish(self) -> None:
         """Wait until the measures are final. All gradients are on their way. Collective."""
         if not self.is_over:
-            self.landing.finish()
+            self.transfer.finish()
             self.is_over = True
 
-    def land_rest(self) -> None:
+    def send_rest(self) -> None:
         """Send on the gradients summed on the device, after the backward."""
         if self.is_over:
             return
         for index, flat in self._lasting.items():
             region = self._store.region(index)
-            if self.landing.lands(region):
-                self.landing.land(region, flat, Fence("accumulated gradients"), is_final=True)
+            if self.transfer.has_gradients(region):
+                self.transfer.send(region, flat, Fence("accumulated gradients"), is_final=True)

@@ -26,7 +26,7 @@ class GradientNoise(NamedTuple):
     """Fraction of trainable weights in the estimate."""
 
 
-class Parts:
+class NoiseEstimator:
     """Receives gradients together with their batch part (micro-batch); this base class keeps nothing."""
 
     def forget(self) -> None:
@@ -40,10 +40,10 @@ class Parts:
         """Context: gradients belong to part `number` among the `count` parts a unit runs over."""
         yield
 
-    def see(self, piece: Piece, gradient: torch.Tensor, is_sum: bool) -> None:
+    def record(self, piece: Piece, gradient: torch.Tensor, is_sum: bool) -> None:
         """Record a gradient for a parameter piece. `is_sum`: a sum over several parts, split by the unit itself."""
 
-    def noise(
+    def estimate(
         self,
         infos: Sequence[ParameterInfo],  # noqa: ARG002
         squares: Mapping[Piece, float],  # noqa: ARG002
@@ -57,7 +57,7 @@ class Parts:
         return None
 
 
-class MeasuredParts(Parts):
+class MicroBatchNoise(NoiseEstimator):
     """Squares of each part's gradients, by parameter piece.
 
     A piece counts if each part's gradient came once and separately. Excluded: units that run over the whole batch
@@ -85,33 +85,41 @@ class MeasuredParts(Parts):
         finally:
             self._part = before
 
-    def see(self, piece: Piece, gradient: torch.Tensor, is_sum: bool) -> None:
+    def record(self, piece: Piece, gradient: torch.Tensor, is_sum: bool) -> None:
         of_parts = self._squares.setdefault(piece, {})
         if self._part is None or self._part in of_parts or (is_sum and self._num_parts > 1):
             self._mixed.add(piece)
         else:
             of_parts[self._part] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
-    def noise(
+    def estimate(
         self, infos: Sequence[ParameterInfo], squares: Mapping[Piece, float], targets: Iterable[int], comm: Comm
     ) -> GradientNoise | None:
-        trained = [piece for piece in squares if infos[piece.parameter].trainable]
+        trainable = [piece for piece in squares if infos[piece.parameter].trainable]
         counts, sums = list(targets), list[float]()
-        for piece in trained:  # |g_m|^2 / n_m, for parts with targets
-            found = self._squares.get(piece, {})
-            sums.append(sum(float(found[part]) / count for part, count in enumerate(counts) if count and part in found))
-        pure = [float(piece not in self._mixed) for piece in trained]
+        for piece in trainable:  # |g_m|^2 / n_m, for parts with targets
+            part_squares = self._squares.get(piece, {})
+            sums.append(
+                sum(
+                    float(part_squares[part]) / count
+                    for part, count in enumerate(counts)
+                    if count and part in part_squares
+                )
+            )
+        pure = [float(piece not in self._mixed) for piece in trainable]
         own = [*pure, *sums, float(sum(map(bool, counts))), float(sum(counts))]
-        *told, num_parts, num_targets = comm.sum_in_order(own, "noise of the gradients")
+        *totals, num_parts, num_targets = comm.sum_in_order(own, "noise of the gradients")
         counted = [
             (piece.numel, square, squares[piece])
-            for piece, is_pure, square in zip(trained, told[: len(trained)], told[len(trained) :], strict=True)
+            for piece, is_pure, square in zip(
+                trainable, totals[: len(trainable)], totals[len(trainable) :], strict=True
+            )
             if is_pure == comm.size
         ]
         if num_parts < 2 or not counted:
             return None
         # With g_m the sum over the n_m targets of part m, divided by N: E[sum |g_m|^2 N / n_m] = |G|^2 + tr(S) M / N.
-        apart, whole = num_targets * sum(each[1] for each in counted), sum(each[2] for each in counted)
-        trace = num_targets * (apart - whole) / (num_parts - 1)
-        share = sum(each[0] for each in counted) / sum(piece.numel for piece in trained)
+        scattered, whole = num_targets * sum(each[1] for each in counted), sum(each[2] for each in counted)
+        trace = num_targets * (scattered - whole) / (num_parts - 1)
+        share = sum(each[0] for each in counted) / sum(piece.numel for piece in trainable)
         return GradientNoise(trace, whole - trace / num_targets, share)

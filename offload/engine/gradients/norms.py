@@ -17,7 +17,7 @@ from offload.tiers.store import Store
 _PART = 1 << 22
 """Chunk size in elements. Without a fused kernel torch makes a float64 copy: 32 MiB for this size."""
 
-BringDown = Callable[[], None]
+CopySquares = Callable[[], None]
 """Copies squares measured on a GPU to the host, on the lane for gradient D2H copies."""
 
 
@@ -25,7 +25,7 @@ class Measures:
     """Gradient flags and squares for all pieces.
 
     `touched[region.index][position]`: True if a piece has a gradient. `squares[piece]`: fp64 sum over the squared fp32
-    gradient, in model parameter order. Both are final after `measured` for a region with all gradients on the host
+    gradient, in model parameter order. Both are final after `complete` for a region with all gradients on the host
     (from a GPU the squares are copied with them).
 
     Over several ranks both cover all ranks: each rank sums its own range, and the sums are added in rank order, so all
@@ -41,9 +41,9 @@ class Measures:
         self.squares: dict[Piece, float] = {}
         self._known: set[Piece] = set()  # measured at arrival
         counts = [2 * len(region.parameters) for region in self._regions]
-        rooms = device.host_memory(sum(counts), torch.float64).split(counts)
+        buffers = device.host_memory(sum(counts), torch.float64).split(counts)
         # For each region, memory for squares and flags. Within a step no memory is used twice.
-        self._rooms = {region.index: room for region, room in zip(self._regions, rooms, strict=True)}
+        self._buffers = {region.index: buffer for region, buffer in zip(self._regions, buffers, strict=True)}
         self._pending: dict[int, torch.Tensor] = {}  # in D2H copies from a GPU
         self._shares: dict[int, torch.Tensor] = {}  # this rank's, until the ranks agree
         self.begin_step()
@@ -53,7 +53,7 @@ class Measures:
         self.squares = dict.fromkeys(self._pieces, 0.0)
         self._known.clear()
         self._pending.clear()
-        self._comes_down = False
+        self._has_device_values = False
         self._shares.clear()
 
     @property
@@ -61,7 +61,7 @@ class Measures:
         """True if this rank has a gradient for any parameter."""
         return any(any(flags) for flags in self.touched.values())
 
-    def know(self, piece: Piece, square: float | None) -> None:
+    def record_square(self, piece: Piece, square: float | None) -> None:
         """Record a piece's squared gradient; None: another contribution was added, so the square is unknown."""
         if square is None:
             self._known.discard(piece)
@@ -76,16 +76,16 @@ class Measures:
             for position, piece in enumerate(region.pieces):
                 if not touched[position] and piece.parameter not in frozen:
                     touched[position] = True
-                    self.know(piece, 0.0)
+                    self.record_square(piece, 0.0)
 
-    def measured(self, region: Region) -> None:
+    def complete(self, region: Region) -> None:
         """Make a region's measures final, after the gradients have arrived."""
-        found = self._pending.get(region.index)
-        if found is not None:  # the update lane may do the same at the same time, with equal values
-            self._note(region, found.tolist())
+        values = self._pending.get(region.index)
+        if values is not None:  # the update lane may do the same at the same time, with equal values
+            self._note(region, values.tolist())
             self._pending.pop(region.index, None)
 
-    def measure(self, region: Region, flat: torch.Tensor) -> BringDown | None:
+    def measure(self, region: Region, flat: torch.Tensor) -> CopySquares | None:
         """Measure a region's gradients on a single rank.
 
         On a GPU the result is known after the returned copy has run; None: already known.
@@ -97,7 +97,7 @@ class Measures:
         if squares.is_cpu:
             self._note(region, squares.tolist())
             return None
-        host = self._pending[region.index] = self._rooms[region.index][: len(squares)]
+        host = self._pending[region.index] = self._buffers[region.index][: len(squares)]
         return partial(self._device.copy, host, squares)
 
     def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
@@ -105,27 +105,27 @@ class Measures:
 
         `agrees`: exchange the squares at once; otherwise in `finish`.
         """
-        room, touched = self._rooms[region.index], self.touched[region.index]
-        flags = room[len(touched) :].copy_(torch.tensor(touched, dtype=torch.float64, device="cpu"))
+        buffer, touched = self._buffers[region.index], self.touched[region.index]
+        flags = buffer[len(touched) :].copy_(torch.tensor(touched, dtype=torch.float64, device="cpu"))
         squares = _squares(region, shard, self._store.sharding.piece(region))
         share = torch.cat([squares, flags.to(squares.device, non_blocking=True)])
         if not agrees:
-            self._shares[region.index] = self._brought_down(share, room)
+            self._shares[region.index] = self._to_host(share, buffer)
             return
-        what = f"norm of the gradients of {region.name}"
+        label = f"norm of the gradients of {region.name}"
         if self._store.tier == "device":  # inline updates need the flags at once
-            touched[:] = [count > 0 for count in self._store.comm.sum_in_order(list(map(float, touched)), what)]
-        total = self._store.comm.sum_in_order(share, what)
-        self._pending[region.index] = self._brought_down(total, room)
+            touched[:] = [count > 0 for count in self._store.comm.sum_in_order(list(map(float, touched)), label)]
+        total = self._store.comm.sum_in_order(share, label)
+        self._pending[region.index] = self._to_host(total, buffer)
         if share.is_cpu:
-            self.measured(region)
+            self.complete(region)
 
     def finish(self) -> None:
         """Exchange the remaining squares between ranks and record squares from a GPU. All gradients have arrived."""
         regions = [region for region in self._regions if region.index in self._shares]
-        if self._comes_down:  # copies on the compute stream have no tickets
+        if self._has_device_values:  # copies on the compute stream have no tickets
             self._lanes.wait(self._lanes.mark())
-            self._comes_down = False
+            self._has_device_values = False
         if regions:
             shares = torch.cat([self._shares[region.index] for region in regions]).tolist()
             # Exchange numbers: tensors may already be on their way for the next step.
@@ -136,14 +136,14 @@ class Measures:
             )
             self._shares.clear()
         for index in list(self._pending):
-            self.measured(self._store.region(index))
+            self.complete(self._store.region(index))
 
-    def _brought_down(self, values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    def _to_host(self, values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """Return the values in host memory, valid after the lane's current work."""
         if values.is_cpu:
             return values
-        self._comes_down = self._store.tier == "device"
-        return room.copy_(values, non_blocking=True)
+        self._has_device_values = self._store.tier == "device"
+        return buffer.copy_(values, non_blocking=True)
 
     def _note(self, region: Region, values: Sequence[float]) -> None:
         """Record squares and, over several ranks, each piece's flag (True if any rank has a gradient)."""
@@ -156,12 +156,12 @@ class Measures:
                 self.squares[piece] = float(value)
 
 
-def _squares(region: Region, flat: torch.Tensor, held: slice) -> Any:
+def _squares(region: Region, flat: torch.Tensor, span: slice) -> Any:
     """Return the fp64 square sum for each piece, on the device with `flat`.
 
-    `flat`: the elements `held` of a region.
+    `flat`: the `span` of a region.
     """
-    offsets, sizes = _held_of(tuple(region.offsets), tuple(region.sizes), held.start, held.stop)
+    offsets, sizes = _clip_pieces(tuple(region.offsets), tuple(region.sizes), span.start, span.stop)
     if flat.is_cpu:
         return kernels.sum_squares_segments(flat, offsets, sizes)
     parts, counts = _parts(offsets, sizes, _PART)
@@ -173,7 +173,7 @@ _Sizes = tuple[int, ...]
 
 
 @lru_cache(4096)
-def _held_of(offsets: _Sizes, sizes: _Sizes, start: int, stop: int) -> tuple[_Sizes, _Sizes]:
+def _clip_pieces(offsets: _Sizes, sizes: _Sizes, start: int, stop: int) -> tuple[_Sizes, _Sizes]:
     """Return (offsets from `start`, sizes) for each piece's part within this range."""
     begins = [min(max(offset, start), stop) for offset in offsets]
     ends = [min(max(offset + size, start), stop) for offset, size in zip(offsets, sizes, strict=True)]

@@ -13,19 +13,19 @@ from typing import NoReturn
 import torch
 
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.tile_updates import Landed, TileUpdates
+from offload.engine.gradients.tile_updates import RegionGradients, TileUpdates
 from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece, Region
 from offload.optim.update import clip_coefficient, total_norm
-from offload.tiers.due import Due
+from offload.tiers.deferred_updates import DeferredUpdates
 
 COARSE_RATIO = 8.0
 """Above this ratio c_s / c, a speculative correction loses more than 1e-5 relative to the largest update."""
 
 
 @dataclass(frozen=True)
-class Applied:
+class UpdateResult:
     """Result of a step's updates."""
 
     norm: float
@@ -38,50 +38,50 @@ class Applied:
     """True if a correction was less exact than the summation order explains."""
 
 
-class Policy:
+class UpdatePolicy:
     """Decides the handling of gradients. This base class only lets them arrive.
 
-    drops: gradients are measured, then discarded. updates_landed: each region is updated as soon as the gradients
+    drops: gradients are measured, then discarded. updates_at_arrival: each region is updated as soon as the gradients
     arrive, so the ranks have to agree on the region's norm at that time. is_final: such updates are never corrected,
     and weights for the next step may be fetched. arrived: the pieces of these regions, in arrival order.
     """
 
-    drops = updates_landed = is_final = False
+    drops = updates_at_arrival = is_final = False
     arrived: Sequence[Piece] = ()
 
     def open(self) -> None:
         """Called before the backward of a unit."""
 
-    def landed(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
+    def receive(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
         """Called when this rank's gradients of a region are on their way to memory, or to disk (None)."""
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
+    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
         """Clip to `limit` once the global norm is known. `rank`: order in which the next step needs the regions."""
         raise NotImplementedError
 
 
-class LearnFirst(Policy):
+class NormOnlyPolicy(UpdatePolicy):
     """Norm only: a second backward makes the updates, because this update rule keeps no gradients."""
 
     drops = True
 
 
-class Deferred(Policy):
+class DeferredPolicy(UpdatePolicy):
     """Updates regions after the global norm is known, in the order of their next use."""
 
     is_late = False
 
-    def __init__(self, updates: TileUpdates, measures: Measures, due: Due, reads_early: bool) -> None:
+    def __init__(self, updates: TileUpdates, measures: Measures, deferred: DeferredUpdates, reads_early: bool) -> None:
         """`reads_early`: read states from disk during the backward."""
-        self._updates, self._measures, self._due, self._reads_early = updates, measures, due, reads_early
+        self._updates, self._measures, self._deferred, self._reads_early = updates, measures, deferred, reads_early
 
     def open(self) -> None:
         if self._reads_early:
             self._reads_early = False
             self._updates.early.begin()
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
-        updates, due, touched, early = self._updates, self._due, self._measures.touched, self._updates.early
+    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
+        updates, deferred, touched, early = self._updates, self._deferred, self._measures.touched, self._updates.early
         scale, has_peers = clip_coefficient(norm, limit), updates.store.comm.size > 1
         if not has_peers:  # with peers: other ranks may already have updated theirs
             early.check()
@@ -92,22 +92,24 @@ class Deferred(Policy):
         for state in waiting:
             # Another rank may have gradients this rank lacks.
             if has_peers or any(touched[state.region.index]):
-                landed = Landed(state.region, state.gradients, state.landing, scale)
-                due.submissions[state.region] = partial(updates.submit, landed, touched[state.region.index])
+                region_gradients = RegionGradients(state.region, state.gradients, state.landing, scale)
+                deferred.submissions[state.region] = partial(
+                    updates.submit, region_gradients, touched[state.region.index]
+                )
             else:
                 early.give_back(state.tiles)
-        updates.slots.invalidate(due.submissions)
-        updates.show(due.submissions.keys() if self.is_late else ())
-        return Applied(norm)
+        updates.slots.invalidate(deferred.submissions)
+        updates.show(deferred.submissions.keys() if self.is_late else ())
+        return UpdateResult(norm)
 
 
-class Delayed(Deferred):
-    """Like Deferred, but the updates run beside the next step, whose weights are one step old."""
+class DelayedPolicy(DeferredPolicy):
+    """Like DeferredPolicy, but the updates run beside the next step, whose weights are one step old."""
 
     is_late = True
 
 
-class NormSoFar:
+class RunningNorm:
     """Running sum of gradient squares, in arrival order, for lanes with queries in any order.
 
     Queries come out of order because host and device update regions at the same time.
@@ -115,13 +117,13 @@ class NormSoFar:
 
     def __init__(self, measures: Measures) -> None:
         self._measures, self._lock = measures, threading.Lock()
-        self._landed: list[tuple[Region, Mapping[Piece, float]]] = []
+        self._regions: list[tuple[Region, Mapping[Piece, float]]] = []
         self._totals: list[float] = []
 
-    def landed(self, region: Region) -> int:
+    def append(self, region: Region) -> int:
         """Append a region with gradients on their way and return its number."""
-        self._landed.append((region, self._measures.squares))  # this step's mapping: a lane may be one step behind
-        return len(self._landed) - 1
+        self._regions.append((region, self._measures.squares))  # this step's mapping: a lane may be one step behind
+        return len(self._regions) - 1
 
     def total(self, number: int) -> float:
         """Return the sum up to region `number`. The region's gradients must have arrived.
@@ -129,17 +131,17 @@ class NormSoFar:
         Earlier regions have then arrived too, because all use the same lane.
         """
         with self._lock:
-            for region, squares in self._landed[len(self._totals) : number + 1]:
-                self._measures.measured(region)
+            for region, squares in self._regions[len(self._totals) : number + 1]:
+                self._measures.complete(region)
                 before = self._totals[-1] if self._totals else 0.0
                 self._totals.append(before + sum(map(squares.__getitem__, region.pieces)))
             return self._totals[number]
 
 
-class AtOnce(Policy):
+class ImmediatePolicy(UpdatePolicy):
     """Updates a region as soon as the gradients arrive: without clipping, or with a known `norm`."""
 
-    updates_landed = is_final = True
+    updates_at_arrival = is_final = True
 
     def __init__(
         self, updates: TileUpdates, measures: Measures, limit: float | None, norm: float | None, is_inline: bool
@@ -147,39 +149,41 @@ class AtOnce(Policy):
         """`is_inline`: updates run on the compute stream and need not wait for the measures."""
         self._updates, self._measures, self._limit, self._norm = updates, measures, limit, norm
         self._has_to_know = limit is not None or not is_inline
-        self._updated: list[Landed] = []
+        self._updated: list[RegionGradients] = []
         self.arrived: list[Piece] = []
-        self._so_far = NormSoFar(measures)
+        self._running_norm = RunningNorm(measures)
 
-    def landed(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
-        landed = Landed(region, gradients, fence)
-        self._updated.append(landed)
+    def receive(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
+        region_gradients = RegionGradients(region, gradients, fence)
+        self._updated.append(region_gradients)
         self.arrived += region.pieces
         squares, landing = self._measures.squares, fence.before_read()
         # Several ranks check together, in `finish`. On a GPU the squares are not on the host yet.
         if self._updates.store.comm.size == 1 and not all(math.isfinite(squares[piece]) for piece in region.pieces):
             refuse_gradients(self._updates, self._measures, math.nan, self.arrived)
 
-        number = self._so_far.landed(region)
+        number = self._running_norm.append(region)
 
         def prepare() -> None:
             if self._has_to_know:
                 for ticket in landing:  # the stream may be behind, and the host reads earlier results
                     ticket.synchronize()
-                so_far = self._so_far.total(number)
+                so_far = self._running_norm.total(number)
                 # `finish` raises the error for a non-finite step, with the unit name.
-                landed.decide(clip_coefficient(self._norm_at(so_far), self._limit), counts=math.isfinite(so_far))
+                region_gradients.decide(
+                    clip_coefficient(self._norm_at(so_far), self._limit), is_applied=math.isfinite(so_far)
+                )
 
-        self._updates.submit(landed, self._measures.touched[region.index], prepare, self.is_final)
+        self._updates.submit(region_gradients, self._measures.touched[region.index], prepare, self.is_final)
 
     def _norm_at(self, _so_far: float) -> float:
         return self._norm or 0.0
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:  # noqa: ARG002
-        return Applied(norm)
+    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:  # noqa: ARG002
+        return UpdateResult(norm)
 
 
-class Speculative(AtOnce):
+class SpeculativePolicy(ImmediatePolicy):
     """Updates a region as soon as the gradients arrive, with the coefficient from the norm so far.
 
     The update is corrected to the true coefficient before the next fetch.
@@ -190,26 +194,26 @@ class Speculative(AtOnce):
     def _norm_at(self, so_far: float) -> float:
         return total_norm([so_far])
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> Applied:
+    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
         scale, total, worst, wrong = clip_coefficient(norm, limit), 0.0, 1.0, []
-        for landed in self._updated:  # the same sums as on the lane, which may be behind
-            total += sum(map(self._measures.squares.__getitem__, landed.region.pieces))
-            applied = clip_coefficient(total_norm([total]), limit)
-            if _as_float32(applied) != _as_float32(scale):
-                worst = max(worst, applied / scale if scale else math.inf)
-                wrong.append(landed)
-        for landed in sorted(wrong, key=lambda landed: rank(landed.region)):
-            self._updates.correct(landed, self._measures.touched[landed.region.index], scale)
-        for landed in sorted(self._updated, key=lambda landed: rank(landed.region)):
-            self._updates.publish(landed.region)
-        return Applied(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
+        for region_gradients in self._updated:  # the same sums as on the lane, which may be behind
+            total += sum(map(self._measures.squares.__getitem__, region_gradients.region.pieces))
+            applied_scale = clip_coefficient(total_norm([total]), limit)
+            if _as_float32(applied_scale) != _as_float32(scale):
+                worst = max(worst, applied_scale / scale if scale else math.inf)
+                wrong.append(region_gradients)
+        for region_gradients in sorted(wrong, key=lambda region_gradients: rank(region_gradients.region)):
+            self._updates.correct(region_gradients, self._measures.touched[region_gradients.region.index], scale)
+        for region_gradients in sorted(self._updated, key=lambda region_gradients: rank(region_gradients.region)):
+            self._updates.publish(region_gradients.region)
+        return UpdateResult(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
 
 
 def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, order: Sequence[Piece] = ()) -> NoReturn:
     """Raise NonFiniteError for the first piece, in `order`, with a non-finite gradient."""
     infos, squares = updates.infos, measures.squares
     bad = [piece for piece in (order or squares) if not math.isfinite(squares[piece])]
-    advice = updates.store.values.why_not_finite(
+    advice = updates.store.values.explain_nonfinite(
         "Lower --optimizer.lr or check the data of this step; --train.on_nonfinite skip skips such steps."
     )
     if not bad:

@@ -13,7 +13,7 @@ import torch
 
 from offload.distributed.comm import Comm, pieces_of
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.codecs import WholeNumbers
+from offload.layout.codecs import IntegerCodec
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BETWEEN
@@ -30,7 +30,7 @@ Measure = Callable[[torch.Tensor], None]
 class Residual:
     """Quantizes a shard's gradients, after adding each weight's error from earlier quantizations."""
 
-    def __init__(self, codec: WholeNumbers, error: torch.Tensor, keeps: bool) -> None:
+    def __init__(self, codec: IntegerCodec, error: torch.Tensor, keeps: bool) -> None:
         """`error`: plane `ERROR` for the whole shard.
 
         `keeps`: update the errors; False if the sum is discarded after measuring.
@@ -60,37 +60,37 @@ class ExactSums:
     def __init__(self, between: Comm, device: Device, scratch: torch.Tensor) -> None:
         self._between, self._device, self._scratch = between, device, scratch
 
-    def sent_bytes(self, held: torch.Tensor, into: torch.Tensor) -> int:
+    def sent_bytes(self, terms: torch.Tensor, into: torch.Tensor) -> int:
         """Return the bytes a rank sends to each other rank."""
-        step = len(held) // self._between.size
-        return step * (held.itemsize + (into.itemsize if len(into) > step else 0))
+        step = len(terms) // self._between.size
+        return step * (terms.itemsize + (into.itemsize if len(into) > step else 0))
 
     def run(
-        self, state: RegionState, held: torch.Tensor, found: torch.Tensor, target: torch.Tensor, measure: Measure
+        self, state: RegionState, terms: torch.Tensor, own_sum: torch.Tensor, target: torch.Tensor, measure: Measure
     ) -> None:
-        """Sum `held`, a region's gradients for a shard [n], over replicas.
+        """Sum `terms`, a region's gradients for a shard [n], over replicas.
 
-        `found`: fp32 memory for this rank's piece of the sum, possibly the piece inside `held`. `target`: memory for
-        the result, possibly `held` or the piece inside; nothing is written if empty.
+        `own_sum`: fp32 memory for this rank's piece of the sum, possibly the piece inside `terms`. `target`: memory for
+        the result, possibly `terms` or the piece inside; nothing is written if empty.
         """
-        between, what = self._between, f"sum over replicas of {state.region.name}"
-        between.reduce_scatter(found, held, what, scratch=self._scratch)
-        measure(found)
+        between, label = self._between, f"sum over replicas of {state.region.name}"
+        between.reduce_scatter(own_sum, terms, label, scratch=self._scratch)
+        measure(own_sum)
         if len(target):
-            mine = target if len(target) == len(found) else pieces_of(target, between.size)[between.rank]
-            self._keep(state.region, found, mine)
-            if mine is not target:
-                between.all_gather(target, mine, what)
+            own_target = target if len(target) == len(own_sum) else pieces_of(target, between.size)[between.rank]
+            self._keep(state.region, own_sum, own_target)
+            if own_target is not target:
+                between.all_gather(target, own_target, label)
 
-    def _keep(self, region: Region, found: torch.Tensor, mine: torch.Tensor) -> None:
+    def _keep(self, region: Region, own_sum: torch.Tensor, own_target: torch.Tensor) -> None:
         """Round this rank's piece of a sum and copy it to the gradients' memory."""
-        if mine.data_ptr() != found.data_ptr():
-            self._device.copy(mine, found)
-        if region.is_bf16 and mine.dtype == torch.float32:
-            kernels.round_bf16_(mine)
+        if own_target.data_ptr() != own_sum.data_ptr():
+            self._device.copy(own_target, own_sum)
+        if region.is_bf16 and own_target.dtype == torch.float32:
+            kernels.round_bf16_(own_target)
 
 
-class CodedSums(ExactSums):
+class QuantizedSums(ExactSums):
     """The same sum in quantized format: both the terms sent to a rank and the sum sent back are quantized.
 
     All replicas, including the sender, use the dequantized sum, so all have equal bits. A sum no other rank needs is
@@ -101,40 +101,42 @@ class CodedSums(ExactSums):
     """
 
     def __init__(
-        self, between: Comm, device: Device, scratch: torch.Tensor, codec: WholeNumbers, gives_sums: bool
+        self, between: Comm, device: Device, scratch: torch.Tensor, codec: IntegerCodec, shares_sums: bool
     ) -> None:
         super().__init__(between, device, scratch)
-        self._codec, self._gives_sums = codec, gives_sums
+        self._codec, self._shares_sums = codec, shares_sums
 
-    def sent_bytes(self, held: torch.Tensor, into: torch.Tensor) -> int:
-        step = len(held) // self._between.size
+    def sent_bytes(self, terms: torch.Tensor, into: torch.Tensor) -> int:
+        step = len(terms) // self._between.size
         return (2 if len(into) > step else 1) * step // self._codec.block * self._codec.record_bytes
 
     def run(
-        self, state: RegionState, held: torch.Tensor, found: torch.Tensor, target: torch.Tensor, measure: Measure
+        self, state: RegionState, terms: torch.Tensor, own_sum: torch.Tensor, target: torch.Tensor, measure: Measure
     ) -> None:
-        between, what = self._between, f"sum over replicas of {state.region.name}"
+        between, label = self._between, f"sum over replicas of {state.region.name}"
         assert state.error is not None
         residual = Residual(self._codec, state.error, keeps=len(target) > 0)
-        between.reduce_scatter(found, held, what, self._scratch, residual)
-        if not self._gives_sums:
-            measure(found)
+        between.reduce_scatter(own_sum, terms, label, self._scratch, residual)
+        if not self._shares_sums:
+            measure(own_sum)
             if len(target):
-                self._keep(state.region, found, target)
+                self._keep(state.region, own_sum, target)
             return
         block, width = self._codec.block, self._codec.record_bytes
         most = len(self._scratch) // (between.size * width) * block
-        for begin in range(0, len(found), most):
-            mine = found[begin : begin + most]
-            records = self._scratch[: between.size * (len(mine) // block * width)]
+        for begin in range(0, len(own_sum), most):
+            chunk = own_sum[begin : begin + most]
+            records = self._scratch[: between.size * (len(chunk) // block * width)]
             own = pieces_of(records, between.size)[between.rank]
-            residual.encode(mine, between.rank * len(found) + begin, own)
-            residual.decode(own, mine)
+            residual.encode(chunk, between.rank * len(own_sum) + begin, own)
+            residual.decode(own, chunk)
             if len(target):
-                between.all_gather(records, own, what)
-                for piece, its in zip(pieces_of(target, between.size), pieces_of(records, between.size), strict=True):
-                    residual.decode(its, piece[begin : begin + most])
-        measure(found)
+                between.all_gather(records, own, label)
+                for piece, piece_records in zip(
+                    pieces_of(target, between.size), pieces_of(records, between.size), strict=True
+                ):
+                    residual.decode(piece_records, piece[begin : begin + most])
+        measure(own_sum)
         if state.region.is_bf16 and target.dtype == torch.float32:
             kernels.round_bf16_(target)
 
@@ -146,13 +148,13 @@ class ReplicaSums:
     """
 
     def __init__(self, store: Store, device: Device, counters: Counters, sizes: tuple[int, int]) -> None:
-        """`sizes`: as in `between_bytes`."""
+        """`sizes`: as in `replica_sum_bytes`."""
         self._store, self._device, self._counters = store, device, counters
         memory = store.stage(BETWEEN, sum(sizes))
         self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
         self._sums = ExactSums(store.between, device, scratch)
-        if isinstance(codec, WholeNumbers):
-            self._sums = CodedSums(store.between, device, scratch, codec, not store.sharding.spreads)
+        if isinstance(codec, IntegerCodec):
+            self._sums = QuantizedSums(store.between, device, scratch, codec, not store.sharding.spreads)
 
     def begin_step(self) -> None:
         """Take back buffers left open by an interrupted step."""
@@ -178,22 +180,22 @@ class ReplicaSums:
         behind the copy; empty: the sum is not stored. Returns (sum, fence of the memory in between, ticket of the sum).
         """
         own, plane = self._store.sharding.own(region), region.plane("gradients")
-        beside = plane.num_bytes(own.stop - own.start) if into is None else 0
+        result_bytes = plane.num_bytes(own.stop - own.start) if into is None else 0
         num_bytes = 4 * len(flat)  # a bf16 shard leaves room for an fp32 piece
-        stretch = self._ring.take(num_bytes + beside)
+        stretch = self._ring.take(num_bytes + result_bytes)
         assert stretch is not None, "there is room for the largest shard"
-        held = stretch.flat[: flat.nbytes].view(flat.dtype)
+        terms = stretch.flat[: flat.nbytes].view(flat.dtype)
         if into is None:
             into = stretch.flat[num_bytes:].view(plane.dtype)
         name = region.name
-        copied = self._store.down.submit(
-            partial(self._device.copy, held, flat), reads=reads, fills=stretch.fills, name=name, num_bytes=held.nbytes
+        copied = self._store.d2h_lane.submit(
+            partial(self._device.copy, terms, flat), reads=reads, fills=stretch.fills, name=name, num_bytes=terms.nbytes
         )
         source.read(copied)
-        self._store.came_down(held.nbytes)
+        self._store.count_d2h(terms.nbytes)
         stretch.fence.fill(copied)
-        piece = stretch.flat[held.nbytes : num_bytes] if flat.dtype == torch.bfloat16 else None
-        ticket = self.exchange(region, held, into, measure, reads=(copied,), fills=fills, piece=piece)
+        piece = stretch.flat[terms.nbytes : num_bytes] if flat.dtype == torch.bfloat16 else None
+        ticket = self.exchange(region, terms, into, measure, reads=(copied,), fills=fills, piece=piece)
         stretch.fence.fill(ticket)
         stretch.close()
         return into, stretch.fence, ticket
@@ -201,7 +203,7 @@ class ReplicaSums:
     def exchange(
         self,
         region: Region,
-        held: torch.Tensor,
+        terms: torch.Tensor,
         into: torch.Tensor,
         measure: Measure,
         *,
@@ -209,20 +211,20 @@ class ReplicaSums:
         fills: Sequence[Ticket] = (),
         piece: torch.Tensor | None = None,
     ) -> Ticket:
-        """Sum `held`, already on the tier of the states, like `sum`.
+        """Sum `terms`, already on the tier of the states, like `sum`.
 
-        `piece`: memory for an fp32 piece if `held` is not fp32. `into` may be `held`.
+        `piece`: memory for an fp32 piece if `terms` is not fp32. `into` may be `terms`.
         """
         store, sharding = self._store, self._store.sharding
-        number, between, step = sharding.replica, store.between, len(held) // sharding.num_replicas
-        found = held[number * step : (number + 1) * step] if piece is None else piece.view(torch.float32)[:step]
+        number, between, step = sharding.replica, store.between, len(terms) // sharding.num_replicas
+        own_sum = terms[number * step : (number + 1) * step] if piece is None else piece.view(torch.float32)[:step]
         shard, own = sharding.shard(region), sharding.own(region)
-        its = slice(max(shard.start, own.start) - own.start, min(shard.stop, own.stop) - own.start)
-        target = into[its] if len(into) else into
-        work = partial(self._sums.run, store[region], held, found, target, measure)
-        sent = self._sums.sent_bytes(held, into)
+        own_range = slice(max(shard.start, own.start) - own.start, min(shard.stop, own.stop) - own.start)
+        target = into[own_range] if len(into) else into
+        work = partial(self._sums.run, store[region], terms, own_sum, target, measure)
+        sent = self._sums.sent_bytes(terms, into)
         self._counters.count("network_bytes", sent * between.num_far)
-        ticket = store.network.submit(
+        ticket = store.network_lane.submit(
             work, reads=reads, fills=fills, name=f"sum {region.name}", num_bytes=sent * (between.size - 1)
         )
         if len(target) == len(into):
@@ -231,4 +233,6 @@ class ReplicaSums:
         gather = partial(store.within.all_gather, into, target, f"all-gather of the gradients of {region.name}")
         self._counters.count("all_gather_elements", region.numel)
         self._counters.count("network_bytes", target.nbytes * store.within.num_far)
-        return store.exchanges.submit(gather, reads=(ticket,), name=f"gather {region.name}", num_bytes=target.nbytes)
+        return store.collective_lane.submit(
+            gather, reads=(ticket,), name=f"gather {region.name}", num_bytes=target.nbytes
+        )

@@ -15,7 +15,7 @@ from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.update import update_tile
 from offload.planning.settings import Settings
-from offload.tiers.due import Work
+from offload.tiers.deferred_updates import UpdateFunction
 from offload.tiers.lease import Lease
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
@@ -23,7 +23,7 @@ from offload.tiers.tile import Tile
 
 
 @dataclass
-class Landed:
+class RegionGradients:
     """A region with gradients on their way to the update. The clipping coefficient follows once the norm is known."""
 
     region: Region
@@ -34,12 +34,12 @@ class Landed:
     """Fence for the gradients' memory."""
     scale: float = 1.0
     """Clipping coefficient, multiplied with the gradients."""
-    counts: bool = True
+    is_applied: bool = True
     """False if the step is skipped and the region must not be updated."""
 
-    def decide(self, scale: float, *, counts: bool) -> None:
+    def decide(self, scale: float, *, is_applied: bool) -> None:
         """Set the coefficient once the norm is known."""
-        self.scale, self.counts = scale, counts
+        self.scale, self.is_applied = scale, is_applied
 
 
 class EarlyReads:
@@ -90,7 +90,7 @@ class EarlyReads:
     def lend(self, tile: Tile, names: Sequence[str]) -> Lease:
         """Return a lease on tile planes for the update, from the early read if there is one."""
         early = self._leases.pop(tile, None)
-        return tile.lend(*names) if early is None else tile.renewed(early)
+        return tile.lend(*names) if early is None else tile.renew_lease(early)
 
 
 class TileUpdates:
@@ -136,7 +136,7 @@ class TileUpdates:
 
     def submit(
         self,
-        landed: Landed,
+        region_gradients: RegionGradients,
         touched: Sequence[bool],
         prepare: Callable[[], None] = lambda: None,
         is_final: bool = True,
@@ -145,35 +145,37 @@ class TileUpdates:
 
         `is_final`: no correction follows.
         """
-        state, how = self.store[landed.region], self._how()
+        state, settings = self.store[region_gradients.region], self._update_settings()
         first, last = state.tiles[0], state.tiles[-1]
 
         def update(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
             if tile is first:
                 prepare()
-            if not landed.counts:
+            if not region_gradients.is_applied:
                 return 0
-            scale, space = landed.scale, self._workspace
-            num_wrong = update_tile(state, tile, planes, gradients, touched, **how, scale=scale, workspace=space)
+            scale, space = region_gradients.scale, self._workspace
+            num_wrong = update_tile(state, tile, planes, gradients, touched, **settings, scale=scale, workspace=space)
             if tile is last:
                 state.count(touched)
             if self._debug and is_final:
                 gradients.fill_(float("nan"))
             return num_wrong
 
-        self.enter(landed, update, "update", publishes=is_final)
+        self.submit_work(region_gradients, update, "update", publishes=is_final)
 
-    def correct(self, landed: Landed, touched: Sequence[bool], scale: float) -> None:
+    def correct(self, region_gradients: RegionGradients, touched: Sequence[bool], scale: float) -> None:
         """Submit a correction from the applied coefficient to `scale`."""
-        state, how = self.store[landed.region], self._how()
+        state, settings = self.store[region_gradients.region], self._update_settings()
 
         def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
-            # The update has run by now, so `landed.scale` is final.
-            return update_tile(state, tile, planes, gradients, touched, **how, scale=scale, applied_scale=landed.scale)
+            # The update has run by now, so `region_gradients.scale` is final.
+            return update_tile(
+                state, tile, planes, gradients, touched, **settings, scale=scale, applied_scale=region_gradients.scale
+            )
 
-        self.enter(landed, correct, "correct", publishes=False)
+        self.submit_work(region_gradients, correct, "correct", publishes=False)
 
-    def _how(self) -> dict[str, Any]:
+    def _update_settings(self) -> dict[str, Any]:
         """Return the current settings for an update: `tune` may change them before the update runs."""
         return {"rules": self.rules, "infos": self.infos, "lr": self.lr, "seed": self._seed}
 
@@ -183,18 +185,20 @@ class TileUpdates:
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
-    def enter(self, landed: Landed, work: Work, verb: str, publishes: bool) -> None:
+    def submit_work(self, region_gradients: RegionGradients, work: UpdateFunction, verb: str, publishes: bool) -> None:
         """Submit work on a region's states, tile by tile, after its gradients and after every fetch of the overwritten
         data. `publishes`: the weights are then final and are sent to other ranks with a copy.
         """
-        region, state = landed.region, self.store[landed.region]
+        region, state = region_gradients.region, self.store[region_gradients.region]
         self.begin()
         self.slots.invalidate((region,))
         for number, tile in enumerate(state.tiles):
-            lease = self.early.lend(tile, [*tile.states, *(["gradients"] if landed.gradients is None else ())])
+            lease = self.early.lend(
+                tile, [*tile.states, *(["gradients"] if region_gradients.gradients is None else ())]
+            )
             planes = lease.planes
-            if landed.gradients is not None:
-                gradients = landed.gradients[tile.begin - state.begin : tile.end - state.begin]
+            if region_gradients.gradients is not None:
+                gradients = region_gradients.gradients[tile.begin - state.begin : tile.end - state.begin]
                 planes = {**planes, "gradients": gradients}
             ticket = self.place.submit(
                 TileUpdate(
@@ -202,7 +206,7 @@ class TileUpdates:
                     partial(work, tile),
                     lease,
                     planes,
-                    landed.fence,
+                    region_gradients.fence,
                     state.stays,
                     partial(self.refuse_weights, region, self.lr),
                     f"{verb} {region.name}",
@@ -218,13 +222,13 @@ class TileUpdates:
         self.begin(bool(late))
         self.slots.invalidate([state.region for state in changed])
         for state in changed:
-            for tile in state.held:
+            for tile in state.held_tiles:
                 tile.show(state.region in late)
 
     def refuse_weights(self, region: Region, lr: float, num_wrong: int) -> NoReturn:
         """Raise NonFiniteError after an update produced non-finite weights. The states are then unusable."""
         self.begin()
-        advice = self.store.values.why_not_finite(
+        advice = self.store.values.explain_nonfinite(
             "The step is too large. Lower --optimizer.lr, and resume from the last checkpoint."
         )
         raise NonFiniteError(

@@ -81,7 +81,7 @@ class UpdatePlace(Protocol):
         """Release all buffers."""
 
 
-class InPlace:
+class InPlaceUpdates:
     """Updates states in place on one lane: the host update lane, or compute for states on the device."""
 
     def __init__(self, lane: Lane, device: Device, within: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -120,7 +120,7 @@ class InPlace:
         if self._counts:
             tiles, counts = zip(*self._counts, strict=True)
             self._counts = []
-            for tile, num_wrong in zip(tiles, self._device.bring_down(torch.stack(counts))().tolist(), strict=True):
+            for tile, num_wrong in zip(tiles, self._device.copy_to_host(torch.stack(counts))().tolist(), strict=True):
                 if num_wrong:
                     tile.refuse(num_wrong)
 
@@ -131,7 +131,7 @@ class InPlace:
         """Release all buffers."""
 
 
-class OnDevice:
+class DeviceUpdates:
     """Updates host states on the device, through a ring buffer.
 
     Three lanes (H2D copy, update, D2H copy) work beside each other and beside compute.
@@ -142,33 +142,35 @@ class OnDevice:
     ) -> None:
         """`memory`: flat uint8 device memory."""
         self._ring, self._lanes, self._device, self._counters = Ring(memory, UPDATE_RING), lanes, device, counters
-        self._begun: Sequence[Ticket] = ()
+        self._start_tickets: Sequence[Ticket] = ()
         self._counts: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}  # non-finite weight counts
-        self._told, self._telling = device.host_memory(num_regions, torch.int64), Fence("counts")
+        self._host_counts, self._counts_fence = device.host_memory(num_regions, torch.int64), Fence("counts")
 
     def begin_step(self) -> None:
         """Start new counts; a lane still checks the previous step's counts."""
         self._counts = {}
-        self._begun = self._lanes.mark()  # compute has cleared the memory, or loaded resident planes from a checkpoint
+        self._start_tickets = (
+            self._lanes.mark()
+        )  # compute has cleared the memory, or loaded resident planes from a checkpoint
 
     def submit(self, tile: TileUpdate) -> Ticket:
-        """Submit the H2D copy, the update and the D2H copy of a tile, in the order of `InPlace.submit`."""
-        there = {name: flat for name, flat in tile.planes.items() if name not in tile.stays}
-        sizes = [align(flat.nbytes, PLANE_ALIGNMENT) for flat in there.values()]
+        """Submit the H2D copy, the update and the D2H copy of a tile, in the order of `InPlaceUpdates.submit`."""
+        host_planes = {name: flat for name, flat in tile.planes.items() if name not in tile.stays}
+        sizes = [align(flat.nbytes, PLANE_ALIGNMENT) for flat in host_planes.values()]
         stretch = self._ring.take(sum(sizes))
         assert stretch is not None, "the ring was planned for the largest tile"
         places = stretch.flat.split(sizes)
-        here = {
+        device_planes = {
             name: place[: flat.nbytes].view(flat.dtype)
-            for place, (name, flat) in zip(places, there.items(), strict=True)
+            for place, (name, flat) in zip(places, host_planes.items(), strict=True)
         }
-        changed = {name: flat for name, flat in there.items() if name != "gradients"}
-        read = {name: flat for name, flat in here.items() if name != CODES}
+        changed = {name: flat for name, flat in host_planes.items() if name != "gradients"}
+        copied = {name: flat for name, flat in device_planes.items() if name != CODES}
 
-        up_bytes = sum(flat.nbytes for flat in read.values())
+        up_bytes = sum(flat.nbytes for flat in copied.values())
         up = self._lanes.update_up.submit(
-            partial(copy_planes, self._device, read, there),
-            reads=(*tile.fence.before_read(), *tile.lease.reads, *self._begun),
+            partial(copy_planes, self._device, copied, host_planes),
+            reads=(*tile.fence.before_read(), *tile.lease.reads, *self._start_tickets),
             fills=stretch.fills,
             name=tile.name,
             num_bytes=up_bytes,
@@ -176,7 +178,7 @@ class OnDevice:
         stretch.fence.fill(up)
         tile.fence.read(up)
         updated = self._lanes.update_on_device.submit(
-            partial(self._run, tile, {**tile.planes, **here}, self._counts),
+            partial(self._run, tile, {**tile.planes, **device_planes}, self._counts),
             reads=stretch.fence.before_read(),
             name=tile.name,
             num_bytes=tile.num_bytes,
@@ -184,7 +186,7 @@ class OnDevice:
         stretch.fence.fill(updated)
         down_bytes = sum(flat.nbytes for flat in changed.values())
         down = self._lanes.update_down.submit(
-            partial(copy_planes, self._device, changed, here),
+            partial(copy_planes, self._device, changed, device_planes),
             reads=stretch.fence.before_read(),
             fills=tile.lease.fills,
             name=tile.name,
@@ -199,9 +201,11 @@ class OnDevice:
 
     @staticmethod
     def _run(
-        tile: TileUpdate, here: Mapping[str, torch.Tensor], counts: dict[Region, tuple[TileUpdate, torch.Tensor]]
+        tile: TileUpdate,
+        device_planes: Mapping[str, torch.Tensor],
+        counts: dict[Region, tuple[TileUpdate, torch.Tensor]],
     ) -> None:
-        count = tile.run(here)
+        count = tile.run(device_planes)
         if count is not None and tile.region in counts:
             counts[tile.region][1].add_(count)
         elif count is not None:
@@ -211,21 +215,21 @@ class OnDevice:
         """Let a lane check the accelerator's counts after all updates are submitted. Does not wait."""
         if self._device.torch_device.type == "cpu":
             return
-        counts, told = self._counts, self._told
+        counts, host_counts = self._counts, self._host_counts
 
-        def bring_down() -> None:
+        def copy_to_host() -> None:
             if counts:
-                self._device.copy(told[: len(counts)], torch.stack([count for _, count in counts.values()]))
+                self._device.copy(host_counts[: len(counts)], torch.stack([count for _, count in counts.values()]))
 
         def refuse() -> None:
-            for (tile, _), num_wrong in zip(counts.values(), told.tolist(), strict=False):
+            for (tile, _), num_wrong in zip(counts.values(), host_counts.tolist(), strict=False):
                 if num_wrong:
                     tile.refuse(num_wrong)
 
-        copied = self._lanes.update_on_device.submit(bring_down, fills=self._telling.before_fill(), name="check")
-        self._telling.fill(copied)
-        looked = self._lanes.update.submit(refuse, reads=self._telling.before_read(), name="check")
-        self._telling.read(looked)
+        copied = self._lanes.update_on_device.submit(copy_to_host, fills=self._counts_fence.before_fill(), name="check")
+        self._counts_fence.fill(copied)
+        checked = self._lanes.update.submit(refuse, reads=self._counts_fence.before_read(), name="check")
+        self._counts_fence.read(checked)
 
     def reset(self) -> None:
         """Take back all stretches after a step was given up."""
@@ -235,10 +239,10 @@ class OnDevice:
         self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
 
 
-class ByRegion:
+class UpdatesByRegion:
     """Updates some regions on the device and, at the same time, the others in place."""
 
-    def __init__(self, on_device: OnDevice, in_place: InPlace, streamed: Collection[int]) -> None:
+    def __init__(self, on_device: DeviceUpdates, in_place: InPlaceUpdates, streamed: Collection[int]) -> None:
         """`streamed`: indices of regions updated on the device."""
         self._places: Mapping[bool, UpdatePlace] = {True: on_device, False: in_place}
         self._streamed = streamed
@@ -265,7 +269,7 @@ class ByRegion:
 
 
 def open_place(
-    in_place: InPlace,
+    in_place: InPlaceUpdates,
     memory: torch.Tensor | None,
     streamed: Collection[int],
     regions: Sequence[Region],
@@ -280,6 +284,6 @@ def open_place(
     """
     if memory is None:
         return in_place
-    on_device = OnDevice(memory, len(regions), lanes, device, counters)
+    on_device = DeviceUpdates(memory, len(regions), lanes, device, counters)
     has_others = any(region.trainable and region.index not in streamed for region in regions)
-    return ByRegion(on_device, in_place, streamed) if has_others else on_device
+    return UpdatesByRegion(on_device, in_place, streamed) if has_others else on_device

@@ -11,16 +11,16 @@ import torch
 
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.policies import (
-    Applied,
-    AtOnce,
-    Deferred,
-    Delayed,
-    LearnFirst,
-    Policy,
-    Speculative,
+    DeferredPolicy,
+    DelayedPolicy,
+    ImmediatePolicy,
+    NormOnlyPolicy,
+    SpeculativePolicy,
+    UpdatePolicy,
+    UpdateResult,
     refuse_gradients,
 )
-from offload.engine.gradients.tile_updates import Landed, TileUpdates
+from offload.engine.gradients.tile_updates import RegionGradients, TileUpdates
 from offload.engine.gradients.update_place import UpdatePlace
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
@@ -30,7 +30,7 @@ from offload.layout.regions import ParameterInfo, Region
 from offload.optim.rule import UpdateRule
 from offload.optim.update import clip_coefficient, total_norm
 from offload.planning.settings import Settings
-from offload.tiers.due import Due, Work
+from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
@@ -54,7 +54,7 @@ class Updates:
         infos: Sequence[ParameterInfo],
         flow: GradientFlow,
         slots: Slots,
-        due: Due,
+        deferred: DeferredUpdates,
         lanes: Lanes,
         settings: Settings,
         place: UpdatePlace,
@@ -62,16 +62,22 @@ class Updates:
     ) -> None:
         """`workspace`: device memory for update rules that compute on the device."""
         self.tiles = TileUpdates(store, infos, slots, settings, place, workspace)
-        self._flow, self._slots, self._due, self._lanes, self._measures = flow, slots, due, lanes, flow.measures
-        self._learns = settings.judges_gradients and settings.optimizer.drops_gradients
+        self._flow, self._slots, self._deferred, self._lanes, self._measures = (
+            flow,
+            slots,
+            deferred,
+            lanes,
+            flow.measures,
+        )
+        self._learns = settings.needs_all_gradients and settings.optimizer.drops_gradients
         self._norm: float | None = None  # this step's norm, from a separate backward
         self._max_norm = self._limit = settings.max_grad_norm  # default, and for this step
         self._skips, self._delays_from = settings.skips, settings.delay_after if settings.delay else math.inf
-        self._is_inline = store.updating is lanes.here
+        self._is_inline = store.update_lane is lanes.on_compute
         # Inline updates hide nothing.
         self.clip = "deferred" if self._is_inline else settings.resolved_clip
         self.num_unclipped: int | None = None  # steps so far, while `clip` is undecided; else None
-        self._policy = Policy()
+        self._policy = UpdatePolicy()
 
     @property
     def infos(self) -> Sequence[ParameterInfo]:
@@ -115,7 +121,7 @@ class Updates:
         """
         self.clip, self.num_unclipped = clip, num_unclipped
 
-    def _watch(self, norm: float) -> None:
+    def _count_step(self, norm: float) -> None:
         """Count a step toward the decision about `clip: auto`."""
         assert self.num_unclipped is not None
         self.num_unclipped += 1
@@ -150,27 +156,27 @@ class Updates:
         self.tiles.steer(lr)
         self.tiles.place.begin_step()
         self._policy = self._choose(waits, self.delays(number), learns, norm)
-        self._flow.landing.follow(self._policy)
+        self._flow.transfer.follow(self._policy)
 
-    def _choose(self, waits: bool, delays: bool, learns: bool, norm: float | None) -> Policy:
+    def _choose(self, waits: bool, delays: bool, learns: bool, norm: float | None) -> UpdatePolicy:
         tiles, measures, limit = self.tiles, self._measures, self._limit
         if learns:
-            return LearnFirst()
+            return NormOnlyPolicy()
         if delays:
-            return Delayed(tiles, measures, self._due, reads_early=False)
+            return DelayedPolicy(tiles, measures, self._deferred, reads_early=False)
         if waits or self.waits:
-            return Deferred(tiles, measures, self._due, reads_early=not waits and tiles.early.are_possible)
+            return DeferredPolicy(tiles, measures, self._deferred, reads_early=not waits and tiles.early.are_possible)
         if limit is None or norm is not None:
-            return AtOnce(tiles, measures, limit, norm, self._is_inline)
-        return Speculative(tiles, measures, limit, norm, self._is_inline)
+            return ImmediatePolicy(tiles, measures, limit, norm, self._is_inline)
+        return SpeculativePolicy(tiles, measures, limit, norm, self._is_inline)
 
     def learn(self) -> float:
         """End the norm-only backward: return the norm and forget the gradients.
 
         Raises NonFiniteError for a non-finite norm, unless such steps are skipped.
         """
-        self._flow.land_rest()
-        self._flow.landing.finish()
+        self._flow.send_rest()
+        self._flow.transfer.finish()
         self._norm = total_norm(self._measures.squares.values())
         if not math.isfinite(self._norm) and not self._skips:
             refuse_gradients(self.tiles, self._measures, self._norm)
@@ -179,7 +185,7 @@ class Updates:
 
     def measure(self) -> float:
         """Complete an own loop's gradients and return their norm over all ranks. Collective."""
-        self._flow.land_rest()
+        self._flow.send_rest()
         self._flow.finish()
         return total_norm(self._measures.squares.values())
 
@@ -192,58 +198,60 @@ class Updates:
         if max_norm is not None:
             self._limit = max_norm or None
 
-    def apply(self, rank: Callable[[Region], float], go_on: Callable[[], None]) -> Applied:
+    def apply(self, rank: Callable[[Region], float], start_fetches: Callable[[], None]) -> UpdateResult:
         """Finish the gradients, clip, and submit the remaining updates in the order of `rank`.
 
-        Calls `go_on` once the coefficient is known and weights for the next step may be fetched.
+        Calls `start_fetches` once the coefficient is known and weights for the next step may be fetched.
         """
-        self._flow.land_rest()
+        self._flow.send_rest()
         if self.is_immediate:
             self._slots.refresh()
-            go_on()
-        applied = self._clip(rank)
+            start_fetches()
+        result = self._clip(rank)
         if self.is_immediate:
             self._settle()
         else:
-            self._end(go_on)
-        return applied
+            self._end(start_fetches)
+        return result
 
-    def _clip(self, rank: Callable[[Region], float]) -> Applied:
+    def _clip(self, rank: Callable[[Region], float]) -> UpdateResult:
         self._flow.finish()
         norm = total_norm(self._measures.squares.values())
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
         if math.isfinite(norm):
             if self.num_unclipped is not None:
-                self._watch(norm)
+                self._count_step(norm)
             return self._policy.finish(norm, self._limit, rank)
         if not self._skips or self.tiles.is_updating:
             refuse_gradients(self.tiles, self._measures, norm, self._policy.arrived)
         self.tiles.early.give_back()
         self.tiles.show(())
-        return Applied(norm, skipped=True)
+        return UpdateResult(norm, skipped=True)
 
-    def descend(self, works: Mapping[Region, Work], go_on: Callable[[], None]) -> None:
-        """Submit a step's updates without gradients, in this order. Calls `go_on` like `apply`."""
+    def descend(self, works: Mapping[Region, UpdateFunction], start_fetches: Callable[[], None]) -> None:
+        """Submit a step's updates without gradients, in this order. Calls `start_fetches` like `apply`."""
         for region, work in works.items():
-            landed = Landed(region, torch.empty(0, device="cpu"), Fence("no gradients"))
-            self._due.submissions[region] = partial(self.tiles.enter, landed, work, "update", publishes=True)
-        self._slots.invalidate(self._due.submissions)
-        self._end(go_on)
+            region_gradients = RegionGradients(region, torch.empty(0, device="cpu"), Fence("no gradients"))
+            self._deferred.submissions[region] = partial(
+                self.tiles.submit_work, region_gradients, work, "update", publishes=True
+            )
+        self._slots.invalidate(self._deferred.submissions)
+        self._end(start_fetches)
 
     def flush(self) -> None:
         """Run on the host the updates put off until the next fetch, before the host reads the weights."""
-        if works := dict(self._due.in_slot):
-            self._due.in_slot.clear()
+        if works := dict(self._deferred.in_slot):
+            self._deferred.in_slot.clear()
             self.descend(works, lambda: None)
 
-    def _end(self, go_on: Callable[[], None]) -> None:
+    def _end(self, start_fetches: Callable[[], None]) -> None:
         """Allow fetches for the next step, then submit the due updates."""
-        self.tiles.begin(bool(self._due.submissions))
-        with interrupts.firm():
+        self.tiles.begin(bool(self._deferred.submissions))
+        with interrupts.uninterrupted():
             self._slots.refresh()
-            go_on()
-            self._due.submit()
+            start_fetches()
+            self._deferred.submit()
             self._settle()
 
     def _settle(self) -> None:
@@ -259,13 +267,13 @@ class Updates:
 
     def give_up(self) -> str | None:
         """Cancel work after an exception. Return the reason if the states are torn, else None."""
-        self._due.submissions.clear()
+        self._deferred.submissions.clear()
         self.tiles.early.forget()
         self._lanes.give_up()
         self.tiles.place.reset()
         return self.failure()
 
-    def mend(self) -> None:
+    def mark_sound(self) -> None:
         """Mark the states as whole: all were written again."""
         self.tiles.end()
 

@@ -26,8 +26,8 @@ def check_batch(batch: Batch) -> int:
     Ties go to the first tensor. Raises ConfigError for a batch without rows or with unsupported values.
     """
     if not isinstance(batch, Mapping) or not batch:
-        given = "empty" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        raise ConfigError(f"the batch is {given}; it must be a mapping from names to tensors [batch, ...].")
+        description = "empty" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ConfigError(f"the batch is {description}; it must be a mapping from names to tensors [batch, ...].")
     sizes: dict[int, int] = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
@@ -64,21 +64,21 @@ def is_token_batch(batch: Batch, rows: int) -> bool:
     )
 
 
-def pattern(batch: Batch, rows: int) -> tuple[tuple[str, Hashable], ...]:
+def batch_pattern(batch: Batch, rows: int) -> tuple[tuple[str, Hashable], ...]:
     """Return a key shared by batches with the same handling: sorted (name, property) pairs.
 
     Tensors give (number of axes, first axis with size `rows` or -1). Booleans, strings and None give the value, other
     values the type.
     """
-    found: list[tuple[str, Hashable]] = []
+    properties: list[tuple[str, Hashable]] = []
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
-            found.append((key, (value.dim(), value.shape.index(rows) if rows in value.shape else -1)))
+            properties.append((key, (value.dim(), value.shape.index(rows) if rows in value.shape else -1)))
         elif isinstance(value, bool | str | None):
-            found.append((key, repr(value)))
+            properties.append((key, repr(value)))
         else:
-            found.append((key, (type(value).__name__, isinstance(value, _LISTS) and len(value) == rows)))
-    return tuple(sorted(found, key=lambda item: item[0]))
+            properties.append((key, (type(value).__name__, isinstance(value, _LISTS) and len(value) == rows)))
+    return tuple(sorted(properties, key=lambda item: item[0]))
 
 
 def describe(value: Any) -> str:
@@ -93,9 +93,9 @@ def next_labels(batch: Batch) -> torch.Tensor:
 
     Source: `shift_labels` if present, else the labels shifted by one.
     """
-    given = batch.get("shift_labels")
+    shift_labels = batch.get("shift_labels")
     shifted: torch.Tensor = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    return shifted if given is None else given
+    return shifted if shift_labels is None else shift_labels
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> dict[str, Any]:
@@ -129,21 +129,21 @@ class BatchForm:
     obstacle: str = ""
 
     @classmethod
-    def of(cls, batch: Batch, named: Rows | None = None) -> BatchForm:
+    def of(cls, batch: Batch, row_axes: Rows | None = None) -> BatchForm:
         """Return the form of a batch: as in `named`, else rows along axis 0 if the size matches the row count.
 
         Raises ConfigError for a name, axis or row count that contradicts the batch.
         """
         rows = check_batch(batch)
-        if named is not None and not isinstance(named, Mapping):
-            named = dict.fromkeys(batch) | dict.fromkeys(named, 0)
-        named = named or {}
-        for key in named:
+        if row_axes is not None and not isinstance(row_axes, Mapping):
+            row_axes = dict.fromkeys(batch) | dict.fromkeys(row_axes, 0)
+        row_axes = row_axes or {}
+        for key in row_axes:
             if key not in batch and (close := nearest(key, batch, cutoff=0.85)):
                 raise ConfigError(f"rows names {key!r}, which is not in the batch{close}.")
-        axes = {key: 0 for key, value in batch.items() if key not in named and _size(value, 0) == rows}
+        axes = {key: 0 for key, value in batch.items() if key not in row_axes and _size(value, 0) == rows}
         owners: dict[str, Any] = {}
-        for key, where in named.items():
+        for key, where in row_axes.items():
             if key not in batch or where is None or batch[key] is None:
                 continue
             if not isinstance(where, int):
@@ -158,7 +158,7 @@ class BatchForm:
         form = cls(axes, owners)
         for key, where in owners.items():
             if isinstance(where, str):
-                form.owned(batch, key, torch.arange(0, device="cpu"))
+                form.select_entries(batch, key, torch.arange(0, device="cpu"))
         return form
 
     @property
@@ -168,16 +168,16 @@ class BatchForm:
 
     def take(self, batch: Batch, order: torch.Tensor) -> dict[str, Any]:
         """Return a batch with the selected rows. `order`: row numbers, int64 [rows], on the CPU."""
-        taken = dict(batch)
+        selected = dict(batch)
         for key, axis in self.axes.items():
             value = batch[key]
             if isinstance(value, torch.Tensor):
-                taken[key] = value.index_select(axis, order.to(value.device))
+                selected[key] = value.index_select(axis, order.to(value.device))
             else:
-                taken[key] = type(value)(value[number] for number in order.tolist())
-        return taken | {key: self.owned(batch, key, order) for key in self.owners}
+                selected[key] = type(value)(value[number] for number in order.tolist())
+        return selected | {key: self.select_entries(batch, key, order) for key in self.owners}
 
-    def owned(self, batch: Batch, key: str, order: torch.Tensor) -> Any:
+    def select_entries(self, batch: Batch, key: str, order: torch.Tensor) -> Any:
         """Return the entries of value `key` (in `owners`) for the rows in `order`. Raises ConfigError."""
         owner, value = self.owners[key], batch[key]
         if not isinstance(owner, str):
@@ -202,27 +202,29 @@ class BatchForm:
                 value = batch[key]
                 is_tensor = isinstance(value, torch.Tensor)
                 part[key] = value.narrow(axis, start, end - start) if is_tensor else value[start:end]
-            yield part | {key: self.owned(batch, key, torch.arange(start, end, device="cpu")) for key in self.owners}
+            yield part | {
+                key: self.select_entries(batch, key, torch.arange(start, end, device="cpu")) for key in self.owners
+            }
 
-    def is_rows_of(self, batch: Batch) -> bool:
+    def has_leading_rows(self, batch: Batch) -> bool:
         """True if this form gives every value of the batch a row axis, and this axis is 0."""
         return len(self.axes) == len(batch) and not any(self.axes.values())
 
-    def alike(self, batch: Batch, keys: Iterable[str]) -> set[str]:
+    def constant_keys(self, batch: Batch, keys: Iterable[str]) -> set[str]:
         """Return the subset of `keys` with equal values in all rows.
 
         An equal value may belong to the whole batch; only differing values prove a row axis.
         """
-        return {key for key in keys if key in self.axes and _is_alike(batch[key], self.axes[key])}
+        return {key for key in keys if key in self.axes and _is_constant(batch[key], self.axes[key])}
 
-    def differing(self, batch: Batch, row: int) -> torch.Tensor:
+    def count_differences(self, batch: Batch, row: int) -> torch.Tensor:
         """Count the tensors in which each row differs from row `row`, int64 [rows] on the CPU."""
-        found = torch.zeros(check_batch(batch), dtype=torch.int64, device="cpu")
+        counts = torch.zeros(check_batch(batch), dtype=torch.int64, device="cpu")
         for key, axis in self.axes.items():
             if isinstance(value := batch[key], torch.Tensor):
                 rows = value.movedim(axis, 0).flatten(1) if value.dim() > 1 else value[:, None]
-                found += (rows != rows[row : row + 1]).any(1).cpu()
-        return found
+                counts += (rows != rows[row : row + 1]).any(1).cpu()
+        return counts
 
 
 def _size(value: Any, axis: int) -> int:
@@ -232,14 +234,14 @@ def _size(value: Any, axis: int) -> int:
     return len(value) if isinstance(value, _LISTS) and axis == 0 else -1
 
 
-def _is_alike(value: Any, axis: int) -> bool:
+def _is_constant(value: Any, axis: int) -> bool:
     if isinstance(value, torch.Tensor):
         first = value.narrow(axis, 0, 1)
         return torch.equal(value, first.expand_as(value))
-    return all(_same(item, value[0]) for item in value)
+    return all(_is_equal(item, value[0]) for item in value)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     ones, others = tree_leaves(one), tree_leaves(other)
     return len(ones) == len(others) and all(
         type(a) is type(b) and (torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b))

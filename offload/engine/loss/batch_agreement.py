@@ -49,7 +49,7 @@ class RankBatch:
     """Hash of the training modes of modules and the frozen parameters on this rank."""
     needs_mask: bool = False
     """True if the rank shares rows with other ranks, and the attention mask is not purely causal."""
-    complaint: str = ""
+    error_message: str = ""
     """Error message for a bad batch. Empty: no error."""
     lr: float | None = None
     """Learning rate for the update after this pass. None: no update follows."""
@@ -70,35 +70,40 @@ class PassPlan:
     """This rank."""
 
     @property
-    def kind(self) -> Hashable:
+    def schedule_key(self) -> Hashable:
         """Key shared by passes with the same schedule."""
         own = self.ranks[self.rank]
-        return own.operation, tuple(told.shapes for told in self.ranks), not own.has_loss_function
+        return own.operation, tuple(announcement.shapes for announcement in self.ranks), not own.has_loss_function
 
     @property
     def is_new(self) -> bool:
         """True if some rank needs a recording pass. All ranks then record together."""
-        return any(told.is_new for told in self.ranks)
+        return any(announcement.is_new for announcement in self.ranks)
 
     @property
     def has_other_values(self) -> bool:
         """True if some rank has a recording for this batch pattern, but from values with less information."""
-        return any(told.is_new and told.is_known for told in self.ranks)
+        return any(announcement.is_new and announcement.is_known for announcement in self.ranks)
 
     @property
     def needs_mask(self) -> bool:
         """True if some rank has shared rows with an attention mask that is not purely causal."""
-        return any(told.needs_mask for told in self.ranks)
+        return any(announcement.needs_mask for announcement in self.ranks)
 
     @property
     def num_parts(self) -> int:
         """Number of micro-batches on the rank with the most."""
-        return max(told.num_parts for told in self.ranks)
+        return max(announcement.num_parts for announcement in self.ranks)
 
     @property
     def num_elements(self) -> int:
         """Elements in the largest batch tensor over all ranks."""
-        return max(math.prod(shape) for told in self.ranks for _, shape in told.shapes if isinstance(shape, tuple))
+        return max(
+            math.prod(shape)
+            for announcement in self.ranks
+            for _, shape in announcement.shapes
+            if isinstance(shape, tuple)
+        )
 
     @property
     def has_peers(self) -> bool:
@@ -110,14 +115,14 @@ class PassPlan:
         Without labels, a loss function over tensors [rows, ...] is assumed to average over the elements of the first
         tensor.
         """
-        counts = [told.targets[2 if rule.by_rows else not rule.shifts] for told in self.ranks]
-        if all(told.has_loss_function and told.elements for told in self.ranks):
-            counts = [told.elements for told in self.ranks]
+        counts = [announcement.targets[2 if rule.counts_rows else not rule.shifts] for announcement in self.ranks]
+        if all(announcement.has_loss_function and announcement.elements for announcement in self.ranks):
+            counts = [announcement.elements for announcement in self.ranks]
         return sum(counts) if rank is None else counts[rank]
 
 
 @dataclass(frozen=True)
-class BatchFacts:
+class PassInputs:
     """One batch, and everything that determines the pass over it.
 
     plan: announcements from all ranks.
@@ -140,7 +145,7 @@ class BatchFacts:
     shared: SharedRows | None = None
 
     @property
-    def trains(self) -> bool:
+    def is_training(self) -> bool:
         """True if an update follows the pass; False for an evaluation."""
         return self.plan.ranks[0].operation == "step"
 
@@ -149,10 +154,10 @@ class BatchFacts:
         """Target count over all ranks."""
         return self.plan.num_targets(self.rule)
 
-    def of_sample(self, sample: Batch, micro_rows: int | None = None) -> BatchFacts:
-        """Return the `BatchFacts` for a few rows that this rank runs alone, in micro-batches with `micro_rows` rows."""
-        told = self.plan.ranks[0]
-        plan = PassPlan([_told(told.operation, sample, micro_rows, told.has_loss_function)], 0)
+    def of_sample(self, sample: Batch, micro_rows: int | None = None) -> PassInputs:
+        """Return the `PassInputs` for a few rows that this rank runs alone, in micro-batches with `micro_rows` rows."""
+        announcement = self.plan.ranks[0]
+        plan = PassPlan([_announce(announcement.operation, sample, micro_rows, announcement.has_loss_function)], 0)
         return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None)
 
 
@@ -162,7 +167,7 @@ def agree_on_pass(
     batch: Batch | None = None,
     micro_rows: int | None = None,
     has_loss_function: bool = False,
-    news: Callable[[], tuple[bool, bool]] = lambda: (False, False),
+    recording_status: Callable[[], tuple[bool, bool]] = lambda: (False, False),
     lr: float | None = None,
     modes: int = 0,
     shared: SharedRows | None = None,
@@ -170,34 +175,35 @@ def agree_on_pass(
     """Exchange announcements with all ranks before a pass. Collective.
 
     Args:
-        news: Returns (batch needs a recording, pattern is already recorded). May reject the batch with ConfigError.
+        recording_status: Returns (batch needs a recording, pattern is already recorded). May reject the batch with
+            ConfigError.
         shared: Information about shared rows beyond this rank's tokens.
 
     Raises:
         ConfigError: On all ranks, if the calls differ between ranks or one rank has a bad batch.
     """
-    told = RankBatch(operation)
+    announcement = RankBatch(operation)
     try:
         if batch is not None:
-            told = _told(operation, batch, micro_rows, has_loss_function)
+            announcement = _announce(operation, batch, micro_rows, has_loss_function)
         if shared is not None:
             count = int((shared.targets != IGNORED).sum())
-            told = replace(told, targets=(count, count, count), needs_mask=shared.whole.needs_mask)
-        is_new, is_known = news()
-        told = replace(told, is_new=is_new, is_known=is_known, lr=lr, modes=modes)
+            announcement = replace(announcement, targets=(count, count, count), needs_mask=shared.whole.needs_mask)
+        is_new, is_known = recording_status()
+        announcement = replace(announcement, is_new=is_new, is_known=is_known, lr=lr, modes=modes)
     except ConfigError as error:
-        told = RankBatch(operation, complaint=str(error))
-    ranks = comm.gather_objects(told, "agreement on the next operation")
+        announcement = RankBatch(operation, error_message=str(error))
+    ranks = comm.gather_objects(announcement, "agreement on the next operation")
     for rank, other in enumerate(ranks):
-        if other.complaint:
-            raise ConfigError(f"rank {rank}: {other.complaint}" if len(ranks) > 1 else other.complaint)
-    for what, found in (
+        if other.error_message:
+            raise ConfigError(f"rank {rank}: {other.error_message}" if len(ranks) > 1 else other.error_message)
+    for subject, values in (
         ("operations", [other.operation for other in ranks]),
-        ("batch tensors", [", ".join(_shown(key, shape) for key, shape in other.shapes) for other in ranks]),
+        ("batch tensors", [", ".join(_describe_shape(key, shape) for key, shape in other.shapes) for other in ranks]),
         ("learning rates", [f"engine.lr={other.lr}" for other in ranks]),
         ("losses", [f"{'a' if other.has_loss_function else 'no'} loss_fn" for other in ranks]),
     ):
-        _refuse_differences(what, found)
+        _refuse_differences(subject, values)
     return PassPlan(ranks, comm.rank)
 
 
@@ -207,7 +213,7 @@ def host_labels(batch: Batch) -> torch.Tensor | None:
     return None if labels is None else labels.cpu()
 
 
-def _told(operation: str, batch: Batch, micro_rows: int | None, has_loss_function: bool) -> RankBatch:
+def _announce(operation: str, batch: Batch, micro_rows: int | None, has_loss_function: bool) -> RankBatch:
     rows, labels = check_batch(batch), labels_of(batch)
     shapes = tuple(
         (key, tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__)
@@ -217,7 +223,7 @@ def _told(operation: str, batch: Batch, micro_rows: int | None, has_loss_functio
     targets, elements = (rows, rows, rows), 0
     if labels is not None:
         shifted, unshifted = LossRule(shifts=True).count(labels), LossRule(shifts=False).count(labels)
-        targets = shifted, unshifted, LossRule(by_rows=True).count(labels)
+        targets = shifted, unshifted, LossRule(counts_rows=True).count(labels)
     elif has_equal_rows(batch, rows):
         elements = next(iter(batch.values())).numel()
     micro_rows = min(micro_rows or rows, rows)
@@ -225,16 +231,16 @@ def _told(operation: str, batch: Batch, micro_rows: int | None, has_loss_functio
     return RankBatch(operation, shapes, ints, rows, micro_rows, targets, elements, is_labelled, has_loss_function)
 
 
-def _shown(key: str, shape: tuple[int, ...] | str) -> str:
+def _describe_shape(key: str, shape: tuple[int, ...] | str) -> str:
     return f"{key}, {shape}" if isinstance(shape, str) else f"{key} of {len(shape)} axes"
 
 
-def _refuse_differences(what: str, found: Sequence[str]) -> None:
-    if len(set(found)) > 1:
-        listed = "; ".join(f"rank {rank}: {value or 'none'}" for rank, value in enumerate(found))
-        closes = any(value.startswith("close") for value in found)
+def _refuse_differences(subject: str, values: Sequence[str]) -> None:
+    if len(set(values)) > 1:
+        listed = "; ".join(f"rank {rank}: {value or 'none'}" for rank, value in enumerate(values))
+        closes = any(value.startswith("close") for value in values)
         closed = " A rank without more data ends the run for all." if closes else ""
         raise ConfigError(
-            f"the ranks have different {what}: {listed}. All ranks must make the same calls in the same order, on "
+            f"the ranks have different {subject}: {listed}. All ranks must make the same calls in the same order, on "
             f"batches with the same keys.{closed}"
         )

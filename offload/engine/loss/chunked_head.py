@@ -18,7 +18,7 @@ from torch import nn
 
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.group_loss import log_probs
-from offload.engine.loss.label_trials import base_of
+from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss
 from offload.engine.state import EngineState
 from offload.engine.units.rerouting import forward_replaced
@@ -26,7 +26,7 @@ from offload.engine.units.row_blocks import RowBlocks
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(Chunk result, hidden state leaf [1, tokens, hidden], positions of counted tokens in the flattened rows.)"""
-Judging = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+LogProbLoss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """Maps next-label log-probabilities, fp32 [rows, tokens], to (loss 0-dim, gradient). Gradient None: no backward."""
 _ROUNDED_TO = 64
 """Chunk sizes are multiples of 64 tokens: faster GPU matrix products, and fewer distinct shapes to plan for."""
@@ -44,21 +44,21 @@ class Chunk:
     num_targets: int
 
 
-def chunks_of(
-    targets: torch.Tensor, size: int, num_chunks: int, bring_up: Callable[[torch.Tensor], torch.Tensor]
+def build_chunks(
+    targets: torch.Tensor, size: int, num_chunks: int, copy_to_device: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[Chunk]:
     """Return the target positions in chunks with `size` tokens.
 
     `targets`: `next_labels` [rows, tokens], on the host. Empty chunks (no counted token) in front pad the list to
-    `num_chunks`, because all ranks run equally many chunks. `bring_up` copies positions to the device.
+    `num_chunks`, because all ranks run equally many chunks. `copy_to_device` copies positions to the device.
     """
-    all_places = bring_up((targets.flatten() != IGNORED).nonzero()[:, 0])
-    found = []
+    all_places = copy_to_device((targets.flatten() != IGNORED).nonzero()[:, 0])
+    chunks = []
     for places in all_places.split(size) if len(all_places) else ():
         missing = min(size, -(-len(places) // _ROUNDED_TO) * _ROUNDED_TO) - len(places)
-        found.append(Chunk(nn.functional.pad(places, (0, missing)), len(places)))
-    nothing = Chunk(all_places.new_zeros(1), 0)
-    return [*[nothing] * (num_chunks - len(found)), *found]
+        chunks.append(Chunk(nn.functional.pad(places, (0, missing)), len(places)))
+    empty = Chunk(all_places.new_zeros(1), 0)
+    return [*[empty] * (num_chunks - len(chunks)), *chunks]
 
 
 class _CapturedError(Exception):
@@ -85,7 +85,7 @@ class ChunkedHead:
         """Return the chunked head for a model already known to support chunks. None for `vocabulary` 0."""
         if not vocabulary:
             return None
-        base = base_of(model)
+        base = find_base_model(model)
         assert base is not None
         return cls(model, base, vocabulary)
 
@@ -153,25 +153,25 @@ class ChunkedHead:
             total += loss.to(torch.float32)
         return total
 
-    def loss_of(
+    def loss_from_log_probs(
         self,
         state: EngineState,
         output: Any,
         batch: Batch,
         chunks: Sequence[Chunk],
-        judge: Judging,
+        compute_loss: LogProbLoss,
         gradient: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the loss that `judge` computes from all target log-probabilities; otherwise like `mean_loss`.
+        """Return the loss that `compute_loss` computes from all target log-probabilities; otherwise like `mean_loss`.
 
         All log-probabilities must be known before the first gradient, so logits are computed twice: without and with a
         graph.
         """
-        found = output["last_hidden_state"].new_zeros(batch["labels"].shape, dtype=torch.float32)
+        label_log_probs = output["last_hidden_state"].new_zeros(batch["labels"].shape, dtype=torch.float32)
         with torch.no_grad():
             for values, _, places in self._log_probs(output, batch, chunks):
-                found.view(-1)[places] = values
-        loss, slopes = judge(found)
+                label_log_probs.view(-1)[places] = values
+        loss, slopes = compute_loss(label_log_probs)
         if slopes is not None:
             parts = (
                 ((values * slopes.flatten()[places]).sum(), leaf, places)
@@ -193,7 +193,7 @@ class ChunkedHead:
                     gradient.view(-1, gradient.shape[-1])[places] = leaf.grad[0, : len(places)]
                 yield loss.detach()
 
-    def trial(self, output: Any, batch: Batch, chunks: Sequence[Chunk], tokens: int) -> float:
+    def trial_loss(self, output: Any, batch: Batch, chunks: Sequence[Chunk], tokens: int) -> float:
         """Return the `mean_loss` value without a backward."""
         return sum(float(loss) for loss, _, _ in self.losses(output, batch, chunks, tokens))
 
@@ -205,16 +205,16 @@ class _Targets:
     chunk: the tokens.
     labels: the next labels, int64 [n].
     log_sums: log-sum-exp over all blocks so far, fp32 [n].
-    own: label logits, fp32 [n].
+    label_logits: label logits, fp32 [n].
     """
 
     chunk: Chunk
     labels: torch.Tensor
     log_sums: torch.Tensor
-    own: torch.Tensor
+    label_logits: torch.Tensor
 
 
-class HeadByRows(ChunkedHead):
+class RowBlockHead(ChunkedHead):
     """Runs a head that is split into row blocks, block by block and chunk by chunk. No token has all logits at once.
 
     A running log-sum-exp over the vocabulary goes from block to block (Milakov and Gimelshein, arXiv:1805.02867). The
@@ -240,22 +240,22 @@ class HeadByRows(ChunkedHead):
         tokens: int,
         gradient: torch.Tensor | None,
     ) -> torch.Tensor:
-        def mean(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return -found.sum() / tokens, torch.full_like(found, -1 / tokens) if torch.is_grad_enabled() else None
+        def mean(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return -values.sum() / tokens, torch.full_like(values, -1 / tokens) if torch.is_grad_enabled() else None
 
-        return self.loss_of(state, output, batch, chunks, mean, gradient)
+        return self.loss_from_log_probs(state, output, batch, chunks, mean, gradient)
 
-    def loss_of(
+    def loss_from_log_probs(
         self,
         state: EngineState,
         output: Any,
         batch: Batch,
         chunks: Sequence[Chunk],
-        judge: Judging,
+        compute_loss: LogProbLoss,
         gradient: torch.Tensor | None,
     ) -> torch.Tensor:
         targets = self._targets(output, batch, chunks)
-        loss, slopes = judge(self._found(targets, batch))
+        loss, slopes = compute_loss(self._label_log_probs(targets, batch))
         if slopes is None:
             return loss
         total = None if gradient is None else torch.zeros_like(gradient, dtype=torch.float32).flatten(0, 1)
@@ -268,8 +268,8 @@ class HeadByRows(ChunkedHead):
             gradient.copy_(total.view_as(gradient))
         return loss
 
-    def trial(self, output: Any, batch: Batch, chunks: Sequence[Chunk], tokens: int) -> float:
-        return -float(self._found(self._targets(output, batch, chunks), batch).sum()) / tokens
+    def trial_loss(self, output: Any, batch: Batch, chunks: Sequence[Chunk], tokens: int) -> float:
+        return -float(self._label_log_probs(self._targets(output, batch, chunks), batch).sum()) / tokens
 
     def sums_over(self, number: int, output: Any, batch: Batch, chunk: Chunk) -> Iterator[Part]:
         """Yield the log-sum-exp total of a chunk over one block, as costly as a part of the loss."""
@@ -278,28 +278,30 @@ class HeadByRows(ChunkedHead):
 
     def _targets(self, output: Any, batch: Batch, chunks: Sequence[Chunk]) -> list[_Targets]:
         """Return the statistics per chunk from a pass over all blocks, without a graph."""
-        labels, found = next_labels(batch).flatten(), []
+        labels, statistics = next_labels(batch).flatten(), []
         for chunk in chunks:
             log_sums = torch.full(chunk.places.shape, -torch.inf, dtype=torch.float32, device=labels.device)
-            wanted = labels[chunk.places]
-            wanted[chunk.num_targets :] = 0
-            found.append(_Targets(chunk, wanted, log_sums, torch.zeros_like(log_sums)))
+            chunk_labels = labels[chunk.places]
+            chunk_labels[chunk.num_targets :] = 0
+            statistics.append(_Targets(chunk, chunk_labels, log_sums, torch.zeros_like(log_sums)))
         with torch.no_grad():
             for number in range(len(self._blocks.blocks)):
-                for each in found:
+                for each in statistics:
                     logits = self._logits(output, batch, each.chunk, number)[0].float()
                     torch.logaddexp(each.log_sums, logits.logsumexp(1), out=each.log_sums)
-                    is_here, column = self._blocks.inside(number, each.labels)
-                    each.own.copy_(torch.where(is_here, logits.gather(1, column[:, None])[:, 0], each.own))
-        return found
+                    is_inside, column = self._blocks.inside(number, each.labels)
+                    each.label_logits.copy_(
+                        torch.where(is_inside, logits.gather(1, column[:, None])[:, 0], each.label_logits)
+                    )
+        return statistics
 
-    def _found(self, targets: Sequence[_Targets], batch: Batch) -> torch.Tensor:
+    def _label_log_probs(self, targets: Sequence[_Targets], batch: Batch) -> torch.Tensor:
         """Return next-label log-probabilities, fp32 [rows, tokens]; 0 without a target."""
-        found = torch.zeros(batch["labels"].shape, dtype=torch.float32, device=batch["labels"].device)
+        label_log_probs = torch.zeros(batch["labels"].shape, dtype=torch.float32, device=batch["labels"].device)
         for each in targets:
             num = each.chunk.num_targets
-            found.view(-1)[each.chunk.places[:num]] = (each.own - each.log_sums)[:num]
-        return found
+            label_log_probs.view(-1)[each.chunk.places[:num]] = (each.label_logits - each.log_sums)[:num]
+        return label_log_probs
 
     def _backward_over(
         self,
@@ -321,8 +323,8 @@ class HeadByRows(ChunkedHead):
         if not logits.requires_grad:
             return
         gradient = (logits.detach().float() - targets.log_sums[:, None]).exp_().neg_()
-        is_here, column = self._blocks.inside(number, targets.labels)
-        gradient.scatter_add_(1, column[:, None], is_here[:, None].to(gradient.dtype))
+        is_inside, column = self._blocks.inside(number, targets.labels)
+        gradient.scatter_add_(1, column[:, None], is_inside[:, None].to(gradient.dtype))
         gradient *= slopes.flatten()[places][:, None]
         gradient[num:] = 0
         state.backward(logits, gradient.to(logits.dtype), leaf)
@@ -341,42 +343,42 @@ def find_chunked_head(
     batch: Batch,
     run: Callable[[Batch], Any],
     output: Any = None,
-    cut: Iterable[RowBlocks] = (),
+    row_blocks: Iterable[RowBlocks] = (),
 ) -> ChunkedHead | None:
     """Return the model head in chunks if a trial reproduces the full loss; else None.
 
     A trial is necessary because 13 families accept `shift_labels` and ignore it. `run`: the model on a batch. `output`:
-    base model output, if independent of the labels. `cut`: weights in row blocks; a head with such a weight runs block
-    by block.
+    base model output, if independent of the labels. `row_blocks`: weights in row blocks; a head with such a weight runs
+    block by block.
     """
-    base, labels = base_of(model), batch.get("labels")
+    base, labels = find_base_model(model), batch.get("labels")
     if base is None or labels is None or "input_ids" not in batch or labels.dim() != 2 or labels.shape[1] < 4:
         return None
     head = ChunkedHead(model, base)
     labels = labels.masked_fill(labels == IGNORED, 0).clone()
-    for row, of_row in enumerate(labels):  # different target positions in each row
-        of_row[1 + (2 * row + 1) % (len(of_row) - 1) :: 3] = IGNORED
+    for row, row_labels in enumerate(labels):  # different target positions in each row
+        row_labels[1 + (2 * row + 1) % (len(row_labels) - 1) :: 3] = IGNORED
     batch = {**batch, "labels": labels}
     tokens = int((labels[:, 1:] != IGNORED).sum())
     try:
         outputs = run(batch)
-        whole = float(find_loss(outputs))
+        full_loss = float(find_loss(outputs))
         output = head.base_output(lambda: run(batch)) if output is None else output
         if not isinstance(output, Mapping) or output["last_hidden_state"].shape[:2] != labels.shape:
             return None
-        chunks = chunks_of(next_labels(batch).cpu(), -(-tokens // 2), 2, lambda places: places.to(labels.device))
+        chunks = build_chunks(next_labels(batch).cpu(), -(-tokens // 2), 2, lambda places: places.to(labels.device))
         vocabulary = int(outputs.logits.shape[-1])
         plain = ChunkedHead(model, base, vocabulary)
-        by_rows = [HeadByRows(plain, blocks) for blocks in cut if blocks.num_rows == vocabulary]
-        heads = [*reversed(by_rows), plain]  # reversed: an equally large embedding precedes the head
-        precise = next(iter(model.parameters())).dtype == torch.float32
-        most = (1e-5 if precise else 1e-2) * max(1.0, abs(whole))
+        row_block_heads = [RowBlockHead(plain, blocks) for blocks in row_blocks if blocks.num_rows == vocabulary]
+        heads = [*reversed(row_block_heads), plain]  # reversed: an equally large embedding precedes the head
+        is_fp32 = next(iter(model.parameters())).dtype == torch.float32
+        tolerance = (1e-5 if is_fp32 else 1e-2) * max(1.0, abs(full_loss))
     except Exception:
         return None
 
     def reproduces(head: ChunkedHead) -> bool:
         try:
-            return abs(head.trial(output, batch, chunks, tokens) - whole) <= most
+            return abs(head.trial_loss(output, batch, chunks, tokens) - full_loss) <= tolerance
         except Exception:  # e.g. an adapter over a split head adds logits for all rows
             return False
 

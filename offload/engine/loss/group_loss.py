@@ -10,7 +10,7 @@ import torch
 from offload.engine.loss.batch import IGNORED, Batch
 from offload.errors import ConfigError
 
-Measured = dict[str, torch.Tensor]
+GroupMetrics = dict[str, torch.Tensor]
 """Metrics by name, fp32 [groups] each."""
 
 
@@ -27,8 +27,8 @@ class GroupLoss(ABC):
     """Batch values for the loss alone."""
 
     def __init__(self) -> None:
-        self._newest: Measured = {}
-        self._parts: list[Measured] = []
+        self._newest: GroupMetrics = {}
+        self._parts: list[GroupMetrics] = []
 
     @abstractmethod
     def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
@@ -36,11 +36,11 @@ class GroupLoss(ABC):
 
     def check(self, num_rows: int, micro_rows: int | None) -> None:
         """Raise ConfigError if the batch or a micro-batch splits a group."""
-        for what, number in ("the batch has", num_rows), ("a micro-batch has", micro_rows or num_rows):
+        for subject, number in ("the batch has", num_rows), ("a micro-batch has", micro_rows or num_rows):
             if number % self.group:
                 raise ConfigError(
-                    f"{what} {number} rows, but the loss {type(self).__name__} needs groups of {self.group} rows: use "
-                    f"a multiple of {self.group}."
+                    f"{subject} {number} rows, but the loss {type(self).__name__} needs groups of {self.group} rows: "
+                    f"use a multiple of {self.group}."
                 )
 
     def begin(self) -> None:
@@ -52,15 +52,15 @@ class GroupLoss(ABC):
         self._parts.append(self._newest)
 
     @property
-    def measured(self) -> Measured:
+    def metrics(self) -> GroupMetrics:
         """Group metrics from the last pass, in order, on the CPU."""
         names = self._parts[0] if self._parts else ()
         return {name: torch.cat([part[name] for part in self._parts]).cpu() for name in names}
 
-    def _mean(self, losses: torch.Tensor, batch: Batch, **measured: torch.Tensor) -> torch.Tensor:
-        """Return the mean of losses [groups] over the counted groups. Store `measured` for these groups."""
+    def _mean(self, losses: torch.Tensor, batch: Batch, **metrics: torch.Tensor) -> torch.Tensor:
+        """Return the mean of losses [groups] over the counted groups. Store `metrics` for these groups."""
         counts = has_target(batch["labels"]).view(-1, self.group).all(1).to(losses.device)
-        self._newest = {name: value.detach().float()[counts] for name, value in measured.items()}
+        self._newest = {name: value.detach().float()[counts] for name, value in metrics.items()}
         return losses.masked_fill(~counts, 0.0).sum() / counts.sum()
 
 
@@ -69,18 +69,18 @@ class TokenLoss(GroupLoss):
 
     def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
         labels, logits = batch["labels"], outputs.logits
-        found = log_probs(logits[:, :-1], labels[:, 1:])
-        return self.of(torch.nn.functional.pad(found, (1, 0)), batch)
+        label_log_probs = log_probs(logits[:, :-1], labels[:, 1:])
+        return self.of(torch.nn.functional.pad(label_log_probs, (1, 0)), batch)
 
     @abstractmethod
-    def of(self, found: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def of(self, log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the loss, 0-dim, from label log-probabilities, fp32 [rows, tokens].
 
         0 marks labels without a target, e.g. the first label in a row.
         """
 
 
-def group_of(loss_fn: Any) -> int:
+def rows_per_group(loss_fn: Any) -> int:
     """Return the number of neighbouring rows per group."""
     return loss_fn.group if isinstance(loss_fn, GroupLoss) else 1
 
@@ -88,10 +88,10 @@ def group_of(loss_fn: Any) -> int:
 def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return label log-probabilities, fp32, from logits [..., vocabulary] and labels [...]; 0 for ignored labels."""
     is_target = labels != IGNORED
-    wanted = labels.masked_fill(~is_target, 0)
+    targets = labels.masked_fill(~is_target, 0)
     logits = logits.float()
-    found = logits.gather(-1, wanted[..., None])[..., 0] - logits.logsumexp(-1)
-    return found.masked_fill(~is_target, 0.0)
+    values = logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)
+    return values.masked_fill(~is_target, 0.0)
 
 
 def has_target(labels: torch.Tensor) -> torch.Tensor:

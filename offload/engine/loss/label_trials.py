@@ -13,12 +13,12 @@ from offload.engine.loss.batch import Batch
 from offload.engine.units.rerouting import forward_replaced
 
 
-def base_of(model: nn.Module) -> nn.Module | None:
+def find_base_model(model: nn.Module) -> nn.Module | None:
     """Return the transformers base model below the head, also through an adapter wrapper. None: no base model."""
-    found = model
-    while isinstance(below := getattr(found, "base_model", None), nn.Module) and below is not found:
-        found = below
-    return None if found is model else found
+    base_model = model
+    while isinstance(below := getattr(base_model, "base_model", None), nn.Module) and below is not base_model:
+        base_model = below
+    return None if base_model is model else base_model
 
 
 class LabelTrials:
@@ -29,26 +29,26 @@ class LabelTrials:
 
     def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
         """`run`: the model on a batch and further arguments."""
-        self._base, self._run, self._learned = base_of(model), run, list[Any]()
+        self._base, self._run, self._outputs = find_base_model(model), run, list[Any]()
         self.output: Any = None
         """Output of the base model. None: labels may change the output."""
 
     def __call__(self, batch: Batch, **extra: Any) -> Any:
-        return self._run(batch, **extra) if self.output is None else self._again(self.output, batch, **extra)
+        return self._run(batch, **extra) if self.output is None else self._run_head(self.output, batch, **extra)
 
     def learn(self, batch: Batch) -> None:
         """Run the unmodified model and store the base model output."""
-        base, self._learned = self._base, []
+        base, self._outputs = self._base, []
         if base is None:
             self._run(batch)
             return
         forward = base.forward
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._learned.append(forward(*args, **kwargs))
-            return self._learned[-1]
+        def record_output(*args: Any, **kwargs: Any) -> Any:
+            self._outputs.append(forward(*args, **kwargs))
+            return self._outputs[-1]
 
-        with forward_replaced(base, noted):
+        with forward_replaced(base, record_output):
             self._run(batch)
 
     def confirm(self, batch: Batch, loss_of: Callable[[Any, Batch], float]) -> None:
@@ -56,12 +56,14 @@ class LabelTrials:
 
         The labels must differ everywhere from the labels in `learn`.
         """
-        if len(self._learned) == 1:
-            whole, again = (loss_of(its, batch) for its in (self._run(batch), self._again(self._learned[0], batch)))
-            if whole == again and math.isfinite(whole):
-                self.output = self._learned[0]
+        if len(self._outputs) == 1:
+            full_loss, head_loss = (
+                loss_of(outputs, batch) for outputs in (self._run(batch), self._run_head(self._outputs[0], batch))
+            )
+            if full_loss == head_loss and math.isfinite(full_loss):
+                self.output = self._outputs[0]
 
-    def _again(self, output: Any, batch: Batch, **extra: Any) -> Any:
+    def _run_head(self, output: Any, batch: Batch, **extra: Any) -> Any:
         assert self._base is not None
         with forward_replaced(self._base, lambda *_args, **_kwargs: copy.copy(output)):
             return self._run(batch, **extra)

@@ -28,12 +28,12 @@ class LossRule:
     """True if position t is scored against label t + 1. The first label of a row is then not a target."""
     takes_count: bool = False
     """True if the loss divides by `num_items_in_batch` when given."""
-    by_rows: bool = False
+    counts_rows: bool = False
     """True if every row with a target has the same weight."""
 
     def count(self, labels: torch.Tensor) -> int:
-        """Return the target count: labels not ignored, all regression values, or rows with a target (`by_rows`)."""
-        if self.by_rows and labels.dim() == 2:
+        """Return the target count: labels not ignored, all regression values, or rows with a target (`counts_rows`)."""
+        if self.counts_rows and labels.dim() == 2:
             return int((labels[:, 1:] != IGNORED).any(1).sum())
         if labels.is_floating_point():
             return labels.numel()
@@ -101,11 +101,12 @@ def check_loss(loss: Any, *, has_gradient: bool = True) -> torch.Tensor:
     if not has_gradient and not isinstance(loss, bool) and isinstance(loss, Real):
         return torch.tensor(float(loss), dtype=torch.float32, device="cpu")
     if not isinstance(loss, torch.Tensor) or loss.dim():
-        given = (
+        description = (
             f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         )
         raise ConfigError(
-            f"loss_fn returned {given}; it must return a 0-dim tensor, such as the mean over the targets of the batch."
+            f"loss_fn returned {description}; it must return a 0-dim tensor, such as the mean over the targets of the "
+            "batch."
         )
     return loss
 
@@ -133,14 +134,14 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
     def loss_of(outputs: Any, inputs: Batch) -> float:
         return float(loss_fn(outputs, inputs) if loss_fn else find_loss(outputs))
 
-    def tried(given: torch.Tensor, **extra: int) -> float:
-        inputs = {**batch, "labels": given}
+    def loss_with(trial_labels: torch.Tensor, **extra: int) -> float:
+        inputs = {**batch, "labels": trial_labels}
         return loss_of(trials(inputs, **extra), inputs)
 
-    def tried_without(given: torch.Tensor) -> float:
+    def loss_or_nan(trial_labels: torch.Tensor) -> float:
         """Return the loss of a batch possibly without targets; NaN after an error."""
         try:
-            return tried(given)
+            return loss_with(trial_labels)
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except Exception:
@@ -150,10 +151,10 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
     other = torch.where(one == 0, max(1, int(one.max())), 0).to(labels.dtype)
     trials.confirm({**batch, "labels": other}, loss_of)
     none = torch.full_like(labels, IGNORED)
-    firsts = [torch.cat([its[:, :1], none[:, 1:]], 1) for its in (one, other)]
-    empty, alone = tried_without(none), [tried_without(first) for first in firsts]
+    firsts = [torch.cat([trial_labels[:, :1], none[:, 1:]], 1) for trial_labels in (one, other)]
+    empty, alone = loss_or_nan(none), [loss_or_nan(first) for first in firsts]
     shifts = all(math.isclose(loss, empty, rel_tol=1e-6) or (loss != loss and empty != empty) for loss in alone)
-    if shifts and empty != empty and not any(math.isfinite(tried(its)) for its in (one, other)):
+    if shifts and empty != empty and not any(math.isfinite(loss_with(trial_labels)) for trial_labels in (one, other)):
         return None
     rule = LossRule(shifts=shifts)
     signature = inspect.signature(model.forward).parameters
@@ -167,7 +168,10 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
         )
     if "num_items_in_batch" in signature or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         count = rule.count(one)
-        once, wrong = max((tried(its, num_items_in_batch=count), number) for number, its in enumerate((one, other)))
-        twice = tried((one, other)[wrong], num_items_in_batch=2 * count)
+        once, wrong = max(
+            (loss_with(trial_labels, num_items_in_batch=count), number)
+            for number, trial_labels in enumerate((one, other))
+        )
+        twice = loss_with((one, other)[wrong], num_items_in_batch=2 * count)
         rule = LossRule(shifts=shifts, takes_count=abs(2 * twice - once) <= 1e-5 * abs(once))
     return rule

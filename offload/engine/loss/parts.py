@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
-from offload.engine.loss.batch_agreement import BatchFacts
-from offload.engine.loss.chunked_head import chunks_of
+from offload.engine.loss.batch_agreement import PassInputs
+from offload.engine.loss.chunked_head import build_chunks
 from offload.engine.loss.group_loss import GroupLoss, TokenLoss
 from offload.engine.loss.loss import labels_of, run_loss, select_inputs
 from offload.engine.loss.shared_rows import over_whole_rows
@@ -35,157 +35,163 @@ class Losses:
         self.chunk_bytes, self.has_gradient = chunk_bytes, has_gradient
         self.num_chunks = 1
 
-    def cut_by(self, chunk_bytes: int | None) -> None:
+    def set_chunk_bytes(self, chunk_bytes: int | None) -> None:
         """Set the logits limit in bytes. None: no limit."""
         self.chunk_bytes = chunk_bytes
 
     @property
     def is_plain(self) -> bool:
         """True if some unit cannot cut the batch, so the model is called once per micro-batch."""
-        return self._state.way.cut == "calls"
+        return self._state.execution_mode.cut == "calls"
 
-    def parts(self, facts: BatchFacts, chunk_tokens: int | None = None) -> Generator[torch.Tensor, None, None]:
+    def parts(self, inputs: PassInputs, chunk_tokens: int | None = None) -> Generator[torch.Tensor, None, None]:
         """Yield the loss in parts. The parts from all ranks add up to the mean over all targets.
 
         If possible, the units cut the batch: one model call, and the weights stream once. Otherwise the model is called
-        once per micro-batch. `chunk_tokens`: tokens per head chunk; 0: all; None: per `chunk_tokens(facts)`.
+        once per micro-batch. `chunk_tokens`: tokens per head chunk; 0: all; None: per `chunk_tokens(inputs)`.
         """
-        known, batch = facts.plan, facts.batch
-        own = known.ranks[known.rank]
-        if isinstance(facts.loss_fn, GroupLoss):
-            facts.loss_fn.begin()
-        if facts.shared is not None and (self.chunk_tokens(facts) == 0 or (known.num_parts > 1 and self.is_plain)):
+        plan, batch = inputs.plan, inputs.batch
+        own = plan.ranks[plan.rank]
+        if isinstance(inputs.loss_fn, GroupLoss):
+            inputs.loss_fn.begin()
+        if inputs.shared is not None and (self.chunk_tokens(inputs) == 0 or (plan.num_parts > 1 and self.is_plain)):
             raise ConfigError(
                 f"train.sequence_parallel is {self._state.attention.comm.size}, but the model runs on one micro-batch "
                 "after the other or with a loss over all logits (see the warnings above), and ranks cannot share rows "
                 "then: set --train.sequence_parallel 1, or leave out --train.micro_batch_size."
             )
-        if known.num_parts > 1 and self.is_plain:
-            yield from self._micro_batches(facts)
+        if plan.num_parts > 1 and self.is_plain:
+            yield from self._micro_batches(inputs)
             return
-        num_parts = known.num_parts if self._state.way.cut == "units" else 1
+        num_parts = plan.num_parts if self._state.execution_mode.cut == "units" else 1
         rows = own.micro_rows if num_parts > 1 else own.rows
-        with self._state.runner.as_ours(), self._state.runner.micro_batches(own.rows, rows, num_parts):
-            size = self.chunk_tokens(facts) if chunk_tokens is None else chunk_tokens
+        with self._state.runner.as_engine_calls(), self._state.runner.micro_batches(own.rows, rows, num_parts):
+            size = self.chunk_tokens(inputs) if chunk_tokens is None else chunk_tokens
             if size:
-                yield self._chunked(facts, size)
+                yield self._chunked(inputs, size)
                 return
             self.num_chunks = 1
-            share = _share(facts)
-            batch = batch if share else _with_targets(batch)
-            loss = run_loss(self._model, batch, facts.loss_fn, has_gradient=self.has_gradient)
-            yield _scaled(loss, share, facts)
+            share = _target_share(inputs)
+            batch = batch if share else _without_ignored(batch)
+            loss = run_loss(self._model, batch, inputs.loss_fn, has_gradient=self.has_gradient)
+            yield _scale(loss, share, inputs)
 
-    def _micro_batches(self, facts: BatchFacts) -> Generator[torch.Tensor, None, None]:
-        known, rule, batch, loss_fn = facts.plan, facts.rule, facts.batch, facts.loss_fn
-        tokens, own = facts.num_targets, known.ranks[known.rank]
-        hanging = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        leaves = {id(t): t.detach().requires_grad_() for t in hanging}  # a backward would free the caller's graph
+    def _micro_batches(self, inputs: PassInputs) -> Generator[torch.Tensor, None, None]:
+        plan, rule, batch, loss_fn = inputs.plan, inputs.rule, inputs.batch, inputs.loss_fn
+        tokens, own = inputs.num_targets, plan.ranks[plan.rank]
+        graph_inputs = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        leaves = {id(t): t.detach().requires_grad_() for t in graph_inputs}  # a backward would free the caller's graph
         batch = {key: leaves.get(id(value), value) for key, value in batch.items()}
-        parts = list(facts.form.parts(batch, own.rows, own.micro_rows))
-        if facts.labels is None:
-            of_row = known.num_targets(rule, known.rank) // own.rows
+        parts = list(inputs.form.parts(batch, own.rows, own.micro_rows))
+        if inputs.labels is None:
+            row_targets = plan.num_targets(rule, plan.rank) // own.rows
             starts = range(0, own.rows, own.micro_rows)
-            counts = [of_row * min(own.micro_rows, own.rows - start) for start in starts]
+            counts = [row_targets * min(own.micro_rows, own.rows - start) for start in starts]
         else:
-            counts = [rule.count(labels) for labels in facts.labels.split(own.micro_rows)]
-        for number in range(known.num_parts):
+            counts = [rule.count(labels) for labels in inputs.labels.split(own.micro_rows)]
+        for number in range(plan.num_parts):
             position = min(number, len(parts) - 1)
             part, share, extra = parts[position], counts[position] / max(1, tokens), {}
             if number >= len(parts):
                 share = 0.0
             if not share:  # other ranks may have targets here
-                if not known.has_peers:
+                if not plan.has_peers:
                     continue
-                part = _with_targets(part)
+                part = _without_ignored(part)
             elif loss_fn is None and rule.takes_count:
                 share, extra = 1.0, {"num_items_in_batch": tokens}
-            with self._state.runner.as_ours():
+            with self._state.runner.as_engine_calls():
                 loss = run_loss(self._model, part, loss_fn, has_gradient=self.has_gradient, **extra)
-            yield _scaled(loss, share, facts)
-        found = [(t, leaf.grad) for t in hanging if (leaf := leaves[id(t)]).grad is not None]
-        torch.autograd.backward([t for t, _ in found], [gradient for _, gradient in found])
+            yield _scale(loss, share, inputs)
+        gradients = [(t, leaf.grad) for t in graph_inputs if (leaf := leaves[id(t)]).grad is not None]
+        torch.autograd.backward([t for t, _ in gradients], [gradient for _, gradient in gradients])
 
-    def chunk_tokens(self, facts: BatchFacts) -> int:
+    def chunk_tokens(self, inputs: PassInputs) -> int:
         """Return the tokens per head chunk; 0 if the logits are computed at once."""
-        is_whole = not isinstance(facts.loss_fn, TokenLoss | None) or not self._state.way.chunks
-        if facts.head is None or is_whole or (self.chunk_bytes is None and facts.shared is None):
+        is_whole = not isinstance(inputs.loss_fn, TokenLoss | None) or not self._state.execution_mode.chunks
+        if inputs.head is None or is_whole or (self.chunk_bytes is None and inputs.shared is None):
             return 0
         chunk_bytes = self.chunk_bytes or sys.maxsize
-        size = max(1, chunk_bytes // (facts.head.num_logits * 4))
-        if facts.shared is not None:  # only the head receives the shared targets
+        size = max(1, chunk_bytes // (inputs.head.num_logits * 4))
+        if inputs.shared is not None:  # only the head receives the shared targets
             return size
-        most = max(1, chunk_bytes // (facts.head.vocabulary * 4))
-        shapes = [dict(told.shapes)["labels"] for told in facts.plan.ranks]
-        return size if any(math.prod(shape) > most for shape in shapes if isinstance(shape, tuple)) else 0
+        max_tokens = max(1, chunk_bytes // (inputs.head.vocabulary * 4))
+        shapes = [dict(announcement.shapes)["labels"] for announcement in inputs.plan.ranks]
+        return size if any(math.prod(shape) > max_tokens for shape in shapes if isinstance(shape, tuple)) else 0
 
-    def _chunked(self, facts: BatchFacts, size: int) -> torch.Tensor:
+    def _chunked(self, inputs: PassInputs, size: int) -> torch.Tensor:
         """Run the model up to the head, then the head in chunks, forward and backward. Return the loss.
 
         The backward below the head runs here too, so the returned loss needs no backward.
         """
-        head, batch, known = facts.head, facts.batch, facts.plan
+        head, batch, plan = inputs.head, inputs.batch, inputs.plan
         assert head is not None
-        assert facts.labels is not None
-        state, bring_up = self._state, self._state.device.bring_up
-        targets = next_labels({"labels": facts.labels}) if facts.shared is None else facts.shared.targets.cpu()
-        most = max(known.num_targets(replace(facts.rule, by_rows=False), rank) for rank in range(len(known.ranks)))
-        chunks = chunks_of(targets, size, max(1, -(-most // size)), bring_up)
+        assert inputs.labels is not None
+        state, copy_to_device = self._state, self._state.device.copy_to_device
+        targets = next_labels({"labels": inputs.labels}) if inputs.shared is None else inputs.shared.targets.cpu()
+        max_targets = max(
+            plan.num_targets(replace(inputs.rule, counts_rows=False), rank) for rank in range(len(plan.ranks))
+        )
+        chunks = build_chunks(targets, size, max(1, -(-max_targets // size)), copy_to_device)
         self.num_chunks = len(chunks)
-        with over_whole_rows(state.attention, facts.shared, batch, bring_up) as (given, batch):
-            output = head.base_output(lambda: self._model(**select_inputs(self._model, given, facts.loss_fn)))
+        with over_whole_rows(state.attention, inputs.shared, batch, copy_to_device) as (model_batch, batch):
+            output = head.base_output(lambda: self._model(**select_inputs(self._model, model_batch, inputs.loss_fn)))
             hidden = output["last_hidden_state"]
             gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None
             with state.runner.whole_batch():
-                if isinstance(facts.loss_fn, TokenLoss):
-                    judge = partial(self._judge, facts, facts.loss_fn)
-                    total = head.loss_of(state, output, batch, chunks, judge, gradient)
+                if isinstance(inputs.loss_fn, TokenLoss):
+                    compute_loss = partial(self._loss_and_gradient, inputs, inputs.loss_fn)
+                    total = head.loss_from_log_probs(state, output, batch, chunks, compute_loss, gradient)
                 else:
-                    total = head.mean_loss(state, output, batch, chunks, facts.num_targets, gradient)
+                    total = head.mean_loss(state, output, batch, chunks, inputs.num_targets, gradient)
             if gradient is not None:
                 state.backward(hidden, gradient)
         return total
 
-    def _judge(
-        self, facts: BatchFacts, loss_fn: TokenLoss, found: torch.Tensor
+    def _loss_and_gradient(
+        self, inputs: PassInputs, loss_fn: TokenLoss, label_log_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss for log-probabilities, and the gradient if a backward follows."""
-        share = _share(facts)
-        found = torch.nn.functional.pad(found[:, :-1], (1, 0))  # from next-token to label positions
-        found.requires_grad_(torch.is_grad_enabled())
-        loss = _scaled(loss_fn.of(found, facts.batch if share else _with_targets(facts.batch)), share, facts)
-        if not found.requires_grad:
+        share = _target_share(inputs)
+        label_log_probs = torch.nn.functional.pad(label_log_probs[:, :-1], (1, 0))  # from next-token to label positions
+        label_log_probs.requires_grad_(torch.is_grad_enabled())
+        loss = _scale(
+            loss_fn.of(label_log_probs, inputs.batch if share else _without_ignored(inputs.batch)), share, inputs
+        )
+        if not label_log_probs.requires_grad:
             return loss.detach(), None
-        return loss.detach(), torch.nn.functional.pad(torch.autograd.grad(loss, found)[0][:, 1:], (0, 1))
+        return loss.detach(), torch.nn.functional.pad(torch.autograd.grad(loss, label_log_probs)[0][:, 1:], (0, 1))
 
 
-def summed(
-    parts: Generator[torch.Tensor, None, None], device: torch.device, each: Callable[[torch.Tensor], None] | None = None
+def sum_parts(
+    parts: Generator[torch.Tensor, None, None],
+    device: torch.device,
+    on_part: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Return the sum of loss parts, fp32 on the device. `each` is called with every part."""
+    """Return the sum of loss parts, fp32 on the device. `on_part` is called with every part."""
     total = torch.zeros((), dtype=torch.float32, device=device)
     with closing(parts):  # close now, not when a traceback frees the generator
         for part in parts:
-            if each is not None:
-                each(part)
+            if on_part is not None:
+                on_part(part)
             total += part.detach().to(torch.float32)
     return total
 
 
-def _share(facts: BatchFacts) -> float:
+def _target_share(inputs: PassInputs) -> float:
     """Return this rank's share of all targets."""
-    known = facts.plan
-    return known.num_targets(facts.rule, known.rank) / max(1, facts.num_targets) if known.has_peers else 1.0
+    plan = inputs.plan
+    return plan.num_targets(inputs.rule, plan.rank) / max(1, inputs.num_targets) if plan.has_peers else 1.0
 
 
-def _scaled(loss: torch.Tensor, share: float, facts: BatchFacts) -> torch.Tensor:
+def _scale(loss: torch.Tensor, share: float, inputs: PassInputs) -> torch.Tensor:
     """Scale a loss part by `share`. A group loss with a nonzero share keeps the metrics."""
-    if share and isinstance(facts.loss_fn, GroupLoss):
-        facts.loss_fn.keep()
+    if share and isinstance(inputs.loss_fn, GroupLoss):
+        inputs.loss_fn.keep()
     return loss * share if share != 1.0 else loss
 
 
-def _with_targets(batch: Batch) -> dict[str, Any]:
+def _without_ignored(batch: Batch) -> dict[str, Any]:
     """Return the batch with finite loss even without targets: ignored labels become 0. The result has weight 0."""
     labels = labels_of(batch)
     if labels is None or labels.is_floating_point():

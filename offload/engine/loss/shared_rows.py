@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from offload.distributed.agreement import digest
 from offload.distributed.comm import Comm
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
-from offload.engine.units.shared_attention import OwnAttention, WholeRows
+from offload.engine.units.shared_attention import UnsharedAttention, WholeRows
 from offload.errors import ConfigError
 
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 2, 16
@@ -44,13 +44,15 @@ def share_rows(batch: Batch, loss_fn: object, comm: Comm) -> tuple[Batch, Shared
     _check(batch, loss_fn, comm.size)
     digests = {key: digest(value.cpu().numpy().tobytes()) for key, value in sorted(batch.items())}
     comm.agree("the batch of ranks that share sequences", digests)
-    filled = _filled(batch, comm.size)
+    filled = _fill(batch, comm.size)
     length = filled["labels"].shape[1]
     own = slice(comm.rank * length // comm.size, (comm.rank + 1) * length // comm.size)
     mask, positions = filled.get("attention_mask"), filled["position_ids"]
-    apart = pad((positions[:, 1:] - positions[:, :-1] != 1).cumsum(1), (1, 0))
-    has_documents = mask is None and bool(apart.any())  # positions that restart, as in transformers
-    whole = WholeRows(length, positions, None if mask is None else mask.bool(), apart if has_documents else None)
+    document_numbers = pad((positions[:, 1:] - positions[:, :-1] != 1).cumsum(1), (1, 0))
+    has_documents = mask is None and bool(document_numbers.any())  # positions that restart, as in transformers
+    whole = WholeRows(
+        length, positions, None if mask is None else mask.bool(), document_numbers if has_documents else None
+    )
     sample = {key: value[:_SAMPLE_ROWS, : comm.size * _SAMPLE_TOKENS] for key, value in batch.items()}
     shared = SharedRows(whole, next_labels(filled)[:, own].contiguous(), sample)
     return {key: value[:, own].contiguous() for key, value in filled.items()}, shared
@@ -64,15 +66,15 @@ def _check(batch: Batch, loss_fn: object, size: int) -> None:
         )
     labels = batch.get("labels")
     shape = labels.shape if isinstance(labels, torch.Tensor) and labels.dim() == 2 else None
-    odd = [key for key, value in batch.items() if not isinstance(value, torch.Tensor) or value.shape != shape]
-    if odd or "input_ids" not in batch:
+    unsupported = [key for key, value in batch.items() if not isinstance(value, torch.Tensor) or value.shape != shape]
+    if unsupported or "input_ids" not in batch:
         raise ConfigError(
-            f"train.sequence_parallel is {size}, but the batch has {', '.join(odd or batch)}: ranks can share only "
-            "token tensors of shape [rows, tokens], such as input_ids and labels. Set --train.sequence_parallel 1."
+            f"train.sequence_parallel is {size}, but the batch has {', '.join(unsupported or batch)}: ranks can share "
+            "only token tensors of shape [rows, tokens], such as input_ids and labels. Set --train.sequence_parallel 1."
         )
 
 
-def _filled(batch: Batch, size: int) -> dict[str, torch.Tensor]:
+def _fill(batch: Batch, size: int) -> dict[str, torch.Tensor]:
     """Return a batch with positions and a token count divisible by `size`.
 
     Filler tokens come last, so no other token attends to them, and have no labels.
@@ -91,11 +93,14 @@ def _filled(batch: Batch, size: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def over_whole_rows(
-    attention: OwnAttention, shared: SharedRows | None, batch: Batch, bring_up: Callable[[torch.Tensor], torch.Tensor]
+    attention: UnsharedAttention,
+    shared: SharedRows | None,
+    batch: Batch,
+    copy_to_device: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[tuple[Batch, Batch]]:
     """Within the context, attention covers all tokens of `shared` rows.
 
-    Yield (model batch, head batch with shifted labels). `bring_up` copies a tensor to the device.
+    Yield (model batch, head batch with shifted labels). `copy_to_device` copies a tensor to the device.
     """
     if shared is None:
         yield batch, batch
@@ -103,5 +108,5 @@ def over_whole_rows(
     # The length of this mask tells the model the full row length. Attention inserts the actual mask.
     ones = torch.ones((), dtype=torch.int64, device=batch["labels"].device)
     carrier = ones.expand(len(batch["labels"]), shared.whole.length)
-    with attention.over(shared.whole.on(bring_up)):
-        yield {**batch, "attention_mask": carrier}, {**batch, "shift_labels": bring_up(shared.targets)}
+    with attention.over(shared.whole.to_device(copy_to_device)):
+        yield {**batch, "attention_mask": carrier}, {**batch, "shift_labels": copy_to_device(shared.targets)}

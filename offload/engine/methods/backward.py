@@ -7,8 +7,8 @@ from collections.abc import Hashable
 
 import torch
 
-from offload.engine.loss.parts import summed
-from offload.engine.methods.method import Method, Parts
+from offload.engine.loss.parts import sum_parts
+from offload.engine.methods.method import LossParts, Method
 from offload.engine.methods.result import StepResult
 
 
@@ -18,68 +18,72 @@ class Backward(Method):
     def own_loop(self) -> Backward:
         return self
 
-    def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
+    def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:
         self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
         # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
-        comes_often = self._losses.is_plain or bool(self._state.experts)
-        self._state.accumulate(self._state.plan.adds_up or (self._settings.splits and comes_often))
+        copies_per_micro_batch = self._losses.is_plain or bool(self._state.experts)
+        self._state.accumulate(
+            self._state.plan.sums_gradients_on_host or (self._settings.splits and copies_per_micro_batch)
+        )
         if self._state.updates.learns_first:
-            return self._learn_and_step(parts, tokens, kind)
-        self.begin(kind)
-        return self.end(self._passes(parts), tokens, kind)
+            return self._learn_and_step(parts, tokens, schedule_key)
+        self.begin(schedule_key)
+        return self.end(self._passes(parts), tokens, schedule_key)
 
-    def trial(self, parts: Parts) -> list[torch.Tensor]:
+    def trial(self, parts: LossParts) -> list[torch.Tensor]:
         return [self._passes(parts)]
 
-    def _passes(self, parts: Parts) -> torch.Tensor:
+    def _passes(self, parts: LossParts) -> torch.Tensor:
         """Run forward and backward over a batch; return the loss on the device."""
 
         def backward(part: torch.Tensor) -> None:
             if part.requires_grad:
                 self._state.backward(part)
 
-        return summed(parts(), self._state.device.torch_device, backward)
+        return sum_parts(parts(), self._state.device.torch_device, backward)
 
-    def _learn_and_step(self, parts: Parts, tokens: int, kind: Hashable) -> StepResult:
+    def _learn_and_step(self, parts: LossParts, tokens: int, schedule_key: Hashable) -> StepResult:
         """Make a step with two backwards: the first for the norm only, the second for the updates.
 
         Both start with equal generator and buffer states.
         """
-        state, before = self._state, self._moment()
-        self.begin(kind, learns=True)
+        state, before = self._state, self._take_snapshot()
+        self.begin(schedule_key, learns=True)
         loss = self._passes(parts)
         norm = state.updates.learn()
         if math.isfinite(norm):
             before.put_back()
             state.executor.end()
-            self._begin_pass(kind, norm=norm)
+            self._begin_pass(schedule_key, norm=norm)
             self._counters.begin_pass()
             loss = self._passes(parts)
-        return self.end(loss, tokens, kind)
+        return self.end(loss, tokens, schedule_key)
 
-    def begin(self, kind: Hashable, waits: bool = False, learns: bool = False) -> None:
-        """Begin a step with schedule key `kind`; gradients may arrive from now on.
+    def begin(self, schedule_key: Hashable, waits: bool = False, learns: bool = False) -> None:
+        """Begin a step; gradients may arrive from now on.
 
         `waits`: gradients come from several backwards. `learns`: the next backward is for the norm only.
         """
         self._state.lanes.timeline.begin_step()
         self._counters.begin_step()
-        self._begin_pass(kind, waits, learns)
+        self._begin_pass(schedule_key, waits, learns)
 
-    def _begin_pass(self, kind: Hashable, waits: bool = False, learns: bool = False, norm: float | None = None) -> None:
+    def _begin_pass(
+        self, schedule_key: Hashable, waits: bool = False, learns: bool = False, norm: float | None = None
+    ) -> None:
         state = self._state
         state.runner.begin_step()
         state.updates.begin_step(
             self.lr, waits or state.gradients.accumulates, state.runner.step_number, learns=learns, norm=norm
         )
-        state.executor.begin(kind, wraps=state.updates.is_immediate)
+        state.executor.begin(schedule_key, wraps=state.updates.is_immediate)
 
-    def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
+    def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
         """Finish the gradients, clip, update, and start to fetch the next step's weights."""
         state, rank = self._state, self._order()
-        self.expected = kind, state.updates.is_immediate and not state.updates.learns_first
-        brought_loss = state.device.bring_down(loss)  # before the host waits for the norm
-        applied = state.updates.apply(rank, lambda: self._go_on(tokens is not None))
-        (total,) = self.sum(float(brought_loss()))
-        is_skipped, num_corrected, is_coarse = applied.skipped, applied.num_corrected, applied.is_coarse
-        return self._finish(total, applied.norm, tokens, skipped=is_skipped, corrected=num_corrected, coarse=is_coarse)
+        self.expected = schedule_key, state.updates.is_immediate and not state.updates.learns_first
+        read_loss = state.device.copy_to_host(loss)  # before the host waits for the norm
+        result = state.updates.apply(rank, lambda: self._start_fetches(tokens is not None))
+        (total,) = self.sum(float(read_loss()))
+        is_skipped, num_corrected, is_coarse = result.skipped, result.num_corrected, result.is_coarse
+        return self._finish(total, result.norm, tokens, skipped=is_skipped, corrected=num_corrected, coarse=is_coarse)

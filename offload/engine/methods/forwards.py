@@ -7,15 +7,15 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from offload.engine.loss.parts import Losses, summed
+from offload.engine.loss.parts import Losses, sum_parts
 from offload.engine.methods.interleaved import InterleavedForwards
-from offload.engine.methods.method import Method, Parts
-from offload.engine.methods.perturbed import Perturbed
+from offload.engine.methods.method import LossParts, Method
+from offload.engine.methods.perturbed import PerturbedWeights
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.methods.zeroth_order_update import ZerothOrderUpdate
 from offload.engine.state import EngineState
-from offload.engine.units.condition import Moment
+from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, NonFiniteError
 from offload.optim.mezo import MeZO
@@ -29,24 +29,29 @@ class Forwards(Method):
     _rule: MeZO
 
     def __init__(
-        self, state: EngineState, counters: Counters, settings: Settings, losses: Losses, moment: Callable[[], Moment]
+        self,
+        state: EngineState,
+        counters: Counters,
+        settings: Settings,
+        losses: Losses,
+        take_snapshot: Callable[[], PassSnapshot],
     ) -> None:
-        super().__init__(state, counters, settings, losses, moment)
+        super().__init__(state, counters, settings, losses, take_snapshot)
         self._pending = SlotUpdates(
-            state.store, state.slots, state.updates, state.due, state.lanes, state.device, self.lr
+            state.store, state.slots, state.updates, state.deferred_updates, state.lanes, state.device, self.lr
         )
         self.descent = ZerothOrderUpdate(state, self._rule, self._pending)
-        self._perturbed = Perturbed(state, self._rule, settings.seed)
+        self._perturbed = PerturbedWeights(state, self._rule, settings.seed)
         self._interleaved = InterleavedForwards(state, self._pending, self._perturbed)
 
-    def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
+    def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:
         state = self._state
         state.lanes.timeline.begin_step()
         self._counters.begin_step()
         state.runner.begin_step()
         number = state.runner.step_number
         state.updates.begin_step(self.lr, True, number)
-        state.executor.begin(kind)
+        state.executor.begin(schedule_key)
         self.begin_trial()
         losses = self._measure(parts)
         slopes = self._rule.slopes(losses)
@@ -55,31 +60,31 @@ class Forwards(Method):
         )
         skipped = not all(math.isfinite(loss) for pair in losses for loss in pair)
         if skipped and not self._settings.skips:
-            advice = state.store.values.why_not_finite(
+            advice = state.store.values.explain_nonfinite(
                 "Lower --optimizer.lr or --optimizer.eps, or check the data of this step; --train.on_nonfinite skip "
                 "skips such steps."
             )
             raise NonFiniteError(
-                f"the losses of step {number + 1} at the two perturbed weights are {_shown(losses)}. {advice}"
+                f"the losses of step {number + 1} at the two perturbed weights are {_format_losses(losses)}. {advice}"
             )
-        self.expected = kind, False
+        self.expected = schedule_key, False
         rank = self._order()
         if skipped:
-            self._go_on(is_batch=True)
+            self._start_fetches(is_batch=True)
         else:
-            self.descent.update(measured, self._perturbed.thresholds, rank, lambda: self._go_on(is_batch=True))
+            self.descent.update(measured, self._perturbed.thresholds, rank, lambda: self._start_fetches(is_batch=True))
         mean = sum(loss for pair in losses for loss in pair) / (2 * len(losses))
         slope = math.sqrt(sum(slope * slope for slope in slopes) / len(slopes))
         return self._finish(mean, slope, tokens, skipped=skipped, measured=None if skipped else measured)
 
-    def trial(self, parts: Parts) -> list[torch.Tensor]:
+    def trial(self, parts: LossParts) -> list[torch.Tensor]:
         return self._losses_of(parts)
 
     def begin_trial(self) -> None:
         number = self._state.runner.step_number + 1
         self._perturbed.begin(number, self.descent.touched(number, self._settings.seed, self.descent.frozen))
 
-    def hang(self, unit: Unit, number: int) -> None:
+    def install_weights(self, unit: Unit, number: int) -> None:
         self._perturbed.enter(unit, number)
 
     @property
@@ -90,15 +95,15 @@ class Forwards(Method):
         self._pending.forget()
 
     def replay(self, measured: ZerothOrderRecord) -> None:
-        made = self._state.runner.step_number
-        if measured.step != made + 1:
+        num_steps = self._state.runner.step_number
+        if measured.step != num_steps + 1:
             raise ConfigError(
-                f"the record is of step {measured.step}, but {made} steps are done and step {made + 1} is next: a "
-                "replay starts with the weights before the first step and takes each step once, in order. For a "
-                f"skipped step pass its line of metrics.jsonl, or no slopes: ({made + 1}, 0, ())."
+                f"the record is of step {measured.step}, but {num_steps} steps are done and step {num_steps + 1} is "
+                "next: a replay starts with the weights before the first step and takes each step once, in order. For "
+                f"a skipped step pass its line of metrics.jsonl, or no slopes: ({num_steps + 1}, 0, ())."
             )
         if not measured.slopes:
-            self._state.runner.go_on_from(measured.step)
+            self._state.runner.set_step_number(measured.step)
             return
         if len(measured.slopes) != self._rule.num_directions:
             raise ConfigError(
@@ -117,18 +122,18 @@ class Forwards(Method):
         self._interleaved.free()
         self._perturbed.free()
 
-    def _measure(self, parts: Parts) -> list[tuple[float, float]]:
+    def _measure(self, parts: LossParts) -> list[tuple[float, float]]:
         """Return the losses on both sides of the weights for each direction, summed over all ranks."""
-        found = self._losses_of(parts)
+        losses = self._losses_of(parts)
         self._pending.check()
-        values = self.sum(*self._state.device.bring_down(torch.stack(found))().tolist())
+        values = self.sum(*self._state.device.copy_to_host(torch.stack(losses))().tolist())
         return list(zip(values[::2], values[1::2], strict=True))
 
-    def _losses_of(self, parts: Parts) -> list[torch.Tensor]:
+    def _losses_of(self, parts: LossParts) -> list[torch.Tensor]:
         """Return the losses from all passes over this rank's rows."""
         device = self._state.device.torch_device
-        return self._interleaved.run(lambda: summed(parts(), device), self.num_passes)
+        return self._interleaved.run(lambda: sum_parts(parts(), device), self.num_passes)
 
 
-def _shown(losses: list[tuple[float, float]]) -> str:
+def _format_losses(losses: list[tuple[float, float]]) -> str:
     return ", ".join(f"{plus:g} and {minus:g}" for plus, minus in losses)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.methods.perturbed import Perturbed
+from offload.engine.methods.perturbed import PerturbedWeights
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
-from offload.engine.units.arguments import deliver, received
-from offload.engine.units.condition import Dicts
-from offload.engine.units.drawn import Drawn
-from offload.engine.units.runner import together
-from offload.engine.units.surroundings import Surroundings
+from offload.engine.units.arguments import deliver_result, receive_call
+from offload.engine.units.rng_state import RngState
+from offload.engine.units.runner import synchronized
+from offload.engine.units.snapshots import DictSnapshots
+from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.unit import Unit
 from offload.lanes.lockstep import Lockstep
 
@@ -27,16 +27,16 @@ class InterleavedForwards:
     Attributes set by one pass in modules above the units are invisible to the others.
     """
 
-    def __init__(self, state: EngineState, pending: SlotUpdates, perturbed: Perturbed) -> None:
+    def __init__(self, state: EngineState, pending: SlotUpdates, perturbed: PerturbedWeights) -> None:
         self._state, self._pending, self._perturbed = state, pending, perturbed
-        self._lockstep: Lockstep[torch.Tensor] = Lockstep(self._switched)
+        self._lockstep: Lockstep[torch.Tensor] = Lockstep(self._switch)
         self._residents: list[Unit] = []
         self._above: list[nn.Module] = []
-        self._kept: dict[int, _PassState] = {}
-        self._begin: _PassState | None = None
-        self._last: _PassState | None = None  # the state restored last
+        self._states: dict[int, _PausedPass] = {}
+        self._begin: _PausedPass | None = None
+        self._last: _PausedPass | None = None  # the state restored last
         self._open: Unit | None = None  # the unit with fetched weights
-        self._have_run: set[int] = set()
+        self._finished: set[int] = set()
         self._num_passes = 0
 
     def run(self, function: Callable[[], torch.Tensor], num_passes: int) -> list[torch.Tensor]:
@@ -45,8 +45,8 @@ class InterleavedForwards:
         self._residents = [unit for unit in state.units if unit.resident]
         inside = {module for unit in state.units if not unit.resident for module in unit.modules}
         self._above = [module for module in state.model.modules() if module not in inside]
-        self._num_passes, self._open, self._kept = num_passes, None, {}
-        self._begin = self._last = _PassState(state, self._above)
+        self._num_passes, self._open, self._states = num_passes, None, {}
+        self._begin = self._last = _PausedPass(state, self._above)
         passes = [self._pass(function) for _ in range(num_passes)]
         with state.router.diverted(self._call):
             self._move_residents(0)
@@ -54,7 +54,7 @@ class InterleavedForwards:
                 results = self._lockstep.run(passes)
                 self._leave()
             finally:
-                self._kept, self._begin, self._last = {}, None, None
+                self._states, self._begin, self._last = {}, None, None
                 for unit in self._residents:
                     unit.install(unit.live())
         return results
@@ -66,7 +66,7 @@ class InterleavedForwards:
     def _pass(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Wrap the function for a separate thread with the current thread's thread-local torch state."""
         state = self._state
-        surroundings, enter = Surroundings(state.device.torch_device.type), state.device.entered()
+        surroundings, enter = ThreadState(state.device.torch_device.type), state.device.stream_entry()
 
         def run() -> torch.Tensor:
             with enter(), torch.no_grad():
@@ -84,7 +84,7 @@ class InterleavedForwards:
     def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward for the current pass, with the module's own result."""
         runner, device = self._state.runner, self._state.device
-        arguments, containers = received(args, kwargs)
+        arguments, containers = receive_call(args, kwargs)
         runner.count(unit, arguments)
         rows, results = runner.rows_of(unit), []
         # All ranks start from one seed, and must not draw equal numbers.
@@ -92,75 +92,77 @@ class InterleavedForwards:
         self._enter(unit)
         self._perturbed.enter(unit, self._lockstep.current)
         try:
-            for number, span in enumerate(together(runner, unit, rows)):
+            for number, span in enumerate(synchronized(runner, unit, rows)):
                 if ambient is not None:
                     runner.seed(unit, number)
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
                 others = unit.traits.cut_others(arguments.others, span)
                 forward = runner.forwards.of(unit, runner, arguments, inputs, others)
                 result = runner.run(unit, arguments, inputs, others, forward)
-                result.tensors[:] = [runner.own(t) for t in result.tensors]
+                result.tensors[:] = [runner.copy_from_slot(t) for t in result.tensors]
                 results.append(result)
         finally:
-            unit.install(unit.resting)
+            unit.install(unit.placeholders)
             if ambient is not None:
                 device.set_random_state(ambient)
-        delivered = deliver(results[0], runner.join(unit, results), containers)
+        delivered = deliver_result(results[0], runner.join(unit, results), containers)
         del result, results  # the other passes run next and need the memory
-        if len(self._have_run) == self._num_passes:
+        if len(self._finished) == self._num_passes:
             self._leave()
-        if self._state.way.interleaves:
+        if self._state.execution_mode.interleaves:
             self._lockstep.turn()
         return delivered
 
     def _enter(self, unit: Unit) -> None:
         """Fetch a unit's weights, unless another pass has fetched them and this pass has not used them yet."""
         number = self._lockstep.current
-        if self._open is not unit or number in self._have_run:  # passes may take different paths
+        if self._open is not unit or number in self._finished:  # passes may take different paths
             self._leave()
             self._state.runner.enter(unit)
-            self._pending.make(unit.regions)
-            self._open, self._have_run = unit, set()
-        self._have_run.add(number)
+            self._pending.run(unit.regions)
+            self._open, self._finished = unit, set()
+        self._finished.add(number)
 
     def _leave(self) -> None:
         if self._open is not None:
             self._state.runner.leave()
             self._open = None
 
-    def _switched(self, leaves: int, comes: int) -> None:
+    def _switch(self, leaving: int, entering: int) -> None:
         """Switch passes: save the state for pass `leaves`, restore the state for pass `comes`."""
         assert self._begin is not None
-        self._kept[leaves] = _PassState(self._state, self._above, self._last)
-        self._last = self._kept.get(comes, self._begin)
-        self._last.put_back(self._kept[leaves])
-        self._move_residents(comes)
+        self._states[leaving] = _PausedPass(self._state, self._above, self._last)
+        self._last = self._states.get(entering, self._begin)
+        self._last.put_back(self._states[leaving])
+        self._move_residents(entering)
 
 
-class _PassState:
+class _PausedPass:
     """State kept for a pass between two turns: generators, micro-batch position, and module attributes set by model
     code.
 
     Hooks registered by a pass, and the flags for hooks, are shared by all passes.
     """
 
-    def __init__(self, state: EngineState, modules: list[nn.Module], last: _PassState | None = None) -> None:
+    def __init__(self, state: EngineState, modules: list[nn.Module], last: _PausedPass | None = None) -> None:
         """`last`: the state restored last; unchanged parts are reused."""
         self._state = state
         self._random = state.device.random_state()
-        self._drawn: Drawn = Drawn.so_far(None if last is None else last._drawn)
-        self._go_on = state.runner.interrupt_pass()
-        is_same = last is not None and last._attributes.are_as_then
-        self._attributes: Dicts = last._attributes if last is not None and is_same else Dicts(map(vars, modules))
+        self._python_random: RngState = RngState.capture(None if last is None else last._python_random)
+        self._resume_pass = state.runner.interrupt_pass()
+        is_same = last is not None and last._attributes.are_unchanged
+        self._attributes: DictSnapshots = (
+            last._attributes if last is not None and is_same else DictSnapshots(map(vars, modules))
+        )
 
-    def put_back(self, now: _PassState) -> None:
+    def put_back(self, current: _PausedPass) -> None:
         """Restore this state. `now`: the current state."""
         state = self._state
         state.device.set_random_state(self._random)
-        if self._drawn is not now._drawn:
-            self._drawn.put_back()
-        self._go_on()
-        if self._attributes is now._attributes or not state.way.interleaves:
+        if self._python_random is not current._python_random:
+            self._python_random.put_back()
+        self._resume_pass()
+        if self._attributes is current._attributes or not state.execution_mode.interleaves:
             return
         for live, then in self._attributes.pairs():
             for key in [key for key in live.keys() | then.keys() if live.get(key) is not then.get(key)]:

@@ -12,7 +12,7 @@ import torch
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.state import EngineState
-from offload.engine.units.condition import Moment
+from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.layout.regions import Region
@@ -20,17 +20,17 @@ from offload.planning.settings import Settings
 from offload.telemetry.counters import Counters
 from offload.telemetry.timeline import Span
 
-Parts = Callable[[], Generator[torch.Tensor, None, None]]
+LossParts = Callable[[], Generator[torch.Tensor, None, None]]
 """Runs the model over a batch once and yields the loss in parts; all ranks' parts add up."""
 
 
 class OwnSteps(Protocol):
     """Begins and ends steps for own loops. The loops run forward and backward themselves."""
 
-    def begin(self, kind: Hashable, waits: bool = ..., learns: bool = ...) -> None:
-        """Begin a step with schedule key `kind`; gradients may arrive from now on. `waits`: from several backwards."""
+    def begin(self, schedule_key: Hashable, waits: bool = ..., learns: bool = ...) -> None:
+        """Begin a step; gradients may arrive from now on. `waits`: from several backwards."""
 
-    def end(self, loss: torch.Tensor, tokens: int | None, kind: Hashable) -> StepResult:
+    def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
         """Finish the gradients, clip, update, and start to fetch the next step's weights."""
 
 
@@ -42,28 +42,33 @@ class Method(ABC):
     """
 
     def __init__(
-        self, state: EngineState, counters: Counters, settings: Settings, losses: Losses, moment: Callable[[], Moment]
+        self,
+        state: EngineState,
+        counters: Counters,
+        settings: Settings,
+        losses: Losses,
+        take_snapshot: Callable[[], PassSnapshot],
     ) -> None:
-        """`moment`: takes a snapshot of generators and modules."""
+        """`take_snapshot`: takes a snapshot of generators and modules."""
         self._state, self._counters, self._settings, self._rule = state, counters, settings, settings.optimizer
         self.lr = settings.optimizer.lr
-        self._losses, self._moment = losses, moment
+        self._losses, self._take_snapshot = losses, take_snapshot
         self.expected: tuple[Hashable, bool] = (None, False)
         self.spans: list[Span] = []
 
     @abstractmethod
-    def step(self, parts: Parts, kind: Hashable, tokens: int) -> StepResult:
+    def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:
         """Train on a batch: run passes over `parts`, then update.
 
-        `kind`: schedule key; passes with equal keys share a schedule. `tokens`: number of targets in the batch.
+        `schedule_key`: schedule key; passes with equal keys share a schedule. `tokens`: number of targets in the batch.
         """
 
     @abstractmethod
-    def trial(self, parts: Parts) -> list[torch.Tensor]:
+    def trial(self, parts: LossParts) -> list[torch.Tensor]:
         """Run a step's passes over `parts` without an update; return the loss from each pass."""
 
     def begin_trial(self) -> None:  # noqa: B027 (most need nothing)
-        """Prepare `hang` for a trial."""
+        """Prepare `install_weights` for a trial."""
 
     def own_loop(self) -> OwnSteps:
         """Return the object that begins and ends own loops' steps.
@@ -86,7 +91,7 @@ class Method(ABC):
     num_passes = 1
     """Passes over a batch in a step; each pass uses separate weights."""
 
-    def hang(self, unit: Unit, number: int) -> None:  # noqa: ARG002
+    def install_weights(self, unit: Unit, number: int) -> None:  # noqa: ARG002
         """Install a unit's device weights for pass `number` in the module."""
         unit.install(unit.live())
 
@@ -106,7 +111,7 @@ class Method(ABC):
         state = self._state
         return state.executor.order(lambda region: [unit.regions for unit in state.users[region.index]])
 
-    def _go_on(self, is_batch: bool) -> None:
+    def _start_fetches(self, is_batch: bool) -> None:
         """Begin to fetch the next step's weights, once the updates are determined.
 
         `is_batch`: the engine ran the whole step, not an own loop.
@@ -124,5 +129,5 @@ class Method(ABC):
         with suppress(Exception):  # an error here fails the next pass: this step is complete
             state.slots.settle()  # a script may read resident weights before that, and would have to wait
         seconds, lanes, self.spans = state.lanes.end_step()
-        told = torch.tensor(loss, dtype=torch.float32, device="cpu")
-        return StepResult(told, grad_norm, tokens, seconds=seconds, lanes=lanes, **more)
+        loss_tensor = torch.tensor(loss, dtype=torch.float32, device="cpu")
+        return StepResult(loss_tensor, grad_norm, tokens, seconds=seconds, lanes=lanes, **more)

@@ -19,7 +19,7 @@ from offload.planning.memory import PERTURBED
 _SIDES = 2
 
 
-class Perturbed:
+class PerturbedWeights:
     """Makes perturbed copies from unit weights along a random direction.
 
     Streamed units share one memory for the unit in use. Resident units have copies for all directions, made once per
@@ -33,10 +33,10 @@ class Perturbed:
         self._state, self._rule = state, rule
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[tuple[int, int], Mapping[int, nn.Parameter]] = {}
-        self._laid_out: Hashable = None
-        self._taking: frozenset[int] = frozenset()
+        self._layout: Hashable = None
+        self._included: frozenset[int] = frozenset()
         self._step = 0
-        self._made: tuple[int, int] | None = None  # unit and direction now in the shared memory
+        self._current: tuple[int, int] | None = None  # unit and direction now in the shared memory
         self.thresholds: dict[int, float] = {}
         self._key = cache(lambda index: parameter_key(state.infos[index].name, seed))
 
@@ -45,12 +45,12 @@ class Perturbed:
 
         Compute must already run after the fetch of resident weights.
         """
-        self._step, self._made, self.thresholds = step, None, {}
-        self._taking = frozenset(
+        self._step, self._current, self.thresholds = step, None, {}
+        self._included = frozenset(
             parameter
-            for index, its in touched.items()
-            for parameter, takes_part in zip(self._state.regions[index].parameters, its, strict=True)
-            if takes_part
+            for index, flags in touched.items()
+            for parameter, is_included in zip(self._state.regions[index].parameters, flags, strict=True)
+            if is_included
         )
         self._lay_out()
         for unit in self._state.units:
@@ -60,14 +60,16 @@ class Perturbed:
     def enter(self, unit: Unit, number: int) -> None:
         """Install a unit's weights for pass `number` in the module."""
         direction, side = divmod(number, _SIDES)
-        if self._made != (unit.number, direction) and not unit.resident:
+        if self._current != (unit.number, direction) and not unit.resident:
             self._fill(unit, direction, 0)
-            self._made = unit.number, direction
+            self._current = unit.number, direction
         unit.install(self._live(unit, number if unit.resident else side))
 
     def _live(self, unit: Unit, place: int) -> dict[int, nn.Parameter]:
         moved = self._views.get((unit.number, place), {})
-        return {index: moved[index] if index in self._taking else parameter for index, parameter in unit.live().items()}
+        return {
+            index: moved[index] if index in self._included else parameter for index, parameter in unit.live().items()
+        }
 
     def _fill(self, unit: Unit, direction: int, place: int) -> None:
         """Perturb a unit's weights to both sides, in `place` and the next place."""
@@ -75,13 +77,13 @@ class Perturbed:
         for region, flat in self._state.slots.place(unit.regions).items():
             for piece, offset in zip(region.pieces, region.offsets, strict=True):
                 index = piece.parameter
-                if index in self._taking:
+                if index in self._included:
                     weights = flat[offset : offset + piece.numel]
                     if index not in self.thresholds:
                         self.thresholds[index] = self._rule.threshold(weights)
-                    of = NoiseRange(self._key(index), self._step, threshold=self.thresholds[index])
+                    noise = NoiseRange(self._key(index), self._step, threshold=self.thresholds[index])
                     both = plus[index].detach().view(-1), minus[index].detach().view(-1)
-                    directions.perturb(weights, *both, self._rule.eps, of, direction=direction)
+                    directions.perturb(weights, *both, self._rule.eps, noise, direction=direction)
 
     # -- where they lie --------------------------------------------------------------------------------------
 
@@ -97,29 +99,29 @@ class Perturbed:
             for place in range(num_places):
                 begins[unit, place] = begin + place * step
             end += num_places * step if unit.resident else 0
-        laid_out = frozenset(begins.items())
-        if laid_out == self._laid_out:
+        layout = frozenset(begins.items())
+        if layout == self._layout:
             return
         self.free()
         self._memory = self._state.device.allocate(PERTURBED, end)
         self._state.slots.extend(self._memory)
-        self._laid_out = laid_out
+        self._layout = layout
         for (unit, place), begin in begins.items():
             self._views[unit.number, place] = dict(self._parameters(unit, begin))
 
     def free(self) -> None:
         self._state.device.ledger.drop(PERTURBED)
-        self._views, self._laid_out = {}, None
+        self._views, self._layout = {}, None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._state.slots.extend(self._memory)
 
     def _parameters(self, unit: Unit, begin: int) -> dict[int, nn.Parameter]:
         """Return Parameters, by index, over memory for a copy of a unit's trainable weights."""
-        made = {}
+        parameters = {}
         for region in unit.regions:
             if region.trainable:
                 flat = self._memory[begin : begin + region.weight_bytes].view(region.dtype)
                 begin += region.weight_bytes
                 for piece, offset in zip(region.pieces, region.offsets, strict=True):
-                    made[piece.parameter] = nn.Parameter(flat[offset : offset + piece.numel].view(piece.shape))
-        return made
+                    parameters[piece.parameter] = nn.Parameter(flat[offset : offset + piece.numel].view(piece.shape))
+        return parameters

@@ -49,7 +49,7 @@ class ZerothOrderRecord(NamedTuple):
 
         A line for a skipped step has neither seed nor slopes. Raises ConfigError.
         """
-        told = record
+        original = record
         try:
             if isinstance(record, Mapping):
                 skipped = "seed" not in record and not math.isfinite(_number(record.get("loss")))
@@ -65,8 +65,8 @@ class ZerothOrderRecord(NamedTuple):
             return cls(int(step), int(seed), slopes, lr, rule=rule, frozen=frozen)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"the record is {told!r}; it must be (step, seed, slopes) with finite numbers, the `measured` of an "
-                "engine.step result, or a line of metrics.jsonl."
+                f"the record is {original!r}; it must be (step, seed, slopes) with finite numbers, the `measured` of "
+                "an engine.step result, or a line of metrics.jsonl."
             ) from error
 
 

@@ -10,8 +10,8 @@ import torch
 from offload.engine.gradients.updates import Updates
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
+from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.device import Device, copy_planes
-from offload.tiers.due import Due, Work
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
@@ -25,25 +25,32 @@ class SlotUpdates:
     """
 
     def __init__(
-        self, store: Store, slots: Slots, updates: Updates, due: Due, lanes: Lanes, device: Device, lr: float
+        self,
+        store: Store,
+        slots: Slots,
+        updates: Updates,
+        deferred: DeferredUpdates,
+        lanes: Lanes,
+        device: Device,
+        lr: float,
     ) -> None:
         self._store, self._slots, self._updates, self._lanes, self._device = store, slots, updates, lanes, device
-        self._works, self._lr = due.in_slot, lr
+        self._works, self._lr = deferred.in_slot, lr
         self._counts: list[tuple[Region, torch.Tensor]] = []  # non-finite weight counts, in device memory
 
-    def takes(self, region: Region) -> bool:
+    def can_defer(self, region: Region) -> bool:
         """Return whether a region's update can be put off."""
         return self._store.updates_in_slot(region) and not self._slots.is_resident(region)
 
-    def put(self, works: Mapping[Region, Work]) -> None:
+    def defer(self, works: Mapping[Region, UpdateFunction]) -> None:
         """Put updates off until the next fetch."""
         self._works.update(works)
         self._slots.need_masters(works)
 
-    def make(self, regions: Sequence[Region]) -> None:
+    def run(self, regions: Sequence[Region]) -> None:
         """Update the fetched weights of a unit and copy them to the host."""
-        due = [region for region in regions if region in self._works]
-        for region, planes in self._slots.masters(regions).items() if due else ():
+        pending = [region for region in regions if region in self._works]
+        for region, planes in self._slots.masters(regions).items() if pending else ():
             if region not in self._works:
                 continue
             (tile,) = self._store[region].tiles  # one tile: neither on disk nor partitioned
@@ -67,15 +74,15 @@ class SlotUpdates:
             self._slots.used(self._slots.cargo_of(regions), (), (down,))
             self._lanes.settle()
             del self._works[region]
-            self._store.came_down(num_bytes)
-        assert not any(region in self._works for region in due), "a cargo came up without its master weights"
+            self._store.count_d2h(num_bytes)
+        assert not any(region in self._works for region in pending), "a cargo came up without its master weights"
 
     def check(self) -> None:
         """Refuse non-finite weights counted on the device, after a step's passes."""
         counts, self._counts = self._counts, []
         if counts:
-            told = self._device.bring_down(torch.stack([count for _, count in counts]))().tolist()
-            for (region, _), num_wrong in zip(counts, told, strict=True):
+            host_counts = self._device.copy_to_host(torch.stack([count for _, count in counts]))().tolist()
+            for (region, _), num_wrong in zip(counts, host_counts, strict=True):
                 if num_wrong:
                     self._updates.tiles.refuse_weights(region, self._lr, num_wrong)
 

@@ -14,7 +14,7 @@ from offload.layout.regions import Region
 from offload.optim.mezo import MeZO
 from offload.optim.rule import parameter_key
 from offload.optim.update import ZerothOrderStep, descend_tile
-from offload.tiers.due import Work
+from offload.tiers.deferred_updates import UpdateFunction
 from offload.tiers.tile import Tile
 
 _BLOCKS = "(blocks)"
@@ -45,21 +45,21 @@ class ZerothOrderUpdate:
         """Return participation flags by region index, for regions with any participating parameter."""
         state = self._state
         active = self.rule.active_blocks(self._num_blocks, parameter_key(_BLOCKS, seed), step)
-        found: dict[int, Sequence[bool]] = {}
+        flags: dict[int, Sequence[bool]] = {}
         for region in state.regions:
             block = self._block_of.get(region.index)
             if region.trainable and (block is None or block in active):
-                its = [state.infos[index].name not in frozen for index in region.parameters]
-                if any(its):
-                    found[region.index] = its
-        return found
+                region_flags = [state.infos[index].name not in frozen for index in region.parameters]
+                if any(region_flags):
+                    flags[region.index] = region_flags
+        return flags
 
     def update(
         self,
         measured: ZerothOrderRecord,
         thresholds: dict[int, float],
         rank: Callable[[Region], float],
-        go_on: Callable[[], None],
+        start_fetches: Callable[[], None],
     ) -> None:
         """Submit a step's updates in the order of `rank`, or put them off until the next fetch.
 
@@ -75,12 +75,12 @@ class ZerothOrderUpdate:
         if self.rule.magnitude_quantile < 1.0:
             self._find_thresholds(touched, thresholds)
         self._state.updates.tiles.begin()  # a failure from here on leaves a partial update
-        self._pending.put({region: works.pop(region) for region in regions if self._pending.takes(region)})
-        self._state.updates.descend(works, go_on)
+        self._pending.defer({region: works.pop(region) for region in regions if self._pending.can_defer(region)})
+        self._state.updates.descend(works, start_fetches)
 
     def _work(
         self, region: Region, touched: Sequence[bool], thresholds: Mapping[int, float], estimate: ZerothOrderStep
-    ) -> Work:
+    ) -> UpdateFunction:
         state, engine = self._state.store[region], self._state
 
         def work(tile: Tile, planes: Mapping[str, torch.Tensor], _gradients: torch.Tensor) -> int | torch.Tensor:
@@ -95,17 +95,17 @@ class ZerothOrderUpdate:
     def _find_thresholds(self, touched: Mapping[int, Sequence[bool]], thresholds: dict[int, float]) -> None:
         """Compute missing thresholds for unfetched parameters, from the weights on their tier."""
         state = self._state
-        for region, its in touched.items():
-            for index, takes_part in zip(state.regions[region].parameters, its, strict=True):
-                if takes_part and index not in thresholds:
+        for region, flags in touched.items():
+            for index, is_included in zip(state.regions[region].parameters, flags, strict=True):
+                if is_included and index not in thresholds:
                     state.lanes.drain_updates()
                     if state.store.sharding.gathers:  # partitioned weights: all ranks miss the same ones
-                        used = state.store.values.read_range(index, 0, state.infos[index].numel, travelling=True)
+                        weights = state.store.values.read_range(index, 0, state.infos[index].numel, travelling=True)
                     else:
-                        used = state.store.values.read_here(index).flatten()
-                    thresholds[index] = self.rule.threshold(used)
+                        weights = state.store.values.read_local(index).flatten()
+                    thresholds[index] = self.rule.threshold(weights)
 
     def replay(self, measured: ZerothOrderRecord) -> None:
         """Repeat a step's update from the record, at the weights before that step. Collective."""
-        count = partial(self._state.runner.go_on_from, measured.step)
+        count = partial(self._state.runner.set_step_number, measured.step)
         self.update(measured, {}, lambda region: region.index, count)

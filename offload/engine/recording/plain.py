@@ -11,10 +11,10 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from offload.engine.state import EngineState
-from offload.engine.units.activation_offload import Layout
+from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.unit import Unit
 
-_Saved = torch.Tensor | tuple[Unit, torch.dtype, int, torch.Size, tuple[int, ...]]
+_SavedTensor = torch.Tensor | tuple[Unit, torch.dtype, int, torch.Size, tuple[int, ...]]
 """A tensor, or a position in the unit weights: (unit, dtype, byte offset, shape, stride)."""
 
 
@@ -24,13 +24,13 @@ class PlainPass:
     Weights saved in the graph are copied to the device again for the backward. All other saved tensors stay.
     """
 
-    def __init__(self, state: EngineState, hang: Callable[[Unit], None]) -> None:
-        """`hang`: installs the unit weights, already on the device, in the module."""
-        self._runner, self._slots, self._hang = state.runner, state.slots, hang
+    def __init__(self, state: EngineState, install: Callable[[Unit], None]) -> None:
+        """`install`: installs the unit weights, already on the device, in the module."""
+        self._runner, self._slots, self._install = state.runner, state.slots, install
         self.weights: dict[int, torch.nn.Parameter] = {}
         """Installed weights by `id`."""
         self._handles: list[Any] = []
-        self._up: Unit | None = None
+        self._loaded_unit: Unit | None = None
         self._is_running = False
 
     @contextmanager
@@ -39,50 +39,50 @@ class PlainPass:
         try:
             yield
         finally:
-            self._leave()
+            self._unload()
             for handle in self._handles:
                 handle.remove()
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the unit forward, as the module would."""
-        if unit.layer != unit.name and self._up is not unit:
+        if unit.layer != unit.name and self._loaded_unit is not unit:
             # Each use of a row block has separate leaves. Otherwise autograd would keep the gradients of all blocks in
             # a tied head until the embedding gradients arrive.
             unit.forget_live()
-        self._bring_up(unit)
+        self._load(unit)
         self._is_running = True
         try:
             with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, unit), self._unpack):
                 result = unit.forward(*args, **kwargs)
         finally:
             self._is_running = False
-        result = tree_map_only(torch.Tensor, self._own, result)
+        result = tree_map_only(torch.Tensor, self._copy_if_streamed, result)
         # Module code that runs again in the backward (torch.utils.checkpoint) needs the weights there.
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                self._handles.append(tensor.register_hook(lambda _: self._bring_up(unit)))
+                self._handles.append(tensor.register_hook(lambda _: self._load(unit)))
         return result
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return Layout.of(tensor).copy(tensor) if self._slots.streams(tensor.data_ptr()) else tensor
+    def _copy_if_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return TensorLayout.of(tensor).copy(tensor) if self._slots.streams(tensor.data_ptr()) else tensor
 
-    def _bring_up(self, unit: Unit) -> None:
-        if self._up is not unit:
+    def _load(self, unit: Unit) -> None:
+        if self._loaded_unit is not unit:
             if not self._is_running:  # else the runner refuses: only one unit computes at a time
-                self._leave()
+                self._unload()
             self._runner.enter(unit)
-            self._up = unit
-            self._hang(unit)
-            hung = [place.module._parameters[place.key] for place in unit.places]
-            self.weights.update((id(weight), weight) for weight in hung if weight is not None)
+            self._loaded_unit = unit
+            self._install(unit)
+            installed = [place.module._parameters[place.key] for place in unit.places]
+            self.weights.update((id(weight), weight) for weight in installed if weight is not None)
 
-    def _leave(self) -> None:
-        if self._up is not None:
-            self._up.rest()
+    def _unload(self) -> None:
+        if self._loaded_unit is not None:
+            self._loaded_unit.install_placeholders()
             self._runner.leave()
-            self._up = None
+            self._loaded_unit = None
 
-    def _pack(self, unit: Unit, tensor: torch.Tensor) -> tuple[_Saved, int]:
+    def _pack(self, unit: Unit, tensor: torch.Tensor) -> tuple[_SavedTensor, int]:
         if tensor.layout is not torch.strided:
             return tensor.detach().clone(), 0
         address, weights = tensor.data_ptr(), self._slots.addresses(self._slots.cargo_of(unit.regions))
@@ -90,12 +90,12 @@ class PlainPass:
             return (unit, tensor.dtype, address - weights.start, tensor.shape, tensor.stride()), 0
         return tensor.detach(), tensor._version
 
-    def _unpack(self, packed: tuple[_Saved, int]) -> torch.Tensor:
+    def _unpack(self, packed: tuple[_SavedTensor, int]) -> torch.Tensor:
         saved, version = packed
         if isinstance(saved, torch.Tensor):
             if saved.layout is torch.strided and saved._version != version:  # same check as in torch without hooks
                 raise RuntimeError("a tensor that the backward needs was changed in place after its forward")
             return saved
-        unit, dtype, distance, shape, stride = saved
-        self._bring_up(unit)
-        return self._slots.view(self._slots.cargo_of(unit.regions), dtype, distance, shape, stride)
+        unit, dtype, offset, shape, stride = saved
+        self._load(unit)
+        return self._slots.view(self._slots.cargo_of(unit.regions), dtype, offset, shape, stride)

@@ -24,14 +24,14 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.engine.recording.sketch import Sketch
 from offload.engine.recording.watching import WatchingMode
-from offload.engine.units.arguments import Arguments, deliver, received
-from offload.engine.units.belongings import same_bits
-from offload.engine.units.condition import Condition, Moment, buffer_places
+from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.forwards import Forward
-from offload.engine.units.resting import OffloadedTensor
+from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.saved_graph import is_number, is_torchs_own, nodes_of
-from offload.engine.units.traits import GraphTraits, UnitTraits, Use
+from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
+from offload.engine.units.snapshots import ModuleSnapshot, PassSnapshot, buffer_places
+from offload.engine.units.state_snapshot import same_bits
+from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, warn
 
@@ -57,102 +57,113 @@ class Recording:
     ) -> None:
         self.outside_readers: set[str] = set()
         self.rows = rows
-        self.uses: dict[str, list[Use]] = {}
+        self.uses: dict[str, list[RecordedUse]] = {}
         self._runner, self._before = runner, before
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
-        self._watched: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
-        self._handed: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
+        self._unit_inputs: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
+        self._unit_outputs: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._contents: list[tuple[UnitTraits, _Contents]] = []
         self._variants: set[int] = set()
-        self._streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.resting}
+        self._streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.placeholders}
         self._num_set_to_itself: Counter[int] = Counter()
-        staying = [unit for unit in units if unit.resident and before is None]
-        self._staying = [(unit, _Contents(unit.live().values())) for unit in staying]
+        resident = [unit for unit in units if unit.resident and before is None]
+        self._resident_contents = [(unit, _Contents(unit.live().values())) for unit in resident]
         self.written: dict[Unit, _Contents] = {}
         """Resident units whose weights the model has changed, with the new contents."""
-        self._written_to: list[int] = []
+        self._written_addresses: list[int] = []
 
-    def reads(self) -> WatchingMode:
+    def watch_reads(self) -> WatchingMode:
         """Return a mode that detects reads of offloaded parameters and writes to weights."""
-        return _Uses(self._streaming, self.outside_readers, self._runner, self._num_set_to_itself, self._written_to)
+        return _UseDetector(
+            self._streaming, self.outside_readers, self._runner, self._num_set_to_itself, self._written_addresses
+        )
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one unit use with a separate graph. Return the result detached from this graph."""
         if self._inside is not None:
             self.outside_readers.add(unit.name)
             raise RestartRecording
-        arguments, containers = received(args, kwargs)
+        arguments, containers = receive_call(args, kwargs)
         traits = unit.learn(arguments.structure)
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
-        saved = _Saved(self._runner, inputs)
-        condition = Condition(unit.modules, buffer_places(unit.modules), (), self._runner.is_weight)
+        saved = _SavedTensors(self._runner, inputs)
+        module_snapshot = ModuleSnapshot(unit.modules, buffer_places(unit.modules), (), self._runner.is_weight)
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
         self._runner.enter(unit)
         try:
             rows = self.rows if self._before is None else None
             forward = self._runner.forwards.record(unit, self._runner, arguments, rows)
-            without = None if self._before is None else self._run_without_graph(unit, arguments, forward)
+            result_without_graph = None if self._before is None else self._run_without_graph(unit, arguments, forward)
             live = list(unit.live().values())
-            self._written_to[:] = [address for address in self._written_to if not self._runner.slots.streams(address)]
-            fetched, next_hook = self._num_writes(live), RemovableHandle.next_id
+            self._written_addresses[:] = [
+                address for address in self._written_addresses if not self._runner.slots.streams(address)
+            ]
+            writes_before, next_hook = self._num_writes(live), RemovableHandle.next_id
             contents = _Contents(live if self._before is None else ())
             with torch.enable_grad(), saved.hooks():
                 result = self._runner.run(unit, arguments, inputs, arguments.others, forward)
             _refuse_reentrant(f"unit {unit.name}", result.tensors)
-            if self._num_writes(live) != fetched or contents.were_rewritten():
+            if self._num_writes(live) != writes_before or contents.is_rewritten():
                 self._refuse_writes(unit)
             if self._writes_to(live):
                 _warn_of_writes(unit)
             self._refuse_buffers_with_graphs(unit)
-            outputs = self._cut(unit, arguments, inputs, result)
+            outputs = self._detach_outputs(unit, arguments, inputs, result)
             own = [*leaves, *live]
             # Tensors kept by a hook or custom function alias the forward weights.
-            is_plain = RemovableHandle.next_id == next_hook and is_torchs_own(result.tensors)
-            reads = saved.num_bytes > 0 or saved.has_weights or not is_plain or self._reads_weights(unit, result, own)
+            is_plain = RemovableHandle.next_id == next_hook and has_only_torch_nodes(result.tensors)
+            reads_weights = (
+                saved.num_bytes > 0 or saved.has_weights or not is_plain or self._reads_weights(unit, result, own)
+            )
         finally:
             self._runner.leave()
             self._inside = None
-        mutated = _moved(inputs, versions)
-        if saved.contents.were_rewritten():
+        mutated = _changed_indices(inputs, versions)
+        if saved.contents.is_rewritten():
             traits.rewrite_saved()
         self._refuse_views(unit, arguments, mutated)
         self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
         self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
-        use = Use([t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes)
+        use = RecordedUse(
+            [t.shape for t in inputs], list(arguments.others), [t.shape for t in result.tensors], saved.num_bytes
+        )
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
-            buffers, detached = condition.moved(), {i for i, t in enumerate(result.tensors) if not t.requires_grad}
+            buffers, detached = (
+                module_snapshot.changed_buffers(),
+                {i for i, t in enumerate(result.tensors) if not t.requires_grad},
+            )
             keeps_nothing = is_plain and not mutated and not saved.num_bytes and not (saved.has_numbers and buffers)
-            graph = GraphTraits(frozenset(detached), keeps_nothing, reads or not keeps_nothing)
-            trained, is_first = unit.trained_of(arguments.tensors), self._is_first(traits)
+            graph = GraphTraits(frozenset(detached), keeps_nothing, reads_weights or not keeps_nothing)
+            trained, is_first = unit.gradient_signature(arguments.tensors), self._is_first(traits)
             traits.learn_use(trained, graph, mutated, buffers, is_first=is_first)
-        elif without is not None:
-            if not mutated and not all(map(same_bits, result.tensors, without.tensors)):
+        elif result_without_graph is not None:
+            if not mutated and not all(map(same_bits, result.tensors, result_without_graph.tensors)):
                 unit.traits.need_graph()
             self._learn_batch(unit)
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
-        self._watched.append((traits, arguments.tensors, [t._version for t in arguments.tensors]))
-        self._handed.append((traits, outputs, [t._version for t in outputs]))
+        self._unit_inputs.append((traits, arguments.tensors, [t._version for t in arguments.tensors]))
+        self._unit_outputs.append((traits, outputs, [t._version for t in outputs]))
         self._contents.append((traits, _Contents([*arguments.tensors, *outputs])))
-        return deliver(result, outputs, containers)
+        return deliver_result(result, outputs, containers)
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> Arguments:
         """Run the unit as in a streamed forward. Restore random generators and modules afterwards."""
         runner, buffers = self._runner, buffer_places(unit.modules)
-        before = Moment(runner.device, unit.modules, buffers, unit.notes, runner.is_weight)
+        before = PassSnapshot(runner.device, unit.modules, buffers, unit.mutable_attributes, runner.is_weight)
         with torch.no_grad():
             result = self._runner.run(
                 unit, arguments, [t.clone() for t in arguments.tensors], arguments.others, forward
             )
         before.put_back()
-        result.tensors[:] = [self._runner.own(t) for t in result.tensors]
+        result.tensors[:] = [self._runner.copy_from_slot(t) for t in result.tensors]
         return result
 
     def finish(self, results: Any) -> None:
@@ -161,21 +172,21 @@ class Recording:
         Records inputs and outputs changed later, refuses a loss that depends on the inside of a unit, and runs the
         backward between units to detect weight reads.
         """
-        for traits, tensors, versions in self._watched:
-            traits.stale.update(_moved(tensors, versions))
-        for traits, tensors, versions in self._handed:
-            traits.changed.update(_moved(tensors, versions))
+        for traits, tensors, versions in self._unit_inputs:
+            traits.stale.update(_changed_indices(tensors, versions))
+        for traits, tensors, versions in self._unit_outputs:
+            traits.changed.update(_changed_indices(tensors, versions))
         for traits, contents in self._contents:
-            if contents.were_rewritten():
+            if contents.is_rewritten():
                 traits.rewrite_saved()
-        receivers = Counter(id(t) for _, tensors, _ in self._watched for t in tensors)
-        for traits, tensors, _ in self._watched:
+        receivers = Counter(id(t) for _, tensors, _ in self._unit_inputs for t in tensors)
+        for traits, tensors, _ in self._unit_inputs:
             traits.shared.update(i for i, t in enumerate(tensors) if receivers[id(t)] > 1)
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
         # The backward outside the units may read unit weights too (a reversible layer runs the units there). Tensors
         # trained beside the model are excluded.
         loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
-        received = [t for _, tensors, _ in self._watched for t in tensors]
+        received = [t for _, tensors, _ in self._unit_inputs for t in tensors]
         _refuse_reentrant("the model", [t for t in (loss, *received) if isinstance(t, torch.Tensor)])
         for tensor in [t for t in [loss, *received] if isinstance(t, torch.Tensor) and t.grad_fn is not None]:
             leaves = [
@@ -186,7 +197,7 @@ class Recording:
             if leaves:
                 torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True, inputs=leaves)
 
-    def _cut(
+    def _detach_outputs(
         self, unit: Unit, arguments: Arguments, inputs: Sequence[torch.Tensor], result: Arguments
     ) -> list[torch.Tensor]:
         """Return the result tensors without the unit graph. An unchanged input stays the caller's tensor."""
@@ -206,13 +217,13 @@ class Recording:
 
         Measured by a trial backward, because a checkpoint may read weights without saving any.
         """
-        roots, wanted = ([t for t in some if t.requires_grad] for some in (result.tensors, leaves))
-        if not roots or not wanted:
+        roots, inputs = ([t for t in tensors if t.requires_grad] for tensors in (result.tensors, leaves))
+        if not roots or not inputs:
             return True
-        reads = _LiveReads(self._runner)
-        with unit.up(), reads:
-            torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
-        return reads.found
+        detector = _WeightReadDetector(self._runner)
+        with unit.installed(), detector:
+            torch.autograd.grad(roots, inputs, [torch.ones_like(t) for t in roots], allow_unused=True)
+        return detector.has_reads
 
     def _is_first(self, traits: UnitTraits) -> bool:
         """True for the first use of a variant in this pass."""
@@ -229,8 +240,8 @@ class Recording:
         traits, uses, before = unit.traits, self.uses[unit.name], self._before.uses.get(unit.name, [])
         if self.rows == self._before.rows:  # a call in the caller's own loop: no second row count
             return
-        one = before[len(uses) - 1] if len(before) >= len(uses) else None
-        traits.learn_rows(one, uses[-1], (self._before.rows, self.rows), is_first=self._is_first(traits))
+        use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
+        traits.learn_rows(use_before, uses[-1], (self._before.rows, self.rows), is_first=self._is_first(traits))
 
     def _num_writes(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """Return the number of in-place changes per weight.
@@ -242,9 +253,9 @@ class Recording:
 
     def note_writes(self) -> None:
         """Record after a run the resident weights with changes by the model."""
-        for unit, before in self._staying:
+        for unit, before in self._resident_contents:
             live = unit.live().values()
-            if before.differ():
+            if before.has_changed():
                 self.written[unit] = _Contents(live)
             elif self._writes_to(live):
                 _warn_of_writes(unit)
@@ -255,13 +266,13 @@ class Recording:
         Code may undo a change later: RWKV divides weights for eval mode and multiplies them again.
         """
         for unit, after in self.written.items():
-            if after.differ():
+            if after.has_changed():
                 self._refuse_writes(unit)
 
     def _writes_to(self, weights: Iterable[torch.Tensor]) -> bool:
         """True if an operation of this run wrote to one of these weights."""
         spans = [range(weight.data_ptr(), weight.data_ptr() + weight.nbytes) for weight in weights]
-        return any(address in span for address in self._written_to for span in spans)
+        return any(address in span for address in self._written_addresses for span in spans)
 
     def _refuse_writes(self, unit: Unit) -> NoReturn:
         raise ConfigError(
@@ -292,10 +303,10 @@ class Recording:
     def _refuse_side_doors(self, unit: Unit | None, tensors: Sequence[torch.Tensor], own: set[int]) -> None:
         """Raise ConfigError if `tensors` depend on another unit's interior, or on a border other than the arguments."""
         for leaf in _graph_leaves(tensors):
-            found = self._interior.get(id(leaf)) or (self._borders.get(id(leaf)) if unit else None)
-            if found is not None and id(leaf) not in own:
+            origin = self._interior.get(id(leaf)) or (self._borders.get(id(leaf)) if unit else None)
+            if origin is not None and id(leaf) not in own:
                 raise ConfigError(
-                    f"a tensor computed inside unit {found[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} "
+                    f"a tensor computed inside unit {origin[1]} reaches {f'unit {unit.name}' if unit else 'the loss'} "
                     "without being an argument or a result (through an attribute, or an object or list that a hook "
                     "holds), and its gradient would be lost while the unit is offloaded. Return the tensor, put it "
                     "into a list or dict among the unit's arguments, or turn off the code that collects it."
@@ -311,7 +322,7 @@ def _warn_of_writes(unit: Unit) -> None:
     )
 
 
-class _Uses(WatchingMode):
+class _UseDetector(WatchingMode):
     """Detects operations on offloaded parameters and writes to weights on the device.
 
     Counts tensors set to themselves.
@@ -320,40 +331,40 @@ class _Uses(WatchingMode):
     def __init__(
         self,
         streaming: dict[int, str],
-        found: set[str],
+        outside_readers: set[str],
         runner: UnitRunner,
         num_set_to_itself: Counter[int],
-        written_to: list[int],
+        written_addresses: list[int],
     ) -> None:
-        """`written_to`: receives the addresses of written weights."""
+        """`written_addresses`: receives the addresses of written weights."""
         super().__init__()
-        self._streaming, self._found, self._runner = streaming, found, runner
-        self._num_set_to_itself, self._written_to = num_set_to_itself, written_to
+        self._streaming, self._outside_readers, self._runner = streaming, outside_readers, runner
+        self._num_set_to_itself, self._written_addresses = num_set_to_itself, written_addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in _operands(args, kwargs):
             if isinstance(leaf, OffloadedTensor) and leaf.info.index in self._streaming:
-                self._found.add(self._streaming[leaf.info.index])
+                self._outside_readers.add(self._streaming[leaf.info.index])
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
             self._num_set_to_itself[id(args[0])] += 1
         elif func._schema.is_mutable:
             for leaf in _operands((*args[:1], (kwargs or {}).get("out")), {}):
-                is_here = isinstance(leaf, torch.Tensor) and not isinstance(leaf, OffloadedTensor)
-                if is_here and self._runner.slots.holds(leaf):
-                    self._written_to.append(leaf.data_ptr())
+                is_on_device = isinstance(leaf, torch.Tensor) and not isinstance(leaf, OffloadedTensor)
+                if is_on_device and self._runner.slots.holds(leaf):
+                    self._written_addresses.append(leaf.data_ptr())
         return func(*args, **(kwargs or {}))
 
 
-class _LiveReads(WatchingMode):
+class _WeightReadDetector(WatchingMode):
     """Detects operations on weights on the device."""
 
     def __init__(self, runner: UnitRunner) -> None:
         super().__init__()
-        self._runner, self.found = runner, False
+        self._runner, self.has_reads = runner, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(leaf, torch.Tensor) and self._runner.is_weight(leaf) for leaf in _operands(args, kwargs)):
-            self.found = True
+            self.has_reads = True
         return func(*args, **(kwargs or {}))
 
 
@@ -367,26 +378,26 @@ class _Contents:
     """Tensor contents at one moment. Version counters alone miss writes through `tensor.data` or numpy."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._noted: list[tuple[torch.Tensor, int, Sketch]] = []
+        self._entries: list[tuple[torch.Tensor, int, Sketch]] = []
         for tensor in tensors:
-            self.note(tensor)
+            self.add(tensor)
 
-    def differ(self) -> bool:
+    def has_changed(self) -> bool:
         """True if the contents of some tensor changed."""
-        return any(not sketch.is_as(Sketch.of(t)) for t, _, sketch in self._noted)
+        return any(not sketch.equals(Sketch.of(t)) for t, _, sketch in self._entries)
 
-    def note(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
         """Record the contents of a tensor."""
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if is_plain and not tensor.is_quantized:
-            self._noted.append((tensor, tensor._version, Sketch.of(tensor)))
+            self._entries.append((tensor, tensor._version, Sketch.of(tensor)))
 
-    def were_rewritten(self) -> bool:
+    def is_rewritten(self) -> bool:
         """True if contents changed without a new version."""
-        return any(t._version == version and not sketch.is_as(Sketch.of(t)) for t, version, sketch in self._noted)
+        return any(t._version == version and not sketch.equals(Sketch.of(t)) for t, version, sketch in self._entries)
 
 
-class _Saved:
+class _SavedTensors:
     """Counts bytes saved by autograd in a unit run, without inputs and weights."""
 
     def __init__(self, runner: UnitRunner, inputs: Sequence[torch.Tensor]) -> None:
@@ -404,7 +415,7 @@ class _Saved:
             if self._runner.slots.holds(tensor):
                 self.has_weights = True
                 return tensor.detach()
-            self.contents.note(tensor.detach())  # the tensor itself would keep the graph alive
+            self.contents.add(tensor.detach())  # the tensor itself would keep the graph alive
             if is_number(tensor):
                 self.has_numbers = True
             elif storage.data_ptr() not in self._known:
@@ -415,7 +426,7 @@ class _Saved:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _moved(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:
+def _changed_indices(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:
     return {i for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
 
 

@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 ROWS = (2, 3)
 _TOKENS = 16
 _FEWEST_COLUMNS = 4  # the minimum to detect if a loss shifts labels and adds up over chunks
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 class Samples:
@@ -24,27 +24,27 @@ class Samples:
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
         self._state, self._rows = state, rows
 
-    def form_of(self, batch: Batch) -> BatchForm:
+    def find_form(self, batch: Batch) -> BatchForm:
         """Return the row axes of a batch. Raises ConfigError."""
         return BatchForm.of(batch, self._rows)
 
-    def _few(self, batch: Batch, form: BatchForm, rows: int, whole: bool, group: int = 1) -> Batch:
+    def _select_rows(self, batch: Batch, form: BatchForm, rows: int, has_full_length: bool, group: int = 1) -> Batch:
         """Return `rows` rows (or groups of `group` rows) of a batch, repeated if there are too few.
 
         The row with the most padding comes first, then rows in the order of most differences from this row. A token
-        batch is cut to a few tokens unless `whole`.
+        batch is cut to a few tokens unless `has_full_length`.
         """
         mask = _padding_mask(form, batch)
         first = 0 if mask is None else int(mask.sum(1).argmin()) // group
-        differing = form.differing(batch, first * group).view(-1, group).sum(1)
-        others = differing.argsort(stable=True, descending=True)
+        num_differences = form.count_differences(batch, first * group).view(-1, group).sum(1)
+        others = num_differences.argsort(stable=True, descending=True)
         order = [first, *(row for row in others.tolist() if row != first)]
         numbers = torch.tensor([order[number % len(order)] for number in range(rows)], device="cpu")
         sample = form.take(batch, (numbers[:, None] * group + torch.arange(group, device="cpu")).flatten())
-        if not whole and self._is_text(form, batch):
+        if not has_full_length and self._is_text(form, batch):
             begin = _first_column(sample.get("labels"))
             sample = {key: value[:, begin : begin + _TOKENS].contiguous() for key, value in sample.items()}
-        return _cut_off(sample)
+        return _detach(sample)
 
     def probe(self, form: BatchForm, sample: Batch) -> Batch:
         """Return a sample for loss trials: few columns, no padding."""
@@ -59,7 +59,7 @@ class Samples:
 
     def _is_text(self, form: BatchForm, batch: Batch) -> bool:
         """True if all batch values are tensors [rows, tokens]."""
-        if not hasattr(self._state.model, "config") or form.is_whole or not form.is_rows_of(batch):
+        if not hasattr(self._state.model, "config") or form.is_whole or not form.has_leading_rows(batch):
             return False
         shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
         return len(shapes) == 1 and len(next(iter(shapes))) == 2
@@ -73,32 +73,35 @@ class Samples:
         comm = self._state.comm
         if comm.size == 1:
             return 0
-        form = self.form_of(batch)
-        mask = _padding_mask(form, self._few(batch, form, max(ROWS), departed is not None))
+        form = self.find_form(batch)
+        mask = _padding_mask(form, self._select_rows(batch, form, max(ROWS), departed is not None))
         padding = 0 if mask is None else int((mask == 0).sum())
-        worth = bool(departed), is_new(), min(check_batch(batch), max(ROWS)), padding, -comm.rank
-        return -max(comm.gather_objects(worth, "choice of the recording samples"))[-1]
+        priority = bool(departed), is_new(), min(check_batch(batch), max(ROWS)), padding, -comm.rank
+        return -max(comm.gather_objects(priority, "choice of the recording samples"))[-1]
 
-    def take(self, batch: Batch, form: BatchForm, leader: int, whole: bool, group: int = 1) -> list[Batch]:
+    def take(self, batch: Batch, form: BatchForm, leader: int, has_full_length: bool, group: int = 1) -> list[Batch]:
         """Return the samples to record on, equal on all ranks."""
         if form.is_whole:
-            return [self._shared(leader, lambda: _cut_off(batch))] * len(ROWS)
-        return [self._shared(leader, partial(self._few, batch, form, rows, whole, group)) for rows in ROWS]
+            return [self._build_on_leader(leader, lambda: _detach(batch))] * len(ROWS)
+        return [
+            self._build_on_leader(leader, partial(self._select_rows, batch, form, rows, has_full_length, group))
+            for rows in ROWS
+        ]
 
-    def _shared(self, leader: int, make: Callable[[], Batch]) -> Batch:
+    def _build_on_leader(self, leader: int, build: Callable[[], Batch]) -> Batch:
         """Return the batch built by the leader."""
         if self._state.comm.size == 1:
-            return make()
-        host = self.told(leader, lambda: map_tensors(torch.Tensor.cpu, make()))
+            return build()
+        host = self.compute_on_leader(leader, lambda: map_tensors(torch.Tensor.cpu, build()))
         return map_tensors(lambda tensor: tensor.to(self._state.device.torch_device), host)
 
-    def told(self, leader: int, make: Callable[[], _Made]) -> _Made:
+    def compute_on_leader(self, leader: int, compute: Callable[[], _Result]) -> _Result:
         """Return the value computed by the leader. Collective."""
         comm = self._state.comm
         if comm.size == 1:
-            return make()
-        found = comm.gather_objects(make() if comm.rank == leader else None, "recording samples")[leader]
-        return cast(_Made, found)
+            return compute()
+        leader_value = comm.gather_objects(compute() if comm.rank == leader else None, "recording samples")[leader]
+        return cast(_Result, leader_value)
 
     def variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
         """Return samples without and with padding if there are several ranks.
@@ -116,19 +119,21 @@ class Samples:
             variants.append([{**s, "attention_mask": m} for s, m in zip(samples, masks, strict=True)])
         return variants
 
-    def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
+    def call_samples(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
         """Return samples of a call in the caller's own loop, for recording and equivalence check.
 
         A few argument rows if the arguments look like a batch; last, the whole call.
         """
-        whole = args, kwargs
+        full_call = args, kwargs
         try:
             batch = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
-            sample = self._few(batch, BatchForm.of(batch), min(ROWS), whole=False)
+            sample = self._select_rows(batch, BatchForm.of(batch), min(ROWS), has_full_length=False)
         except (ConfigError, IndexError):
-            return [whole]
+            return [full_call]
         named = {key: value for key, value in sample.items() if key in kwargs}
-        return [([sample[str(number)] for number in range(len(args))], named), whole]
+        return [([sample[str(number)] for number in range(len(args))], named), full_call]
 
 
 def _first_column(labels: torch.Tensor | None) -> int:
@@ -139,7 +144,7 @@ def _first_column(labels: torch.Tensor | None) -> int:
     return first if first + 1 >= _TOKENS else 0
 
 
-def _cut_off(batch: Batch) -> Batch:
+def _detach(batch: Batch) -> Batch:
     """Detach the batch from the caller's graph, so that a trial leaves no gradients there."""
     return map_tensors(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
 

@@ -53,7 +53,7 @@ class Sketch:
         """Approximate tensor norm."""
         return float(self.sums.norm())
 
-    def is_as(self, other: Sketch) -> bool:
+    def equals(self, other: Sketch) -> bool:
         """True if both tensors have the same shape and elements. NaN equals NaN."""
         return self.shape == other.shape and bool(torch.equal(self.sums.nan_to_num(), other.sums.nan_to_num()))
 
@@ -61,7 +61,7 @@ class Sketch:
         """Return the approximate distance; infinite for different shapes or if only one tensor is finite."""
         if self.shape != other.shape:
             return math.inf
-        apart = float((self.sums - other.sums).norm())
-        if apart == apart:
-            return apart
+        distance = float((self.sums - other.sums).norm())
+        if distance == distance:
+            return distance
         return 0.0 if torch.equal(self.sums.isfinite(), other.sums.isfinite()) else math.inf

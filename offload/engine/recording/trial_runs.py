@@ -18,33 +18,33 @@ from offload.engine.loss.batch import (
     Batch,
     BatchForm,
     Rows,
+    batch_pattern,
     check_batch,
     describe,
     has_equal_rows,
     is_token_batch,
-    pattern,
 )
-from offload.engine.loss.batch_agreement import BatchFacts
+from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.group_loss import GroupLoss, TokenLoss, group_of
+from offload.engine.loss.group_loss import GroupLoss, TokenLoss, rows_per_group
 from offload.engine.loss.label_trials import LabelTrials
 from offload.engine.loss.loss import LossFunction, LossRule, probe_loss, run_loss, select_inputs
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples
-from offload.engine.recording.start import Start
+from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.errors import ConfigError, OffloadError
 from offload.hf.models import in_eval_mode
 from offload.telemetry.counters import Counters
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 MOST_CHOICES = 4
 """Recorded values per int argument. An int with more values is a count, not a choice between branches."""
 
 
 @dataclass(frozen=True)
-class Found:
+class TrialResult:
     """Trial run results for one batch pattern."""
 
     rule: LossRule
@@ -58,115 +58,123 @@ class Found:
 class TrialRuns:
     """Runs the recording passes, and the trials of loss and head.
 
-    `rows`: configured row axes of the batch values, or None. `cuts`: batches may need to be cut into rows, or are parts
-    of a larger batch. Every pass restores weights, buffers, random generators and counters.
+    `rows`: configured row axes of the batch values, or None. `may_cut_rows`: batches may need to be cut into rows, or
+    are parts of a larger batch. Every pass restores weights, buffers, random generators and counters.
     """
 
     def __init__(
-        self, state: EngineState, counters: Counters, rows: Rows | None, cuts: bool, has_backward: bool
+        self, state: EngineState, counters: Counters, rows: Rows | None, may_cut_rows: bool, has_backward: bool
     ) -> None:
         self._has_backward, self.samples = has_backward, Samples(state, rows)
-        self._model, self._state, self._counters, self._cuts = state.model, state, counters, cuts
-        self._sample_left: Batch | None = None
-        self._trains = False
+        self._model, self._state, self._counters, self._may_cut_rows = state.model, state, counters, may_cut_rows
+        self._unused_sample: Batch | None = None
+        self._is_training = False
         self._roots: Mapping[str, Any] = {}  # the arguments of the model call
         self._modes: tuple[list[bool], list[int]] = ([], [])
         self.modes = 0
         """Hash of training modes and frozen parameters at the last recording."""
-        self._found: dict[Hashable, Found] = {}
+        self._results: dict[Hashable, TrialResult] = {}
         self._choices: dict[Hashable, dict[Hashable, set[int]]] = {}  # recorded int values per batch pattern or call
         self._watched_calls: set[Hashable] = set()
-        self._alike: dict[Hashable, set[str]] = {}  # per batch pattern: keys with equal values in all recorded rows
+        self._constant_keys: dict[Hashable, set[str]] = {}  # keys with equal values in all recorded rows, by pattern
         self.is_complete = True
         """False from the start of a recording until `end`."""
-        self.decided: dict[str, list[int]] = {}  # loss decisions by the names of the batch tensors
+        self.loss_decisions: dict[str, list[int]] = {}  # loss decisions by the names of the batch tensors
         self._modules = list(self._model.modules())
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self._configs = list(configs.values())
 
-    def news(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[bool, bool]:
+    def recording_status(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[bool, bool]:
         """Return (needs a recording, pattern is already recorded).
 
         A recorded pattern needs another recording for new int values, and for rows that now differ in a value that was
         equal in all recorded rows: such a recording says nothing about row cuts.
         """
-        signature, form = self._signature(batch, loss_fn), self.samples.form_of(batch)
-        alike, is_known = self._alike.get(signature, set()), signature in self._found
-        differs = is_known and (self._is_new(signature, _ints((), batch)) or alike != form.alike(batch, alike))
+        signature, form = self._signature(batch, loss_fn), self.samples.find_form(batch)
+        constant_keys, is_known = self._constant_keys.get(signature, set()), signature in self._results
+        differs = is_known and (
+            self._is_new(signature, _int_arguments((), batch))
+            or constant_keys != form.constant_keys(batch, constant_keys)
+        )
         return not is_known or differs, is_known
 
-    def on_batch(self, facts: BatchFacts, departed: bool | None) -> BatchFacts:
-        """Return the facts completed with the trial run results for this batch pattern. Collective.
+    def on_batch(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
+        """Return the inputs completed with the trial run results for this batch pattern. Collective.
 
         If the batch is new to some rank, record first: on a few rows and tokens, or on the whole batch if a few rows
         cannot run alone. Not None `departed`: some rank departed from the recorded behaviour (True: this rank), and the
         recording is repeated on rows of full length.
         """
-        batch, loss_fn = facts.batch, facts.loss_fn
-        signature, self._sample_left = self._signature(batch, loss_fn), None
-        if not facts.plan.is_new and departed is None:
-            return replace(facts, **vars(self._found[signature]))
+        batch, loss_fn = inputs.batch, inputs.loss_fn
+        signature, self._unused_sample = self._signature(batch, loss_fn), None
+        if not inputs.plan.is_new and departed is None:
+            return replace(inputs, **vars(self._results[signature]))
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
-        self._trains = facts.trains
-        leader = self.samples.choose_leader(batch, lambda: self.news(batch, loss_fn)[0], departed)
+        self._is_training = inputs.is_training
+        leader = self.samples.choose_leader(batch, lambda: self.recording_status(batch, loss_fn)[0], departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # not conclusive: the next batch may be
-            return replace(facts, form=form)
+            return replace(inputs, form=form)
         if loss_fn is None or isinstance(loss_fn, TokenLoss):
             rule, head = self._keep_decision(batch, rule, head)
-        found = Found(replace(rule, by_rows=isinstance(loss_fn, GroupLoss)), head, form)
-        if self.samples.told(leader, lambda: signature[1]) == signature[1]:  # else another rank's pattern
-            self._found[signature] = found
-            self._note(signature, _ints((), batch))
-        return replace(facts, **vars(found))
+        result = TrialResult(replace(rule, counts_rows=isinstance(loss_fn, GroupLoss)), head, form)
+        if self.samples.compute_on_leader(leader, lambda: signature[1]) == signature[1]:  # else another rank's pattern
+            self._results[signature] = result
+            self._store_ints(signature, _int_arguments((), batch))
+        return replace(inputs, **vars(result))
 
     def end(self) -> None:
         """Mark the recording as complete, after the caller has stored the results."""
         self.is_complete = True
 
-    def take_sample(self, facts: BatchFacts) -> Batch:
+    def take_sample(self, inputs: PassInputs) -> Batch:
         """Return rows for an equivalence check: the last recorded ones if not taken yet. Collective."""
-        sample, self._sample_left = self._sample_left, None
+        sample, self._unused_sample = self._unused_sample, None
         if sample is None:
-            leader = self.samples.choose_leader(facts.batch, lambda: self.news(facts.batch, facts.loss_fn)[0], None)
-            sample = self.samples.take(facts.batch, facts.form, leader, False, group_of(facts.loss_fn))[0]
+            leader = self.samples.choose_leader(
+                inputs.batch, lambda: self.recording_status(inputs.batch, inputs.loss_fn)[0], None
+            )
+            sample = self.samples.take(inputs.batch, inputs.form, leader, False, rows_per_group(inputs.loss_fn))[0]
         return sample
 
     def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
-        return _kind(loss_fn), pattern(batch, check_batch(batch)), self._flags()
+        return _loss_key(loss_fn), batch_pattern(batch, check_batch(batch)), self._flags()
 
-    def _record_batch(self, batch: Batch, loss_fn: LossFunction | None, leader: int, again: bool) -> BatchForm:
+    def _record_batch(
+        self, batch: Batch, loss_fn: LossFunction | None, leader: int, has_full_length: bool
+    ) -> BatchForm:
         """Record on a few rows of a batch, else on the whole batch. Return the row axes used."""
         rows, signature = check_batch(batch), self._signature(batch, loss_fn)
-        is_plain = self.samples.told(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
-        form, known = self.samples.form_of(batch), self._found.get(signature)
-        form = replace(form, obstacle=known.form.obstacle) if known is not None else form
-        told = self.samples.told(leader, lambda: replace(form, owners={}))  # owner functions stay with each caller
-        form = form if self._state.comm.rank == leader else told
-        self._alike.pop(signature, None)
+        is_text = self.samples.compute_on_leader(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
+        form, earlier = self.samples.find_form(batch), self._results.get(signature)
+        form = replace(form, obstacle=earlier.form.obstacle) if earlier is not None else form
+        # Owner functions stay with each caller.
+        leader_form = self.samples.compute_on_leader(leader, lambda: replace(form, owners={}))
+        form = form if self._state.comm.rank == leader else leader_form
+        self._constant_keys.pop(signature, None)
         if not form.is_whole:
-            samples = self.samples.take(batch, form, leader, again, group_of(loss_fn))
-            self._sample_left, alike = samples[0], form.alike(samples[-1], form.axes)
-            if len(alike) == len(form.axes) or (self._cuts and not is_plain):
-                self._alike[signature] = alike
+            samples = self.samples.take(batch, form, leader, has_full_length, rows_per_group(loss_fn))
+            self._unused_sample, constant_keys = samples[0], form.constant_keys(samples[-1], form.axes)
+            if len(constant_keys) == len(form.axes) or (self._may_cut_rows and not is_text):
+                self._constant_keys[signature] = constant_keys
             try:
                 sizes = [check_batch(sample) for sample in samples]
-                self._record_on(sizes, loss_fn, [samples] if again else self.samples.variants(form, samples))
+                self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
                 return form
             except (OffloadError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # rows cannot run alone, or the row axes are wrong
-                if is_plain:
+                if is_text:
                     raise
                 self.forget_traffic()
                 self._state.runner.fail(False)
-                why = f"{type(error).__name__}: {error}".splitlines()[0]
-            obstacle = f"on {' and '.join(map(str, ROWS))} rows the model raises {why}"
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            obstacle = f"on {' and '.join(map(str, ROWS))} rows the model raises {reason}"
             form = replace(form, obstacle=obstacle)
-        self._alike.pop(signature, None)
-        samples = self.samples.take(batch, form, leader, again)
-        self._sample_left = samples[0]
+        self._constant_keys.pop(signature, None)
+        samples = self.samples.take(batch, form, leader, has_full_length)
+        self._unused_sample = samples[0]
         try:
             self._record_on((0, 0), loss_fn, [samples])
         except (OffloadError, torch.OutOfMemoryError):
@@ -174,25 +182,27 @@ class TrialRuns:
         except Exception as error:
             if has_equal_rows(batch, rows) or _is_raised_in(loss_fn, error):
                 raise
-            shown = ", ".join(f"{key}: {describe(value)}" for key, value in batch.items())
-            why = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"the model does not run on the batch ({shown}): {why}") from error
+            description = ", ".join(f"{key}: {describe(value)}" for key, value in batch.items())
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"the model does not run on the batch ({description}): {reason}") from error
         return form
 
     def _record_on(self, rows: Sequence[int], loss_fn: LossFunction | None, variants: Sequence[list[Batch]]) -> None:
-        known = [(unit, {key: variant.copy() for key, variant in unit.known.items()}) for unit in self._state.units]
+        variants_before = [
+            (unit, {key: variant.copy() for key, variant in unit.variants.items()}) for unit in self._state.units
+        ]
         try:
             for samples in variants:
                 runs = [partial(run_loss, self._model, s, loss_fn, has_gradient=self._has_backward) for s in samples]
                 self._record(list(zip(rows, runs, strict=True)))
         except Exception:  # discard the partial results
-            for unit, before in known:
-                unit.known.clear()
-                unit.known.update(before)
+            for unit, before in variants_before:
+                unit.variants.clear()
+                unit.variants.update(before)
             raise
 
     def _try_loss(
-        self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm, leader: int, again: bool
+        self, batch: Batch, loss_fn: LossFunction | None, form: BatchForm, leader: int, has_full_length: bool
     ) -> tuple[LossRule | None, ChunkedHead | None]:
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn), **extra)
@@ -200,32 +210,32 @@ class TrialRuns:
         head = None
         if isinstance(loss_fn, GroupLoss) and not isinstance(loss_fn, TokenLoss):
             return LossRule(), None
-        probe = self.samples.probe(form, self.samples.take(batch, form, leader, again)[0])
+        probe = self.samples.probe(form, self.samples.take(batch, form, leader, has_full_length)[0])
         if isinstance(loss_fn, TokenLoss):  # the model loss decides if the head allows chunks
             probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
-        with self._unseen(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
+        with self._isolated(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
             # enough, as slow as a normal run: reads do not depend on the labels.
             trials = LabelTrials(self._model, run)
-            self._settled(lambda _: trials.learn(probe))
+            self._run_until_settled(lambda _: trials.learn(probe))
             rule = probe_loss(self._model, probe, trials, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, probe, trials, trials.output, self._state.cutting.made)
+                head = find_chunked_head(self._model, probe, trials, trials.output, self._state.cutting.row_blocks)
         self.forget_traffic()
         return rule, head
 
-    def give_up(self) -> None:
+    def discard_incomplete(self) -> None:
         """Discard an incomplete recording, with everything the recording may have overwritten."""
         if not self.is_complete:
-            self.begin_again(self.decided)
+            self.reset(self.loss_decisions)
 
-    def begin_again(self, decided: Mapping[str, Sequence[int]]) -> None:
-        """Discard all recordings, as in a fresh engine, and adopt the loss decisions `decided` of another engine."""
-        self.decided = {key: list(values) for key, values in decided.items()}
-        self._found.clear()
+    def reset(self, loss_decisions: Mapping[str, Sequence[int]]) -> None:
+        """Discard all recordings, as in a fresh engine, and adopt the `loss_decisions` of another engine."""
+        self.loss_decisions = {key: list(values) for key, values in loss_decisions.items()}
+        self._results.clear()
         self._choices.clear()
         for unit in self._state.units:
-            unit.known.clear()
+            unit.variants.clear()
         self.is_complete = True
 
     def _keep_decision(
@@ -234,8 +244,8 @@ class TrialRuns:
         """Return the first loss decision for this pattern: fixed for later batches and resumed runs."""
         names = " ".join(f"{name}:{_num_axes(value)}" for name, value in sorted(batch.items()))
         key = f"{names} {digest(repr(self._flags()).encode())}"
-        kept = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
-        shifts, takes_count, vocabulary = self.decided.setdefault(key, kept)
+        decision = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
+        shifts, takes_count, vocabulary = self.loss_decisions.setdefault(key, decision)
         is_same = head is not None and head.vocabulary == vocabulary
         return LossRule(bool(shifts), bool(takes_count)), head if is_same else ChunkedHead.of(self._model, vocabulary)
 
@@ -245,51 +255,53 @@ class TrialRuns:
         An int with few values may select a branch in the model. Ints with `MOST_CHOICES` recorded values are lengths
         and counts (`logits_to_keep`, `max_length_q`) and may be new in every call.
         """
-        return self._is_new(self._signature_of_call(args, kwargs), _ints(args, kwargs))
+        return self._is_new(self._signature_of_call(args, kwargs), _int_arguments(args, kwargs))
 
     def _is_new(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> bool:
-        known = self._choices.get(signature)
-        return known is None or any(len(known[key]) < MOST_CHOICES and value not in known[key] for key, value in ints)
+        seen_values = self._choices.get(signature)
+        return seen_values is None or any(
+            len(seen_values[key]) < MOST_CHOICES and value not in seen_values[key] for key, value in ints
+        )
 
-    def _note(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> None:
-        known = self._choices.setdefault(signature, {})
+    def _store_ints(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> None:
+        seen_values = self._choices.setdefault(signature, {})
         for key, value in ints:
-            known.setdefault(key, set()).add(value)
+            seen_values.setdefault(key, set()).add(value)
 
-    def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], judge: Callable[[], None]) -> None:
+    def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], check_equivalence: Callable[[], None]) -> None:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
-        self.is_complete, self._roots, self._trains = False, {"arguments": (args, kwargs)}, True
-        if self._state.runner.forwards.looks_at_few:
-            _record_few(self._state, self.samples.of_call(args, kwargs)[:-1], self._record)
-        self._record([(0, lambda: _on_copies(self._model, args, kwargs))] * 2)
-        judge()
+        self.is_complete, self._roots, self._is_training = False, {"arguments": (args, kwargs)}, True
+        if self._state.runner.forwards.needs_short_recording:
+            _record_few(self._state, self.samples.call_samples(args, kwargs)[:-1], self._record)
+        self._record([(0, lambda: _call_on_copies(self._model, args, kwargs))] * 2)
+        check_equivalence()
         self.forget_traffic()
-        self._note(self._signature_of_call(args, kwargs), _ints(args, kwargs))
+        self._store_ints(self._signature_of_call(args, kwargs), _int_arguments(args, kwargs))
         self.is_complete = True
 
     def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
         signature = (self._signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
-            with self._unseen():
-                self._settled(lambda _: _on_copies(self._model, args, kwargs))
+            with self._isolated():
+                self._run_until_settled(lambda _: _call_on_copies(self._model, args, kwargs))
             self.forget_traffic()
             self._watched_calls.add(signature)
 
     def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         """Return a key shared by calls with the same path through the model. An int counts as zero or nonzero."""
-        given = [*enumerate(args), *kwargs.items()]
-        plain = [(key, value) for key, value in given if isinstance(value, bool | str | None)]
-        ints = [(key, type(value), bool(value)) for key, value in _ints(args, kwargs)]
+        arguments = [*enumerate(args), *kwargs.items()]
+        plain = [(key, value) for key, value in arguments if isinstance(value, bool | str | None)]
+        ints = [(key, type(value), bool(value)) for key, value in _int_arguments(args, kwargs)]
         return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self._flags()
 
     def forget_other_modes(self) -> None:
         """Discard recordings from another training mode (dropout, moving statistics) or for other frozen parameters."""
-        if self._note_modes():
-            self._found.clear()
+        if self._update_modes():
+            self._results.clear()
             self._choices.clear()
 
-    def _note_modes(self) -> bool:
+    def _update_modes(self) -> bool:
         """Store the current modes. Return True if they changed."""
         modes = [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
         if modes == self._modes:
@@ -309,15 +321,15 @@ class TrialRuns:
         for rows, run in runs:
 
             def record(recording: Recording, run: Callable[[], Any] = run) -> Recording:
-                with self._unseen(), self._state.router.tried(recording.call), torch.enable_grad():
+                with self._isolated(), self._state.router.trial_mode(recording.call), torch.enable_grad():
                     recording.finish(run())
                 return recording
 
-            before = self._settled(record, rows, before)
-            if self._trains:
+            before = self._run_until_settled(record, rows, before)
+            if self._is_training:
                 before.refuse_writes()
         self._state.runner.forwards.check()
-        self._note_modes()
+        self._update_modes()
         self.forget_traffic()
 
     def forget_traffic(self) -> None:
@@ -326,12 +338,14 @@ class TrialRuns:
         self._state.lanes.timeline.discount("h2d", "nvme_read")
         self._counters.clear()
 
-    def _settled(self, run: Callable[[Recording], _Made], rows: int = 0, before: Recording | None = None) -> _Made:
+    def _run_until_settled(
+        self, run: Callable[[Recording], _Result], rows: int = 0, before: Recording | None = None
+    ) -> _Result:
         """Run under a recording. Repeat with more resident units until no unit is read from outside."""
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
             try:
-                with self._state.hold.watched(), recording.reads():
+                with self._state.ownership.watched(), recording.watch_reads():
                     result = run(recording)
             except ConfigError:
                 self._state.weights_changed()
@@ -345,12 +359,12 @@ class TrialRuns:
                     return result
             self._state.make_resident(recording.outside_readers)
 
-    def _unseen(self) -> AbstractContextManager[None]:
+    def _isolated(self) -> AbstractContextManager[None]:
         """Restore modules, batch, loss function and random generators afterwards."""
-        return Start(self._state, {"": self._model, **self._roots}).unseen()
+        return TrialSnapshot(self._state, {"": self._model, **self._roots}).isolated()
 
 
-def _on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the model on copies of the arguments; the caller's containers, values and graphs stay unchanged."""
     arguments = Arguments((args, kwargs))
     own = [t.detach().requires_grad_(t.requires_grad).clone() for t in arguments.tensors]
@@ -378,36 +392,36 @@ def _record_few(
     is_known = bool(samples)
     for args, kwargs in samples:
         try:
-            record([(0, partial(_on_copies, state.model, tuple(args), dict(kwargs)))])
+            record([(0, partial(_call_on_copies, state.model, tuple(args), dict(kwargs)))])
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except Exception:
             state.runner.fail(False)
             is_known = False
     if state.comm.any(not is_known, "outcome of a sample call"):
-        for variant in (variant for unit in state.units for variant in unit.known.values()):
+        for variant in (variant for unit in state.units for variant in unit.variants.values()):
             variant.learn_tiles(None)  # from another mode
 
 
-def _ints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:
+def _int_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:
     """Return the ints among the arguments, by position or name."""
-    given = [*enumerate(args), *kwargs.items()]
-    return [(key, value) for key, value in given if isinstance(value, int) and not isinstance(value, bool)]
+    arguments = [*enumerate(args), *kwargs.items()]
+    return [(key, value) for key, value in arguments if isinstance(value, int) and not isinstance(value, bool)]
 
 
-def _kind(loss_fn: Any) -> Hashable:
+def _loss_key(loss_fn: Any) -> Hashable:
     """Return a key for a loss function: the code and the boolean or string options.
 
     Function identity is no key, because a lambda in a loop is a new function every time.
     """
     if isinstance(loss_fn, partial):
-        return _kind(loss_fn.func), _switches([*loss_fn.args, *loss_fn.keywords.items()])
+        return _loss_key(loss_fn.func), _options([*loss_fn.args, *loss_fn.keywords.items()])
     closure = inspect.getclosurevars(loss_fn).nonlocals if inspect.isfunction(loss_fn) else {}
     state = getattr(getattr(loss_fn, "__self__", loss_fn), "__dict__", {})
-    return getattr(loss_fn, "__code__", type(loss_fn)), _switches([*closure.items(), *state.items()])
+    return getattr(loss_fn, "__code__", type(loss_fn)), _options([*closure.items(), *state.items()])
 
 
-def _switches(values: Sequence[Any]) -> Hashable:
+def _options(values: Sequence[Any]) -> Hashable:
     return tuple(v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None))
 
 

@@ -36,7 +36,7 @@ _LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Memory layout of a tensor.
 
     Kernels choose the summation order by layout (MKL products by 16-byte operand alignment, batch norm by axis order),
@@ -49,17 +49,17 @@ class Layout:
     """Start within a 64-byte cache line, in elements."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
         """Return the layout of a tensor."""
         return cls(tensor.stride(), tensor.data_ptr() % _LINE_BYTES // tensor.element_size())
 
-    def part(self, part: torch.Tensor, whole: Sequence[int]) -> Layout:
+    def part(self, part: torch.Tensor, whole: Sequence[int]) -> TensorLayout:
         """Return the original layout of a tensor part. `part`: view into a contiguous copy with shape `whole`."""
         begin, rest = self.begin, int(part.storage_offset())
         for axis, stride in enumerate(self.strides):
             index, rest = divmod(rest, math.prod(whole[axis + 1 :]))
             begin += index * stride
-        return Layout(self.strides, begin % (_LINE_BYTES // part.element_size()))
+        return TensorLayout(self.strides, begin % (_LINE_BYTES // part.element_size()))
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy with this layout."""
@@ -85,7 +85,7 @@ class _Buffer:
     """File offset in bytes."""
     shape: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
     """Tensor shape."""
-    layout: Layout = Layout((), 0)
+    layout: TensorLayout = TensorLayout((), 0)
     """Layout on the device."""
     fence: Fence = field(default_factory=lambda: Fence("activation checkpoints"))
     """Writers and readers of the memory."""
@@ -116,9 +116,9 @@ class ActivationOffload(ABC):
     def __init__(self, device: Device, lanes: Lanes, counters: Counters, most_bytes: int | None = None) -> None:
         self._device, self._lanes, self._counters = device, lanes, counters
         self._most_bytes = sys.maxsize if most_bytes is None else most_bytes
-        self._made_bytes = 0
+        self._allocated_bytes = 0
         self._free: list[_Buffer] = []  # Sorted by size.
-        self.taken: dict[int, _Buffer] = {}
+        self.buffers_in_use: dict[int, _Buffer] = {}
         """Buffers in use, keyed by storage address."""
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -131,29 +131,29 @@ class ActivationOffload(ABC):
         if is_new:
             self._drop()
         buffer = self.make(num_bytes) if is_new else self._free[number]
-        self.taken[buffer.memory.data_ptr()] = buffer
+        self.buffers_in_use[buffer.memory.data_ptr()] = buffer
         if is_new:
-            self._made_bytes += num_bytes
+            self._allocated_bytes += num_bytes
         else:
             del self._free[number]
-        buffer.shape, buffer.layout = tensor.shape, Layout.of(tensor)
+        buffer.shape, buffer.layout = tensor.shape, TensorLayout.of(tensor)
         copy = buffer.memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
-        buffer.fence.fill(*self._down(tensor, copy, buffer))
+        buffer.fence.fill(*self._copy_out(tensor, copy, buffer))
         self._counters.count("d2h_bytes", num_bytes)
         return copy
 
-    def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], Layout | None]:
+    def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], TensorLayout | None]:
         """Start a copy to the device.
 
         Returns (device tensor, tickets, original layout). Tensors not offloaded are returned unchanged, with layout
         None.
         """
-        buffer = self.taken.get(tensor.untyped_storage().data_ptr())
+        buffer = self.buffers_in_use.get(tensor.untyped_storage().data_ptr())
         if buffer is None:
             return tensor, (), None
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device.torch_device)
         self._counters.count("h2d_bytes", copy.nbytes)
-        return copy, self._up(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
+        return copy, self._copy_in(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
 
     @property
     def room_bytes(self) -> int:
@@ -166,16 +166,16 @@ class ActivationOffload(ABC):
 
     def free(self, storage: int) -> bool:
         """Return a buffer to the pool. False: not a buffer of this pool."""
-        buffer = self.taken.get(storage)
+        buffer = self.buffers_in_use.get(storage)
         if buffer is not None:
             if buffer not in self._free:
                 insort_left(self._free, buffer, key=_size)
-            del self.taken[storage]
+            del self.buffers_in_use[storage]
         return buffer is not None
 
     def reset(self) -> None:
         """Return all buffers to the pool."""
-        for storage in list(self.taken):
+        for storage in list(self.buffers_in_use):
             self.free(storage)
 
     @abstractmethod
@@ -200,15 +200,15 @@ class ActivationOffload(ABC):
         """Drop free buffers if this releases memory."""
 
     @abstractmethod
-    def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+    def _copy_out(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         """Copy a device tensor to a free buffer. `copy`: buffer view with the tensor shape."""
 
     @abstractmethod
-    def _up(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+    def _copy_in(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         """Copy part of a buffer to the device."""
 
 
-class OnHost(ActivationOffload):
+class HostActivationOffload(ActivationOffload):
     """Buffers in host memory: D2H copies on the d2h lane, H2D copies on a separate lane.
 
     New buffers are pinned after the step, because memory registration blocks every stream.
@@ -228,11 +228,11 @@ class OnHost(ActivationOffload):
 
     @property
     def _new_bytes(self) -> int:
-        there, budget = memory().get("available_bytes", sys.maxsize) * 9 // 10, self._host.budget_bytes
+        available_bytes, budget = memory().get("available_bytes", sys.maxsize) * 9 // 10, self._host.budget_bytes
         if budget is not None:
-            there = min(there, budget - self._host.current_bytes)
+            available_bytes = min(available_bytes, budget - self._host.current_bytes)
         # Free buffers are dropped before a new one is made.
-        return min(there, self._most_bytes - self._made_bytes) + self._free_bytes
+        return min(available_bytes, self._most_bytes - self._allocated_bytes) + self._free_bytes
 
     def make(self, num_bytes: int) -> _Buffer:
         self._host.reserve(self._name, num_bytes, _FIXES.get(self._name, ""))
@@ -250,10 +250,10 @@ class OnHost(ActivationOffload):
         # Unpinned memory too. Memory still used by a copy is freed with the copy.
         num_bytes = sum(map(_size, self._free))
         self._free.clear()
-        self._made_bytes -= num_bytes
+        self._allocated_bytes -= num_bytes
         self._host.release(self._name, num_bytes)
 
-    def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+    def _copy_out(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         ticket = self._lanes.d2h.submit(
             partial(self._device.copy, copy, tensor),
             reads=self._lanes.mark(),
@@ -263,7 +263,7 @@ class OnHost(ActivationOffload):
         )
         return (ticket,)
 
-    def _up(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+    def _copy_in(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         ticket = self._lanes.returning.submit(
             partial(self._device.copy, copy, part),
             # The memory may have been released by compute just now.
@@ -275,7 +275,7 @@ class OnHost(ActivationOffload):
         return (ticket,)
 
 
-class OnDisk(ActivationOffload):
+class DiskActivationOffload(ActivationOffload):
     """Buffers in files: tiles pass through a ring, alternating between device and disk lanes.
 
     Buffers are never dropped, because a file cannot return memory from the middle.
@@ -302,32 +302,32 @@ class OnDisk(ActivationOffload):
 
     @property
     def _new_bytes(self) -> int:
-        return min(self._nvme.room_bytes, self._most_bytes - self._made_bytes)
+        return min(self._nvme.room_bytes, self._most_bytes - self._allocated_bytes)
 
     def _drop(self) -> None:
         pass
 
-    def _down(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+    def _copy_out(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         assert buffer.file is not None
         flat, fills, tickets = tensor.contiguous().view(-1).view(torch.uint8), buffer.fence.before_fill(), []
         for begin in range(0, copy.nbytes, self._tile_bytes):
             tile = flat[begin : begin + self._tile_bytes]
             stretch = self._channel.take(align(tile.nbytes, _PAGE_BYTES))
-            down = self._lanes.d2h.submit(
+            d2h_ticket = self._lanes.d2h.submit(
                 partial(self._device.copy, stretch.flat[: tile.nbytes], tile),
                 reads=self._lanes.mark(),
                 fills=stretch.fills,
                 name="activations",
                 num_bytes=tile.nbytes,
             )
-            stretch.fence.fill(down)
+            stretch.fence.fill(d2h_ticket)
             tickets.append(
                 self._channel.write(
                     buffer.file,
                     buffer.offset + begin,
                     stretch,
                     stretch.flat.nbytes,
-                    reads=(down,),
+                    reads=(d2h_ticket,),
                     fills=fills,
                     name="activations",
                 )
@@ -335,7 +335,7 @@ class OnDisk(ActivationOffload):
             stretch.close()
         return tickets
 
-    def _up(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
+    def _copy_in(self, part: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         assert buffer.file is not None
         tickets, reads, end = [], buffer.fence.before_read(), 0
         target = copy.view(-1).view(torch.uint8)
@@ -343,22 +343,22 @@ class OnDisk(ActivationOffload):
             first = begin // _PAGE_BYTES * _PAGE_BYTES
             last = align(begin + (num_rows - 1) * row_bytes + run_bytes, _PAGE_BYTES)
             stretch = self._channel.take(last - first)
-            reading = self._channel.read(
+            read_ticket = self._channel.read(
                 buffer.file, buffer.offset + first, stretch, reads=reads, name="activations", is_ahead=False
             )
-            buffer.fence.read(reading)
+            buffer.fence.read(read_ticket)
             size = num_rows * run_bytes
             offset = stretch.flat.storage_offset() + begin - first
             source = stretch.flat.as_strided((num_rows, run_bytes), (row_bytes, 1), offset)
-            up = self._lanes.returning.submit(
+            h2d_ticket = self._lanes.returning.submit(
                 partial(self._device.copy, target[end : end + size].view(num_rows, run_bytes), source),
-                reads=(reading, *self._lanes.mark()),
+                reads=(read_ticket, *self._lanes.mark()),
                 name="activations",
                 num_bytes=size,
             )
-            stretch.fence.read(up)
+            stretch.fence.read(h2d_ticket)
             stretch.close()
-            tickets.append(up)
+            tickets.append(h2d_ticket)
             end += size
         return tickets
 

@@ -43,7 +43,7 @@ class Arguments:
         self._opens_caches = opens_caches
         self._shells: dict[int, Any] = {}
         leaves: list[Any] = []
-        self._spec = self._open(tree, leaves, [] if containers is None else containers)
+        self._spec = self._flatten(tree, leaves, [] if containers is None else containers)
         seen: dict[int, int] = {}
         self._places: list[tuple[bool, int]] = []  # Per leaf: (is a tensor, index).
         for leaf in leaves:
@@ -73,31 +73,31 @@ class Arguments:
         """
         others = self.others if others is None else others
         leaves = [tensors[index] if is_tensor else others[index] for is_tensor, index in self._places]
-        return self._close(self._spec, iter(leaves), [] if containers is None else containers)
+        return self._rebuild(self._spec, iter(leaves), [] if containers is None else containers)
 
-    def _open(self, tree: Any, leaves: list[Any], containers: list[Any]) -> Hashable:
+    def _flatten(self, tree: Any, leaves: list[Any], containers: list[Any]) -> Hashable:
         """Append the leaves of `tree` and return the tree spec.
 
         A spec is None for a leaf, the number of a known container, or (kind, keys, is_container, child specs).
         """
-        kind: Any = type(tree)
+        node_type: Any = type(tree)
         keys, parts = None, tree
-        is_container = kind is not tuple and kind is not _Keywords
-        if kind is _Keywords:
+        is_container = node_type is not tuple and node_type is not _Keywords
+        if node_type is _Keywords:
             keys, parts = tuple(tree), tree.values()
         elif is_container:
             for number, known in enumerate(containers):
                 if known is tree:
                     return number
-            if kind is dict:
+            if node_type is dict:
                 keys, parts = tuple(tree), tree.values()
-            elif kind is not list:
+            elif node_type is not list:
                 is_container = _is_container(tree) and (self._opens_caches or not isinstance(tree, _cache_types()))
                 parts, spec = tree_flatten(tree, lambda part: part is not tree)
                 if not spec.is_leaf():
-                    kind = spec
+                    node_type = spec
                 elif is_container:
-                    parts, self._shells[len(containers)] = _contents([tree])[0], _refill(_own_copy(tree), [])
+                    parts, self._shells[len(containers)] = _contents([tree])[0], _refill(_copy_container(tree), [])
                 else:
                     leaves.append(tree)
                     return None
@@ -109,31 +109,31 @@ class Arguments:
                 leaves.append(part)
                 specs.append(None)
             else:
-                specs.append(self._open(part, leaves, containers))
-        return kind, keys, is_container, tuple(specs)
+                specs.append(self._flatten(part, leaves, containers))
+        return node_type, keys, is_container, tuple(specs)
 
-    def _close(self, spec: Any, leaves: Iterator[Any], containers: list[Any]) -> Any:
+    def _rebuild(self, spec: Any, leaves: Iterator[Any], containers: list[Any]) -> Any:
         """Rebuild a tree from a spec."""
         if spec is None:
             return next(leaves)
         if type(spec) is int:
             return containers[spec]
-        kind, keys, is_container, specs = spec
+        node_type, keys, is_container, specs = spec
         number = len(containers)
         if is_container:
-            containers.append(None)  # Reserve the number before the children, in the same order as `_open`.
+            containers.append(None)  # Reserve the number before the children, in the same order as `_flatten`.
         parts = []
         for part in specs:
-            parts.append(next(leaves) if part is None else self._close(part, leaves, containers))  # noqa: PERF401 (a comprehension is a call)
+            parts.append(next(leaves) if part is None else self._rebuild(part, leaves, containers))  # noqa: PERF401 (a comprehension is a call)
         tree: Any
-        if kind is dict or kind is _Keywords:
-            tree = kind(zip(keys, parts, strict=True))
-        elif kind is tuple or kind is list:
-            tree = kind(parts)
-        elif isinstance(kind, TreeSpec):
-            tree = tree_unflatten(parts, kind)
+        if node_type is dict or node_type is _Keywords:
+            tree = node_type(zip(keys, parts, strict=True))
+        elif node_type is tuple or node_type is list:
+            tree = node_type(parts)
+        elif isinstance(node_type, TreeSpec):
+            tree = tree_unflatten(parts, node_type)
         else:
-            tree = _refill(_own_copy(self._shells[number]), parts)
+            tree = _refill(_copy_container(self._shells[number]), parts)
         if is_container:
             containers[number] = tree
         return tree
@@ -156,7 +156,7 @@ def _cache_types() -> tuple[type, ...]:
     return tuple(getattr(library, name) for name in names if hasattr(library, name))
 
 
-def _own_copy(container: Any) -> Any:
+def _copy_container(container: Any) -> Any:
     """Return a copy of a container and of the containers in its attributes. Tensors and elements are shared."""
     own = copy.copy(container)
     for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
@@ -172,13 +172,14 @@ def _store(container: Any) -> Any:
 
 def _contents(containers: Sequence[Any]) -> list[list[Any]]:
     """Return the content of each container as a flat list: the items, or for a mapping all keys, then all values."""
-    found: list[list[Any]] = []
+    contents: list[list[Any]] = []
     for container in containers:
-        kind = type(container)  # Runs in every use, mostly for dict and list; the cache type check takes ten calls.
-        store = container if kind is dict or kind is list else _store(container)
-        is_mapping = kind is dict or (kind is not list and isinstance(store, MutableMapping))
-        found.append([*store, *store.values()] if is_mapping else list(store))
-    return found
+        # Runs in every use, mostly for dict and list; the cache type check takes ten calls.
+        container_type = type(container)
+        store = container if container_type is dict or container_type is list else _store(container)
+        is_mapping = container_type is dict or (container_type is not list and isinstance(store, MutableMapping))
+        contents.append([*store, *store.values()] if is_mapping else list(store))
+    return contents
 
 
 def _refill(container: Any, content: Sequence[Any]) -> Any:
@@ -207,33 +208,35 @@ class _Change:
     """For each item, the (container, position) before the forward. None: new item."""
 
 
-def received(args: tuple[Any, ...], kwargs: dict[str, Any], opens_caches: bool = True) -> tuple[Arguments, list[Any]]:
-    """Return the arguments of a call and the caller's own containers, for `deliver`.
+def receive_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], opens_caches: bool = True
+) -> tuple[Arguments, list[Any]]:
+    """Return the arguments of a call and the caller's own containers, for `deliver_result`.
 
     The containers come from the arguments and from context variables, where transformers collects additional layer
     outputs.
     """
     containers: list[Any] = []
     arguments = Arguments((args, _Keywords(kwargs)), containers, opens_caches)
-    _, found = collectors(contextvars.copy_context())
-    around = found
-    if any(found):
-        Arguments(found, around := [])
-    containers += around
+    _, collected = find_collectors(contextvars.copy_context())
+    more_containers = collected
+    if any(collected):
+        Arguments(collected, more_containers := [])
+    containers += more_containers
     return arguments, containers
 
 
-def collectors(context: contextvars.Context) -> tuple[list[contextvars.ContextVar[Any]], list[Any]]:
+def find_collectors(context: contextvars.Context) -> tuple[list[contextvars.ContextVar[Any]], list[Any]]:
     """Return the context variables with a dict or list value, and these values."""
-    variables, found = [], []
+    variables, values = [], []
     for variable, value in context.items():
         if type(value) is dict or type(value) is list:
             variables.append(variable)
-            found.append(value)
-    return variables, found
+            values.append(value)
+    return variables, values
 
 
-def copies(
+def copy_collected(
     collected: list[Any], containers: list[Any], keep: Callable[[torch.Tensor], bool] | None = None
 ) -> list[Any]:
     """Return copies of the values collected in context variables.
@@ -246,10 +249,10 @@ def copies(
         for value in collected:
             containers.append(type(value)())  # noqa: PERF401 (a comprehension is a call)
         return containers[begin:]
-    tree, around = Arguments(collected), list[Any]()
-    own = tree.fill([t if keep is None or keep(t) else None for t in tree.tensors], containers=around)
-    containers += around
-    return own
+    tree, more_containers = Arguments(collected), list[Any]()
+    copied = tree.fill([t if keep is None or keep(t) else None for t in tree.tensors], containers=more_containers)
+    containers += more_containers
+    return copied
 
 
 def run_over_copies(
@@ -258,25 +261,25 @@ def run_over_copies(
     tensors: Sequence[torch.Tensor],
     others: Sequence[Any],
 ) -> Arguments:
-    """Call a unit forward on copies of all mutable containers, so the caller's own containers change only in `deliver`.
+    """Call a unit forward on copies of all mutable containers. Return (result, *changes).
 
-    Return (result, *changes).
+    The caller's own containers change only in `deliver_result`.
     """
     containers: list[Any] = []
     args, kwargs = arguments.fill(tensors, others, containers)
-    variables, found = collectors(contextvars.copy_context())
+    variables, collected = find_collectors(contextvars.copy_context())
     try:
-        for variable, own in zip(variables, copies(found, containers) if found else (), strict=True):
+        for variable, own in zip(variables, copy_collected(collected, containers) if collected else (), strict=True):
             variable.set(own)
         before = _contents(containers)
         result = forward(*args, **kwargs)
-        return Arguments((result, *_changes(containers, before)), containers)
+        return Arguments((result, *_find_changes(containers, before)), containers)
     finally:
-        for variable, value in zip(variables, found, strict=True):
+        for variable, value in zip(variables, collected, strict=True):
             variable.set(value)
 
 
-def _changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> list[tuple[_Change, list[Any]]]:
+def _find_changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> list[tuple[_Change, list[Any]]]:
     """Return (change, new items) for each container with changed content."""
     now, changed = _contents(containers), []
     for number, (a, b) in enumerate(zip(before, now, strict=True)):
@@ -284,20 +287,25 @@ def _changes(containers: Sequence[Any], before: Sequence[list[Any]]) -> list[tup
             changed.append(number)
     if not changed:
         return []
-    places = {id(item): (number, at) for number, items in enumerate(before) for at, item in enumerate(items)}
-    found = []
+    places = {id(item): (number, place) for number, items in enumerate(before) for place, item in enumerate(items)}
+    changes = []
     for number in changed:
-        old = [None if type(item) in _PLAIN else places.get(id(item)) for item in now[number]]
-        found.append((_Change(number, old), [item for item, at in zip(now[number], old, strict=True) if at is None]))
-    return found
+        kept_places = [None if type(item) in _PLAIN else places.get(id(item)) for item in now[number]]
+        changes.append(
+            (
+                _Change(number, kept_places),
+                [item for item, place in zip(now[number], kept_places, strict=True) if place is None],
+            )
+        )
+    return changes
 
 
-def deliver(result: Arguments, tensors: Sequence[torch.Tensor], containers: list[Any]) -> Any:
+def deliver_result(result: Arguments, tensors: Sequence[torch.Tensor], containers: list[Any]) -> Any:
     """Return a unit result for the caller, and apply the recorded changes to the caller's own `containers`."""
-    value, *found = result.fill(tensors, containers=containers)
-    before = _contents(containers) if found else []
-    for change, items in found:
+    value, *changes = result.fill(tensors, containers=containers)
+    before = _contents(containers) if changes else []
+    for change, items in changes:
         new = iter(items)
-        content = [next(new) if at is None else before[at[0]][at[1]] for at in change.places]
+        content = [next(new) if place is None else before[place[0]][place[1]] for place in change.places]
         _refill(containers[change.container], content)
     return value

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.condition import Moment
 from offload.engine.units.forwards import Forward
-from offload.engine.units.recompute_policy import BELOW
-from offload.engine.units.runner import UnitRunner, together
+from offload.engine.units.recompute_policy import OFFLOADED
+from offload.engine.units.runner import UnitRunner, synchronized
 from offload.engine.units.saved_graph import (
     Graph,
     Root,
@@ -22,8 +21,9 @@ from offload.engine.units.saved_graph import (
     run_keeping_graph,
     run_with_graph,
 )
-from offload.engine.units.saved_inputs import Returning
-from offload.engine.units.surroundings import Surroundings
+from offload.engine.units.saved_inputs import DeviceCopies
+from offload.engine.units.snapshots import PassSnapshot
+from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.traits import Rows
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, OffloadError
@@ -36,7 +36,7 @@ class MicroBatch:
 
     rows: Rows | None
     """Rows of the micro-batch. None: the whole input."""
-    before: Moment
+    snapshot: PassSnapshot
     """RNG and module state before the forward."""
     forward: Forward
     """Function for the forward and the recomputation."""
@@ -46,13 +46,13 @@ class MicroBatch:
     """Streamed expert outputs from the forward. The recomputation reuses them instead of fetching experts again."""
 
 
-class Call:
+class UnitCall:
     """State for one `UnitFunction` from forward to backward."""
 
     def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
         self.unit, self._runner, self._arguments, self.traits = unit, runner, arguments, unit.traits
-        self.trained = self._needs, self._frozen = unit.trained_of(arguments.tensors)
-        self._surroundings = Surroundings(runner.device.torch_device.type)
+        self.signature = self._needs, self._frozen = unit.gradient_signature(arguments.tensors)
+        self._thread_state = ThreadState(runner.device.torch_device.type)
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._micro_batches: list[MicroBatch] = []
@@ -60,7 +60,7 @@ class Call:
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []
         self._is_open = False
-        self._coming: dict[int, Returning] = {}
+        self._input_copies: dict[int, DeviceCopies] = {}
         self._claim = runner.claims.open(self, unit.name)
 
     # -- forward ---------------------------------------------------------------------------------------------
@@ -73,36 +73,36 @@ class Call:
         unit, runner, traits = self.unit, self._runner, self.traits
         rows = runner.rows_of(unit)
         policy = runner.saved.policy
-        where = policy.keeps(unit, self._shapes, self.trained)
+        graph_storage = policy.graph_storage(unit, self._shapes, self.signature)
         self._is_open = True
-        if not where:
+        if not graph_storage:
             self._save_inputs(tensors)
-        elif where == BELOW:
-            runner.saved.opened(self)
+        elif graph_storage == OFFLOADED:
+            runner.saved.add_use(self)
         runner.enter(unit)
-        still = [] if where else unit.still_buffers()
+        unchanged_buffers = [] if graph_storage else unit.still_buffers()
         results: list[Arguments] = []
         # All ranks have the same seed but must draw different random numbers.
         draws_own = len(rows) > 1 or runner.has_peers
-        ambient = runner.device.random_state() if draws_own else None
+        caller_rng_state = runner.device.random_state() if draws_own else None
         try:
-            for number, span in enumerate(together(runner, unit, rows)):
-                if ambient is not None:
+            for number, span in enumerate(synchronized(runner, unit, rows)):
+                if caller_rng_state is not None:
                     runner.seed(unit, number)
                 inputs = traits.cut_inputs(tensors, span)
                 others = traits.cut_others(self._arguments.others, span)
                 forward = runner.forwards.of(unit, runner, self._arguments, inputs, others, self._needs)
-                before = runner.moment(unit, not where or policy.may_give_up(where))
-                micro_batch = MicroBatch(span, before, forward)
+                snapshot = runner.snapshot(unit, not graph_storage or policy.may_give_up(graph_storage))
+                micro_batch = MicroBatch(span, snapshot, forward)
                 self._micro_batches.append(micro_batch)
-                result = self._forward_of(micro_batch, inputs, others, where)
-                result.tensors[:] = [runner.own(t) for t in result.tensors]
+                result = self._forward_of(micro_batch, inputs, others, graph_storage)
+                result.tensors[:] = [runner.copy_from_slot(t) for t in result.tensors]
                 results.append(result)
         finally:
             runner.leave()
-            if ambient is not None:
-                runner.device.set_random_state(ambient)
-        _refuse_moved(unit, still)
+            if caller_rng_state is not None:
+                runner.device.set_random_state(caller_rng_state)
+        _refuse_changed_buffers(unit, unchanged_buffers)
         self.result = results[0]
         self.result.tensors[:] = runner.join(unit, results)
         self._check_inputs()
@@ -114,30 +114,32 @@ class Call:
         return [*self.result.tensors, *(t for t in self.dirty if all(t is not other for other in self.result.tensors))]
 
     def _forward_of(
-        self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], where: str
+        self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], graph_storage: str
     ) -> Arguments:
         use = self.unit, self._runner, self._arguments, inputs, others, micro_batch.forward, self._needs
         saved, outputs = self._runner.saved, micro_batch.expert_outputs
-        if where:
+        if graph_storage:
             try:
-                with self._runner.outputs.kept_in(outputs):
-                    micro_batch.graph, result = run_keeping_graph(*use, self._claim, is_below=where == BELOW)
+                with self._runner.outputs.recorded_in(outputs):
+                    micro_batch.graph, result = run_keeping_graph(
+                        *use, self._claim, is_offloaded=graph_storage == OFFLOADED
+                    )
                 outputs.clear()
                 return result
             except TooMuchToKeepError:
                 # The graph exceeds the available memory, unforeseen in the plan for this shape. Drop the graph and
                 # recompute this use.
-                micro_batch.before.put_back()
+                micro_batch.snapshot.put_back()
                 if not self._inputs:
                     self._save_inputs(self._arguments.tensors)
         # Reuse the expert outputs from the aborted graph run. A second fetch is collective, and other ranks may have
         # kept their graph.
-        again = [tensor.clone() for tensor in outputs]
-        with self._runner.outputs.kept_in(outputs), self._runner.outputs.given(again):
+        replayed_outputs = [tensor.clone() for tensor in outputs]
+        with self._runner.outputs.recorded_in(outputs), self._runner.outputs.replayed(replayed_outputs):
             result = run_without_graph(*use)
-        outputs[:] = [saved.put_away(tensor, movable=True) for tensor in outputs]
+        outputs[:] = [saved.save_input(tensor, movable=True) for tensor in outputs]
         for tensor in outputs:
-            saved.hold(tensor, "unit inputs", self._claim)
+            saved.reserve(tensor, "unit inputs", self._claim)
         return result
 
     def _check_inputs(self) -> None:
@@ -149,12 +151,12 @@ class Call:
         copied = traits.mutated | traits.stale
         inputs, saved = [], self._runner.saved
         for i, (t, need) in enumerate(zip(tensors, self._needs, strict=True)):
-            kept = saved.put_away(t.clone() if i in copied else t.detach(), need and i not in traits.shared)
-            saved.hold(kept, "unit inputs", self._claim)
-            inputs.append(kept)
+            saved_input = saved.save_input(t.clone() if i in copied else t.detach(), need and i not in traits.shared)
+            saved.reserve(saved_input, "unit inputs", self._claim)
+            inputs.append(saved_input)
         self._inputs, self._versions = inputs, [t._version for t in inputs]
         if not saved.inputs_stay:
-            saved.opened(self)
+            saved.add_use(self)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -180,41 +182,41 @@ class Call:
             raise OffloadError(
                 f"unit {unit.name}: the step of this forward ended with an exception; run the forward again."
             )
-        if not self._claim.is_of_these_weights:
+        if not self._claim.is_current:
             raise OffloadError(
                 f"unit {unit.name}: the weights have changed since this forward (by an update, a step or a loaded "
                 "checkpoint), so its gradients would be wrong; run the forward again."
             )
-        found: list[list[torch.Tensor | None]] = []
-        ambient = runner.device.random_state()
+        input_gradients: list[list[torch.Tensor | None]] = []
+        caller_rng_state = runner.device.random_state()
         reads = self._reads_weights
         try:
             runner.enter(unit, backward=trains, reads=reads)
             if reads:  # A backward may run module code again (torch.utils.checkpoint inside a block).
                 unit.install(unit.live())
             with unit.frozen_with(self._frozen):
-                for number, micro_batch in enumerate(together(runner, unit, self._micro_batches)):
-                    with runner.gradients.parts.within(number, len(self._micro_batches)):
-                        found.append(self._backward_of(number, micro_batch, gradients, trains))
-            runner.saved.look_back(self, 1)  # Start this copy before the weight copies submitted by `leave`.
+                for number, micro_batch in enumerate(synchronized(runner, unit, self._micro_batches)):
+                    with runner.gradients.noise_estimator.within(number, len(self._micro_batches)):
+                        input_gradients.append(self._backward_of(number, micro_batch, gradients, trains))
+            runner.saved.prefetch_previous(self, 1)  # Start this copy before the weight copies submitted by `leave`.
             if trains:
                 runner.gradients.close(unit.regions)
         except BaseException:
             runner.fail()
             raise
         finally:
-            unit.install(unit.resting)
-            runner.device.set_random_state(ambient)
+            unit.install(unit.placeholders)
+            runner.device.set_random_state(caller_rng_state)
             runner.leave()
             self.close()
-        return self.traits.join_gradients(found, self._shapes)
+        return self.traits.join_gradients(input_gradients, self._shapes)
 
     @property
     def _reads_weights(self) -> bool:
         """False only if all graphs are saved and need no weights."""
         graphs = [micro_batch.graph for micro_batch in self._micro_batches]
         is_free = all(graph is not None and not graph.has_weights for graph in graphs)
-        return not is_free or self.traits.graph(self.trained).reads_weights
+        return not is_free or self.traits.graph(self.signature).reads_weights
 
     def _backward_of(
         self, number: int, micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None], trains: bool
@@ -222,7 +224,7 @@ class Call:
         """Run the backward of one micro-batch; return the input gradients."""
         self._look_ahead(number)
         graph, micro_batch.graph = micro_batch.graph, None
-        with nullcontext() if graph else micro_batch.before.condition.values_again(self.traits.buffers):
+        with nullcontext() if graph else micro_batch.snapshot.modules.values_restored(self.traits.buffers):
             leaves, roots = (graph.leaves, graph.roots) if graph else self._recompute(number)
             pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
             pairs: list[tuple[Any, torch.Tensor]] = [
@@ -237,8 +239,8 @@ class Call:
         saved = self._runner.saved
         self.prepare(number)
         if number + 1 == len(self._micro_batches):
-            saved.look_back(self)
-        elif saved.looks_back:
+            saved.prefetch_previous(self)
+        elif saved.prefetches:
             self.prepare(number + 1)
 
     def prepare(self, number: int = 0) -> None:
@@ -246,49 +248,51 @@ class Call:
         graph = self._micro_batches[number].graph if number < len(self._micro_batches) else None
         if graph is not None:
             graph.prepare()
-        elif number < len(self._micro_batches) and number not in self._coming:
+        elif number < len(self._micro_batches) and number not in self._input_copies:
             micro_batch = self._micro_batches[number]
             inputs = self.traits.cut_inputs(self._inputs, micro_batch.rows)
-            self._coming[number] = self._runner.saved.bring_back([*inputs, *micro_batch.expert_outputs])
+            self._input_copies[number] = self._runner.saved.start_copies([*inputs, *micro_batch.expert_outputs])
 
     def _recompute(self, number: int) -> tuple[Sequence[torch.Tensor], Sequence[Root]]:
         """Run a micro-batch forward again with a graph. Return the leaves and the roots for the incoming gradients."""
         unit, runner, traits, micro_batch = self.unit, self._runner, self.traits, self._micro_batches[number]
-        saved = runner.saved.wait(self._coming.pop(number))
+        saved = runner.saved.wait(self._input_copies.pop(number))
         others = traits.cut_others(self._arguments.others, micro_batch.rows)
         saved, outputs = saved[: len(self._needs)], saved[len(self._needs) :]
         leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
-        before = micro_batch.before
-        runner.device.set_random_state(before.random)
+        snapshot = micro_batch.snapshot
+        runner.device.set_random_state(snapshot.random)
         with (
             torch.enable_grad(),
             runner.saved.policy.measure(
                 unit, self._shapes, leaves if runner.saved.inputs_stay else (), len(self._micro_batches)
             ),
-            before.condition.attributes_again(),
-            before.drawn_again(),
-            runner.outputs.given(outputs),
+            snapshot.modules.attributes_restored(),
+            snapshot.draws_repeated(),
+            runner.outputs.replayed(outputs),
         ):
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
-            results = self._surroundings.run(
-                lambda: runner.run(unit, self._arguments, inputs, others, runner.forwards.again(micro_batch.forward))
+            results = self._thread_state.run(
+                lambda: runner.run(
+                    unit, self._arguments, inputs, others, runner.forwards.for_recomputation(micro_batch.forward)
+                )
             ).tensors
         dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
-        found = [*results, *(t for t in dirty if all(t is not other for other in results))]
-        return leaves, [t if t.requires_grad else None for t in found]
+        targets = [*results, *(t for t in dirty if all(t is not other for other in results))]
+        return leaves, [t if t.requires_grad else None for t in targets]
 
     def close(self) -> None:
         """Release everything saved for the backward."""
         if self._is_open:
             self._is_open = False
-            self._inputs, self._micro_batches, self._coming = [], [], {}
+            self._inputs, self._micro_batches, self._input_copies = [], [], {}
             self._runner.finish(self._claim)
 
 
-def _refuse_moved(unit: Unit, buffers: Sequence[tuple[torch.Tensor, int]]) -> None:
+def _refuse_changed_buffers(unit: Unit, buffers: Sequence[tuple[torch.Tensor, int]]) -> None:
     for buffer, version in buffers:
         if buffer._version != version:
-            names = (key for module in unit.modules for key, found in module._buffers.items() if found is buffer)
+            names = (key for module in unit.modules for key, other in module._buffers.items() if other is buffer)
             key = next(names, "a buffer")
             raise ConfigError(
                 f"unit {unit.name} changes its buffer {key} in place, but did not in the recording pass, and "
@@ -301,13 +305,15 @@ class UnitFunction(torch.autograd.Function):
     """The border between the outer autograd graph and a unit."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, _anchor: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: UnitCall, _anchor: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs = call.forward(tensors)
         if call.dirty:
             ctx.mark_dirty(*call.dirty)
-        detached = call.traits.graph(call.trained).detached
+        detached = call.traits.graph(call.signature).detached
         ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i in detached or not t.is_floating_point()))
         return tuple(outputs)
 
@@ -321,7 +327,7 @@ class UnitFunction(torch.autograd.Function):
 
 def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
     """Run one differentiable use of a unit. The anchor makes the outputs require gradients even if no input does."""
-    call = Call(unit, runner, arguments)
+    call = UnitCall(unit, runner, arguments)
     outputs = UnitFunction.apply(call, runner.anchor if unit.trainable else None, *arguments.tensors)
     # The outputs hold the call through their graph. If the call also held the outputs (or an input changed in place,
     # now an output), the reference cycle would never be freed. Inputs needed by the backward are saved elsewhere.
@@ -339,12 +345,12 @@ def call_unit_without_graph(
     runner.enter(unit)
     try:
         with torch.no_grad():
-            for span in together(runner, unit, rows):
+            for span in synchronized(runner, unit, rows):
                 inputs = unit.traits.cut_inputs(arguments.tensors, span)
                 others = unit.traits.cut_others(arguments.others, span)
                 forward = runner.forwards.of(unit, runner, arguments, inputs, others)
                 result = runner.run(unit, arguments, inputs, others, forward)
-                result.tensors[:] = [runner.own(t) for t in result.tensors]
+                result.tensors[:] = [runner.copy_from_slot(t) for t in result.tensors]
                 results.append(result)
     finally:
         runner.leave()

@@ -18,7 +18,7 @@ class Claim:
     """Weak reference to the use. The claim is dropped when the use is garbage-collected."""
     entries: list[tuple[int, int]] = field(default_factory=list)
     """(address, bytes) per storage held by the use."""
-    is_of_these_weights: bool = True
+    is_current: bool = True
     """True while the weights are unchanged since the forward."""
 
 
@@ -43,10 +43,10 @@ class Claims:
         """True if the claim is open: neither closed nor reset."""
         return self._open.get(id(claim.user)) is claim
 
-    def weights_change(self) -> None:
+    def mark_stale(self) -> None:
         """Mark all open claims as belonging to old weights."""
         for claim in self._open.values():
-            claim.is_of_these_weights = False
+            claim.is_current = False
 
     def close(self, claim: Claim) -> None:
         """Close a claim after the use has released all memory."""

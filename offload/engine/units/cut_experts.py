@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from offload.engine.units.find import Candidate, Place
+from offload.engine.units.find import ParameterPlace, UnitCandidate
 from offload.errors import ConfigError
 from offload.layout.codecs import EXACT
 from offload.layout.planes import DTYPES
@@ -31,8 +31,8 @@ def is_stack_of_experts(module: nn.Module) -> bool:
 
 
 def cut_experts(
-    candidates: Sequence[Candidate], infos: Sequence[ParameterInfo], rule: UpdateRule, num_replicas: int = 1
-) -> list[Candidate]:
+    candidates: Sequence[UnitCandidate], infos: Sequence[ParameterInfo], rule: UpdateRule, num_replicas: int = 1
+) -> list[UnitCandidate]:
     """Return the units, with the experts of each block as a separate unit after the block.
 
     Other parameters in an expert module stay with the block.
@@ -46,26 +46,31 @@ def cut_experts(
             "--offload.experts whole."
         )
     uses = Counter(place.parameter for unit in candidates for place in unit.places)
-    found = []
+    units = []
     for unit in candidates:
         names = {module: name for name, module in unit.module.named_modules(prefix=unit.name)}
-        taken: list[Candidate] = []
+        expert_units: list[UnitCandidate] = []
         for module in [module for module in names if unit.is_block and is_stack_of_experts(module)]:
             stacks = [place for place in unit.places if place.module is module and _is_stack(module, place, infos)]
             _check(names[module], module, stacks, infos, uses, rule)
             records = _records(stacks, infos, module.num_experts)
-            taken.append(Candidate(names[module], module, stacks, whole=False, resident=False, records=records))
-        gone = {id(place) for each in taken for place in each.places}
-        found += [replace(unit, places=[place for place in unit.places if id(place) not in gone]), *taken]
-    if len(found) == len(candidates):
+            expert_units.append(
+                UnitCandidate(names[module], module, stacks, whole=False, resident=False, records=records)
+            )
+        moved_places = {id(place) for each in expert_units for place in each.places}
+        units += [
+            replace(unit, places=[place for place in unit.places if id(place) not in moved_places]),
+            *expert_units,
+        ]
+    if len(units) == len(candidates):
         raise ConfigError(
             "offload.experts is streamed, but the model has no experts that are stacked in one parameter and computed "
             "through transformers' experts interface: set --offload.experts whole."
         )
-    return found
+    return units
 
 
-def _is_stack(module: nn.Module, place: Place, infos: Sequence[ParameterInfo]) -> bool:
+def _is_stack(module: nn.Module, place: ParameterPlace, infos: Sequence[ParameterInfo]) -> bool:
     """True for a parameter with one row per expert."""
     shape = infos[place.parameter].shape
     return len(shape) > 1 and shape[0] == module.num_experts
@@ -74,16 +79,16 @@ def _is_stack(module: nn.Module, place: Place, infos: Sequence[ParameterInfo]) -
 def _check(
     name: str,
     module: nn.Module,
-    stacks: Sequence[Place],
+    stacks: Sequence[ParameterPlace],
     infos: Sequence[ParameterInfo],
     uses: Counter[int],
     rule: UpdateRule,
 ) -> None:
     """Raise ConfigError if the experts of a module cannot be cut."""
 
-    def refuse(why: str) -> ConfigError:
+    def refuse(reason: str) -> ConfigError:
         return ConfigError(
-            f"offload.experts is streamed, but {name} cannot be split by expert: {why}. Set --offload.experts whole."
+            f"offload.experts is streamed, but {name} cannot be split by expert: {reason}. Set --offload.experts whole."
         )
 
     if name.endswith(".base_layer"):  # A PEFT base layer: PEFT parametrizes the module during calls.
@@ -92,12 +97,12 @@ def _check(
         raise refuse(f"the module itself has no parameters [{module.num_experts} experts, ...]")
     for info in (infos[place.parameter] for place in stacks):
         numel = info.numel // info.shape[0]
-        by = rule.parts[info.rule]
-        block = math.lcm(info.link.block, *(plane.block for plane in by.moments if info.trainable))
+        rule_part = rule.parts[info.rule]
+        block = math.lcm(info.link.block, *(plane.block for plane in rule_part.moments if info.trainable))
         if uses[info.index] > 1:
             raise refuse(f"{info.name} is used in {uses[info.index]} places, and shared weights cannot be split")
-        if info.trainable and (by.by_matrix or not by.has_gradients):
-            raise refuse(f"{type(by).__name__} needs {info.name} as a whole")
+        if info.trainable and (rule_part.by_matrix or not rule_part.has_gradients):
+            raise refuse(f"{type(rule_part).__name__} needs {info.name} as a whole")
         if info.codec is not EXACT:
             raise refuse(f"{info.name} is stored as {info.codec.name}, which is decoded as a whole")
         if numel % block:
@@ -107,7 +112,7 @@ def _check(
 
 
 def _records(
-    stacks: Sequence[Place], infos: Sequence[ParameterInfo], num_experts: int
+    stacks: Sequence[ParameterPlace], infos: Sequence[ParameterInfo], num_experts: int
 ) -> tuple[tuple[Piece, ...], ...]:
     """Return the pieces per record: consecutive experts with one piece per stack."""
     shared = [infos[place.parameter] for place in stacks]

@@ -29,7 +29,7 @@ _MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Cutting:
+class RowCutting:
     """Row cutting for models with units larger than the device memory limit."""
 
     share_bytes: float = math.inf
@@ -40,7 +40,7 @@ class Cutting:
     """Oversized parameters left whole: name and reason."""
 
     @classmethod
-    def of(cls, model: nn.Module, infos: Sequence[ParameterInfo], rule: UpdateRule, share_bytes: int) -> Cutting:
+    def of(cls, model: nn.Module, infos: Sequence[ParameterInfo], rule: UpdateRule, share_bytes: int) -> RowCutting:
         """Compute the cutting for a model trained with `rule`."""
         index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}
         owners: dict[int, list[tuple[str, nn.Module]]] = {}
@@ -56,23 +56,23 @@ class Cutting:
             if num_bytes <= share_bytes:
                 continue
             biases = [bias for _, module in places if (bias := module._parameters.get("bias")) is not None]
-            why = _why_whole(info, rule, places, share_bytes)
+            reason = _reason_against_cutting(info, rule, places, share_bytes)
             if info.trainable and len(places) > 1 and rule.drops_gradients:
-                why = why or (
+                reason = reason or (
                     f"{type(rule).__name__} stores no gradients, but layers that share the parameter produce several"
                 )
             if len(biases) > 1 or any(len(owners[index_of[id(bias)]]) > 1 for bias in biases):
-                why = why or "layers share the weight but not the bias, or the bias but not the weight"
-            if why:
-                whole[info.name] = why
+                reason = reason or "layers share the weight but not the bias, or the bias but not the weight"
+            if reason:
+                whole[info.name] = reason
                 continue
             parameters = {"weight": index} | dict(zip(("bias",), [index_of[id(bias)] for bias in biases], strict=False))
-            made = _in_blocks(info, parameters, share_bytes)
-            blocks |= dict.fromkeys([module for _, module in places], made)
+            row_blocks = _cut_into_blocks(info, parameters, share_bytes)
+            blocks |= dict.fromkeys([module for _, module in places], row_blocks)
         return cls(share_bytes, blocks, whole)
 
     @property
-    def made(self) -> list[RowBlocks]:
+    def row_blocks(self) -> list[RowBlocks]:
         """Each cut weight once."""
         return list(dict.fromkeys(self.blocks.values()))
 
@@ -82,32 +82,34 @@ class Cutting:
         return {index: cut for cut in self.blocks.values() for index in cut.parameters.values()}
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Report text about cut layers. Empty: whole units."""
         if math.isinf(self.share_bytes):
             return ""
-        told = (
+        text = (
             f"device memory allows {format_bytes(int(self.share_bytes))} per unit: larger blocks are split into modules"
         )
-        shown = [f"{each.name} in {len(each.blocks)} of {each.most_rows:,} rows" for each in self.made]
+        shown = [f"{each.name} in {len(each.blocks)} of {each.most_rows:,} rows" for each in self.row_blocks]
         if not shown:
-            return told
+            return text
         more = f", and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
         return (
-            f"{told}, and these layers into row blocks, each a unit: {', '.join(shown[:_MOST_SHOWN])}{more}. Losses "
+            f"{text}, and these layers into row blocks, each a unit: {', '.join(shown[:_MOST_SHOWN])}{more}. Losses "
             "and gradients equal those of whole layers, up to the summation order over blocks"
         )
 
     @property
-    def told_whole(self) -> str:
+    def whole_description(self) -> str:
         """Report sentence about oversized parameters left whole, with reasons. Empty if none."""
-        shown = [f"{name} is not, because {why}" for name, why in self.whole.items()]
+        shown = [f"{name} is not, because {reason}" for name, reason in self.whole.items()]
         more = f"; {len(shown) - _MOST_SHOWN} others are not" if len(shown) > _MOST_SHOWN else ""
-        told = f" Layers that are too large are split into row blocks, but {'; '.join(shown[:_MOST_SHOWN])}{more}."
-        return told if shown else ""
+        text = f" Layers that are too large are split into row blocks, but {'; '.join(shown[:_MOST_SHOWN])}{more}."
+        return text if shown else ""
 
 
-def _why_whole(info: ParameterInfo, rule: UpdateRule, places: Sequence[tuple[str, nn.Module]], share_bytes: int) -> str:
+def _reason_against_cutting(
+    info: ParameterInfo, rule: UpdateRule, places: Sequence[tuple[str, nn.Module]], share_bytes: int
+) -> str:
     """Return the reason against cutting a parameter into row blocks; empty if possible."""
     other = next((m for key, m in places if key != "weight" or not isinstance(m, nn.Linear | nn.Embedding)), None)
     if other is not None:
@@ -130,7 +132,7 @@ def _least_rows(info: ParameterInfo, has_bias: bool) -> int:
     return PARAMETER_ALIGNMENT // (1 if has_bias else math.gcd(PARAMETER_ALIGNMENT, info.numel // info.shape[0]))
 
 
-def _in_blocks(info: ParameterInfo, parameters: Mapping[str, int], share_bytes: int) -> RowBlocks:
+def _cut_into_blocks(info: ParameterInfo, parameters: Mapping[str, int], share_bytes: int) -> RowBlocks:
     """Return the row blocks of a weight, with parameters on the meta device."""
     has_bias, itemsize = "bias" in parameters, DTYPES[info.compute].itemsize
     rows, width = info.shape[0], info.numel // info.shape[0] + has_bias
@@ -140,11 +142,11 @@ def _in_blocks(info: ParameterInfo, parameters: Mapping[str, int], share_bytes: 
     size = align(-(-rows // -(-rows // most)), step)
     borders = [*range(0, rows, size), rows]
 
-    def made(*shape: int) -> nn.Parameter:
+    def meta_parameter(*shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=info.trainable)
 
     blocks = [
-        RowBlock(made(end - begin, *info.shape[1:]), made(end - begin) if has_bias else None)
+        RowBlock(meta_parameter(end - begin, *info.shape[1:]), meta_parameter(end - begin) if has_bias else None)
         for begin, end in pairwise(borders)
     ]
     return RowBlocks(info.name, parameters, blocks, borders)

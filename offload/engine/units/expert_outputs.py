@@ -15,32 +15,32 @@ class ExpertOutputs:
     """
 
     def __init__(self) -> None:
-        self._kept: list[torch.Tensor] | None = None
-        self._given: Iterator[torch.Tensor] | None = None
+        self._recorded: list[torch.Tensor] | None = None
+        self._replayed: Iterator[torch.Tensor] | None = None
 
     @contextmanager
-    def kept_in(self, outputs: list[torch.Tensor]) -> Iterator[None]:
+    def recorded_in(self, outputs: list[torch.Tensor]) -> Iterator[None]:
         """Append outputs to `outputs` during the context (a forward)."""
-        self._kept = outputs
+        self._recorded = outputs
         try:
             yield
         finally:
-            self._kept = None
+            self._recorded = None
 
     @contextmanager
-    def given(self, outputs: list[torch.Tensor]) -> Iterator[None]:
+    def replayed(self, outputs: list[torch.Tensor]) -> Iterator[None]:
         """Replay these outputs during the context (a recomputation). An empty list: no replay."""
-        self._given = iter(outputs) if outputs else None
+        self._replayed = iter(outputs) if outputs else None
         try:
             yield
         finally:
-            self._given = None
+            self._replayed = None
 
-    def keep(self, output: torch.Tensor) -> None:
+    def record(self, output: torch.Tensor) -> None:
         """Save a copied output. The caller may change the original in place afterwards."""
-        if self._kept is not None:
-            self._kept.append(output.detach().clone())
+        if self._recorded is not None:
+            self._recorded.append(output.detach().clone())
 
-    def again(self) -> torch.Tensor | None:
+    def next_replayed(self) -> torch.Tensor | None:
         """Return the saved output from the same call. None: compute the output, as in a first forward."""
-        return None if self._given is None else next(self._given, None)
+        return None if self._replayed is None else next(self._replayed, None)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offload.engine.units.cutting import Cutting
+from offload.engine.units.cutting import RowCutting
 from offload.engine.units.row_blocks import RowBlocks
 from offload.errors import ConfigError, warn
-from offload.hf.quantized import refuse_training
+from offload.hf.quantized import untrainable_error
 from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, Codec
 from offload.layout.regions import ParameterInfo, Piece, Region
-from offload.optim.rule import Trained, UpdateRule
+from offload.optim.rule import ParameterTraits, UpdateRule
 
 _FILTERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -30,7 +30,7 @@ _RESIDENT_SHARE = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """The place where a module holds a parameter."""
 
     module: nn.Module
@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass
-class Candidate:
+class UnitCandidate:
     """A unit before memory allocation.
 
     If the children of a module are separate units, the module's own unit keeps only the directly registered parameters
@@ -53,7 +53,7 @@ class Candidate:
     """Module name in the model."""
     module: nn.Module
     """Unit module."""
-    places: list[Place]
+    places: list[ParameterPlace]
     """Places for all unit parameters."""
     whole: bool
     """True if the unit owns all module parameters, including child modules.
@@ -99,7 +99,7 @@ class Candidate:
         return {f"{self.name} [{number}]": pieces for number, pieces in enumerate(self.records)}
 
 
-def regions_of(unit: Candidate, regions: Iterable[Region]) -> tuple[Region, ...]:
+def regions_of(unit: UnitCandidate, regions: Iterable[Region]) -> tuple[Region, ...]:
     """Return the regions with parameters of this unit."""
     names = unit.cargoes.keys()
     return tuple(region for region in regions if not names.isdisjoint(region.units))
@@ -132,7 +132,7 @@ def describe_parameters(
                 f"{named[len(named) // 2][0]}: fix the expression, or leave it out."
             )
     mixed = {p.dtype for _, p in named} >= {torch.float32, torch.bfloat16}
-    kept = _kept_in_fp32(model)
+    fp32_patterns = _fp32_patterns(model)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     filters = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, _FILTERS)}
     in_blocks = {id(parameter) for block in _blocks(model) for parameter in block.parameters()}
@@ -149,25 +149,25 @@ def describe_parameters(
                 f"parameter {name} has a hook (register_hook or register_post_accumulate_grad_hook), which would not "
                 "run: the engine collects gradients unit by unit. Remove the hook; a hook of a module does run."
             )
-        fp32 = precision == "fp32" or (
-            parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in kept))
+        is_fp32 = precision == "fp32" or (
+            parameter.dtype == torch.float32 and (mixed or any(pattern.search(name) for pattern in fp32_patterns))
         )
-        place = id(parameter) in tables, id(parameter) in in_blocks, id(parameter) in filters
+        position_flags = id(parameter) in tables, id(parameter) in in_blocks, id(parameter) in filters
         is_matrix = parameter.dim() > 1 and parameter.numel() >= LEAST_NUMEL
-        has_codes = not parameter.requires_grad and place[1] and not place[0] and is_matrix
-        choice = optimizer.choose(Trained(name, tuple(parameter.shape), *place))
+        is_quantized = not parameter.requires_grad and position_flags[1] and not position_flags[0] and is_matrix
+        choice = optimizer.choose(ParameterTraits(name, tuple(parameter.shape), *position_flags))
         infos.append(
             ParameterInfo(
                 index=index,
                 name=name,
                 shape=tuple(parameter.shape),
                 trainable=parameter.requires_grad,
-                compute="fp32" if fp32 else "bf16",
+                compute="fp32" if is_fp32 else "bf16",
                 bf16_source=parameter.dtype == torch.bfloat16,
                 lr_scale=choice.lr_scale,
                 weight_decay=choice.weight_decay,
                 rule=choice.rule,
-                codec=quantized.get(parameter, CODECS[frozen_weights] if has_codes else EXACT),
+                codec=quantized.get(parameter, CODECS[frozen_weights] if is_quantized else EXACT),
                 link=CODECS[link_weights] if parameter.requires_grad and is_matrix else EXACT,
             )
         )
@@ -217,7 +217,7 @@ def _check_quantized(
     """Raise ConfigError for a quantized parameter with requires_grad, or with another `frozen_weights` codec."""
     for name, parameter in named:
         if parameter in quantized and parameter.requires_grad:
-            raise refuse_training(name, quantized[parameter].name)
+            raise untrainable_error(name, quantized[parameter].name)
         if parameter in quantized and frozen_weights != EXACT.name:
             raise ConfigError(
                 f"offload.frozen_weights is {frozen_weights}, but {name} is already quantized in the model's folder "
@@ -225,7 +225,7 @@ def _check_quantized(
             )
 
 
-def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: Cutting = Cutting()) -> list[Candidate]:  # noqa: B008 (frozen)
+def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: RowCutting = RowCutting()) -> list[UnitCandidate]:  # noqa: B008 (frozen)
     """Split `model` into units, in module order.
 
     Without module lists, every module with parameters becomes a unit. `cutting`: device memory limit for a unit and the
@@ -235,23 +235,25 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: Cutting = 
     bytes_of = [info.numel * (4 if info.compute == "fp32" else 2) for info in infos]
     names = {id(module): name for name, module in model.named_modules()}
 
-    def places(modules: Iterator[nn.Module]) -> list[Place]:
+    def places(modules: Iterator[nn.Module]) -> list[ParameterPlace]:
         return [
-            Place(module, key, index_of[id(parameter)])
+            ParameterPlace(module, key, index_of[id(parameter)])
             for module in modules
             for key, parameter in module._parameters.items()
             if parameter is not None
         ]
 
-    def num_bytes(places: Sequence[Place]) -> int:
+    def num_bytes(places: Sequence[ParameterPlace]) -> int:
         return sum(bytes_of[index] for index in {place.parameter for place in places})
 
-    units: list[Candidate] = []
+    units: list[UnitCandidate] = []
     inside: set[int] = set()
     for block in _blocks(model):
-        its = places(block.modules())
-        if id(block) not in inside and num_bytes(its) <= cutting.share_bytes:
-            units.append(Candidate(names[id(block)], block, its, whole=True, resident=False, is_block=True))
+        block_places = places(block.modules())
+        if id(block) not in inside and num_bytes(block_places) <= cutting.share_bytes:
+            units.append(
+                UnitCandidate(names[id(block)], block, block_places, whole=True, resident=False, is_block=True)
+            )
             inside.update(id(module) for module in block.modules())
     largest = max((num_bytes(unit.places) for unit in units), default=0)
     if not largest and cutting.blocks:
@@ -265,34 +267,34 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: Cutting = 
         if module in cutting.blocks:
             cut = cutting.blocks[module]
             is_first = all(unit.blocks is not cut for unit in units)
-            units.append(Candidate(name, module, own, whole=True, resident=False, blocks=cut))
-            units += _in_blocks(name, cut) if is_first else ()
+            units.append(UnitCandidate(name, module, own, whole=True, resident=False, blocks=cut))
+            units += _row_block_units(name, cut) if is_first else ()
             continue
-        below = [child for child in module.modules() if child is not module]
+        submodules = [child for child in module.modules() if child is not module]
         is_small = num_bytes(own) * _RESIDENT_SHARE < largest
-        whole = not any(parameter is not None for child in below for parameter in child._parameters.values())
-        if not whole and not is_small and not any(id(child) in inside for child in below):
-            its = places(module.modules())
-            if num_bytes(its) <= cutting.share_bytes:
+        whole = not any(parameter is not None for child in submodules for parameter in child._parameters.values())
+        if not whole and not is_small and not any(id(child) in inside for child in submodules):
+            block_places = places(module.modules())
+            if num_bytes(block_places) <= cutting.share_bytes:
                 # A table with an own norm, or an attention module with a projection, is one unit with all children.
-                own, whole = its, True
-                inside.update(id(child) for child in below)
-        units.append(Candidate(name or "(model)", module, own, whole, resident=not whole or is_small))
+                own, whole = block_places, True
+                inside.update(id(child) for child in submodules)
+        units.append(UnitCandidate(name or "(model)", module, own, whole, resident=not whole or is_small))
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return sorted(units, key=lambda unit: order.get(unit.layer or unit.name, 0))
 
 
-def _in_blocks(layer: str, cut: RowBlocks) -> Iterator[Candidate]:
+def _row_block_units(layer: str, cut: RowBlocks) -> Iterator[UnitCandidate]:
     """Yield one candidate per row block."""
     for number, block in enumerate(cut.blocks):
-        span, places = cut.span(number), [Place(block, key, index) for key, index in cut.parameters.items()]
+        span, places = cut.span(number), [ParameterPlace(block, key, index) for key, index in cut.parameters.items()]
         shapes = [tuple(parameter.shape) for parameter in block.parameters()]
         rows = tuple(
             Piece(place.parameter, span.start * math.prod(shape[1:]), shape)
             for place, shape in zip(places, shapes, strict=True)
         )
         name = f"{layer}[{span.start}:{span.stop}]"
-        yield Candidate(name, block, places, whole=True, resident=False, blocks=cut, layer=layer, rows=rows)
+        yield UnitCandidate(name, block, places, whole=True, resident=False, blocks=cut, layer=layer, rows=rows)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -323,7 +325,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     yield from walk(model)
 
 
-def _kept_in_fp32(model: nn.Module) -> list[re.Pattern[str]]:
+def _fp32_patterns(model: nn.Module) -> list[re.Pattern[str]]:
     """Return name patterns for parameters kept in fp32 by a transformers model in a 16-bit dtype."""
     patterns: set[str] = set()
     for module in model.modules():

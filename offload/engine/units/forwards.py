@@ -20,20 +20,20 @@ from offload.tiers.device import Device
 Forward = Callable[..., Any]
 
 BACKEND = "inductor"
-_MOST_KINDS = 8
+_MOST_VARIANTS = 8
 """Maximum compiled variants per module class. Variants differ mainly in input shapes."""
 _MOST_GRAPHS = 8
 """Maximum graphs per variant. Code may read unit-specific numbers, and each number needs a graph."""
 _MOST_LETTERS = 200
 """Maximum length of a torch error message in a warning."""
-_APART = {False: (1e-4, 1e-3), True: (3e-2, 1e-1)}
+_TOLERANCES = {False: (1e-4, 1e-3), True: (3e-2, 1e-1)}
 """Tolerances for compiled forwards. Key: True if results have 16 bits.
 
 Values: (results, gradients), as a fraction of the norm from the original forward.
 """
 
 
-class Runner(Protocol):
+class ForwardRunner(Protocol):
     """Runs modules over weights in device memory."""
 
     @property
@@ -46,20 +46,20 @@ class Runner(Protocol):
         ...
 
     def run(
-        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], own: Forward
+        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], forward: Forward
     ) -> Arguments:
         """Run `own` as the unit forward, with `tensors` and `others` in place of the argument leaves."""
         ...
 
-    def undone(self, unit: Unit) -> AbstractContextManager[None]:
-        """Restore random generators and module notes after the context."""
+    def restoring(self, unit: Unit) -> AbstractContextManager[None]:
+        """Restore random generators and mutable module attributes after the context."""
         ...
 
 
-class _Use(NamedTuple):
+class _UseInputs(NamedTuple):
     """One micro-batch of a unit use."""
 
-    runner: Runner
+    runner: ForwardRunner
     """The unit runner."""
     arguments: Arguments
     """Call arguments."""
@@ -71,19 +71,19 @@ class _Use(NamedTuple):
     """requires_grad per tensor. None: the use has no backward."""
 
 
-class OwnForwards:
+class OriginalForwards:
     """Uses run the original module forwards."""
 
     num_graphs = 0
     """Number of compiled graphs so far."""
     _is_paused = False
-    looks_at_few = False
+    needs_short_recording = False
     """True if recording with a few tokens can find properties missed with many tokens."""
 
     def of(
         self,
         unit: Unit,
-        _runner: Runner,
+        _runner: ForwardRunner,
         _arguments: Arguments,
         _tensors: Sequence[torch.Tensor],
         _others: Sequence[Any],
@@ -96,11 +96,11 @@ class OwnForwards:
         """
         return unit.forward
 
-    def again(self, forward: Forward) -> Forward:
+    def for_recomputation(self, forward: Forward) -> Forward:
         """Return the recomputation function for a use run with `forward`."""
         return forward
 
-    def record(self, unit: Unit, _runner: Runner, _arguments: Arguments, _rows: int | None) -> Forward:
+    def record(self, unit: Unit, _runner: ForwardRunner, _arguments: Arguments, _rows: int | None) -> Forward:
         """Learn about a unit during a recorded use and return the forward to run.
 
         The unit weights are on the device. `rows`: batch rows in the first of several passes (0: unknown), None: learn
@@ -112,7 +112,7 @@ class OwnForwards:
         """Check the result after all units were recorded. Raises ConfigError if no unit can run as configured."""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Report text about changed forwards, except compilation. Empty if all are original."""
         return ""
 
@@ -131,7 +131,7 @@ class OwnForwards:
             self._is_paused = before
 
 
-class CompiledForwards(OwnForwards):
+class CompiledForwards(OriginalForwards):
     """Blocks run compiled by torch.compile, with one function per variant (class, input shapes and so on).
 
     All equal layers share the graphs (one without gradients, one with), independent of the slot offset: weights are
@@ -143,7 +143,7 @@ class CompiledForwards(OwnForwards):
 
     def __init__(self) -> None:
         self._functions: dict[type, dict[Hashable, Forward]] = {}
-        self._chosen: dict[tuple[int, Hashable], Forward | None] = {}
+        self._choices: dict[tuple[int, Hashable], Forward | None] = {}
         self._refused: set[type] = set()
         self._failed: set[type] = set()
         self.num_graphs = 0
@@ -151,7 +151,7 @@ class CompiledForwards(OwnForwards):
     def of(
         self,
         unit: Unit,
-        runner: Runner,
+        runner: ForwardRunner,
         arguments: Arguments,
         tensors: Sequence[torch.Tensor],
         others: Sequence[Any],
@@ -159,45 +159,45 @@ class CompiledForwards(OwnForwards):
     ) -> Forward:
         if self._is_paused or not unit.is_block or type(unit.module) in self._failed:
             return unit.forward
-        use = _Use(runner, arguments, tensors, others, needs)
-        key = unit.number, _kind(unit, use)
-        if key not in self._chosen:
-            self._chosen[key] = self._choose(unit, use, key[1])
-        return self._chosen[key] or unit.forward
+        use = _UseInputs(runner, arguments, tensors, others, needs)
+        key = unit.number, _variant_key(unit, use)
+        if key not in self._choices:
+            self._choices[key] = self._choose(unit, use, key[1])
+        return self._choices[key] or unit.forward
 
     @property
     def compiled(self) -> frozenset[type]:
         return frozenset(self._functions) - self._refused
 
-    def _choose(self, unit: Unit, use: _Use, kind: Hashable) -> Forward | None:
+    def _choose(self, unit: Unit, use: _UseInputs, variant: Hashable) -> Forward | None:
         """Return the compiled forward of a unit, or None after a refusal with a warning."""
         owner = type(unit.module)
         if owner in self._refused:
             return None
         functions, refusal, function = self._functions.setdefault(owner, {}), _refusal(unit), None
-        if not refusal and kind not in functions and len(functions) == _MOST_KINDS:
-            refusal = f"it has more than {_MOST_KINDS} kinds of inputs (give all batches one length)"
+        if not refusal and variant not in functions and len(functions) == _MOST_VARIANTS:
+            refusal = f"it has more than {_MOST_VARIANTS} kinds of inputs (give all batches one length)"
         if not refusal:
-            if kind not in functions:
-                functions[kind] = _compiled(owner)
-            function = partial(self._counted, functions[kind], unit.module)
+            if variant not in functions:
+                functions[variant] = _compile_class(owner)
+            function = partial(self._run_counted, functions[variant], unit.module)
             try:
-                refusal = self._difference(unit, use, function)
+                refusal = self._find_difference(unit, use, function)
             except (OffloadError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                refusal = _shown(error)
+                refusal = _format_error(error)
         if refusal or function is None:
             self._refuse(unit, refusal)
             return None
-        return partial(self._used, unit, function)
+        return partial(self._run_compiled, unit, function)
 
-    def _refuse(self, unit: Unit, why: str) -> None:
+    def _refuse(self, unit: Unit, reason: str) -> None:
         owner = type(unit.module)
         self._refused.add(owner)
-        warn(f"compile is auto, but {owner.__name__} (unit {unit.name}) runs uncompiled from here on: {why}.")
+        warn(f"compile is auto, but {owner.__name__} (unit {unit.name}) runs uncompiled from here on: {reason}.")
 
-    def _used(self, unit: Unit, function: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _run_compiled(self, unit: Unit, function: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a compiled forward. Falls back to the module forward if torch fails to recompile for changed values."""
         try:
             return function(*args, **kwargs)
@@ -206,48 +206,54 @@ class CompiledForwards(OwnForwards):
                 raise
             if type(unit.module) not in self._failed:
                 self._failed.add(type(unit.module))
-                self._refuse(unit, _shown(error))
+                self._refuse(unit, _format_error(error))
         return unit.forward(*args, **kwargs)
 
-    def _counted(self, function: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _run_counted(self, function: Forward, *args: Any, **kwargs: Any) -> Any:
         before = _num_graphs()
         try:
             return function(*args, **kwargs)
         finally:
             self.num_graphs += _num_graphs() - before
 
-    def _difference(self, unit: Unit, use: _Use, function: Forward) -> str:
+    def _find_difference(self, unit: Unit, use: _UseInputs, function: Forward) -> str:
         """Return the reason against compilation; empty if compiled and original results match."""
         has_graph = use.needs is not None
-        results, gradients = _made(unit, use, unit.forward, has_graph)
-        mine, _ = _made(unit, use, function, False)
+        results, gradients = _run_trial(unit, use, unit.forward, has_graph)
+        compiled_results, _ = _run_trial(unit, use, function, False)
         before = self.num_graphs
-        again, _ = _made(unit, use, function, False)
+        repeated_results, _ = _run_trial(unit, use, function, False)
         if self.num_graphs > before:
             return "it would be recompiled in each use, because values that its code reads change"
-        of_results, of_gradients = _APART[any(t.dtype in (torch.bfloat16, torch.float16) for t in results)]
-        if (far := _distance(results, mine)) > of_results:
-            return f"its compiled results differ by {far:.3g} of their norm"
+        result_tolerance, gradient_tolerance = _TOLERANCES[
+            any(t.dtype in (torch.bfloat16, torch.float16) for t in results)
+        ]
+        if (distance := _relative_distance(results, compiled_results)) > result_tolerance:
+            return f"its compiled results differ by {distance:.3g} of their norm"
         if has_graph:
-            with_graph, compiled_gradients = _made(unit, use, function, True)
-            if not all(map(_same, mine, with_graph)):
+            with_graph, compiled_gradients = _run_trial(unit, use, function, True)
+            if not all(map(_is_same, compiled_results, with_graph)):
                 unit.traits.need_graph()  # Otherwise a recomputation would have other bits than the forward.
-            if (far := _distance(gradients, compiled_gradients)) > of_gradients:
-                return f"its compiled gradients differ by {far:.3g} of their norm"
-        return "" if all(map(_same, mine, again)) else "its compiled results differ from run to run"
+            if (distance := _relative_distance(gradients, compiled_gradients)) > gradient_tolerance:
+                return f"its compiled gradients differ by {distance:.3g} of their norm"
+        return (
+            ""
+            if all(map(_is_same, compiled_results, repeated_results))
+            else "its compiled results differ from run to run"
+        )
 
 
 def compile_modules(modules: Iterable[nn.Module]) -> None:
     """Compile the modules of a resident model like engine units: one function per class."""
-    made: dict[type, Forward] = {}
+    compiled: dict[type, Forward] = {}
     for module in modules:
         owner = type(module)
-        if owner not in made:
-            made[owner] = _compiled(owner)
-        module.forward = partial(made[owner], module)
+        if owner not in compiled:
+            compiled[owner] = _compile_class(owner)
+        module.forward = partial(compiled[owner], module)
 
 
-def _kind(unit: Unit, use: _Use) -> Hashable:
+def _variant_key(unit: Unit, use: _UseInputs) -> Hashable:
     """Return the variant key: uses with an equal key share one compiled function."""
     tensors = tuple([(t.shape, t.dtype) for t in use.tensors])
     others = tuple([value if isinstance(value, bool | int | float | str) else type(value) for value in use.others])
@@ -256,9 +262,11 @@ def _kind(unit: Unit, use: _Use) -> Hashable:
     return unit.module.training, use.arguments.structure, tensors, others, cast
 
 
-def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _run_trial(
+    unit: Unit, use: _UseInputs, forward: Forward, has_graph: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the results of a use, and the gradients for the loss 0.5 * sum(results ** 2)."""
-    with use.runner.undone(unit), _still_buffers(unit), torch.set_grad_enabled(has_graph):
+    with use.runner.restoring(unit), _buffers_restored(unit), torch.set_grad_enabled(has_graph):
         needs = use.needs if has_graph and use.needs is not None else [t.requires_grad for t in use.tensors]
         leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(use.tensors, needs, strict=True)]
         results = [
@@ -276,7 +284,7 @@ def _made(unit: Unit, use: _Use, forward: Forward, has_graph: bool) -> tuple[lis
 
 
 @contextmanager
-def _still_buffers(unit: Unit) -> Iterator[None]:
+def _buffers_restored(unit: Unit) -> Iterator[None]:
     """Restore the buffers after a trial of an unrecorded unit. Raises RuntimeError if any buffer changed."""
     buffers = [b for module in unit.modules for b in module._buffers.values() if b is not None]
     before = [(b, b._version, b.clone()) for b in buffers]
@@ -290,18 +298,18 @@ def _still_buffers(unit: Unit) -> Iterator[None]:
         raise RuntimeError("it changes its buffers in place")
 
 
-def _compiled(owner: Any) -> Forward:
+def _compile_class(owner: Any) -> Forward:
     """Return the compiled forward of class `owner`, with the module as first argument.
 
     Compilation starts with the first call.
     """
-    known = inspect.signature(torch.compile).parameters
+    parameters = inspect.signature(torch.compile).parameters
     # Options exist since torch 2.13; earlier versions have process-wide limits.
     limits = {"isolate_recompiles": True, "recompile_limit": 2 * _MOST_GRAPHS}
-    chosen: dict[str, Any] = {key: value for key, value in limits.items() if key in known}
+    options: dict[str, Any] = {key: value for key, value in limits.items() if key in parameters}
     if BACKEND == "inductor":
-        chosen["options"] = {"fallback_random": True}  # Compiled code draws the same random numbers in the same order.
-    return torch.compile(owner.forward, fullgraph=True, dynamic=False, backend=BACKEND, **chosen)
+        options["options"] = {"fallback_random": True}  # Compiled code draws the same random numbers in the same order.
+    return torch.compile(owner.forward, fullgraph=True, dynamic=False, backend=BACKEND, **options)
 
 
 def _refusal(unit: Unit) -> str:
@@ -313,7 +321,7 @@ def _refusal(unit: Unit) -> str:
     return ""
 
 
-def _shown(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_LETTERS]}"
 
 
@@ -323,17 +331,19 @@ def _num_graphs() -> int:
     return counters["stats"].get("unique_graphs", 0)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other) or bool(
         (one.isnan() == other.isnan()).all() and one.nan_to_num().equal(other.nan_to_num())
     )
 
 
-def _distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Return norm(difference) / norm(`some`). NaN counts as infinity."""
-    if len(some) != len(others) or any(a.shape != b.shape for a, b in zip(some, others, strict=True)):
+def _relative_distance(originals: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """Return norm(difference) / norm(`originals`). NaN counts as infinity."""
+    if len(originals) != len(others) or any(a.shape != b.shape for a, b in zip(originals, others, strict=True)):
         return math.inf
-    apart = math.hypot(*(float((a.double() - b.double()).norm()) for a, b in zip(some, others, strict=True)), 0.0)
-    whole = math.hypot(*(float(a.double().norm()) for a in some), 0.0)
-    found = apart / whole if whole else apart
-    return math.inf if math.isnan(found) else found
+    difference = math.hypot(
+        *(float((a.double() - b.double()).norm()) for a, b in zip(originals, others, strict=True)), 0.0
+    )
+    whole = math.hypot(*(float(a.double().norm()) for a in originals), 0.0)
+    ratio = difference / whole if whole else difference
+    return math.inf if math.isnan(ratio) else ratio

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from offload.engine.units.activation_offload import ActivationOffload, stretch_of
-from offload.engine.units.traits import Trained
+from offload.engine.units.execution_mode import ExecutionMode
+from offload.engine.units.traits import GradientSignature
 from offload.engine.units.unit import Unit
-from offload.engine.units.way import Way
 from offload.tiers.device import Device
 
 _COPIED_SHARE = 10
@@ -21,7 +21,7 @@ _COPIED_SHARE = 10
 Keeping the copies would undo weight streaming.
 """
 
-DEVICE, BELOW = "device", "below"
+DEVICE, OFFLOADED = "device", "below"
 """Where a saved graph waits for the backward: device memory, or host/NVMe memory."""
 _NOTHING = nullcontext()
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
@@ -32,13 +32,13 @@ def spread(sizes: Sequence[int], room: int) -> list[int]:
 
     A link too slow for every graph then has time while the units in between compute.
     """
-    total, seen, taken, found = sum(sizes), 0, 0, []
+    total, passed, used, chosen = sum(sizes), 0, 0, []
     for number, size in enumerate(sizes):
-        seen += size
-        if taken + size <= room and (taken + size) * total <= room * seen:
-            found.append(number)
-            taken += size
-    return found
+        passed += size
+        if used + size <= room and (used + size) * total <= room * passed:
+            chosen.append(number)
+            used += size
+    return chosen
 
 
 class RecomputePolicy:
@@ -58,17 +58,23 @@ class RecomputePolicy:
         mode: str,
         device: Device,
         is_weight: Callable[[torch.Tensor], bool],
-        way: Way,
-        below: ActivationOffload | None = None,
+        execution_mode: ExecutionMode,
+        graph_offload: ActivationOffload | None = None,
     ) -> None:
-        self.below = below
+        self.graph_offload = graph_offload
         """Storage for graphs above the device budget. None: no graph offload."""
-        self._mode, self._way, self._device, self._ledger, self._is_weight = mode, way, device, device.ledger, is_weight
+        self._mode, self._execution_mode, self._device, self._ledger, self._is_weight = (
+            mode,
+            execution_mode,
+            device,
+            device.ledger,
+            is_weight,
+        )
         self._sizes: dict[tuple[Any, ...], int] = {}
         self._whole_sizes: dict[tuple[Any, ...], int] = {}
-        self._kept: set[tuple[Any, ...]] = set()
-        self._below: set[tuple[Any, ...]] = set()
-        self._used: set[tuple[Any, ...]] = set()
+        self._on_device: set[tuple[Any, ...]] = set()
+        self._offloaded: set[tuple[Any, ...]] = set()
+        self._used_keys: set[tuple[Any, ...]] = set()
         self._new: list[tuple[Any, ...]] = []
         self._others_peak_bytes = 0
         self._step_peak_bytes = 0
@@ -78,56 +84,56 @@ class RecomputePolicy:
     @property
     def mode(self) -> str:
         """Effective mode: "always", "never" or "auto". "never" if the equivalence check has disabled recomputation."""
-        return self._mode if self._way.recomputes else "never"
+        return self._mode if self._execution_mode.recomputes else "never"
 
-    def keeps(self, unit: Unit, shapes: Shapes, trained: Trained) -> str:
+    def graph_storage(self, unit: Unit, shapes: Shapes, signature: GradientSignature) -> str:
         """Return the graph storage for a use with these input shapes and gradient signature.
 
-        DEVICE, BELOW, or "" for recomputation.
+        DEVICE, OFFLOADED, or "" for recomputation.
         """
         traits = unit.traits
-        if traits.graph(trained).keeps_nothing:
+        if traits.graph(signature).keeps_nothing:
             return DEVICE
         mode, key = self.mode, (unit.name, *shapes)
-        if traits.rewrites and self.below is not None:
+        if traits.rewrites and self.graph_offload is not None:
             return ""
         if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
             return ""
         if mode == "never":
-            return BELOW if self.below is not None else DEVICE
-        if mode == "auto" and (self._ledger.budget_bytes is None or key in self._kept):
+            return OFFLOADED if self.graph_offload is not None else DEVICE
+        if mode == "auto" and (self._ledger.budget_bytes is None or key in self._on_device):
             return DEVICE
-        self._used.add(key)
-        return BELOW if key in self._below else ""
+        self._used_keys.add(key)
+        return OFFLOADED if key in self._offloaded else ""
 
-    def may_give_up(self, where: str) -> bool:
+    def may_give_up(self, graph_storage: str) -> bool:
         """True if an oversized graph may be dropped and the unit recomputed."""
-        return self.mode == "auto" or (self.mode == "always" and where == BELOW)
+        return self.mode == "auto" or (self.mode == "always" and graph_storage == OFFLOADED)
 
     def has_room(self, num_bytes: int) -> bool:
         """True if the budget allows `num_bytes` more for graphs."""
         budget = self._ledger.budget_bytes
-        return budget is None or self._held_bytes + num_bytes <= budget - self._others_peak_bytes
+        return budget is None or self._graph_bytes + num_bytes <= budget - self._others_peak_bytes
 
-    def saw(self) -> None:
+    def update_peaks(self) -> None:
         """Update peaks after an allocation: graphs, and everything else."""
         # Read directly: a method call per saved tensor would be slow.
-        held_bytes = self._ledger.allocations.get("kept tensors", 0)
-        self._step_peak_bytes = max(self._step_peak_bytes, held_bytes)
-        self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - held_bytes)
+        graph_bytes = self._ledger.allocations.get("kept tensors", 0)
+        self._step_peak_bytes = max(self._step_peak_bytes, graph_bytes)
+        self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - graph_bytes)
 
     def measure(
         self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
     ) -> AbstractContextManager[None]:
         """Return a context to measure the graph size in the recomputation of one of `num_parts` micro-batches."""
         key = (unit.name, *shapes)
-        may_keep = self.below is not None or (self.mode == "auto" and self._ledger.budget_bytes is not None)
-        is_asked = may_keep and self.mode != "never" and key not in self._sizes
-        return self._measured(key, inputs, num_parts) if is_asked else _NOTHING
+        may_keep = self.graph_offload is not None or (self.mode == "auto" and self._ledger.budget_bytes is not None)
+        is_needed = may_keep and self.mode != "never" and key not in self._sizes
+        return self._measure_graph(key, inputs, num_parts) if is_needed else _NOTHING
 
     @contextmanager
-    def _measured(self, key: tuple[Any, ...], inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
-        self._look(self._held_bytes)
+    def _measure_graph(self, key: tuple[Any, ...], inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
+        self._update_other_peak(self._graph_bytes)
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         storages: dict[int, int] = {}
         whole: dict[tuple[int, int], int] = {}
@@ -151,7 +157,7 @@ class RecomputePolicy:
         self._new.append(key)
 
     @contextmanager
-    def unmoved(self) -> Iterator[None]:
+    def measurements_discarded(self) -> Iterator[None]:
         """Discard all measurements made during the context (trial runs)."""
         before = {name: copy(value) for name, value in vars(self).items() if type(value) in (dict, set, list, int)}
         try:
@@ -162,30 +168,32 @@ class RecomputePolicy:
 
     def begin_step(self) -> None:
         """Start a step."""
-        self._step_peak_bytes = self._held_bytes
+        self._step_peak_bytes = self._graph_bytes
         self._device_peak_bytes = 0
-        self._used.clear()
+        self._used_keys.clear()
 
     def end_step(self) -> int:
         """Select graphs to save from the measurements of this step. Returns the peak device memory in bytes."""
-        self._look(self._step_peak_bytes)
+        self._update_other_peak(self._step_peak_bytes)
         budget, others = self._ledger.budget_bytes, []
         room = 0 if budget is None or self.mode != "auto" else budget - self._others_peak_bytes - self._step_peak_bytes
         for key in self._new:  # Backward order: last unit first.
             if self._sizes[key] <= room:
-                self._kept.add(key)
+                self._on_device.add(key)
                 room -= self._sizes[key]
             else:
                 others.append(key)
-        if self.below is not None and others:
+        if self.graph_offload is not None and others:
             # All buffers are free by now. Graphs for different shapes never wait at the same time.
-            room = self.below.room_bytes - sum(self._whole_sizes[key] for key in self._below & self._used)
+            room = self.graph_offload.room_bytes - sum(
+                self._whole_sizes[key] for key in self._offloaded & self._used_keys
+            )
             chosen = spread([self._whole_sizes[key] for key in others], room)
-            self._below.update(others[number] for number in chosen)
+            self._offloaded.update(others[number] for number in chosen)
         self._new.clear()
         return self._device_peak_bytes
 
-    def _look(self, kept_bytes: int) -> None:
+    def _update_other_peak(self, kept_bytes: int) -> None:
         """Update the peak of memory other than graphs.
 
         Excludes saved graphs and the graph recomputed since the last update, because the latter may be saved later.
@@ -203,15 +211,15 @@ class RecomputePolicy:
         """
         if self._ledger.budget_bytes is None:
             return False
-        if not self._kept:  # Each offloaded graph passes through device memory on both copies.
-            below = [key for key in self._sizes if key in self._below]
-            self._below = set(below[1::2])
-            return bool(below)
-        self._new = [key for key in self._sizes if key in self._kept]
+        if not self._on_device:  # Each offloaded graph passes through device memory on both copies.
+            offloaded = [key for key in self._sizes if key in self._offloaded]
+            self._offloaded = set(offloaded[1::2])
+            return bool(offloaded)
+        self._new = [key for key in self._sizes if key in self._on_device]
         self._others_peak_bytes = self._ledger.budget_bytes - sum(self._sizes[key] for key in self._new) // 2
-        self._kept.clear()
+        self._on_device.clear()
         return True
 
     @property
-    def _held_bytes(self) -> int:
+    def _graph_bytes(self) -> int:
         return self._ledger.allocations.get("kept tensors", 0)

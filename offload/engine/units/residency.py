@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from offload.engine.units.resting import past_subclasses, stand_in
+from offload.engine.units.offloaded_tensor import make_placeholder, past_subclasses
 from offload.engine.units.row_blocks import RowBlocks
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
@@ -20,11 +20,11 @@ from offload.layout.regions import ParameterInfo
 from offload.machine.environment import memory
 
 _T = TypeVar("_T")
-_ANEW = (
+_CHANGE_BEFORE = (
     "Change the model before Engine(). To keep the trained weights of this one, call engine.close(restore=True) or "
     "engine.save_checkpoint(folder) first."
 )
-_HELD = (
+_OWNED = (
     "belongs to an open engine, which holds its weights. Call close(restore=True) on that engine first (.engine of a "
     "Trainer or an accelerator). If nothing refers to the engine any more, the weights are lost: build a new model."
 )
@@ -37,7 +37,7 @@ _RETURNED = (
     "is a placeholder: its engine was closed with close(restore=True), and the parameter is back in the model. Read "
     "it from there."
 )
-_LOST = "{name} cannot {how}: its weights are in an engine, or were lost with a closed one. " + _ANEW
+_LOST = "{name} cannot {how}: its weights are in an engine, or were lost with a closed one. " + _CHANGE_BEFORE
 _REFUSALS = {
     "write": _LOST,
     "in place": _LOST,
@@ -58,7 +58,7 @@ _REFUSALS = {
         "engine.named_parameters(); engine.export(folder) writes them as a Hugging Face folder."
     ),
 }
-_HOLDS: set[ref[ModelOwnership]] = set()
+_OWNERSHIPS: set[ref[ModelOwnership]] = set()
 """Ownerships of live models whose weights are in an engine or gone.
 
 Weak-reference callbacks are C functions only: a Python callback, as in the `weakref` containers, would lose a Ctrl-C
@@ -66,27 +66,34 @@ arriving meanwhile.
 """
 
 
-def refuse_held(model: nn.Module) -> None:
+def refuse_owned(model: nn.Module) -> None:
     """Raise ConfigError if an engine has, or took away for good, weights of `model`."""
-    for hold in _living(_HOLDS):
-        what = hold.overlap(model)
-        if what is not None:
-            raise ConfigError(f"{what} {hold.state}")
+    for ownership in _living(_OWNERSHIPS):
+        part = ownership.overlap(model)
+        if part is not None:
+            raise ConfigError(f"{part} {ownership.state}")
 
 
 def engine_of(model: nn.Module) -> Any:
     """Return the engine with weights of `model`, if registered by `keep`, else None."""
-    return next((hold.engine for hold in _living(_HOLDS) if hold.engine is not None and hold.overlap(model)), None)
+    return next(
+        (
+            ownership.engine
+            for ownership in _living(_OWNERSHIPS)
+            if ownership.engine is not None and ownership.overlap(model)
+        ),
+        None,
+    )
 
 
 def _living(known: Iterable[ref[_T]]) -> list[_T]:
-    return [each for each in [reference() for reference in list(known)] if each is not None]
+    return [target for target in [reference() for reference in list(known)] if target is not None]
 
 
-def refuse_copy(what: str) -> NoReturn:
+def refuse_copy(operation: str) -> NoReturn:
     """Raise the ConfigError for an operation that bypasses the engine to copy or change a model."""
     raise ConfigError(
-        f"{what} does not work on this model: its weights are in an engine, or were lost with one closed without "
+        f"{operation} does not work on this model: its weights are in an engine, or were lost with one closed without "
         "restore=True. engine.export(folder) writes them as a Hugging Face folder, engine.save_checkpoint(folder) "
         "writes all states (engine.load_checkpoint(folder) reads them; load a state dict before Engine() or "
         "offload.wrap, or value by value with engine.edit), and engine.close(restore=True) puts the weights back into "
@@ -94,9 +101,9 @@ def refuse_copy(what: str) -> NoReturn:
     )
 
 
-def refuse_change(name: str, what: str) -> NoReturn:
+def refuse_change(name: str, change: str) -> NoReturn:
     """Raise the ConfigError for a changed model part unknown to the engine."""
-    raise ConfigError(f"{name} {what} after Engine() was created, which would not see the change. {_ANEW}")
+    raise ConfigError(f"{name} {change} after Engine() was created, which would not see the change. {_CHANGE_BEFORE}")
 
 
 def refuse_sparse(model: nn.Module) -> None:
@@ -109,7 +116,7 @@ def refuse_sparse(model: nn.Module) -> None:
             )
 
 
-class Answers(Protocol):
+class EngineQueries(Protocol):
     """Engine queries available through the model."""
 
     def read(self, info: ParameterInfo) -> torch.Tensor:
@@ -144,10 +151,10 @@ class ModelOwnership:
         row_blocks: Mapping[int, RowBlocks],
     ) -> None:
         """`row_blocks`: row blocks of cut parameters, by parameter index."""
-        self._reading: Callable[[], Answers | None] = lambda: None
+        self._queries: Callable[[], EngineQueries | None] = lambda: None
         self.engine: Any = None
-        self.resting = [
-            stand_in(info, DTYPES[info.compute], device, self, row_blocks.get(info.index)) for info in infos
+        self.placeholders = [
+            make_placeholder(info, DTYPES[info.compute], device, self, row_blocks.get(info.index)) for info in infos
         ]
         self._units = [ref(unit) for unit in units]
         # Modules without weights may be shared: transformers reuses one activation module in several models.
@@ -158,15 +165,15 @@ class ModelOwnership:
         for unit in units:
             for place in unit.places:
                 self._places.setdefault(ref(place.module), {})[place.key] = infos[place.parameter]
-        self._given: dict[int, tuple[str, ref[torch.Tensor]]] = {}
-        self.state, self._is_watched = _HELD, False
+        self._state_dict_values: dict[int, tuple[str, ref[torch.Tensor]]] = {}
+        self.state, self._is_watched = _OWNED, False
         self._handles: list[Any] = []
 
-    def ask(self, reading: Answers) -> None:
+    def connect(self, queries: EngineQueries) -> None:
         """Connect the engine. Only a weak reference is stored."""
-        self._reading = ref(reading)
+        self._queries = ref(queries)
 
-    def keep(self, engine: Any) -> None:
+    def keep_alive(self, engine: Any) -> None:
         """Keep the engine alive as long as the model lives."""
         self.engine = engine
 
@@ -176,11 +183,11 @@ class ModelOwnership:
             self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             self._handles.append(module.register_state_dict_post_hook(partial(self._after_state_dict)))
             self._handles.append(module.register_load_state_dict_pre_hook(self._on_load))
-        _HOLDS.add(ref(self, _HOLDS.discard))
+        _OWNERSHIPS.add(ref(self, _OWNERSHIPS.discard))
 
     def overlap(self, model: nn.Module) -> str | None:
         """Describe the first module of `model` in engine ownership, or return None."""
-        mine = {id(parameter) for parameter in self.resting}
+        mine = {id(parameter) for parameter in self.placeholders}
         for unit in _living(self._units):
             mine.update(id(place.module._parameters.get(place.key)) for place in unit.places if unit.resident)
         for name, module in model.named_modules():
@@ -200,36 +207,36 @@ class ModelOwnership:
             yield
         finally:
             self._is_watched = False
-            for each in self.resting:
+            for each in self.placeholders:
                 past_subclasses(setattr, each, "grad", None)
 
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
         """Return a fresh CPU copy in the compute dtype."""
         if self._is_watched:
             return torch.full((), float("nan"), dtype=DTYPES[info.compute]).expand(info.shape)
-        reading = self._reading()
-        if reading is None:
+        queries = self._queries()
+        if queries is None:
             raise ConfigError(f"{info.name} {self.state}")
-        return reading.read(info)
+        return queries.read(info)
 
-    def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
+    def refuse(self, info: ParameterInfo, operation: str, detail: str = "") -> None:
         """Raise ConfigError for an operation whose effect would be lost.
 
         During `watched`, only "write" and "hook" raise. An "in place" write by the model's own forward is seen by the
         recording, and the unit is resident in the next pass.
         """
-        if not self._is_watched or what in ("write", "hook"):
-            raise ConfigError(_REFUSALS[what].format(name=info.name, how=how))
+        if not self._is_watched or operation in ("write", "hook"):
+            raise ConfigError(_REFUSALS[operation].format(name=info.name, how=detail))
 
     def gradient_of(self, info: ParameterInfo) -> torch.Tensor | None:
         """Return `grad` of a parameter: in the step of a user training loop the engine's gradient, else None."""
-        reading = None if self._is_watched else self._reading()
-        return None if reading is None else reading.gradient(info)
+        queries = None if self._is_watched else self._queries()
+        return None if queries is None else queries.gradient(info)
 
     def check_drop(self, info: ParameterInfo) -> None:
         """Raise ConfigError if `grad` is set to None while the engine has gradients, because they would stay."""
-        reading = self._reading()
-        if reading is not None and reading.has_gradients():
+        queries = self._queries()
+        if queries is not None and queries.has_gradients():
             raise ConfigError(
                 f"the grad of {info.name} was set to None during a step, but its gradients are in the engine and would "
                 "stay there. optimizer.zero_grad() or engine.zero_grad() drops all gradients, in place of "
@@ -241,21 +248,21 @@ class ModelOwnership:
         """End the ownership after a restore: the model has all weights again."""
         for handle in self._handles:
             handle.remove()
-        _HOLDS.discard(ref(self))
+        _OWNERSHIPS.discard(ref(self))
         self.state, self.engine = _RETURNED, None
-        self._reading = lambda: None
+        self._queries = lambda: None
 
-    def spend(self, failed: bool = False) -> None:
+    def invalidate(self, failed: bool = False) -> None:
         """Mark the model as unusable: the weights are gone. `failed`: engine construction failed."""
         if not self._handles:
             self.guard()
         self._units, self.state, self.engine = [], _FAILED if failed else _SPENT, None
-        self._reading = lambda: None
+        self._queries = lambda: None
         for module in _living(self._names):
             module.register_forward_pre_hook(self._on_forward)
 
     def _before_state_dict(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-        if self._reading() is None:
+        if self._queries() is None:
             refuse_copy("state_dict()")
         if keep_vars:  # The caller wants the placeholder objects themselves.
             return
@@ -273,15 +280,15 @@ class ModelOwnership:
     def _after_state_dict(self, module: nn.Module, saved: Any, prefix: str, _metadata: Any) -> None:
         """Replace placeholders in a state dict by true values, with one tensor for all tied names."""
         for key, info in self._places.get(ref(module), {}).items():
-            name, hangs = f"{prefix}{key}", module._parameters.get(key)
-            found = saved.get(name)
-            if found is None or found is hangs:
+            name, current = f"{prefix}{key}", module._parameters.get(key)
+            saved_value = saved.get(name)
+            if saved_value is None or saved_value is current:
                 continue
-            first, given = self._given.get(info.index, ("", lambda: None))
-            value = given()
-            if value is None or saved.get(first) is not value:
+            first_name, reference = self._state_dict_values.get(info.index, ("", lambda: None))
+            value = reference()
+            if value is None or saved.get(first_name) is not value:
                 value = self.values_of(info)
-                self._given[info.index] = name, ref(value)
+                self._state_dict_values[info.index] = name, ref(value)
             saved[name] = value
 
     def _check_module(self, module: nn.Module) -> None:
@@ -289,18 +296,18 @@ class ModelOwnership:
 
         A replacement has other values than the trained ones.
         """
-        known = ref(module)
-        for key, info in self._places.get(known, {}).items():
-            if not self._is_own(info, hangs := module._parameters.get(key)):
-                name = f"{self._names[known]}.{key}".lstrip(".")
-                refuse_change(name, "was removed" if hangs is None else "was replaced")
-        for key, child in module._modules.items() if known in self._names else ():
+        module_ref = ref(module)
+        for key, info in self._places.get(module_ref, {}).items():
+            if not self._is_own(info, parameter := module._parameters.get(key)):
+                name = f"{self._names[module_ref]}.{key}".lstrip(".")
+                refuse_change(name, "was removed" if parameter is None else "was replaced")
+        for key, child in module._modules.items() if module_ref in self._names else ():
             if child is not None and ref(child) not in self._names and next(child.parameters(), None) is not None:
-                refuse_change(f"{self._names[known]}.{key}".lstrip("."), f"became another {type(child).__name__}")
+                refuse_change(f"{self._names[module_ref]}.{key}".lstrip("."), f"became another {type(child).__name__}")
 
     def _is_own(self, info: ParameterInfo, parameter: nn.Parameter | None) -> bool:
         """True if `parameter` is the engine's placeholder or device view, not a replacement."""
-        if parameter is None or parameter is self.resting[info.index]:
+        if parameter is None or parameter is self.placeholders[info.index]:
             return parameter is not None
         units = _living(self._units)
         return any(unit.has(parameter, DTYPES[info.compute]) for unit in units)
@@ -318,13 +325,13 @@ class ModelOwnership:
         refuse_copy("pickle (torch.save) or copy.deepcopy")
 
 
-class Snapshot:
+class ModelStructure:
     """Model structure (modules and parameters) at engine construction."""
 
     def __init__(
-        self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], hold: ModelOwnership
+        self, model: nn.Module, infos: Sequence[ParameterInfo], units: Sequence[Unit], ownership: ModelOwnership
     ) -> None:
-        self._infos, self._units, self._hold = infos, units, hold
+        self._infos, self._units, self._ownership = infos, units, ownership
         self._names = {module: name for name, module in model.named_modules()}
         # Without order: a parameter removed and added again by a forward moves to the end.
         self._tree = [(m, tuple(m._modules.items()), frozenset(m._parameters)) for m in self._names]
@@ -346,14 +353,16 @@ class Snapshot:
                 self._refuse_tree(module, dict(children), keys)
         for unit in self._units:
             for place in unit.places:
-                found, info = place.module._parameters[place.key], self._infos[place.parameter]
-                if found is None:
+                parameter, info = place.module._parameters[place.key], self._infos[place.parameter]
+                if parameter is None:
                     self._refuse(place.module, place.key, "was removed")
-                if found is not self._hold.resting[place.parameter] and not unit.has(found, DTYPES[info.compute]):
+                if parameter is not self._ownership.placeholders[place.parameter] and not unit.has(
+                    parameter, DTYPES[info.compute]
+                ):
                     self._refuse(place.module, place.key, "was replaced")
-                if info.trainable and not found.requires_grad:
+                if info.trainable and not parameter.requires_grad:
                     frozen.add(place.parameter)
-                elif trains and found.requires_grad != info.trainable:
+                elif trains and parameter.requires_grad != info.trainable:
                     self._refuse(place.module, place.key, "was given requires_grad=True")
         if len(frozen) == self._num_trainable:
             if trains:
@@ -365,9 +374,9 @@ class Snapshot:
 
     def _refuse_tree(self, module: nn.Module, children: dict[str, nn.Module | None], keys: frozenset[str]) -> NoReturn:
         for key in {**children, **module._modules}:
-            if (found := module._modules.get(key)) is not children.get(key):
-                self._refuse(module, key, "was removed" if found is None else f"became another {type(found).__name__}")
+            if (child := module._modules.get(key)) is not children.get(key):
+                self._refuse(module, key, "was removed" if child is None else f"became another {type(child).__name__}")
         self._refuse(module, min(keys ^ module._parameters.keys()), "was added or removed")
 
-    def _refuse(self, module: nn.Module, key: str, what: str) -> NoReturn:
-        refuse_change(f"{self._names[module]}.{key}".lstrip("."), what)
+    def _refuse(self, module: nn.Module, key: str, change: str) -> NoReturn:
+        refuse_change(f"{self._names[module]}.{key}".lstrip("."), change)

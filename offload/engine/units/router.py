@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from offload.engine.gradients.flow import Witness
-from offload.engine.units.arguments import deliver, received
+from offload.engine.gradients.flow import GradientObserver
+from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.call import call_unit, call_unit_without_graph
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.unit import Unit
 from offload.interrupts import interrupts
 
-Calls = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
+CallTarget = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Router:
@@ -24,7 +24,7 @@ class Router:
     def __init__(self, runner: UnitRunner, recover: Callable[[], None]) -> None:
         """`recover`: resets the engine after a pass failed halfway."""
         self._runner, self._recover = runner, recover
-        self._diverted: Calls | None = None
+        self._diverted: CallTarget | None = None
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit forward for a module call."""
@@ -38,26 +38,26 @@ class Router:
         with interrupts:
             runner.collect()
             is_step = torch.is_grad_enabled() or runner.has_micro_batches
-            arguments, containers = received(args, kwargs, opens_caches=is_step)
+            arguments, containers = receive_call(args, kwargs, opens_caches=is_step)
             runner.count(unit, arguments)
             if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
                 runner.expect_backward(unit)
-                return deliver(*call_unit(unit, runner, arguments), containers)
-            return deliver(*call_unit_without_graph(unit, runner, arguments), containers)
+                return deliver_result(*call_unit(unit, runner, arguments), containers)
+            return deliver_result(*call_unit_without_graph(unit, runner, arguments), containers)
 
     @contextmanager
-    def tried(self, calls: Calls, witness: Witness = lambda *_: None) -> Iterator[None]:
-        """Send unit calls to `calls`, and gradients only to `witness`, during the context. For trial runs."""
+    def trial_mode(self, calls: CallTarget, observer: GradientObserver = lambda *_: None) -> Iterator[None]:
+        """Send unit calls to `calls`, and gradients only to `observer`, during the context. For trial runs."""
         gradients = self._runner.gradients
         with self.diverted(calls):
-            gradients.show(witness)
+            gradients.observe(observer)
             try:
                 yield
             finally:
-                gradients.show(None)
+                gradients.observe(None)
 
     @contextmanager
-    def diverted(self, calls: Calls) -> Iterator[None]:
+    def diverted(self, calls: CallTarget) -> Iterator[None]:
         """Send unit calls to `calls` during the context."""
         self._diverted = calls
         try:

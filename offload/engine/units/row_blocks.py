@@ -27,13 +27,13 @@ class RowBlock(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(
-        self, *, inputs: torch.Tensor | None = None, rows: torch.Tensor | None = None, **how: Any
+        self, *, inputs: torch.Tensor | None = None, rows: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """Return `inputs` [..., width] times the block rows, or embeddings for `rows` (indices in the block)."""
         if rows is not None:
-            return functional.embedding(rows, self.weight, **how)
+            return functional.embedding(rows, self.weight, **options)
         assert inputs is not None
-        return functional.linear(inputs, self.weight, self.bias if how["has_bias"] else None)
+        return functional.linear(inputs, self.weight, self.bias if options["has_bias"] else None)
 
 
 class RowBlocks:
@@ -44,7 +44,7 @@ class RowBlocks:
     ) -> None:
         """`parameters`: model indices of weight and bias, by name. `borders`: row borders, one more than blocks."""
         self.name, self.parameters, self.blocks, self._borders = name, dict(parameters), tuple(blocks), tuple(borders)
-        self._chosen: int | None = None
+        self._only_block: int | None = None
 
     def span(self, number: int) -> slice:
         """Return the row range for a block."""
@@ -56,8 +56,8 @@ class RowBlocks:
         Invalid indices are assigned to the first or last block, so the lookup raises there as with an uncut weight.
         """
         span, is_last = self.span(number), number == len(self.blocks) - 1
-        is_here = ((rows >= span.start) | (number == 0)) & ((rows < span.stop) | is_last)
-        return is_here, (rows - span.start).masked_fill(~is_here, 0)
+        is_inside = ((rows >= span.start) | (number == 0)) & ((rows < span.stop) | is_last)
+        return is_inside, (rows - span.start).masked_fill(~is_inside, 0)
 
     @property
     def num_rows(self) -> int:
@@ -72,21 +72,21 @@ class RowBlocks:
     @contextmanager
     def only(self, number: int) -> Iterator[None]:
         """Restrict products to one block during the context."""
-        self._chosen = number
+        self._only_block = number
         try:
             yield
         finally:
-            self._chosen = None
+            self._only_block = None
 
     def linear(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 (torch's)
         """Compute `functional.linear` with the full weight."""
-        numbers = range(len(self.blocks)) if self._chosen is None else [self._chosen]
-        sums, has_own = _Sums(len(numbers)), getattr(bias, "blocks", None) is self
-        parts = [self.blocks[n](inputs=_Shared.apply(input, sums), has_bias=has_own) for n in numbers]
-        found = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        numbers = range(len(self.blocks)) if self._only_block is None else [self._only_block]
+        sums, has_own = _GradientSum(len(numbers)), getattr(bias, "blocks", None) is self
+        parts = [self.blocks[n](inputs=_SharedInput.apply(input, sums), has_bias=has_own) for n in numbers]
+        output = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if bias is None or has_own:
-            return found
-        return found + (bias if self._chosen is None else bias[self.span(self._chosen)])
+            return output
+        return output + (bias if self._only_block is None else bias[self.span(self._only_block)])
 
     def embedding(
         self,
@@ -107,17 +107,17 @@ class RowBlocks:
             )
         if padding_idx is not None and padding_idx < 0:
             padding_idx += self._borders[-1]
-        found: torch.Tensor | None = None
+        output: torch.Tensor | None = None
         for number, block in enumerate(self.blocks):
-            span, (is_here, rows) = self.span(number), self.inside(number, input)
+            span, (is_inside, rows) = self.span(number), self.inside(number, input)
             has_padding = padding_idx is not None and span.start <= padding_idx < span.stop
             part = block(rows=rows, padding_idx=padding_idx - span.start if has_padding else None)
-            found = part if found is None else torch.where(is_here[..., None], part, found)
-        assert found is not None
-        return found
+            output = part if output is None else torch.where(is_inside[..., None], part, output)
+        assert output is not None
+        return output
 
 
-class _Sums:
+class _GradientSum:
     """Sum of the input gradients from the blocks so far."""
 
     def __init__(self, num_terms: int) -> None:
@@ -125,11 +125,11 @@ class _Sums:
         self.total: torch.Tensor | None = None
 
 
-class _Shared(torch.autograd.Function):
+class _SharedInput(torch.autograd.Function):
     """An input shared by several blocks: gradients are summed in fp32 and rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, sums: _Sums) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, sums: _GradientSum) -> torch.Tensor:
         ctx.sums = sums
         return inputs.view_as(inputs)
 

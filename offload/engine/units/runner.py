@@ -14,15 +14,15 @@ from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.units.activation_offload import Layout
+from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.claims import Claim, Claims
-from offload.engine.units.condition import Moment
 from offload.engine.units.expert_outputs import ExpertOutputs
-from offload.engine.units.forwards import Forward, OwnForwards
-from offload.engine.units.resting import OffloadedTensor
+from offload.engine.units.forwards import Forward, OriginalForwards
+from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.run_ahead import RunAhead
 from offload.engine.units.saved_inputs import SavedInputs
+from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
@@ -51,7 +51,7 @@ class UnitRunner:
         executor: Executor,
         gradients: GradientFlow,
         saved: SavedInputs,
-        forwards: OwnForwards,
+        forwards: OriginalForwards,
         *,
         seed: int,
         comm: Comm,
@@ -66,14 +66,14 @@ class UnitRunner:
         self._batch: tuple[int, int] | None = None
         # Scopes: `num_parts` one pass, `exchanges` one micro-batch.
         self.num_parts, self.exchanges = 1, list[Callable[[], None]]()
-        self._inside: Unit | None = None
-        self._is_in_model = self.is_ours = False
+        self._current_unit: Unit | None = None
+        self._is_in_model = self.is_engine_call = False
         self.has_failed = False
         """A unit use failed halfway and no engine code is running: the next call must reset the engine."""
         self._uses: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
         self.claims = Claims()
-        self._last_moment: Callable[[], Moment | None] = lambda: None
+        self._last_snapshot: Callable[[], PassSnapshot | None] = lambda: None
 
     # -- a use of a unit -------------------------------------------------------------------------------------
 
@@ -104,14 +104,14 @@ class UnitRunner:
             with torch.inference_mode(False):
                 self.enter(unit, backward, reads)
             return
-        interrupts.look()
-        if self._inside is not None:
+        interrupts.check()
+        if self._current_unit is not None:
             self.fail()
             raise OffloadError(
-                f"unit {unit.name} was called from inside unit {self._inside.name}, which did not happen in the "
+                f"unit {unit.name} was called from inside unit {self._current_unit.name}, which did not happen in the "
                 "recording pass: one unit computes at a time."
             )
-        self._inside = unit
+        self._current_unit = unit
         try:
             if self._uses.get(unit.name, 0) > 1 and not self.gradients.accumulates:
                 for region in unit.regions:
@@ -124,17 +124,19 @@ class UnitRunner:
             if backward:
                 self.fail()
             else:  # Gradients so far are complete: only this use has failed.
-                self._inside = None
+                self._current_unit = None
                 self._executor.forget()
             raise
-        self._name, self._begun = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
+        self._name, self._begin = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
 
-    def moment(self, unit: Unit, may_recompute: bool) -> Moment:
+    def snapshot(self, unit: Unit, may_recompute: bool) -> PassSnapshot:
         """Take a snapshot of generators and modules before a unit forward, for the recomputation."""
-        traits, last = unit.traits, self._last_moment()
-        moment = Moment(self.device, unit.modules, traits.buffers, unit.notes, self.is_weight, may_recompute, last)
-        self._last_moment = weakref.ref(moment)
-        return moment
+        traits, last = unit.traits, self._last_snapshot()
+        snapshot = PassSnapshot(
+            self.device, unit.modules, traits.buffers, unit.mutable_attributes, self.is_weight, may_recompute, last
+        )
+        self._last_snapshot = weakref.ref(snapshot)
+        return snapshot
 
     def leave(self) -> None:
         """Release the slot and gradient memory of the unit."""
@@ -142,16 +144,16 @@ class UnitRunner:
             with torch.inference_mode(False):
                 self.leave()
             return
-        unit = self._inside
+        unit = self._current_unit
         if unit is not None:
-            marks = self._lanes.computed(self._name, self._begun)
+            marks = self._lanes.record_compute(self._name, self._begin)
             self._ahead.leave(marks)
             try:
                 self._executor.leave(unit.regions, marks)
             except BaseException:
                 self.fail()
                 raise
-        self._inside = None
+        self._current_unit = None
 
     def fail(self, has_failed: bool = True) -> None:
         """Mark the pass as failed halfway. `has_failed=False` clears the mark after a trial run."""
@@ -163,30 +165,31 @@ class UnitRunner:
         arguments: Arguments,
         tensors: Sequence[torch.Tensor],
         others: Sequence[Any],
-        own: Forward,
+        module_forward: Forward,
     ) -> Arguments:
         """Run the unit module by the forward `own`; return (result, container changes)."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._is_in_model = True
             try:
-                return own(*args, **kwargs)
+                return module_forward(*args, **kwargs)
             finally:
                 self._is_in_model = False
 
-        hung = unit.hang()
+        has_installed = unit.install_live()
         try:
             return run_over_copies(forward, arguments, tensors, others)
         finally:
-            if hung:
-                unit.install(unit.resting)
+            if has_installed:
+                unit.install(unit.placeholders)
 
     @contextmanager
-    def undone(self, unit: Unit) -> Iterator[None]:
+    def restoring(self, unit: Unit) -> Iterator[None]:
         """Put the weights into the modules for a trial run; afterwards, restore modules and generators."""
-        before = Moment(self.device, unit.modules, unit.traits.buffers, unit.notes, self.is_weight)
+        before = PassSnapshot(self.device, unit.modules, unit.traits.buffers, unit.mutable_attributes, self.is_weight)
         try:
-            with unit.up():  # The weights are needed too for a backward with module code (torch.utils.checkpoint).
+            # The weights are needed too for a backward with module code (torch.utils.checkpoint).
+            with unit.installed():
                 yield
         finally:
             before.put_back()
@@ -194,8 +197,8 @@ class UnitRunner:
     def finish(self, claim: Claim) -> None:
         """End a use after the backward, or without one."""
         if self.claims.has(claim):
-            self.saved.let_go(claim)
-            if claim.is_of_these_weights:
+            self.saved.release(claim)
+            if claim.is_current:
                 self._uses[claim.unit] -= 1
             self.claims.close(claim)
 
@@ -204,9 +207,9 @@ class UnitRunner:
         while (claim := self.claims.next_dropped()) is not None:
             self.finish(claim)
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_from_slot(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a unit result that outlives the slot: a copy if stored in slot memory."""
-        return Layout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
+        return TensorLayout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """True for a tensor over device weights, or a placeholder."""
@@ -254,7 +257,7 @@ class UnitRunner:
     @property
     def is_at_work(self) -> bool:
         """True between `enter` and `leave`, except inside model code."""
-        return self._inside is not None and not self._is_in_model
+        return self._current_unit is not None and not self._is_in_model
 
     @property
     def has_micro_batches(self) -> bool:
@@ -277,29 +280,39 @@ class UnitRunner:
         if self.num_parts > 1 and None in unit.traits.outputs:
             index = unit.traits.differing_output(results)
             if self._comm.any(index is not None, f"results without row axis of unit {unit.name}"):
-                which = "a result" if index is None else f"result {index}"
-                raise PartsDifferError(f"{which} of unit {unit.name} has no row axis but depends on the rows")
+                subject = "a result" if index is None else f"result {index}"
+                raise PartsDifferError(f"{subject} of unit {unit.name} has no row axis but depends on the rows")
         return unit.traits.join_outputs(results)
 
     @contextmanager
-    def as_ours(self) -> Iterator[None]:
+    def as_engine_calls(self) -> Iterator[None]:
         """Mark forward calls during the context as made by the engine, not by a user training loop."""
-        before, self.is_ours = self.is_ours, True
+        before, self.is_engine_call = self.is_engine_call, True
         try:
             yield
         finally:
-            self.is_ours = before
+            self.is_engine_call = before
 
     def interrupt_pass(self) -> Callable[[], None]:
         """Save the pass state before a nested pass; return a function to restore the state."""
-        batch, num_parts, num_calls, is_ours = self._batch, self.num_parts, dict(self._num_calls), self.is_ours
+        batch, num_parts, num_calls, is_engine_call = (
+            self._batch,
+            self.num_parts,
+            dict(self._num_calls),
+            self.is_engine_call,
+        )
 
-        def go_on() -> None:
-            self._batch, self.num_parts, self._num_calls, self.is_ours = batch, num_parts, dict(num_calls), is_ours
+        def resume() -> None:
+            self._batch, self.num_parts, self._num_calls, self.is_engine_call = (
+                batch,
+                num_parts,
+                dict(num_calls),
+                is_engine_call,
+            )
 
-        return go_on
+        return resume
 
-    def go_on_from(self, step_number: int) -> None:
+    def set_step_number(self, step_number: int) -> None:
         """Set the number of finished steps."""
         self.step_number = step_number
 
@@ -320,7 +333,7 @@ class UnitRunner:
 
     def forget_forwards(self) -> None:
         """Mark all open claims as belonging to old weights."""
-        self.claims.weights_change()
+        self.claims.mark_stale()
         self._uses.clear()
 
     def end_step(self) -> int:
@@ -339,12 +352,12 @@ class UnitRunner:
         self.claims.reset()
         self.saved.reset()
         self._uses.clear()
-        self._inside = self._batch = None
+        self._current_unit = self._batch = None
         self.gradients.begin_step()
         self._is_in_model = self.has_failed = False
 
 
-def together(runner: UnitRunner, unit: Unit, parts: Sequence[_Part]) -> Iterator[_Part]:
+def synchronized(runner: UnitRunner, unit: Unit, parts: Sequence[_Part]) -> Iterator[_Part]:
     """Yield the micro-batches of a unit use.
 
     A rank with fewer micro-batches than others then takes part in the missing exchanges, by repeating the exchanges

@@ -18,9 +18,9 @@ from offload.engine.units.activation_offload import stretch_of
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.claims import Claim
 from offload.engine.units.forwards import Forward
-from offload.engine.units.recompute_policy import BELOW, DEVICE
+from offload.engine.units.recompute_policy import DEVICE, OFFLOADED
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.saved_inputs import Returning, SavedInputs
+from offload.engine.units.saved_inputs import DeviceCopies, SavedInputs
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
 
@@ -37,27 +37,27 @@ class TooMuchToKeepError(Exception):
     """No memory is left for an optional graph."""
 
 
-class _Below:
+class _OffloadedRange:
     """A memory range saved by a graph and offloaded from forward to backward."""
 
-    def __init__(self, stretch: torch.Tensor, stands: torch.Tensor, saved: SavedInputs) -> None:
+    def __init__(self, stretch: torch.Tensor, stand_in: torch.Tensor, saved: SavedInputs) -> None:
         self.memory: torch.Tensor | None = stretch
         """The device memory, held during the forward so the address stays unique."""
         self._begin = stretch.data_ptr()
-        self._stands, self._saved = stands, saved
+        self._stand_in, self._saved = stand_in, saved
         self._num_uses = 0
-        self._returning: Returning | None = None
+        self._copies: DeviceCopies | None = None
 
-    def pack(self, tensor: torch.Tensor) -> _PackedBelow:
+    def pack(self, tensor: torch.Tensor) -> _PackedRange:
         """Return the packed form of a tensor in this range."""
         self._num_uses += 1
         offset = (tensor.data_ptr() - self._begin) // tensor.itemsize
-        return _PackedBelow(self, tensor.dtype, offset, tensor.shape, tensor.stride())
+        return _PackedRange(self, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def prepare(self) -> None:
         """Start the copy to the device, unless all tensors were taken."""
-        if self._returning is None and self._num_uses > 0:
-            self._returning = self._bring_back()
+        if self._copies is None and self._num_uses > 0:
+            self._copies = self._start_copies()
 
     def take(self) -> torch.Tensor:
         """Return the bytes on the device.
@@ -65,21 +65,21 @@ class _Below:
         The last expected reader becomes the only owner. A backward may read more often than saved (`ctx.saved_tensors`
         unpacks all each time); then the range is copied again.
         """
-        returning = self._returning or self._bring_back()
-        (found,) = self._saved.wait(returning)
+        copies = self._copies or self._start_copies()
+        (memory,) = self._saved.wait(copies)
         self._num_uses -= 1
-        self._returning = returning if self._num_uses > 0 else None
-        return found
+        self._copies = copies if self._num_uses > 0 else None
+        return memory
 
-    def _bring_back(self) -> Returning:
-        return self._saved.bring_back([self._stands], of_graph=True)
+    def _start_copies(self) -> DeviceCopies:
+        return self._saved.start_copies([self._stand_in], of_graph=True)
 
 
 @dataclass(frozen=True)
-class _PackedBelow:
+class _PackedRange:
     """Packed form of a saved tensor in offloaded memory."""
 
-    stretch: _Below
+    stretch: _OffloadedRange
     """The memory range."""
     dtype: torch.dtype
     """Element dtype."""
@@ -105,14 +105,14 @@ class Graph:
     """Leaf tensors that receive the input gradients."""
     roots: list[Root]
     """Targets of the incoming gradients."""
-    below: list[_Below] = field(default_factory=list)
+    ranges: list[_OffloadedRange] = field(default_factory=list)
     """Offloaded memory ranges in offload order."""
     has_weights: bool = False
     """True if the backward will read unit weights saved by autograd."""
 
     def prepare(self) -> None:
         """Start the copies to the device, last offloaded first, in backward order."""
-        for stretch in reversed(self.below):
+        for stretch in reversed(self.ranges):
             stretch.prepare()
 
 
@@ -154,22 +154,22 @@ def run_with_graph(
     `leaving`: indices of inputs that the graph must not hold; results are not held either. None: hold all.
     """
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
-    gone = leaving or ()
-    for i in gone:
+    released = leaving or ()
+    for i in released:
         leaves[i] = inputs[i].new_empty(()).expand(inputs[i].shape).requires_grad_()
-    versions = {i: inputs[i]._version for i in gone}
+    versions = {i: inputs[i]._version for i in released}
     with torch.enable_grad():
-        given = [
-            _Entrance.apply(leaf, t.detach()) if i in gone else leaf
+        graph_inputs = [
+            _Entrance.apply(leaf, t.detach()) if i in released else leaf
             for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
         ]
-        result = runner.run(unit, arguments, given, others, forward)
+        result = runner.run(unit, arguments, graph_inputs, others, forward)
     for i, version in versions.items():  # In-place changes of other inputs are refused by torch, since they are leaves.
         refuse_changed(unit, inputs[i], version)
     roots: list[Root] = [
         None if not t.requires_grad else t if leaving is None else get_gradient_edge(t) for t in result.tensors
     ]
-    original = {id(leaf): t for leaf, t in zip(given, inputs, strict=True)}
+    original = {id(leaf): t for leaf, t in zip(graph_inputs, inputs, strict=True)}
     result.tensors[:] = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
     return Graph(leaves, roots), result
 
@@ -184,11 +184,11 @@ def run_keeping_graph(
     needs: Sequence[bool],
     claim: Claim,
     *,
-    is_below: bool,
+    is_offloaded: bool,
 ) -> tuple[Graph, Arguments]:
     """Like `run_with_graph`; the micro-batch graph is held from forward to backward.
 
-    With `is_below`, saved tensors are offloaded meanwhile. Raises TooMuchToKeepError.
+    With `is_offloaded`, saved tensors are offloaded meanwhile. Raises TooMuchToKeepError.
 
     A saved tensor in the unit's slot is packed as an offset, and rebuilt over the slot of the next fetch. Any other
     tensor is held and entered in the device ledger, or the whole storage is offloaded once; strides are preserved,
@@ -196,15 +196,15 @@ def run_keeping_graph(
     cycle through the graph.
     """
     saved, slots, num_before = runner.saved, runner.slots, len(claim.entries)
-    may_give_up = saved.policy.may_give_up(BELOW if is_below else DEVICE)
+    may_give_up = saved.policy.may_give_up(OFFLOADED if is_offloaded else DEVICE)
     # Inputs needed by a recomputation anyway are not counted as graph memory.
-    counts = may_give_up and saved.inputs_stay and not is_below
+    counts = may_give_up and saved.inputs_stay and not is_offloaded
     # Fetching weights for a backward must not depend on the free memory of one rank.
     may_give_up = may_give_up and unit.traits.graph((tuple(needs), unit.frozen)).reads_weights
     free = {t.untyped_storage().data_ptr() for t in inputs} if counts else set()
-    leaving = _leaving(unit, inputs, needs) if is_below and not saved.is_trial else None
+    leaving = _find_leaving(unit, inputs, needs) if is_offloaded and not saved.is_trial else None
     staying = {t.untyped_storage().data_ptr() for i, t in enumerate(inputs) if i not in (leaving or ())}
-    below: dict[tuple[int, int, int], _Below] = {}
+    ranges: dict[tuple[int, int, int], _OffloadedRange] = {}
     cargo = slots.cargo_of(unit.regions)
     weights = slots.addresses(cargo)
     seen: set[int] = set()
@@ -225,33 +225,33 @@ def run_keeping_graph(
             stretch = stretch_of(tensor)
             # The version is part of the key: after an in-place change between two operations the bytes differ.
             key = stretch.data_ptr(), stretch.nbytes, tensor._version
-            if key not in below:
-                if may_give_up and not saved.has_room_below(stretch.nbytes):
+            if key not in ranges:
+                if may_give_up and not saved.has_offload_room(stretch.nbytes):
                     raise TooMuchToKeepError
-                below[key] = _Below(stretch, saved.put_below(stretch, claim), saved)
-            return below[key].pack(tensor)
+                ranges[key] = _OffloadedRange(stretch, saved.offload_range(stretch, claim), saved)
+            return ranges[key].pack(tensor)
         if storage not in seen:
             seen.add(storage)
             if not slots.holds(tensor):
                 if may_give_up and storage not in free and not saved.has_room(tensor):
                     raise TooMuchToKeepError
-                saved.hold(tensor, "unit inputs" if storage in free else "kept tensors", claim)
+                saved.reserve(tensor, "unit inputs" if storage in free else "kept tensors", claim)
         return tensor.detach()
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        return packed.unpack() if isinstance(packed, _PackedBelow) else slots.view(cargo, *packed)
+        return packed.unpack() if isinstance(packed, _PackedRange) else slots.view(cargo, *packed)
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             graph, result = run_with_graph(unit, runner, arguments, inputs, others, forward, needs, leaving)
     except TooMuchToKeepError:
-        saved.let_go(claim, num_before)
+        saved.release(claim, num_before)
         raise
-    saved.policy.saw()
-    graph.below, graph.has_weights = list(below.values()), has_weights
-    for stretch in graph.below:
+    saved.policy.update_peaks()
+    graph.ranges, graph.has_weights = list(ranges.values()), has_weights
+    for stretch in graph.ranges:
         stretch.memory = None
     return graph, result
 
@@ -268,7 +268,7 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
             nodes.extend(following for following, _ in node.next_functions if following is not None)
 
 
-def is_torchs_own(tensors: Iterable[torch.Tensor]) -> bool:
+def has_only_torch_nodes(tensors: Iterable[torch.Tensor]) -> bool:
     """True if the graph behind tensors has no custom autograd function.
 
     A custom function may hold weights unknown to autograd.
@@ -281,7 +281,7 @@ def is_number(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.itemsize
 
 
-def _leaving(unit: Unit, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[int]:
+def _find_leaving(unit: Unit, inputs: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[int]:
     """Return the indices of inputs that an offloaded graph need not hold.
 
     Excluded are inputs shared with other units, and non-contiguous inputs, since their gradients would have another

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from offload.engine.units.activation_offload import ActivationOffload, Layout
+from offload.engine.units.activation_offload import ActivationOffload, TensorLayout
 from offload.engine.units.claims import Claim
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.lanes.lanes import Lanes
@@ -30,18 +30,18 @@ _FIXES = {
 
 
 @dataclass(frozen=True)
-class Returning:
+class DeviceCopies:
     """Saved inputs during the copy to the device."""
 
     tensors: list[torch.Tensor]
     """Device tensors."""
     tickets: list[Ticket]
     """Copy tickets."""
-    layouts: list[Layout | None]
+    layouts: list[TensorLayout | None]
     """Original memory layouts. None: the tensor stayed on the device."""
 
 
-class Returns(Protocol):
+class OffloadedUse(Protocol):
     """A unit use with offloaded inputs."""
 
     def prepare(self, number: int = 0) -> None:
@@ -55,90 +55,90 @@ class SavedInputs:
         self, device: Device, lanes: Lanes, policy: RecomputePolicy, offload: ActivationOffload | None
     ) -> None:
         self._device, self._lanes, self.policy, self._offload = device, lanes, policy, offload
-        self._pools = [pool for pool in (offload, policy.below) if pool is not None]
-        self._held: dict[int, tuple[int, str]] = {}
+        self._pools = [pool for pool in (offload, policy.graph_offload) if pool is not None]
+        self._ledger_entries: dict[int, tuple[int, str]] = {}
         self.is_trial = False
         """True in trial runs: inputs and graphs stay on the device."""
-        self._calls: list[weakref.ref[Returns]] = []
+        self._calls: list[weakref.ref[OffloadedUse]] = []
         self.inputs_stay = offload is None
         """True if unit inputs wait on the device."""
-        self.looks_back = bool(self._pools) and lanes.overlap
+        self.prefetches = bool(self._pools) and lanes.overlap
 
     def has_room(self, tensor: torch.Tensor) -> bool:
         """True if the device budget has room for a tensor."""
         storage = tensor.untyped_storage()
-        return storage.data_ptr() in self._held or self.policy.has_room(storage.nbytes())
+        return storage.data_ptr() in self._ledger_entries or self.policy.has_room(storage.nbytes())
 
-    def put_away(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
+    def save_input(self, tensor: torch.Tensor, movable: bool) -> torch.Tensor:
         """Return the tensor to save for a unit input: the tensor itself, or a stand-in after offload."""
         return self._offload.put(tensor) if self._offload is not None and movable and not self.is_trial else tensor
 
-    def has_room_below(self, num_bytes: int) -> bool:
+    def has_offload_room(self, num_bytes: int) -> bool:
         """True if graph offload has room for `num_bytes` more."""
-        return self.policy.below is not None and self.policy.below.has_room(num_bytes)
+        return self.policy.graph_offload is not None and self.policy.graph_offload.has_room(num_bytes)
 
-    def put_below(self, stretch: torch.Tensor, claim: Claim) -> torch.Tensor:
+    def offload_range(self, stretch: torch.Tensor, claim: Claim) -> torch.Tensor:
         """Offload a byte range of a graph; return the stand-in."""
-        assert self.policy.below is not None
-        stands = self.policy.below.put(stretch)
-        claim.entries.append((stands.data_ptr(), stands.nbytes))
-        return stands
+        assert self.policy.graph_offload is not None
+        stand_in = self.policy.graph_offload.put(stretch)
+        claim.entries.append((stand_in.data_ptr(), stand_in.nbytes))
+        return stand_in
 
-    def bring_back(self, tensors: Sequence[torch.Tensor], *, of_graph: bool = False) -> Returning:
+    def start_copies(self, tensors: Sequence[torch.Tensor], *, of_graph: bool = False) -> DeviceCopies:
         """Start copying saved inputs, or graph memory ranges (`of_graph`), to the device."""
-        pool = self.policy.below if of_graph else self._offload
+        pool = self.policy.graph_offload if of_graph else self._offload
         if pool is None:
-            return Returning(list(tensors), [], [])
-        returning = Returning([], [], [])
+            return DeviceCopies(list(tensors), [], [])
+        copies = DeviceCopies([], [], [])
         for tensor in tensors:
-            found, tickets, layout = pool.get(tensor)
-            returning.tensors.append(found)
-            returning.tickets.extend(tickets)
-            returning.layouts.append(layout)
-        return returning
+            copy, tickets, layout = pool.get(tensor)
+            copies.tensors.append(copy)
+            copies.tickets.extend(tickets)
+            copies.layouts.append(layout)
+        return copies
 
-    def wait(self, returning: Returning) -> list[torch.Tensor]:
+    def wait(self, copies: DeviceCopies) -> list[torch.Tensor]:
         """Let compute wait for the copies; return the tensors in their original layout."""
-        if returning.tickets:
-            self._lanes.compute_after(returning.tickets)
-        for number, layout in enumerate(returning.layouts):
-            if layout is not None and layout != Layout.of(returning.tensors[number]):
-                returning.tensors[number] = layout.copy(returning.tensors[number])
-        return returning.tensors
+        if copies.tickets:
+            self._lanes.compute_after(copies.tickets)
+        for number, layout in enumerate(copies.layouts):
+            if layout is not None and layout != TensorLayout.of(copies.tensors[number]):
+                copies.tensors[number] = layout.copy(copies.tensors[number])
+        return copies.tensors
 
-    def opened(self, call: Returns) -> None:
+    def add_use(self, call: OffloadedUse) -> None:
         """Register a use waiting for the backward."""
-        if self.looks_back:
+        if self.prefetches:
             self._calls.append(weakref.ref(call))
 
-    def look_back(self, call: Returns, number: int = 0) -> None:
+    def prefetch_previous(self, call: OffloadedUse, number: int = 0) -> None:
         """Start the copies for micro-batch `number` in the use preceding `call`.
 
         Called before and after the `call` backward.
         """
         while self._calls:
-            found = self._calls.pop()()
-            if found is not None and found is not call:
-                found.prepare(number)
-                self._calls.append(weakref.ref(found))
+            previous = self._calls.pop()()
+            if previous is not None and previous is not call:
+                previous.prepare(number)
+                self._calls.append(weakref.ref(previous))
                 return
 
-    def hold(self, tensor: torch.Tensor, name: str, claim: Claim) -> None:
+    def reserve(self, tensor: torch.Tensor, name: str, claim: Claim) -> None:
         """Enter a waiting tensor in the device ledger. A tensor shared by several units counts once."""
         if self.is_trial:
             return
         storage = tensor.untyped_storage()
         key, num_bytes = storage.data_ptr(), storage.nbytes()
-        if self._offload is None or key not in self._offload.taken:
-            count, first = self._held.get(key, (0, name))
+        if self._offload is None or key not in self._offload.buffers_in_use:
+            count, first = self._ledger_entries.get(key, (0, name))
             if not count:
                 self._device.ledger.reserve(name, num_bytes, _FIXES[name])
                 if name != "kept tensors":  # A graph has many tensors; a single update at the end is enough.
-                    self.policy.saw()
-            self._held[key] = (count + 1, first)
+                    self.policy.update_peaks()
+            self._ledger_entries[key] = (count + 1, first)
         claim.entries.append((key, num_bytes))
 
-    def let_go(self, claim: Claim, since: int = 0) -> None:
+    def release(self, claim: Claim, since: int = 0) -> None:
         """Release the entries of a claim, except the first `since` entries."""
         released: dict[str, int] = {}
         for key, num_bytes in claim.entries[since:]:
@@ -146,20 +146,20 @@ class SavedInputs:
                 if pool.free(key):
                     break
             else:
-                count, name = self._held[key]
+                count, name = self._ledger_entries[key]
                 if count > 1:
-                    self._held[key] = (count - 1, name)
+                    self._ledger_entries[key] = (count - 1, name)
                 else:
-                    del self._held[key]
+                    del self._ledger_entries[key]
                     released[name] = released.get(name, 0) + num_bytes
         del claim.entries[since:]
         for name, num_bytes in released.items():
             self._device.ledger.release(name, num_bytes)
 
     @contextmanager
-    def tried(self) -> Iterator[None]:
+    def trial_mode(self) -> Iterator[None]:
         """Keep inputs on the device, without ledger entries, during the context (trial runs on a few rows)."""
-        with self.policy.unmoved():
+        with self.policy.measurements_discarded():
             self.is_trial = True
             try:
                 yield
@@ -179,7 +179,7 @@ class SavedInputs:
 
     def reset(self) -> None:
         """Release everything after an aborted pass."""
-        self._held.clear()
+        self._ledger_entries.clear()
         for name in _FIXES:
             self._device.ledger.drop(name)
         for pool in self._pools:

@@ -46,13 +46,13 @@ class WholeRows:
         """True if a token may not attend to all earlier tokens."""
         return self.documents is not None or (self.padding is not None and not bool(self.padding.all()))
 
-    def on(self, bring_up: Callable[[torch.Tensor], torch.Tensor]) -> WholeRows:
-        """Return a device copy; `bring_up` copies one tensor."""
-        padding, documents = (t if t is None else bring_up(t) for t in (self.padding, self.documents))
-        return WholeRows(self.length, bring_up(self.positions), padding, documents)
+    def to_device(self, copy_to_device: Callable[[torch.Tensor], torch.Tensor]) -> WholeRows:
+        """Return a device copy; `copy_to_device` copies one tensor."""
+        padding, documents = (t if t is None else copy_to_device(t) for t in (self.padding, self.documents))
+        return WholeRows(self.length, copy_to_device(self.positions), padding, documents)
 
 
-class OwnAttention:
+class UnsharedAttention:
     """No sequence parallelism: each rank has whole sequences."""
 
     comm = Comm()
@@ -80,7 +80,7 @@ class OwnAttention:
         """Raise ConfigError if sequences are shared: a user training loop cannot call the model then."""
 
 
-class SharedAttention(OwnAttention):
+class SharedAttention(UnsharedAttention):
     """The ranks of `comm` share sequences, split in rank order."""
 
     def __init__(self, model: nn.Module, comm: Comm, counters: Counters) -> None:
@@ -122,17 +122,17 @@ class SharedAttention(OwnAttention):
         finally:
             self._rows = before
 
-    def mask(self, config: Any, **given: Any) -> Any:
+    def mask(self, config: Any, **options: Any) -> Any:
         """Return the mask from the model's own mask function, for whole rows inside `over`."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         own, rows = ALL_MASK_ATTENTION_FUNCTIONS[self._own[id(config)]], self._rows
-        given["allow_is_causal_skip"] = given.get("allow_is_causal_skip", True) and not self._needs_mask
+        options["allow_is_causal_skip"] = options.get("allow_is_causal_skip", True) and not self._needs_mask
         if rows is not None:
-            given |= {"q_length": rows.length, "kv_length": rows.length, "attention_mask": rows.padding}
+            options |= {"q_length": rows.length, "kv_length": rows.length, "attention_mask": rows.padding}
             if rows.documents is not None:
-                given["mask_function"] = _of_documents(given["mask_function"], rows.documents, rows.positions)
-        return own(config=config, **given)
+                options["mask_function"] = _within_documents(options["mask_function"], rows.documents, rows.positions)
+        return own(config=config, **options)
 
     def attend(
         self,
@@ -141,7 +141,7 @@ class SharedAttention(OwnAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: Any,
-        **given: Any,
+        **options: Any,
     ) -> tuple[torch.Tensor, Any]:
         """Compute attention by the model's own function.
 
@@ -150,10 +150,10 @@ class SharedAttention(OwnAttention):
         """
         own = self._attention_of(module)
         if self._rows is None:
-            return own(module, query, key, value, mask, **given)
-        size, what = self.comm.size, f"all-to-all of attention {getattr(module, 'layer_idx', '')}"
+            return own(module, query, key, value, mask, **options)
+        size, label = self.comm.size, f"all-to-all of attention {getattr(module, 'layer_idx', '')}"
         check_heads(size, query.shape[_HEADS], key.shape[_HEADS])
-        extra = [name for name, each in given.items() if isinstance(each, torch.Tensor) and name != "position_ids"]
+        extra = [name for name, each in options.items() if isinstance(each, torch.Tensor) and name != "position_ids"]
         if extra:
             raise ConfigError(
                 f"train.sequence_parallel is {size}, but attention takes {', '.join(extra)} by head or token, which "
@@ -161,10 +161,10 @@ class SharedAttention(OwnAttention):
             )
         if (times := size // key.shape[_HEADS]) > 1:  # Repeat keys and values to one head per rank.
             key, value = (tensor.repeat_interleave(times, _HEADS) for tensor in (key, value))
-        query, key, value = self._exchange(what, _HEADS, _TOKENS, query, key, value)
-        stand_in: Any = _WithGroups(module, query.shape[_HEADS] // key.shape[_HEADS]) if times > 1 else module
-        result, _ = own(stand_in, query, key, value, mask, **given)
-        (result,) = self._exchange(what, 1, 2, result)  # [rows, tokens, heads, width]
+        query, key, value = self._exchange(label, _HEADS, _TOKENS, query, key, value)
+        regrouped: Any = _RegroupedModule(module, query.shape[_HEADS] // key.shape[_HEADS]) if times > 1 else module
+        result, _ = own(regrouped, query, key, value, mask, **options)
+        (result,) = self._exchange(label, 1, 2, result)  # [rows, tokens, heads, width]
         return result, None
 
     def _attention_of(self, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
@@ -176,10 +176,10 @@ class SharedAttention(OwnAttention):
             return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         return ALL_ATTENTION_FUNCTIONS[name]
 
-    def _exchange(self, what: str, split: int, join: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _Exchange.apply(self, what, split, join, *tensors)
+    def _exchange(self, label: str, split: int, join: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return _Exchange.apply(self, label, split, join, *tensors)
 
-    def redistribute(self, what: str, split: int, join: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def redistribute(self, label: str, split: int, join: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Split tensors along axis `split`, exchange the parts, and concatenate along axis `join`.
 
         Each rank receives one part, in rank order. One all-to-all serves all tensors.
@@ -187,14 +187,14 @@ class SharedAttention(OwnAttention):
         size = self.comm.size
         parts = [tensor.chunk(size, split) for tensor in tensors]
         pieces = [torch.cat([of_tensor[rank].reshape(-1) for of_tensor in parts]) for rank in range(size)]
-        received = [torch.empty_like(piece) for piece in pieces]
-        self.comm.all_to_all(received, pieces, what)
+        received_pieces = [torch.empty_like(piece) for piece in pieces]
+        self.comm.all_to_all(received_pieces, pieces, label)
         self._counters.count("all_to_all_elements", size * pieces[0].numel())
         sizes = [of_tensor[0].numel() for of_tensor in parts]
-        by_tensor = zip(*(piece.split(sizes) for piece in received), strict=True)
+        by_tensor = zip(*(piece.split(sizes) for piece in received_pieces), strict=True)
         return [
-            torch.cat([part.view(of_tensor[0].shape) for part in its], join)
-            for its, of_tensor in zip(by_tensor, parts, strict=True)
+            torch.cat([part.view(of_tensor[0].shape) for part in rank_parts], join)
+            for rank_parts, of_tensor in zip(by_tensor, parts, strict=True)
         ]
 
 
@@ -203,18 +203,18 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shared: SharedAttention, what: str, split: int, join: int, *tensors: torch.Tensor
+        ctx: Any, shared: SharedAttention, label: str, split: int, join: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.how = shared, what, split, join
-        return tuple(shared.redistribute(what, split, join, tensors))
+        ctx.exchange = shared, label, split, join
+        return tuple(shared.redistribute(label, split, join, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        shared, what, split, join = ctx.how
-        return None, None, None, None, *shared.redistribute(f"{what}, backward", join, split, gradients)
+        shared, label, split, join = ctx.exchange
+        return None, None, None, None, *shared.redistribute(f"{label}, backward", join, split, gradients)
 
 
-class _WithGroups:
+class _RegroupedModule:
     """Proxy for an attention module with another number of query heads per key head."""
 
     def __init__(self, module: nn.Module, num_groups: int) -> None:
@@ -233,15 +233,17 @@ def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor,
     return (ALL_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.attend)(module, *args, **kwargs)
 
 
-def _mask(config: Any, **given: Any) -> Any:
+def _mask(config: Any, **options: Any) -> Any:
     """Return a mask, with the same fallback as `_attend`."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     shared = _SHARED.get(id(config))
-    return (ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.mask)(config=config, **given)
+    return (ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] if shared is None else shared.mask)(config=config, **options)
 
 
-def _of_documents(allows: Callable[..., Any], documents: torch.Tensor, positions: torch.Tensor) -> Callable[..., Any]:
+def _within_documents(
+    allows: Callable[..., Any], documents: torch.Tensor, positions: torch.Tensor
+) -> Callable[..., Any]:
     """Return a mask function: `allows` by position, restricted to the same document."""
 
     def inner(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -253,8 +255,10 @@ def _of_documents(allows: Callable[..., Any], documents: torch.Tensor, positions
 
 def _configs(model: nn.Module) -> list[Any]:
     """Return the model configs with an attention implementation."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    return [config for config in {id(each): each for each in found}.values() if hasattr(config, "_attn_implementation")]
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return [
+        config for config in {id(each): each for each in configs}.values() if hasattr(config, "_attn_implementation")
+    ]
 
 
 def check_shared(model: nn.Module, size: int) -> None:
@@ -294,6 +298,6 @@ def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
     )
 
 
-def open_attention(model: nn.Module, size: int, comm: Comm, counters: Counters) -> OwnAttention:
+def open_attention(model: nn.Module, size: int, comm: Comm, counters: Counters) -> UnsharedAttention:
     """Return the attention for groups of `size` ranks. Collective. Raises ConfigError."""
-    return OwnAttention() if size == 1 else SharedAttention(model, comm.neighbours(size), counters)
+    return UnsharedAttention() if size == 1 else SharedAttention(model, comm.neighbours(size), counters)

@@ -24,7 +24,7 @@ from offload.layout.regions import Piece, Region
 from offload.planning.memory import EXPERT_SLOT
 from offload.planning.plan import Plan
 from offload.telemetry.counters import Counters
-from offload.tiers.due import Due
+from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 
@@ -34,7 +34,7 @@ _STREAMED: WeakValueDictionary[int, StreamedExperts] = WeakValueDictionary()
 """Keyed by id of the module."""
 
 
-class Record(NamedTuple):
+class ExpertRecord(NamedTuple):
     """Experts fetched together."""
 
     regions: tuple[Region, ...]
@@ -52,15 +52,15 @@ class RecordStream:
     def __init__(self, slots: Slots, lanes: Lanes, counters: Counters, num_places: int) -> None:
         self.slots, self._lanes, self._counters, self._num_places = slots, lanes, counters, num_places
 
-    def pass_over(self, records: Sequence[Record]) -> Iterator[Record]:
+    def pass_over(self, records: Sequence[ExpertRecord]) -> Iterator[ExpertRecord]:
         """Yield each record after the fetch. The record stays valid until the next iteration."""
-        slots, num_asked = self.slots, 0
+        slots, num_fetched = self.slots, 0
         slots.forget()
         for number, record in enumerate(records):
-            while num_asked < min(number + self._num_places, len(records)):
-                slots.fetch(slots.cargo_of(records[num_asked].regions), self._offset(num_asked))
-                self._counters.count("experts_fetched", len(records[num_asked].experts))
-                num_asked += 1
+            while num_fetched < min(number + self._num_places, len(records)):
+                slots.fetch(slots.cargo_of(records[num_fetched].regions), self._offset(num_fetched))
+                self._counters.count("experts_fetched", len(records[num_fetched].experts))
+                num_fetched += 1
             cargo = slots.cargo_of(record.regions)
             slots.wait(cargo, record.regions)
             try:
@@ -83,8 +83,10 @@ class StreamedExperts:
         for region in unit.regions:
             by_name.setdefault(region.units, []).append(region)
         self._records = [
-            Record(tuple(its), tuple(sorted({_expert(piece) for region in its for piece in region.pieces})))
-            for its in by_name.values()
+            ExpertRecord(
+                tuple(regions), tuple(sorted({_expert(piece) for region in regions for piece in region.pieces}))
+            )
+            for regions in by_name.values()
         ]
 
     @property
@@ -94,22 +96,22 @@ class StreamedExperts:
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the combined expert output [tokens, hidden]. Raises ConfigError for arguments not from a router."""
-        given = tuple(self._signature.bind(self.module, *args, **kwargs).arguments.values())[1:]
-        hidden, index, weights = self._checked(given)
+        arguments = tuple(self._signature.bind(self.module, *args, **kwargs).arguments.values())[1:]
+        hidden, index, weights = self._check_arguments(arguments)
         if not torch.is_grad_enabled():
             return self.result(hidden, index, weights)
         anchor = self._runner.anchor if self._unit.trainable else None
         return _ExpertsFunction.apply(self, anchor, hidden, index, weights)
 
-    def _checked(self, given: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if len(given) == 3 and all(isinstance(value, torch.Tensor) for value in given):
-            hidden, index, weights = given
+    def _check_arguments(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if len(arguments) == 3 and all(isinstance(value, torch.Tensor) for value in arguments):
+            hidden, index, weights = arguments
             is_index = index.dtype in (torch.int64, torch.int32) and index.dim() == 2
             if hidden.dim() == 2 and is_index and index.shape == weights.shape and len(index) == len(hidden):
                 return hidden, index, weights
         shown = ", ".join(
             f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            for value in given
+            for value in arguments
         )
         raise ConfigError(
             f"offload.experts is streamed, but the experts {self._unit.name} were called with ({shown}) instead of "
@@ -123,13 +125,13 @@ class StreamedExperts:
         A recomputation returns the saved forward output; otherwise experts are computed in ascending order, with the
         same summation order as the family's forward.
         """
-        result = self._runner.outputs.again()
+        result = self._runner.outputs.next_replayed()
         if result is None:
             result = torch.zeros_like(hidden)
-            for expert, live in self._up(_hit(index), descending=False, trains=False):
-                choices, tokens = _routed(index, expert)
+            for expert, live in self._fetch_experts(_hit_experts(index), descending=False, trains=False):
+                choices, tokens = _routed_rows(index, expert)
                 result.index_add_(0, tokens, self._run(live, hidden[tokens], weights[tokens, choices]))
-            self._runner.outputs.keep(result)
+            self._runner.outputs.record(result)
         return result
 
     def backward(
@@ -140,8 +142,8 @@ class StreamedExperts:
         Expert gradients go to the gradient flow if `trains`. Experts run in descending order, as in autograd.
         """
         of_hidden, of_weights = torch.zeros_like(hidden), torch.zeros_like(weights)
-        for expert, live in self._up(_hit(index), descending=True, trains=trains):
-            choices, tokens = _routed(index, expert)
+        for expert, live in self._fetch_experts(_hit_experts(index), descending=True, trains=trains):
+            choices, tokens = _routed_rows(index, expert)
             with torch.enable_grad():
                 rows = hidden[tokens].requires_grad_()
                 chosen = weights[tokens, choices].requires_grad_()
@@ -152,7 +154,9 @@ class StreamedExperts:
             of_weights[tokens, choices] = torch.zeros_like(chosen) if chosen.grad is None else chosen.grad
         return of_hidden, of_weights
 
-    def _up(self, hit: set[int], *, descending: bool, trains: bool) -> Iterator[tuple[int, Mapping[int, nn.Parameter]]]:
+    def _fetch_experts(
+        self, hit: set[int], *, descending: bool, trains: bool
+    ) -> Iterator[tuple[int, Mapping[int, nn.Parameter]]]:
         """Yield (expert, Parameters [1, ...] keyed by model index) for the experts in `hit`.
 
         With `trains`, gradients for all experts in the layer go to the gradient flow. As in plain PyTorch, with one
@@ -160,11 +164,11 @@ class StreamedExperts:
         """
         flow, frozen = self._runner.gradients, self._unit.frozen
         order = -1 if descending else 1
-        anywhere = hit
+        hit_on_any_rank = hit
         if self._comm.size > 1 and (trains or self._stream.slots.gathers):
-            self._runner.exchanges.append(partial(self._join, descending=descending, trains=trains))
-            anywhere = self._on_any_rank(hit)
-        used = [record for record in self._records if not anywhere.isdisjoint(record.experts)][::order]
+            self._runner.exchanges.append(partial(self._repeat_exchanges, descending=descending, trains=trains))
+            hit_on_any_rank = self._on_any_rank(hit)
+        used = [record for record in self._records if not hit_on_any_rank.isdisjoint(record.experts)][::order]
         for record in self._stream.pass_over(used):
             if trains:
                 flow.open_record(record.regions)
@@ -177,37 +181,37 @@ class StreamedExperts:
         if trains:
             for record in self._records:
                 if record not in used:
-                    flow.land_zeros(record.regions, frozen)
+                    flow.send_zeros(record.regions, frozen)
 
-    def _join(self, *, descending: bool, trains: bool) -> None:
+    def _repeat_exchanges(self, *, descending: bool, trains: bool) -> None:
         """Repeat the exchanges for experts hit on other ranks, without own tokens."""
-        for _ in self._up(set(), descending=descending, trains=trains):
+        for _ in self._fetch_experts(set(), descending=descending, trains=trains):
             pass
 
     def _on_any_rank(self, hit: set[int]) -> set[int]:
         """Return the experts hit on any rank, for the collective weight gather and gradient reduction. Collective."""
-        what = f"routing of tokens to {self._unit.name}"
-        return set().union(*self._comm.gather_objects(hit, what))
+        label = f"routing of tokens to {self._unit.name}"
+        return set().union(*self._comm.gather_objects(hit, label))
 
-    def _live(self, record: Record, trains: bool) -> Mapping[int, Mapping[int, nn.Parameter]]:
+    def _live(self, record: ExpertRecord, trains: bool) -> Mapping[int, Mapping[int, nn.Parameter]]:
         """Return the Parameters of a record, by expert and model index."""
         slots, frozen = self._stream.slots, self._unit.frozen
-        made = self._runner.make_live(record.regions, slots) if trains else slots.parameters(record.regions)
-        found: dict[int, dict[int, nn.Parameter]] = {}
-        for piece, parameter in made.items():
+        parameters = self._runner.make_live(record.regions, slots) if trains else slots.parameters(record.regions)
+        by_expert: dict[int, dict[int, nn.Parameter]] = {}
+        for piece, parameter in parameters.items():
             if not trains or piece.parameter in frozen:
                 parameter.requires_grad_(False)
-            found.setdefault(_expert(piece), {})[piece.parameter] = parameter
-        return found
+            by_expert.setdefault(_expert(piece), {})[piece.parameter] = parameter
+        return by_expert
 
     def _run(self, live: Mapping[int, nn.Parameter], rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Run one expert on the given rows by the family's own forward."""
         unit, index = self._unit, rows.new_zeros((len(rows), 1), dtype=torch.int64)
-        unit.install({**unit.resting, **live})
+        unit.install({**unit.placeholders, **live})
         try:
             return self._own(self.module, rows, index, weights[:, None])
         finally:
-            unit.install(unit.resting)
+            unit.install(unit.placeholders)
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -236,7 +240,7 @@ class _ExpertsFunction(torch.autograd.Function):
         return None, None, of_hidden, None, of_weights
 
 
-def _hit(index: torch.Tensor) -> set[int]:
+def _hit_experts(index: torch.Tensor) -> set[int]:
     """Return the experts with routed tokens."""
     return set(index.unique().tolist())
 
@@ -246,7 +250,7 @@ def _expert(piece: Piece) -> int:
     return piece.begin // piece.numel
 
 
-def _routed(index: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _routed_rows(index: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (choices, tokens) routed to an expert, int64 [rows] each, in the family's order."""
     choices, tokens = torch.where((index == expert).t())
     return choices, tokens
@@ -267,7 +271,7 @@ class ExpertStreams:
         units: Iterable[Unit],
         runner: UnitRunner,
         store: Store,
-        due: Due,
+        deferred_updates: DeferredUpdates,
         lanes: Lanes,
         counters: Counters,
         plan: Plan,
@@ -275,13 +279,13 @@ class ExpertStreams:
         """`plan`: has device memory for two records with overlap, else for one."""
         slot_bytes = plan.of("device", EXPERT_SLOT).num_bytes
         self._streamed: list[StreamedExperts] = []
-        self._before: list[tuple[Any, Any]] = []  # (config, previous implementation) pairs.
+        self._original_implementations: list[tuple[Any, Any]] = []  # (config, previous implementation) pairs.
         experts = [unit for unit in units if unit.in_records]
         if experts:  # Experts may be stored on the device; then the slots take no memory.
             slots = Slots(
                 store,
                 runner.device,
-                due,
+                deferred_updates,
                 lanes,
                 counters,
                 slot_bytes=slot_bytes,
@@ -303,14 +307,14 @@ class ExpertStreams:
 
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
         configs: dict[int, Any] = {id(each.module.config): each.module.config for each in self._streamed}
-        self._before = [(config, config._experts_implementation) for config in configs.values()]
+        self._original_implementations = [(config, config._experts_implementation) for config in configs.values()]
         for config in configs.values():
             config._experts_implementation = IMPLEMENTATION
         _STREAMED.update((id(each.module), each) for each in self._streamed)
 
     def undo(self) -> None:
         """Restore the original expert implementations."""
-        for config, implementation in self._before:
+        for config, implementation in self._original_implementations:
             config._experts_implementation = implementation
         for each in self._streamed:
             _STREAMED.pop(id(each.module), None)

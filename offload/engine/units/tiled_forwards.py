@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.forwards import CompiledForwards, Forward, OwnForwards, Runner
+from offload.engine.units.forwards import CompiledForwards, Forward, ForwardRunner, OriginalForwards
 from offload.engine.units.row_trials import RowTrials, is_near
 from offload.engine.units.tiles import ComparedForward, TiledForward, Tiles, tile_rows
 from offload.engine.units.unit import Unit
@@ -20,17 +20,17 @@ _GRADIENTS_SHARE = 1.5
 """Backward memory (with gradients) as a multiple of the saved graph bytes."""
 
 
-class TiledForwards(OwnForwards):
+class TiledForwards(OriginalForwards):
     """Runs row-wise block modules over tiles of `size` rows.
 
     With `size` None, only units above `room_bytes` are tiled, with a suitable size. Untiled units use `others`.
     """
 
-    looks_at_few = True
+    needs_short_recording = True
 
-    def __init__(self, size: int | None, room_bytes: int | None, others: OwnForwards) -> None:
+    def __init__(self, size: int | None, room_bytes: int | None, others: OriginalForwards) -> None:
         self._size, self._room_bytes, self._others = size, room_bytes, others
-        self._found: dict[str, Tiles] = {}
+        self._tiles: dict[str, Tiles] = {}
         self._sizes: dict[str, int] = {}
         self._has_warned = False
 
@@ -50,7 +50,7 @@ class TiledForwards(OwnForwards):
     def of(
         self,
         unit: Unit,
-        runner: Runner,
+        runner: ForwardRunner,
         arguments: Arguments,
         tensors: Sequence[torch.Tensor],
         others: Sequence[Any],
@@ -61,63 +61,67 @@ class TiledForwards(OwnForwards):
             tiled = self._tiled(unit, tensors)
         return tiled or self._others.of(unit, runner, arguments, tensors, others, needs)
 
-    def again(self, forward: Forward) -> Forward:
-        return forward.again() if isinstance(forward, TiledForward) else self._others.again(forward)
+    def for_recomputation(self, forward: Forward) -> Forward:
+        return (
+            forward.for_recomputation()
+            if isinstance(forward, TiledForward)
+            else self._others.for_recomputation(forward)
+        )
 
-    def record(self, unit: Unit, runner: Runner, arguments: Arguments, rows: int | None) -> Forward:
+    def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:
         """Find the row-wise modules of a block."""
-        known = unit.traits.tiles
-        if rows is not None and unit.is_block and (known is None or not known.is_whole):
+        known_tiles = unit.traits.tiles
+        if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
 
             def run(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                with runner.undone(unit):
+                with runner.restoring(unit):
                     return runner.run(unit, arguments, tensors, arguments.others, forward).tensors
 
-            with runner.undone(unit):
+            with runner.restoring(unit):
                 trials = RowTrials(unit.module, run, runner.is_weight, runner.device.random_state)
-                found = trials.find(unit.forward, arguments.tensors, rows)
-            unit.traits.learn_tiles(found)
-            self._found[unit.name] = found
+                tiles = trials.find(unit.forward, arguments.tensors, rows)
+            unit.traits.learn_tiles(tiles)
+            self._tiles[unit.name] = tiles
         return self._tiled(unit, arguments.tensors) or unit.forward
 
     def check(self) -> None:
-        if self._size is not None and self._found and not any(tiles.modules for tiles in self._found.values()):
+        if self._size is not None and self._tiles and not any(tiles.modules for tiles in self._tiles.values()):
             raise ConfigError(
-                f"train.sequence_tile is {self._size}, but none of the modules in the {len(self._found)} blocks of the "
-                f"model saves memory over tiles of the sequence: {self._told_whole() or 'tiles are no smaller'}. Set "
-                "--train.sequence_tile none (or auto, which tiles only where possible and needed)."
+                f"train.sequence_tile is {self._size}, but none of the modules in the {len(self._tiles)} blocks of the "
+                f"model saves memory over tiles of the sequence: {self._describe_whole() or 'tiles are no smaller'}. "
+                "Set --train.sequence_tile none (or auto, which tiles only where possible and needed)."
             )
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         modules: dict[str, int] = {}
         for name in self._sizes:
-            for rows in self._found[name].modules if name in self._found else ():
+            for rows in self._tiles[name].modules if name in self._tiles else ():
                 modules[rows.name] = modules.get(rows.name, 0) + 1
         if not modules:
             return ""
         shown = ", ".join(f"{name} of {count} blocks" for name, count in modules.items())
         sizes = ", ".join(map(str, sorted(set(self._sizes.values()))))
-        whole = f"; whole: {told}" if (told := self._told_whole()) else ""
+        whole = f"; whole: {reasons}" if (reasons := self._describe_whole()) else ""
         return (
             f"{shown} run over tiles of {sizes} tokens, each recomputed in the backward{whole}. Losses equal those of "
             "whole sequences, and gradients too, up to the summation order"
         )
 
-    def _told_whole(self) -> str:
+    def _describe_whole(self) -> str:
         """Return the modules run whole, with reasons."""
         reasons: dict[str, list[str]] = {}
-        for tiles in self._found.values():
-            for name, why in tiles.whole:
-                names = reasons.setdefault(why, [])
+        for tiles in self._tiles.values():
+            for name, reason in tiles.whole:
+                names = reasons.setdefault(reason, [])
                 if name not in names:
                     names.append(name)
-        return "; ".join(f"{', '.join(filter(None, names)) or 'all'} ({why})" for why, names in reasons.items())
+        return "; ".join(f"{', '.join(filter(None, names)) or 'all'} ({reason})" for reason, names in reasons.items())
 
     def _compare(
         self,
         unit: Unit,
-        runner: Runner,
+        runner: ForwardRunner,
         arguments: Arguments,
         tensors: Sequence[torch.Tensor],
         others: Sequence[Any],
@@ -129,29 +133,29 @@ class TiledForwards(OwnForwards):
         """
         tiles = unit.traits.tiles
         assert tiles is not None
-        given = tensors[tiles.input]
-        length = given.shape[tiles.axis]
+        unit_input = tensors[tiles.input]
+        length = unit_input.shape[tiles.axis]
         if length <= tiles.tried_rows:
             return False
         most, size = length, self._sizes[unit.name]
         if self._room_bytes is not None and tiles.saved_bytes:
-            bytes_a_row = tiles.saved_bytes * given.numel() / given.shape[-1] / length
-            most = max(2 * size, int(self._room_bytes / bytes_a_row))
-        compared = ComparedForward(unit.forward, tiles.modules, size, given.device.type, most, is_near)
-        with runner.undone(unit), torch.no_grad():
+            row_bytes = tiles.saved_bytes * unit_input.numel() / unit_input.shape[-1] / length
+            most = max(2 * size, int(self._room_bytes / row_bytes))
+        compared = ComparedForward(unit.forward, tiles.modules, size, unit_input.device.type, most, is_near)
+        with runner.restoring(unit), torch.no_grad():
             runner.run(unit, arguments, [t.clone() for t in tensors], others, compared)
-        why = f"over {min(length, most)} rows its results differ from those over tiles of {size}"
+        reason = f"over {min(length, most)} rows its results differ from those over tiles of {size}"
         modules = tuple(rows for rows in tiles.modules if rows.name not in compared.differing)
-        whole = tuple((name, why) for name in sorted(compared.differing))
-        self._found[unit.name] = replace(tiles, modules=modules, whole=(*tiles.whole, *whole), tried_rows=length)
-        unit.traits.learn_tiles(self._found[unit.name])
+        whole = tuple((name, reason) for name in sorted(compared.differing))
+        self._tiles[unit.name] = replace(tiles, modules=modules, whole=(*tiles.whole, *whole), tried_rows=length)
+        unit.traits.learn_tiles(self._tiles[unit.name])
         if not modules:
             del self._sizes[unit.name]
         if whole and not self._has_warned:
             self._has_warned = True
             warn(
                 f"{', '.join(name for name, _ in whole)} of unit {unit.name} runs on the whole sequence from here on, "
-                f"not over tiles: {why}. This takes more memory."
+                f"not over tiles: {reason}. This takes more memory."
             )
         return True
 
@@ -160,8 +164,8 @@ class TiledForwards(OwnForwards):
         tiles = unit.traits.tiles
         if tiles is None or not tiles.modules:
             return None
-        given = tensors[tiles.input]
-        length, num_tokens = given.shape[tiles.axis], given.numel() // given.shape[-1]
+        unit_input = tensors[tiles.input]
+        length, num_tokens = unit_input.shape[tiles.axis], unit_input.numel() // unit_input.shape[-1]
         size = self._size
         if size is None and self._room_bytes is not None:
             needed_bytes = _GRADIENTS_SHARE * tiles.saved_bytes * num_tokens
@@ -169,16 +173,16 @@ class TiledForwards(OwnForwards):
         if size is None or length <= size:
             return None
         self._sizes[unit.name] = size
-        return TiledForward(unit.forward, tiles.modules, size, given.device.type)
+        return TiledForward(unit.forward, tiles.modules, size, unit_input.device.type)
 
 
-def open_forwards(mode: str, tile: int | str, room_bytes: int | None) -> OwnForwards:
+def open_forwards(mode: str, tile: int | str, room_bytes: int | None) -> OriginalForwards:
     """Return the forwards for unit uses.
 
     `mode`: compilation, "never" or "auto". `tile`: rows per sequence tile, "none" or "auto". `room_bytes`: device
     memory for a computing unit; None: unlimited.
     """
-    forwards = CompiledForwards() if mode == "auto" else OwnForwards()
+    forwards = CompiledForwards() if mode == "auto" else OriginalForwards()
     if tile == "none" or (tile == "auto" and room_bytes is None):
         return forwards
     return TiledForwards(tile if isinstance(tile, int) else None, room_bytes, forwards)

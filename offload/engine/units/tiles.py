@@ -16,7 +16,7 @@ from torch import nn
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.rerouting import forwards_replaced
-from offload.engine.units.surroundings import Surroundings
+from offload.engine.units.thread_state import ThreadState
 
 Span = tuple[int, int]
 """Row range [begin, end)."""
@@ -54,9 +54,9 @@ class RowModule:
         """Return the number of rows in a call; 0 if the call differs from the tried ones."""
         if arguments.structure != self.structure:
             return 0
-        given = arguments.tensors
-        sizes = {given[i].shape[self.axis] for i in self.cut}
-        is_shared = all(i in self.cut or not t.requires_grad for i, t in enumerate(given))
+        tensors = arguments.tensors
+        sizes = {tensors[i].shape[self.axis] for i in self.cut}
+        is_shared = all(i in self.cut or not t.requires_grad for i, t in enumerate(tensors))
         return sizes.pop() if len(sizes) == 1 and is_shared else 0
 
 
@@ -84,14 +84,19 @@ class TiledForward:
     """Runs the original unit forward, with some inner modules over `size`-row tiles."""
 
     def __init__(
-        self, own: Callable[..., Any], modules: Sequence[RowModule], size: int, device_type: str, again: bool = False
+        self,
+        own: Callable[..., Any],
+        modules: Sequence[RowModule],
+        size: int,
+        device_type: str,
+        is_recomputation: bool = False,
     ) -> None:
         self._own, self._modules, self._size, self._device_type = own, modules, size, device_type
-        self._is_again = again
+        self._is_recomputation = is_recomputation
 
-    def again(self) -> TiledForward:
+    def for_recomputation(self) -> TiledForward:
         """Return the forward for a recomputation: results have a graph, and values only where read."""
-        return TiledForward(self._own, self._modules, self._size, self._device_type, again=True)
+        return TiledForward(self._own, self._modules, self._size, self._device_type, is_recomputation=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forwards = {rows.module: partial(self._run, rows, rows.module.forward) for rows in self._modules}
@@ -103,14 +108,16 @@ class TiledForward:
         num_rows = rows.num_rows(arguments)
         if num_rows <= self._size:
             return own(*args, **kwargs)
-        given, parameters = list(arguments.tensors), list(rows.module.parameters())
+        tensors, parameters = list(arguments.tensors), list(rows.module.parameters())
         arguments.tensors.clear()  # Only autograd may hold the inputs until the backward.
-        call = _TiledCall(rows, own, arguments, len(given), self._size, is_idle=self._is_again and rows.is_idle)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *parameters)):
-            call.surroundings = Surroundings(self._device_type)
-            outputs = _TiledFunction.apply(call, *given, *parameters)
+        call = _TiledCall(
+            rows, own, arguments, len(tensors), self._size, is_idle=self._is_recomputation and rows.is_idle
+        )
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters)):
+            call.thread_state = ThreadState(self._device_type)
+            outputs = _TiledFunction.apply(call, *tensors, *parameters)
         else:
-            outputs = call.forward(given)
+            outputs = call.forward(tensors)
         result, call.result = call.result, None
         assert result is not None
         return result.fill(outputs)
@@ -136,20 +143,20 @@ class ComparedForward(TiledForward):
 
     def _run(self, rows: RowModule, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments((args, kwargs))
-        given, length = list(arguments.tensors), rows.num_rows(arguments)
+        tensors, length = list(arguments.tensors), rows.num_rows(arguments)
         num_rows = min(length, self._most_rows)
         while num_rows > self._size:
             few = [
                 t.narrow(rows.axis, 0, num_rows).contiguous() if num_rows < length and i in rows.cut else t
-                for i, t in enumerate(given)
+                for i, t in enumerate(tensors)
             ]
-            some = arguments.fill(few)
+            few_arguments = arguments.fill(few)
             try:
-                whole = Arguments(own(*some[0], **some[1])).tensors
+                whole = Arguments(own(*few_arguments[0], **few_arguments[1])).tensors
             except torch.OutOfMemoryError:
                 num_rows //= 2
                 continue
-            tiles = Arguments(super()._run(rows, own, *some[0], **some[1])).tensors
+            tiles = Arguments(super()._run(rows, own, *few_arguments[0], **few_arguments[1])).tensors
             if len(whole) != len(tiles) or not all(map(self._is_near, whole, tiles)):
                 self.differing.add(rows.name)
             break
@@ -172,7 +179,7 @@ class _TiledCall:
         """`arguments`: call arguments, emptied of their `num_inputs` tensors. `is_idle`: result values are not read."""
         self._rows, self._own, self._arguments, self.num_inputs = rows, own, arguments, num_inputs
         self._size, self._is_idle = size, is_idle
-        self.surroundings: Surroundings | None = None
+        self.thread_state: ThreadState | None = None
         """Thread state around the forward. None: no backward."""
         self.result: Arguments | None = None
         """Result structure, until fetched by the caller."""
@@ -182,19 +189,19 @@ class _TiledCall:
         axis = self._rows.axis
         outputs: list[torch.Tensor] = []
         for span in self._spans(inputs):
-            made = self._own_results(self._tile(inputs, span))
+            result = self._own_results(self._tile(inputs, span))
             if self.result is None:
                 num_rows = inputs[self._rows.cut[0]].shape[axis]
-                shapes = [(*t.shape[:axis], num_rows, *t.shape[axis + 1 :]) for t in made.tensors]
-                pairs, self.result = list(zip(made.tensors, shapes, strict=True)), made
+                shapes = [(*t.shape[:axis], num_rows, *t.shape[axis + 1 :]) for t in result.tensors]
+                pairs, self.result = list(zip(result.tensors, shapes, strict=True)), result
                 if self._is_idle:  # The recomputation needs only the result structure.
                     outputs = [t.new_zeros(()).expand(shape) for t, shape in pairs]
                     break
                 outputs = [t.new_empty(shape) for t, shape in pairs]
                 del pairs
-            for output, part in zip(outputs, made.tensors, strict=True):
+            for output, part in zip(outputs, result.tensors, strict=True):
                 self._part(output, span).copy_(part)
-            made.tensors.clear()
+            result.tensors.clear()
         assert self.result is not None
         self.result.tensors.clear()
         return outputs
@@ -208,46 +215,46 @@ class _TiledCall:
         once, so hooks see one gradient.
         """
         num_inputs = self.num_inputs
-        inputs, of_weights = tensors[:num_inputs], needs[num_inputs:]
+        inputs, weight_needs = tensors[:num_inputs], needs[num_inputs:]
         # The present Parameters: the slot may differ from the forward.
-        hung = zip(self._rows.module.parameters(), of_weights, strict=True)
-        weights = [p if need and p.requires_grad else None for p, need in hung]
-        trained = [p for p in weights if p is not None]
-        found = [torch.empty_like(t) if need else None for t, need in zip(inputs, needs, strict=False)]
-        sums: list[torch.Tensor | None] = [None] * len(trained)
+        parameters = zip(self._rows.module.parameters(), weight_needs, strict=True)
+        weights = [p if need and p.requires_grad else None for p, need in parameters]
+        trainable = [p for p in weights if p is not None]
+        input_gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, needs, strict=False)]
+        sums: list[torch.Tensor | None] = [None] * len(trainable)
         for span in self._spans(inputs):
             leaves = [t.detach().requires_grad_(n) for t, n in zip(self._tile(inputs, span), needs, strict=False)]
-            parts = self._gradients(leaves, trained, [None if g is None else self._part(g, span) for g in gradients])
-            for number, target in enumerate(found):
+            parts = self._gradients(leaves, trainable, [None if g is None else self._part(g, span) for g in gradients])
+            for number, target in enumerate(input_gradients):
                 if target is not None:
                     part = parts[number]
                     self._part(target, span).copy_(target.new_zeros(()) if part is None else part)
             for number, part in enumerate(parts[num_inputs:]):
-                so_far = sums[number]
-                if part is not None and so_far is not None:
-                    so_far.add_(part)
+                previous = sums[number]
+                if part is not None and previous is not None:
+                    previous.add_(part)
                 elif part is not None:
                     # The autograd result may be a view of another tensor.
                     sums[number] = part.to(torch.float32, copy=True)
-        for number, weight in enumerate(trained):  # One by one, so only one gradient exists in both dtypes at a time.
+        for number, weight in enumerate(trainable):  # One by one, so only one gradient exists in both dtypes at a time.
             total = sums[number]
             sums[number] = None if total is None else total.to(weight.dtype)
         rest = iter(sums)
-        return [*found, *(None if weight is None else next(rest) for weight in weights)]
+        return [*input_gradients, *(None if weight is None else next(rest) for weight in weights)]
 
     def _gradients(
         self, leaves: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Return leaf and weight gradients for one tile with incoming `gradients`."""
-        assert self.surroundings is not None
+        assert self.thread_state is not None
         with torch.enable_grad():
-            made = self.surroundings.run(lambda: self._own_results(leaves)).tensors
-        pairs = [(t, g) for t, g in zip(made, gradients, strict=True) if t.requires_grad and g is not None]
+            results = self.thread_state.run(lambda: self._own_results(leaves)).tensors
+        pairs = [(t, g) for t, g in zip(results, gradients, strict=True) if t.requires_grad and g is not None]
         wanted = [t for t in (*leaves, *weights) if t.requires_grad]
         if not pairs or not wanted:
             return [None] * (len(leaves) + len(weights))
-        made_of = torch.autograd.grad([t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        rest = iter(made_of)
+        leaf_gradients = torch.autograd.grad([t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        rest = iter(leaf_gradients)
         return [next(rest) if t.requires_grad else None for t in (*leaves, *weights)]
 
     def _own_results(self, tensors: Sequence[torch.Tensor]) -> Arguments:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.condition import BufferPlace
+from offload.engine.units.snapshots import BufferPlace
 from offload.engine.units.tiles import Tiles
 
 Rows = tuple[int, int, int]
@@ -51,7 +51,7 @@ class BatchAxis:
 
 
 @dataclass
-class Use:
+class RecordedUse:
     """One recorded use of a unit."""
 
     inputs: list[torch.Size]
@@ -64,7 +64,7 @@ class Use:
     """Graph memory in bytes, without unit inputs and weights."""
 
 
-Trained = tuple[tuple[bool, ...], frozenset[int]]
+GradientSignature = tuple[tuple[bool, ...], frozenset[int]]
 """Gradient signature of a use: requires_grad per input, and the frozen unit parameters."""
 
 
@@ -114,7 +114,7 @@ class UnitTraits:
     """True after passes with different row counts were compared, so the axes are known."""
     splits: bool = False
     """True if cutting the batch into rows leaves the results unchanged."""
-    graphs: dict[Trained, GraphTraits] = field(default_factory=dict)
+    graphs: dict[GradientSignature, GraphTraits] = field(default_factory=dict)
     """Graph properties for each gradient signature."""
     copied_bytes: int = 0
     """Bytes saved by the graph regardless of batch size (weight copies)."""
@@ -137,26 +137,32 @@ class UnitTraits:
         """Record that a run without a graph gave different bits."""
         self.needs_graph = True
 
-    def graph(self, trained: Trained) -> GraphTraits:
+    def graph(self, signature: GradientSignature) -> GraphTraits:
         """Return the graph properties for a gradient signature, or safe defaults."""
-        return self.graphs.get(trained, _UNKNOWN)
+        return self.graphs.get(signature, _UNKNOWN)
 
     def learn_use(
-        self, trained: Trained, graph: GraphTraits, mutated: set[int], buffers: set[BufferPlace], *, is_first: bool
+        self,
+        signature: GradientSignature,
+        graph: GraphTraits,
+        mutated: set[int],
+        buffers: set[BufferPlace],
+        *,
+        is_first: bool,
     ) -> None:
         """Record one use. Properties from all uses in a pass are merged; `is_first` marks the first use."""
         self.mutated |= mutated
         self.buffers |= buffers
-        known = None if is_first else self.graphs.get(trained)
+        known = None if is_first else self.graphs.get(signature)
         if known is not None:
             graph = GraphTraits(
                 graph.detached & known.detached,
                 graph.keeps_nothing and known.keeps_nothing,
                 graph.reads_weights or known.reads_weights,
             )
-        self.graphs[trained] = graph
+        self.graphs[signature] = graph
 
-    def learn_rows(self, one: Use | None, two: Use, rows: tuple[int, int], *, is_first: bool) -> None:
+    def learn_rows(self, one: RecordedUse | None, two: RecordedUse, rows: tuple[int, int], *, is_first: bool) -> None:
         """Compare one use in two passes with (rows[0], rows[1]) rows.
 
         Determines the growing axes, the saved bytes independent of the row count, and if the unit can be cut. The unit
@@ -170,7 +176,7 @@ class UnitTraits:
         try:
             inputs = [batch_axis(a, b, rows) for a, b in zip(one.inputs, two.inputs, strict=True)]
             outputs = [batch_axis(a, b, rows) for a, b in zip(one.outputs, two.outputs, strict=True)]
-            others = [_scales(a, b, rows) for a, b in zip(one.others, two.others, strict=True)]
+            others = [_is_proportional(a, b, rows) for a, b in zip(one.others, two.others, strict=True)]
         except ValueError:
             return
         if not is_first and (inputs, outputs, others) != (self.inputs, self.outputs, self.others):
@@ -240,17 +246,17 @@ class UnitTraits:
         return joined
 
     def join_gradients(
-        self, found: Sequence[Sequence[torch.Tensor | None]], shapes: Sequence[tuple[torch.Size, torch.dtype]]
+        self, parts: Sequence[Sequence[torch.Tensor | None]], shapes: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[torch.Tensor | None]:
         """Return the input gradients of the whole batch.
 
         Gradients are concatenated along the batch axis, or summed for an input shared by all micro-batches.
         """
-        if len(found) == 1:
-            return list(found[0])
+        if len(parts) == 1:
+            return list(parts[0])
         joined: list[torch.Tensor | None] = []
         for index in range(len(shapes)):
-            pieces = [part[index] for part in found]
+            pieces = [part[index] for part in parts]
             present = [piece for piece in pieces if piece is not None]
             axis = self.inputs[index]
             if not present:
@@ -279,7 +285,7 @@ def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int
     return BatchAxis(axis)
 
 
-def _scales(first: Any, second: Any, rows: tuple[int, int]) -> bool:
+def _is_proportional(first: Any, second: Any, rows: tuple[int, int]) -> bool:
     """True if a non-tensor argument is proportional to the row count, False if equal or not an int.
 
     Raises ValueError for any other change.

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offload.engine.units.belongings import NotePlace, note_places
-from offload.engine.units.find import Candidate, Place, regions_of
-from offload.engine.units.resting import OffloadedTensor, past_subclasses
-from offload.engine.units.traits import Trained, UnitTraits
+from offload.engine.units.find import ParameterPlace, UnitCandidate, regions_of
+from offload.engine.units.offloaded_tensor import OffloadedTensor, past_subclasses
+from offload.engine.units.state_snapshot import AttributePlace, find_mutable_attributes
+from offload.engine.units.traits import GradientSignature, UnitTraits
 from offload.errors import ConfigError, format_bytes, warn
 from offload.layout.regions import Piece, Region
 from offload.tiers.slots import Slots
@@ -33,7 +33,7 @@ class Unit:
     """A module with its parameter places, regions, and traits learned in the recording pass."""
 
     def __init__(
-        self, number: int, candidate: Candidate, regions: Sequence[Region], slots: Slots, make_live: MakeLive
+        self, number: int, candidate: UnitCandidate, regions: Sequence[Region], slots: Slots, make_live: MakeLive
     ) -> None:
         self.number = number
         self.name, self.module, self.places = candidate.name, candidate.module, candidate.places
@@ -50,42 +50,44 @@ class Unit:
         self.trainable = bool(self._trainable)
         """True if any parameter of the unit takes gradients."""
         self.traits = UnitTraits()
-        self.known: dict[Hashable, UnitTraits] = {}
-        self.resting: dict[int, nn.Parameter] = {}
-        self._hung: Mapping[int, nn.Parameter] = {}  # Parameters installed last.
+        self.variants: dict[Hashable, UnitTraits] = {}
+        self.placeholders: dict[int, nn.Parameter] = {}
+        self._installed: Mapping[int, nn.Parameter] = {}  # Parameters installed last.
         self._live: dict[int, dict[int, nn.Parameter]] = {}
         self._slots, self._make_live = slots, make_live
-        self._kinds: list[type] = []
-        self._notes: Collection[NotePlace] = ()
+        self._attribute_types: list[type] = []
+        self._mutable_attributes: Collection[AttributePlace] = ()
         self._original: Callable[..., Any] | None = None
-        self._own: Callable[..., Any] | None = None  # Value of `module.__dict__["forward"]` before routing, or None.
+        self._own_forward: Callable[..., Any] | None = (
+            None  # Value of `module.__dict__["forward"]` before routing, or None.
+        )
 
     def learn(self, structure: Hashable) -> UnitTraits:
         """Select the variant for an argument structure, with the traits from earlier passes or new empty traits."""
-        self.traits = self.known.setdefault(structure, UnitTraits())
+        self.traits = self.variants.setdefault(structure, UnitTraits())
         return self.traits
 
     def recall(self, structure: Hashable) -> bool:
         """Select the variant for an argument structure. If missing, select traits safe for any use and return False."""
-        found = self.known.get(structure)
-        if found is None:
-            buffers = {place for variant in self.known.values() for place in variant.buffers}
-            needs_graph = any(variant.needs_graph for variant in self.known.values())
+        traits = self.variants.get(structure)
+        if traits is None:
+            buffers = {place for variant in self.variants.values() for place in variant.buffers}
+            needs_graph = any(variant.needs_graph for variant in self.variants.values())
             self.traits = UnitTraits(buffers=buffers, needs_graph=needs_graph)
             return False
-        self.traits = found
+        self.traits = traits
         return True
 
     @property
-    def notes(self) -> Collection[NotePlace]:
+    def mutable_attributes(self) -> Collection[AttributePlace]:
         """Places with non-buffer values mutable in place.
 
         Computed again after attributes were added or changed type.
         """
-        kinds = list(map(type, chain.from_iterable(map(dict.values, map(vars, self.modules)))))
-        if kinds != self._kinds:
-            self._kinds, self._notes = kinds, note_places(self.modules)
-        return self._notes
+        types = list(map(type, chain.from_iterable(map(dict.values, map(vars, self.modules)))))
+        if types != self._attribute_types:
+            self._attribute_types, self._mutable_attributes = types, find_mutable_attributes(self.modules)
+        return self._mutable_attributes
 
     def still_buffers(self) -> list[tuple[torch.Tensor, int]]:
         """Return (buffer, version) for all buffers unchanged by every recorded forward."""
@@ -102,13 +104,13 @@ class Unit:
 
     def install(self, parameters: dict[int, nn.Parameter]) -> None:
         """Put Parameters (keyed by model index) into the module."""
-        self._hung = parameters
+        self._installed = parameters
         put_parameters(self.places, parameters)
 
-    def rest(self) -> None:
-        """Put the resting Parameters back after an aborted pass, so no view of slot memory remains in the module."""
+    def install_placeholders(self) -> None:
+        """Put the placeholders back after an aborted pass, so no view of slot memory remains in the module."""
         if not self.resident:
-            self.install(self.resting)
+            self.install(self.placeholders)
 
     def live(self) -> dict[int, nn.Parameter]:
         """Return Parameters over the device weights of this unit, created once per slot offset."""
@@ -119,7 +121,7 @@ class Unit:
             self._mark(self._live[offset])
         return self._live[offset]
 
-    def trained_of(self, tensors: Sequence[torch.Tensor]) -> Trained:
+    def gradient_signature(self, tensors: Sequence[torch.Tensor]) -> GradientSignature:
         """Return the gradient signature of a use: requires_grad per input, and the frozen parameters."""
         return tuple([tensor.requires_grad for tensor in tensors]), self.frozen
 
@@ -127,18 +129,18 @@ class Unit:
         """Take no gradients for these parameters from now on, and gradients for all other trainable ones."""
         self.frozen = frozen
         self.trainable = not frozen.issuperset(self._trainable)
-        for parameters in (self.resting, *self._live.values()):
+        for parameters in (self.placeholders, *self._live.values()):
             self._mark(parameters)
 
-    def frozen_with(self, then: frozenset[int]) -> AbstractContextManager[None]:
-        """During a backward, freeze the parameters in `then` (frozen in the forward) and all frozen since."""
-        resting = self.resting
+    def frozen_with(self, frozen_before: frozenset[int]) -> AbstractContextManager[None]:
+        """During a backward, freeze the parameters in `frozen_before` (frozen in the forward) and all frozen since."""
+        placeholders = self.placeholders
 
-        def look() -> list[int]:
-            return [index for index in self._trainable if not resting[index].requires_grad]
+        def find_frozen() -> list[int]:
+            return [index for index in self._trainable if not placeholders[index].requires_grad]
 
         # `past_subclasses`, because otherwise each read of requires_grad is a `__torch_function__` call.
-        frozen = then.union(past_subclasses(look))
+        frozen = frozen_before.union(past_subclasses(find_frozen))
         return _NOTHING if frozen == self.frozen else self._frozen_as(frozen)
 
     @contextmanager
@@ -178,7 +180,7 @@ class Unit:
 
     def route(self, call: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Redirect module calls to `call(unit, args, kwargs)`. The forward signature stays readable."""
-        self._own = self.module.__dict__.get("forward")
+        self._own_forward = self.module.__dict__.get("forward")
         self._original = original = self.module.forward
 
         @functools.wraps(original)
@@ -187,14 +189,14 @@ class Unit:
 
         self.module.forward = forward
 
-    def warn_that_it_stays(self, num_bytes: int) -> None:
+    def warn_of_residency(self, num_bytes: int) -> None:
         """Warn about `num_bytes` weight bytes staying on the device. A cut layer raises ConfigError instead."""
         warn(
             f"unit {self.name} is read from outside (other modules use its weights), so its weights stay on the device "
             f"({format_bytes(num_bytes)})."
         )
 
-    def stay(self) -> None:
+    def keep_on_device(self) -> None:
         """Keep the weights on the device and restore the module forward."""
         self.unroute()
         self.resident = True
@@ -203,42 +205,44 @@ class Unit:
         """Restore the forward of the module."""
         if self._original is None:
             return
-        if self._own is None:
+        if self._own_forward is None:
             self.module.__dict__.pop("forward", None)
         else:
-            self.module.forward = self._own
+            self.module.forward = self._own_forward
         self._original = None
 
-    def hang(self) -> bool:
+    def install_live(self) -> bool:
         """Install the device weights unless installed already; return True if anything was installed.
 
         Raises ConfigError if the module has foreign parameters (`functional_call` on the module alone), because their
         gradients would be lost.
         """
-        num_resting, resting, hung = 0, self.resting, self._hung
+        num_placeholders, placeholders, installed = 0, self.placeholders, self._installed
         for place in self.places:
-            found = place.module._parameters[place.key]
-            if found is resting[place.parameter]:
-                num_resting += 1
-            elif found is not hung[place.parameter] and (found is None or not self.has(found, found.dtype)):
+            parameter = place.module._parameters[place.key]
+            if parameter is placeholders[place.parameter]:
+                num_placeholders += 1
+            elif parameter is not installed[place.parameter] and (
+                parameter is None or not self.has(parameter, parameter.dtype)
+            ):
                 raise ConfigError(
                     f"unit {self.name} was called with its {place.key} replaced (as functional_call does), but its "
                     "weights are in an engine, which would not see the gradient of the replacement. Change the model "
                     "before Engine(), or after engine.close(restore=True)."
                 )
-        if num_resting:
+        if num_placeholders:
             self.install(self.live())
-        return num_resting > 0
+        return num_placeholders > 0
 
     @contextmanager
-    def up(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Install the device weights during the context; afterwards, undo the installation, if any."""
-        hung = self.hang()
+        has_installed = self.install_live()
         try:
             yield
         finally:
-            if hung:
-                self.install(self.resting)
+            if has_installed:
+                self.install(self.placeholders)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -257,7 +261,7 @@ class CutLayer(Unit):
     def route(self, call: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         pass
 
-    def warn_that_it_stays(self, num_bytes: int) -> NoReturn:  # noqa: ARG002
+    def warn_of_residency(self, num_bytes: int) -> NoReturn:  # noqa: ARG002
         raise ConfigError(
             f"the weight of {self.name} is larger than the device memory per unit and is split into row blocks, but "
             "the model reads it with an operation other than linear and embedding, which needs the whole weight. "
@@ -267,15 +271,15 @@ class CutLayer(Unit):
 
 
 def open_units(
-    candidates: Iterable[Candidate], regions: Sequence[Region], slots: Slots, make_live: MakeLive
+    candidates: Iterable[UnitCandidate], regions: Sequence[Region], slots: Slots, make_live: MakeLive
 ) -> Iterator[Unit]:
     """Yield the units in candidate order. The other arguments go to `Unit`."""
     for number, candidate in enumerate(candidates):
-        kind = CutLayer if candidate.is_cut else Unit
-        yield kind(number, candidate, regions_of(candidate, regions), slots, make_live)
+        unit_class = CutLayer if candidate.is_cut else Unit
+        yield unit_class(number, candidate, regions_of(candidate, regions), slots, make_live)
 
 
-def put_parameters(places: Iterable[Place], parameters: Mapping[int, nn.Parameter]) -> None:
+def put_parameters(places: Iterable[ParameterPlace], parameters: Mapping[int, nn.Parameter]) -> None:
     """Put Parameters (keyed by model index) into their places.
 
     Writes `_parameters` directly, unless the module class defines `__setattr__` and keeps references (torch RNNs).

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
-from offload.data.storage import PACKINGS, Place, unpacked
+from offload.data.storage import PACKINGS, Place, decompressed_name
 from offload.errors import ConfigError, counted
 from offload.files.pointers import FIRST_BYTES, pointer_error
 
@@ -29,7 +29,7 @@ TEXT_SUFFIXES = frozenset(
     | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts"}
 )
 _TABLE, _COLUMNS, _TOKENS, _PACKED, _UTF16 = "table", "columns", "token ids", "packed", "UTF-16"
-_KINDS = {
+_SUFFIXES_BY_TYPE = {
     "text": TEXT_SUFFIXES,
     "records": CONTAINERS["json"],
     _TABLE: CONTAINERS["csv"] | CONTAINERS["tsv"],
@@ -37,7 +37,7 @@ _KINDS = {
     _TOKENS: TOKEN_SUFFIXES,
     _PACKED: frozenset({".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".orc"}),
 }
-UNREAD_SUFFIXES = _KINDS[_PACKED]
+UNREAD_SUFFIXES = _SUFFIXES_BY_TYPE[_PACKED]
 _FIRST_BYTES = {
     b"PAR1": ".parquet",
     b"ARROW1": ".arrow",
@@ -72,7 +72,7 @@ _NUM_NAMED = 3
 
 def suffix_of(path: PurePath) -> str:
     """Return the lower-case ending that decides the type, e.g. .jsonl for a.jsonl.gz."""
-    return unpacked(path).suffix.lower()
+    return decompressed_name(path).suffix.lower()
 
 
 def container_of(path: PurePath) -> str:
@@ -85,122 +85,126 @@ def container_of(path: PurePath) -> str:
 
 def check_file(place: Place, data_format: str, setting: str = "data.source") -> None:
     """Raise ConfigError for a file that is unreadable in this format or has another type than the name says."""
-    kind, suffix = _kind(place.name), place.name.suffix.lower()
-    named = f"{setting}: {place}"
-    if kind == _PACKED:
-        raise ConfigError(f"{named} is {_UNPACK}.")
-    if suffix in PACKINGS and kind in (_COLUMNS, _TOKENS):
+    file_type, suffix = _file_type(place.name), place.name.suffix.lower()
+    label = f"{setting}: {place}"
+    if file_type == _PACKED:
+        raise ConfigError(f"{label} is {_UNPACK}.")
+    if suffix in PACKINGS and file_type in (_COLUMNS, _TOKENS):
         raise ConfigError(
-            f"{named} is a compressed file of {kind}, which need random access: unpack it first ({PACKINGS[suffix]} "
-            f"{place}), and give the unpacked file."
+            f"{label} is a compressed file of {file_type}, which need random access: unpack it first "
+            f"({PACKINGS[suffix]} {place}), and give the unpacked file."
         )
     with place.open() as stream:  # once: each open of a URL is a request
         start = stream.read(_NUM_FIRST)
     if start.startswith(FIRST_BYTES):
-        raise pointer_error(named, "the folder of this file")
-    if kind == _TOKENS or data_format == "tokens":
+        raise pointer_error(label, "the folder of this file")
+    if file_type == _TOKENS or data_format == "tokens":
         return
-    if document := _document(place, start):
-        raise ConfigError(f"{named} is {document}.")
-    begins = _by_first_bytes(start)
-    if begins and begins.startswith(_UTF16):
+    if document := _describe_document(place, start):
+        raise ConfigError(f"{label} is {document}.")
+    content_type = _type_by_first_bytes(start)
+    if content_type and content_type.startswith(_UTF16):
         raise ConfigError(
-            f"{named} begins as UTF-16 text, and text has to be UTF-8: convert it, by "
-            f"`iconv -f {begins} -t UTF-8 IN > OUT`."
+            f"{label} begins as UTF-16 text, and text has to be UTF-8: convert it, by "
+            f"`iconv -f {content_type} -t UTF-8 IN > OUT`."
         )
-    if begins == ".parquet" and suffix != ".parquet":
+    if content_type == ".parquet" and suffix != ".parquet":
         raise ConfigError(
-            f"{named} begins as a parquet file (columns), but its name ends otherwise: rename it to NAME.parquet."
+            f"{label} begins as a parquet file (columns), but its name ends otherwise: rename it to NAME.parquet."
         )
-    if begins == ".arrow" and suffix not in CONTAINERS["arrow"]:
+    if content_type == ".arrow" and suffix not in CONTAINERS["arrow"]:
         raise ConfigError(
-            f"{named} begins as an Arrow file (columns), but its name ends otherwise: rename it to NAME.arrow."
+            f"{label} begins as an Arrow file (columns), but its name ends otherwise: rename it to NAME.arrow."
         )
-    if begins in PACKINGS and suffix != begins:
+    if content_type in PACKINGS and suffix != content_type:
         raise ConfigError(
-            f"{named} begins as a {begins} file, but its name ends otherwise: rename it to NAME{begins}, such as "
-            f"{place.name.name}{begins}, or unpack it ({PACKINGS[begins]})."
+            f"{label} begins as a {content_type} file, but its name ends otherwise: rename it to NAME{content_type}, "
+            f"such as {place.name.name}{content_type}, or unpack it ({PACKINGS[content_type]})."
         )
-    if begins and begins in UNREAD_SUFFIXES:
-        raise ConfigError(f"{named} is {_UNPACK}.")
-    if suffix in PACKINGS and begins != suffix and place.num_bytes:
+    if content_type and content_type in UNREAD_SUFFIXES:
+        raise ConfigError(f"{label} is {_UNPACK}.")
+    if suffix in PACKINGS and content_type != suffix and place.num_bytes:
         raise ConfigError(
-            f"{named} does not begin as a {suffix} file: correct the ending of its name, or compress it again."
+            f"{label} does not begin as a {suffix} file: correct the ending of its name, or compress it again."
         )
-    if data_format == "preference" and kind == "text" and not _may_be_records(start):
+    if data_format == "preference" and file_type == "text" and not _may_be_records(start):
         raise ConfigError(
-            f"{named} is a text, and train.method dpo, orpo and reward train on pairs of answers: give rows with the "
+            f"{label} is a text, and train.method dpo, orpo and reward train on pairs of answers: give rows with the "
             "keys prompt, chosen and rejected (.jsonl, .json, .csv, .parquet), or set --train.method sft."
         )
-    if kind == _COLUMNS and not place.num_bytes:
-        raise ConfigError(f"{named} is empty, so it is no valid {suffix} file: write it again, or leave it out.")
-    if suffix == ".parquet" and begins != ".parquet":
-        raise ConfigError(f"{named} does not begin as a parquet file (PAR1): it is damaged, or has another format.")
+    if file_type == _COLUMNS and not place.num_bytes:
+        raise ConfigError(f"{label} is empty, so it is no valid {suffix} file: write it again, or leave it out.")
+    if suffix == ".parquet" and content_type != ".parquet":
+        raise ConfigError(f"{label} does not begin as a parquet file (PAR1): it is damaged, or has another format.")
 
 
-def check_choice(source: str, paths: Sequence[PurePath], *, is_folder: bool, setting: str = "data.source") -> None:
+def check_one_type(source: str, paths: Sequence[PurePath], *, is_folder: bool, setting: str = "data.source") -> None:
     """Raise ConfigError unless the files from a folder or glob have one type.
 
     A folder must also not be an internal folder of the `datasets` library.
     """
-    own = sorted(path for path in paths if path.name in _DATA_SET_FILES)
-    if is_folder and own:
+    internal_files = sorted(path for path in paths if path.name in _DATA_SET_FILES)
+    if is_folder and internal_files:
         raise ConfigError(
-            f"{setting}={source!r} is an internal folder of the `datasets` library ({own[0].name} is in it), not the "
-            "output of save_to_disk. Name the data files, or write the data set by "
+            f"{setting}={source!r} is an internal folder of the `datasets` library ({internal_files[0].name} is in "
+            "it), not the output of save_to_disk. Name the data files, or write the data set by "
             "`datasets.load_dataset(...).save_to_disk(FOLDER)` and give that folder."
         )
-    kinds: dict[str, list[PurePath]] = {}
+    files_by_type: dict[str, list[PurePath]] = {}
     for path in paths:
-        kinds.setdefault(_kind(path), []).append(path)
+        files_by_type.setdefault(_file_type(path), []).append(path)
     if is_folder:
-        kinds.pop("", None)  # other endings are skipped with a note
-    if len(kinds) > 1:
-        listed = "; ".join(f"{_counted(kind, found)}" for kind, found in sorted(kinds.items()))
-        most = max(kinds, key=lambda kind: (kind != "text", len(kinds[kind])))
-        suffix = Counter(path.suffix for path in kinds[most]).most_common(1)[0][0]
-        what = "is a folder with" if is_folder else "matches"
+        files_by_type.pop("", None)  # other endings are skipped with a note
+    if len(files_by_type) > 1:
+        listed = "; ".join(f"{_describe_files(file_type, files)}" for file_type, files in sorted(files_by_type.items()))
+        most = max(files_by_type, key=lambda file_type: (file_type != "text", len(files_by_type[file_type])))
+        suffix = Counter(path.suffix for path in files_by_type[most]).most_common(1)[0][0]
+        relation = "is a folder with" if is_folder else "matches"
         base = source.rstrip("/") + "/**" if is_folder else "FOLDER"
         raise ConfigError(
-            f"{setting}={source!r} {what} files of several kinds: {listed}. Only one kind can be read: select files by "
-            f"a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...) to read the files of "
-            "one format."
+            f"{setting}={source!r} {relation} files of several kinds: {listed}. Only one kind can be read: select "
+            f"files by a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...) to read the "
+            "files of one format."
         )
 
 
-def left_out(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -> str | None:
+def skipped_note(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -> str | None:
     """Return a note about folder files with other endings. None: no other files."""
-    found = Counter(path.suffix.lower() or path.name for path in paths if suffix_of(path) not in suffixes)
-    if not found:
+    counts = Counter(path.suffix.lower() or path.name for path in paths if suffix_of(path) not in suffixes)
+    if not counts:
         return None
-    listed = [f"{number} {suffix}" for suffix, number in found.most_common(_NUM_NAMED)]
-    more = ", ..." if len(found) > _NUM_NAMED else ""
+    listed = [f"{number} {suffix}" for suffix, number in counts.most_common(_NUM_NAMED)]
+    more = ", ..." if len(counts) > _NUM_NAMED else ""
     return (
-        f"{counted(found.total(), 'file')} of {source} {'is' if found.total() == 1 else 'are'} not read, because of "
+        f"{counted(counts.total(), 'file')} of {source} {'is' if counts.total() == 1 else 'are'} not read, because of "
         f"the ending: {', '.join(listed)}{more}. A glob reads any ending."
     )
 
 
-def of_split(source: str, paths: Sequence[PurePath], split: str | None, setting: str = "data.source") -> list[PurePath]:
+def select_split(
+    source: str, paths: Sequence[PurePath], split: str | None, setting: str = "data.source"
+) -> list[PurePath]:
     """Return the files in one split, by file or folder names.
 
     Without `split`: all files, unless there are several splits. Raises ConfigError.
     """
     splits: dict[str, list[PurePath]] = {}
     for path in paths:
-        found = {
-            match[1] for name in (path.parent.name, unpacked(path).stem) if (match := _SPLIT.fullmatch(name.lower()))
+        names = {
+            match[1]
+            for name in (path.parent.name, decompressed_name(path).stem)
+            if (match := _SPLIT.fullmatch(name.lower()))
         }
-        for name in found:
+        for name in names:
             splits.setdefault(name, []).append(path)
     if split is not None and splits:
         if split not in splits:
             raise ConfigError(f"{setting}={source!r} has no split {split!r}; it has {', '.join(sorted(splits))}.")
         return splits[split]
     check_split(source, split, setting)
-    is_text = all(_kind(path) in ("text", "") for path in paths)
+    is_text = all(_file_type(path) in ("text", "") for path in paths)
     if "train" in splits and len(splits) > 1 and not is_text:
-        listed = ", ".join(str(found[0].relative_to(source)) for _, found in sorted(splits.items()))
+        listed = ", ".join(str(files[0].relative_to(source)) for _, files in sorted(splits.items()))
         raise ConfigError(
             f"{setting}={source!r} is a folder with several splits: {listed}. Without a choice the run would train on "
             f"all of them: name the files of one split, such as {str(splits['train'][0])!r}, or its split in "
@@ -218,35 +222,37 @@ def check_split(source: str, split: str | None, setting: str) -> None:
         )
 
 
-def is_saved(paths: Sequence[PurePath], folder: PurePath) -> bool:
+def is_saved_data_set(paths: Sequence[PurePath], folder: PurePath) -> bool:
     """Return True for a folder written by `save_to_disk` from `datasets`."""
-    own = {path.name for path in paths if path.parent == folder}
-    return "dataset_dict.json" in own or {"dataset_info.json", "state.json"} <= own
+    names = {path.name for path in paths if path.parent == folder}
+    return "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
 
 
-def _kind(path: PurePath) -> str:
+def _file_type(path: PurePath) -> str:
     """Return the file type for the ending, or an empty string."""
     suffix = suffix_of(path)
-    return next((kind for kind, suffixes in _KINDS.items() if suffix in suffixes), "")
+    return next((file_type for file_type, suffixes in _SUFFIXES_BY_TYPE.items() if suffix in suffixes), "")
 
 
 def _may_be_records(start: bytes) -> bool:
     return start[: max(map(len, _FIRST_BYTES))].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
 
 
-def _document(place: Place, start: bytes) -> str | None:
+def _describe_document(place: Place, start: bytes) -> str | None:
     if place.name.suffix.lower() in _OFFICE:
         return "an office document or a book: save its text first, such as by `pandoc IN -t plain -o OUT.txt`"
-    return next((what for magic, what in _DOCUMENTS.items() if start.startswith(magic)), None)
+    return next((description for magic, description in _DOCUMENTS.items() if start.startswith(magic)), None)
 
 
-def _by_first_bytes(start: bytes) -> str | None:
+def _type_by_first_bytes(start: bytes) -> str | None:
     unmarked = {b"\0\xff\0\xff": f"{_UTF16}BE", b"\xff\0\xff\0": f"{_UTF16}LE"}  # zero bytes of Latin letters
-    kind = unmarked.get(bytes(255 * bool(byte) for byte in start[:4]))
-    return kind or next((kind for magic, kind in _FIRST_BYTES.items() if start.startswith(magic)), None)
+    content_type = unmarked.get(bytes(255 * bool(byte) for byte in start[:4]))
+    return content_type or next(
+        (content_type for magic, content_type in _FIRST_BYTES.items() if start.startswith(magic)), None
+    )
 
 
-def _counted(kind: str, paths: Sequence[PurePath]) -> str:
+def _describe_files(file_type: str, paths: Sequence[PurePath]) -> str:
     names = sorted({path.name for path in paths})
-    shown = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
-    return f"{counted(len(paths), 'file')} of {kind or 'another kind'} ({shown})"
+    listed = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
+    return f"{counted(len(paths), 'file')} of {file_type or 'another kind'} ({listed})"

@@ -18,18 +18,18 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.config.sections import ModelSection
-from offload.distributed.outcome import as_one
+from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, OffloadError
 from offload.hf import reload
-from offload.hf.adapters import CONFIG, INITIAL, WEIGHTS, Adaptation, config_bytes, summary, write_adapter
-from offload.hf.base_mark import BaseMark, base_config
+from offload.hf.adapters import CONFIG, INITIAL, WEIGHTS, Adaptation, config_bytes, describe_adapter, write_adapter
+from offload.hf.base_mark import BaseMark, load_base_config
 from offload.hf.freeze import freeze
-from offload.hf.loftq import begin_at_loss
-from offload.hf.models import BuiltModel, Kind, as_scorer, fill_all, load_model_config
+from offload.hf.loftq import initialize_loftq
+from offload.hf.models import BuiltModel, ModelKind, fill_all, load_model_config, to_scorer_config
 from offload.hf.residual import to_bytes
-from offload.hf.sources import Removed
+from offload.hf.sources import RemovedProduct
 from offload.hf.write import write_configuration
 from offload.layout.codecs import EXACT
 from offload.layout.planes import DTYPES
@@ -38,7 +38,7 @@ from offload.training.resident import as_computed, master_of
 from offload.training.resume import ResumePoint
 
 
-class Trained(Protocol):
+class TrainablePart(Protocol):
     """The trainable part of a run."""
 
     trained_only: ClassVar[bool]
@@ -48,13 +48,13 @@ class Trained(Protocol):
     library: ClassVar[str]
     """Library to load the export with; empty: none."""
 
-    def over(self, built: BuiltModel) -> BuiltModel:
+    def prepare(self, built: BuiltModel) -> BuiltModel:
         """Return the model prepared for training. It may be unfilled. Raises ConfigError."""
 
     def name(self, model: Any) -> str:
         """Return the model name for messages."""
 
-    def told(self, model: Any) -> Iterator[str]:
+    def describe(self, model: Any) -> Iterator[str]:
         """Yield lines about the trainable part for the user."""
 
     def num_saved(self, model: nn.Module) -> int:
@@ -82,7 +82,7 @@ class Trained(Protocol):
         """Do the work due before a step, counted from 0. Return lines to print. Collective."""
         return ()
 
-    def marks(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
         """Return further checkpoint metadata, as a JSON object."""
 
     def files(self, model: Any) -> Mapping[str, bytes]:
@@ -104,10 +104,10 @@ class Trained(Protocol):
 
 
 @dataclass(frozen=True)
-class WholeModel(Trained):
+class WholeModel(TrainablePart):
     """The whole model."""
 
-    kind: Kind
+    model_kind: ModelKind
     """Model kind."""
     frozen: tuple[str, ...] = ()
     """Name patterns for frozen parameters. Checkpoints contain them anyway."""
@@ -115,7 +115,7 @@ class WholeModel(Trained):
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
 
-    def over(self, built: BuiltModel) -> BuiltModel:
+    def prepare(self, built: BuiltModel) -> BuiltModel:
         """Return the model with the frozen parameters set."""
         freeze(built.model, self.frozen)
         return built
@@ -124,7 +124,7 @@ class WholeModel(Trained):
         """Return the class name."""
         return type(model).__name__
 
-    def told(self, model: Any) -> Iterator[str]:
+    def describe(self, model: Any) -> Iterator[str]:
         """Yield the frozen and trained parameter counts, if any are frozen."""
         if self.frozen:
             num_trained, num_all = self.num_saved(model), sum(each.numel() for each in model.parameters())
@@ -143,7 +143,7 @@ class WholeModel(Trained):
         """Return the bytes of all parameters."""
         return weight_bytes * sum(parameter.numel() for parameter in model.parameters())
 
-    def marks(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
         """Return nothing."""
         return {}
 
@@ -163,13 +163,13 @@ class WholeModel(Trained):
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:  # noqa: ARG002
         """Load the folder with transformers, and freeze the same parameters."""
-        model = reload.reload(folder, self.kind.auto)
+        model = reload.reload(folder, self.model_kind.auto)
         freeze(model, self.frozen)
         return model
 
 
 @dataclass(frozen=True)
-class GivenModule(WholeModel):
+class CustomModule(WholeModel):
     """A whole module outside transformers."""
 
     main_file: ClassVar[str] = "model.safetensors"
@@ -177,7 +177,7 @@ class GivenModule(WholeModel):
 
 
 @dataclass(frozen=True)
-class AdapterOverBase(Trained):
+class AdapterOverBase(TrainablePart):
     """A PEFT adapter over a frozen base. Checkpoints lack the base."""
 
     adaptation: Adaptation
@@ -192,17 +192,17 @@ class AdapterOverBase(Trained):
     """Storage format for the base."""
     parameters: str
     """Memory tier of the base."""
-    removed: dict[str, Removed] = field(default_factory=dict, kw_only=True)
-    """Products subtracted from base weights by the initialization, by name. Filled in `over`."""
+    removed: dict[str, RemovedProduct] = field(default_factory=dict, kw_only=True)
+    """Products subtracted from base weights by the initialization, by name. Filled in `prepare`."""
     trained_only: ClassVar[bool] = True
     main_file: ClassVar[str] = CONFIG
     library: ClassVar[str] = "peft"
 
-    def over(self, built: BuiltModel) -> BuiltModel:
+    def prepare(self, built: BuiltModel) -> BuiltModel:
         """Put the adapter over the base."""
-        self.adaptation.check_rest(self.parameters)
+        self.adaptation.check_tier(self.parameters)
         names = {parameter: name for name, parameter in built.model.named_parameters()}
-        adapted = self.adaptation.over(built, self.seed)
+        adapted = self.adaptation.apply_to(built, self.seed)
         if self.adaptation.loftq_rounds:
             rule, rests = AdamW(), (self.precision, self.frozen_weights)
             infos = describe_parameters(adapted.model, rule, *rests, adapted.quantized)
@@ -211,7 +211,7 @@ class AdapterOverBase(Trained):
                 for info, parameter in zip(infos, adapted.model.parameters(), strict=True)
                 if info.codec is not EXACT and parameter not in adapted.quantized
             }
-            begin_at_loss(adapted, names, codes, self.adaptation.loftq_rounds)
+            initialize_loftq(adapted, names, codes, self.adaptation.loftq_rounds)
         self.removed.update(adapted.removed)
         return adapted
 
@@ -219,9 +219,9 @@ class AdapterOverBase(Trained):
         """Return the base class name."""
         return type(model.get_base_model()).__name__
 
-    def told(self, model: Any) -> Iterator[str]:
+    def describe(self, model: Any) -> Iterator[str]:
         """Yield the adapter summary and the base name."""
-        yield f"adapter: {summary(model)}; frozen: {self.base.name}"
+        yield f"adapter: {describe_adapter(model)}; frozen: {self.base.name}"
 
     def num_saved(self, model: nn.Module) -> int:
         """Return the trained parameter count."""
@@ -235,7 +235,7 @@ class AdapterOverBase(Trained):
         """Return an upper limit for the base bytes (fp32)."""
         return sum(4 * parameter.numel() for parameter in model.parameters())
 
-    def marks(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
         """Return the base fingerprint."""
         return {"base": self.base.to_dict()}
 
@@ -243,9 +243,9 @@ class AdapterOverBase(Trained):
         """Return the base and adapter configurations, and the products removed from the base."""
         with TemporaryDirectory() as folder:
             write_configuration(model.get_base_model(), Path(folder))
-            found = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+            configuration = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
         initial = {INITIAL: to_bytes(self.removed)} if self.removed else {}
-        return {**found, CONFIG: config_bytes(model), **initial}
+        return {**configuration, CONFIG: config_bytes(model), **initial}
 
     def write(
         self,
@@ -256,7 +256,7 @@ class AdapterOverBase(Trained):
     ) -> None:
         """Write the adapter in PEFT's format."""
         values = dict(engine.named_parameters(trained_only=True))
-        with as_one(engine.comm, "export"):
+        with share_failure(engine.comm, "export"):
             if engine.rank == 0:
                 values = {**buffers_of(engine.model), **values}
                 with engine.answering(values):
@@ -279,24 +279,26 @@ class AdapterOverBase(Trained):
         for parameter in model.parameters():  # a module trained as a copy has the base dtype
             parameter.data = parameter.detach().float() if parameter.requires_grad else parameter.detach()
         set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
-        taken = {id(model.get_base_model().get_parameter(name)): each for name, each in self._taken_in(model)}
+        removed_by_id = {
+            id(model.get_base_model().get_parameter(name)): each for name, each in self._reduced_weights(model)
+        }
         for info, parameter in zip(infos, model.parameters(), strict=True):  # use the values from the run
-            removed, value = taken.get(id(parameter)), parameter.detach()
-            value = value if removed is None else removed.out_of(value)
+            removed, value = removed_by_id.get(id(parameter)), parameter.detach()
+            value = value if removed is None else removed.subtract_from(value)
             master = master_of(info, value).to(torch.float32).reshape(-1)
             value = as_computed(info, master).view(parameter.shape)
             parameter.data = value if removed is None else (value + removed.product()).to(value.dtype)
         return model
 
-    def _taken_in(self, model: Any) -> Iterator[tuple[str, Removed]]:
+    def _reduced_weights(self, model: Any) -> Iterator[tuple[str, RemovedProduct]]:
         """Yield (name under the adapter, removed product) for reduced weights."""
-        found = dict(model.get_base_model().named_parameters())
+        names = dict(model.get_base_model().named_parameters())
         for name, each in self.removed.items():
             below = f"{name.rpartition('.')[0]}.base_layer.weight"
-            yield below if below in found else name, each
+            yield below if below in names else name, each
 
 
-def begun_architecture(start: ResumePoint) -> PreTrainedConfig:
+def load_architecture(start: ResumePoint) -> PreTrainedConfig:
     """Return the architecture for a new or resumed run. Raises ConfigError.
 
     A resumed run uses the configuration in the checkpoint, because the original folder may have changed. For an
@@ -304,12 +306,12 @@ def begun_architecture(start: ResumePoint) -> PreTrainedConfig:
     """
     first = next(iter(start.folders), None)
     if first is None:
-        found = load_model_config(start.config.model)
+        architecture = load_model_config(start.config.model)
     elif start.config.adapts:
-        found = base_config(start.config.model, start.base, first)
+        architecture = load_base_config(start.config.model, start.base, first)
     else:
-        found = load_model_config(ModelSection(path=str(first / "config.json")))
-    return as_scorer(found) if start.config.train.method == "reward" else found
+        architecture = load_model_config(ModelSection(path=str(first / "config.json")))
+    return to_scorer_config(architecture) if start.config.train.method == "reward" else architecture
 
 
 def refuse_growth(num_tokens: int, num_rows: int) -> None:

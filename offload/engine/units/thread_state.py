@@ -11,12 +11,12 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from offload.engine.units.arguments import collectors, copies
+from offload.engine.units.arguments import copy_collected, find_collectors
 
 _T = TypeVar("_T")
 
 
-class Surroundings:
+class ThreadState:
     """Default device, torch function modes, context variables and autocast state of a forward.
 
     The recomputation needs them, because a backward may be called outside, has no modes, and on a GPU runs in an
@@ -24,36 +24,36 @@ class Surroundings:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._device, self._context = torch.get_default_device(), _own_copy(contextvars.copy_context())
+        self._device, self._context = torch.get_default_device(), _copy_context(contextvars.copy_context())
         self._modes = _function_modes()
         self._types = dict.fromkeys(("cpu", device_type))
         self._autocast = self._autocast_now()
 
     def run(self, function: Callable[[], _T]) -> _T:
         """Call `function` with the saved state. Changes to context variables are discarded."""
-        return _own_copy(self._context).run(self._run, function)
+        return _copy_context(self._context).run(self._run, function)
 
     def _run(self, function: Callable[[], _T]) -> _T:
-        is_here = torch.get_default_device() == self._device
+        is_same_device = torch.get_default_device() == self._device
         modes = [mode for mode in self._modes if mode not in _function_modes()] if self._modes else ()
-        is_cast = self._autocast_now() == self._autocast
-        if is_here and is_cast and not modes:
+        is_same_autocast = self._autocast_now() == self._autocast
+        if is_same_device and is_same_autocast and not modes:
             return function()
-        with ExitStack() as within:
-            if not is_here:
-                within.enter_context(self._device)
+        with ExitStack() as stack:
+            if not is_same_device:
+                stack.enter_context(self._device)
             for mode in modes:
-                within.enter_context(mode)  # After an exception in a backward, autograd discards entered modes itself.
-            if not is_cast:
+                stack.enter_context(mode)  # After an exception in a backward, autograd discards entered modes itself.
+            if not is_same_autocast:
                 for name, enabled, dtype, caches in self._autocast:
-                    within.enter_context(torch.autocast(name, dtype, enabled, caches))
+                    stack.enter_context(torch.autocast(name, dtype, enabled, caches))
             return function()
 
     def _autocast_now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
-        caches, found = torch.is_autocast_cache_enabled(), []
+        caches, settings = torch.is_autocast_cache_enabled(), []
         for t in self._types:
-            found.append((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), caches))  # noqa: PERF401
-        return found
+            settings.append((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), caches))  # noqa: PERF401
+        return settings
 
 
 def _function_modes() -> list[TorchFunctionMode]:
@@ -61,15 +61,17 @@ def _function_modes() -> list[TorchFunctionMode]:
     return [mode for mode in stack if not isinstance(mode, DeviceContext)] if stack else stack
 
 
-def _own_copy(context: contextvars.Context) -> contextvars.Context:
+def _copy_context(context: contextvars.Context) -> contextvars.Context:
     """Return a copy with separate containers, without graph tensors.
 
     transformers collects layer outputs in a context variable; a use that refers to these would be part of a
     reference cycle.
     """
     copy = context.copy()
-    variables, found = collectors(context)
-    for variable, own in zip(variables, copies(found, [], keep=_has_no_graph) if found else (), strict=True):
+    variables, collected = find_collectors(context)
+    for variable, own in zip(
+        variables, copy_collected(collected, [], keep=_has_no_graph) if collected else (), strict=True
+    ):
         copy.run(variable.set, own)
     return copy
 

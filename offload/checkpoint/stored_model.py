@@ -15,17 +15,17 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig
 
-from offload.checkpoint.folder import offering_another
+from offload.checkpoint.folder import suggesting_alternative
 from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.reader import Reader
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
 from offload.hf.adapters import CONFIG
 from offload.hf.deferred_init import DeferredInit
-from offload.hf.models import attention_options, configuration, model_kind
-from offload.hf.names import Shape, settle_buffers, stays_fp32, use_conversions
-from offload.hf.sources import Again
-from offload.hf.write import SHARD_BYTES, Exported, write_model
+from offload.hf.models import attention_options, folder_config, model_kind
+from offload.hf.names import Shape, apply_conversions, recompute_buffers, stays_fp32
+from offload.hf.sources import ReopenFile
+from offload.hf.write import SHARD_BYTES, ExportResult, write_model
 from offload.native import kernels
 from offload.telemetry.byte_progress import byte_progress
 
@@ -35,12 +35,12 @@ REFERENCE = "reference.f32"
 """Attached file with the reference log-probabilities of the initial model. A resumed run reads them; an export omits
 them.
 """
-_NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", REFERENCE)
+_NON_TOKENIZER_FILES = ("config.json", "generation_config.json", REFERENCE)
 _BLOCK_NUMEL = 1 << 22  # elements joined or converted at once
 
 
 @dataclass
-class Stored:
+class StoredParameter:
     """One checkpoint parameter as a `Source` (hf/sources.py): master weights for fp32, else the compute weights."""
 
     reader: Reader
@@ -54,21 +54,23 @@ class Stored:
         has_low = "low" in planes and self.dtype == torch.float32
         if planes["weights"] == self.dtype:
             return self._plane("weights", begin, end)
-        found = torch.empty(end - begin, dtype=self.dtype)
+        values = torch.empty(end - begin, dtype=self.dtype)
         for low in range(begin, end, _BLOCK_NUMEL):
             high = min(low + _BLOCK_NUMEL, end)
             block = self._plane("weights", low, high)
-            found[low - begin : high - begin] = kernels.join(block, self._plane("low", low, high)) if has_low else block
-        return found
+            values[low - begin : high - begin] = (
+                kernels.join(block, self._plane("low", low, high)) if has_low else block
+            )
+        return values
 
-    def over(self, again: Again) -> Stored:  # noqa: ARG002
+    def reopen_files(self, reopen: ReopenFile) -> StoredParameter:  # noqa: ARG002
         """Return self: a checkpoint has no tensor file to reopen."""
         return self
 
     def _plane(self, plane: str, begin: int, end: int) -> torch.Tensor:
-        found = torch.empty(end - begin, dtype=self.reader.contents[self.name].planes[plane])
-        self.reader.read(self.name, plane, begin, found)
-        return found
+        values = torch.empty(end - begin, dtype=self.reader.contents[self.name].planes[plane])
+        self.reader.read(self.name, plane, begin, values)
+        return values
 
 
 class StoredWeights:
@@ -87,21 +89,21 @@ class StoredWeights:
         for name in without_moved(reader.contents):
             first.setdefault(id(state[name]), name)
         is_kept = stays_fp32(model, dtype or torch.float32)
-        self._sources: dict[str, Stored] = {}
+        self._sources: dict[str, StoredParameter] = {}
         for name, value in state.items():
             entry = reader.contents[first[id(value)]]
             if isinstance(value, nn.Parameter):
-                wanted = torch.float32 if is_kept(name) else dtype or entry.planes["weights"]
-                self._sources[name] = Stored(reader, first[id(value)], entry.shape, wanted)
-                if value.dtype != wanted:
-                    value.data = torch.empty(entry.shape, dtype=wanted)
+                target = torch.float32 if is_kept(name) else dtype or entry.planes["weights"]
+                self._sources[name] = StoredParameter(reader, first[id(value)], entry.shape, target)
+                if value.dtype != target:
+                    value.data = torch.empty(entry.shape, dtype=target)
             else:
                 owner, _, key = name.rpartition(".")
-                found = torch.empty(entry.shape, dtype=entry.planes["buffer"])
-                reader.read(first[id(value)], "buffer", 0, found)
-                model.get_submodule(owner)._buffers[key] = found
+                buffer = torch.empty(entry.shape, dtype=entry.planes["buffer"])
+                reader.read(first[id(value)], "buffer", 0, buffer)
+                model.get_submodule(owner)._buffers[key] = buffer
 
-    def source(self, name: str) -> Stored:
+    def source(self, name: str) -> StoredParameter:
         """Return the value source for a parameter."""
         return self._sources[name]
 
@@ -113,7 +115,7 @@ class StoredWeights:
     def files(self) -> dict[str, bytes]:
         """Return {file name: content} of the tokenizer in the checkpoint."""
         return {
-            name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _NOT_THE_TOKENIZERS
+            name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _NON_TOKENIZER_FILES
         }
 
     def close(self) -> None:
@@ -152,13 +154,13 @@ def read_stored(
                 f"{folder} has no config.json, because its model is not a transformers model, so the model cannot be "
                 "built here. Load the checkpoint with engine.load_checkpoint, and export it with engine.export."
             )
-        config = configuration(folder)
+        config = folder_config(folder)
         in_bf16 = any(entry.planes.get("weights") == torch.bfloat16 for entry in reader.contents.values())
         with DeferredInit(0):
             main = dtype or (torch.bfloat16 if in_bf16 else torch.float32)
             model = model_kind(config).auto.from_config(copy.deepcopy(config), dtype=main, **options)
-            settle_buffers(model)
-            use_conversions(model, reader.meta["engine"]["conversions"])
+            recompute_buffers(model)
+            apply_conversions(model, reader.meta["engine"]["conversions"])
         if "generation_config.json" in reader.attached:
             model.generation_config = GenerationConfig.from_pretrained(folder)
         weights = StoredWeights(model, reader, dtype)
@@ -177,20 +179,20 @@ def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
 
 def export_stored(
     folder: Path, out: Path, dtype: torch.dtype | None = None, shard_bytes: int | None = SHARD_BYTES
-) -> Exported:
+) -> ExportResult:
     """Write the checkpoint model to `out`, a new Hugging Face folder, with a progress bar.
 
     dtype: as for StoredWeights. shard_bytes: maximum size per weight file; None for one file. Memory: one parameter.
     Raises CheckpointError with an intact alternative, and ConfigError, DiskError, OffloadError as `write_model`.
     """
-    with offering_another(folder):
+    with suggesting_alternative(folder):
         model, weights = read_stored(folder, dtype)
         total = sum(parameter.nbytes for parameter in model.parameters())
-        with closing(weights), byte_progress("exporting", total) as tell:
+        with closing(weights), byte_progress("exporting", total) as report:
 
             def get(name: str, begin: int, end: int) -> torch.Tensor:
                 value = weights.source(name).read(begin, end)
-                tell(value.nbytes)
+                report(value.nbytes)
                 return value
 
             return write_model(
@@ -201,8 +203,8 @@ def export_stored(
 def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:
     """Raise ConfigError unless checkpoint and model have the same state names and shapes."""
     contents = without_moved(reader.contents)
-    found = {id(state[name]) for name in contents if name in state}
-    wrong = [f"it lacks {name}" for name, value in state.items() if id(value) not in found]
+    shared_ids = {id(state[name]) for name in contents if name in state}
+    wrong = [f"it lacks {name}" for name, value in state.items() if id(value) not in shared_ids]
     for name, entry in contents.items():
         if name not in state:
             wrong.append(f"the model has no {name}")

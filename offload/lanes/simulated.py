@@ -20,7 +20,7 @@ Seconds = Callable[[int], float]
 
 
 @dataclass(eq=False)
-class _Piece:
+class _WorkItem:
     """Waiting work item in a simulated lane."""
 
     number: int
@@ -47,70 +47,70 @@ class _Link:
     """Total work time so far, in seconds."""
 
 
-class PlayedLane(Lane):
+class SimulatedLane(Lane):
     """Simulated queue. With `overtakes` (h2d), ready work runs first, in submission order."""
 
-    def __init__(self, name: str, lanes: PlayedLanes, link: str, seconds: Seconds) -> None:
+    def __init__(self, name: str, lanes: SimulatedLanes, link: str, seconds: Seconds) -> None:
         self.name, self._lanes, self._seconds = name, lanes, seconds
         self.link, self._overtakes = lanes.link(link), name == "h2d"
-        self._queue: deque[_Piece] = deque()
-        self._ready: list[tuple[int, _Piece]] = []
+        self._queue: deque[_WorkItem] = deque()
+        self._ready: list[tuple[int, _WorkItem]] = []
         self._is_busy = False
 
     def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
-        return self.play(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
+        return self.enqueue(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
 
-    def play(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
+    def enqueue(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
         """Queue work for `seconds`, to begin when all tickets in `after` are done."""
         self.position += 1
-        piece = _Piece(self._lanes.next_number(), seconds, Ticket(self.link.name))
+        item = _WorkItem(self._lanes.next_number(), seconds, Ticket(self.link.name))
         for ticket in set(after):
             if not ticket.is_done:
-                piece.num_left += 1
-                ticket.watchers.append(partial(self._is_done, piece, ticket))
+                item.num_left += 1
+                ticket.watchers.append(partial(self._is_done, item, ticket))
         if not self._overtakes:
-            self._queue.append(piece)
-        elif not piece.num_left:
-            heapq.heappush(self._ready, (piece.number, piece))
+            self._queue.append(item)
+        elif not item.num_left:
+            heapq.heappush(self._ready, (item.number, item))
         self._start(self._lanes.now_s)
-        return piece.ticket
+        return item.ticket
 
-    def end(self, piece: _Piece) -> None:
+    def end(self, item: _WorkItem) -> None:
         """Finish a work item and start the next one."""
         self._is_busy = False
-        piece.ticket.finish()
-        self._start(piece.ticket.end)
+        item.ticket.finish()
+        self._start(item.ticket.end)
 
-    def _is_done(self, piece: _Piece, ticket: Ticket) -> None:
-        piece.num_left -= 1
-        piece.last = ticket
-        if not piece.num_left:
+    def _is_done(self, item: _WorkItem, ticket: Ticket) -> None:
+        item.num_left -= 1
+        item.last = ticket
+        if not item.num_left:
             if self._overtakes:
-                heapq.heappush(self._ready, (piece.number, piece))
+                heapq.heappush(self._ready, (item.number, item))
             self._start(ticket.end)
 
-    def _next(self) -> _Piece | None:
+    def _next(self) -> _WorkItem | None:
         if self._overtakes:
             return heapq.heappop(self._ready)[1] if self._ready else None
         return self._queue.popleft() if self._queue and not self._queue[0].num_left else None
 
     def _start(self, time: float) -> None:
-        if self._is_busy or (piece := self._next()) is None:
+        if self._is_busy or (item := self._next()) is None:
             return
         self._is_busy, link = True, self.link
         begin = max(time, link.free_at)
-        if link.name == COMPUTE and piece.last is not None and piece.last.end == time:
-            self._lanes.expose(link.free_at, piece.last)
-        piece.ticket.last(begin, begin + piece.seconds)
-        link.free_at = piece.ticket.end
-        link.busy_s += piece.seconds
-        self._lanes.begun(self, piece)
+        if link.name == COMPUTE and item.last is not None and item.last.end == time:
+            self._lanes.expose(link.free_at, item.last)
+        item.ticket.set_times(begin, begin + item.seconds)
+        link.free_at = item.ticket.end
+        link.busy_s += item.seconds
+        self._lanes.record_start(self, item)
 
 
-class _ByCompute(Lane):
+class _WorkByCompute(Lane):
     """Work done by compute."""
 
-    def __init__(self, name: str, lanes: PlayedLanes, seconds: Seconds) -> None:
+    def __init__(self, name: str, lanes: SimulatedLanes, seconds: Seconds) -> None:
         self.name, self._lanes, self._seconds = name, lanes, seconds
 
     def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
@@ -124,17 +124,17 @@ class _ByCompute(Lane):
         self._lanes.compute(seconds)
 
 
-class _SentByCompute(_ByCompute):
+class _ExchangeByCompute(_WorkByCompute):
     """Gradient reduction over replicas inside compute. Compute waits for the network meanwhile."""
 
     def _work(self, seconds: float) -> None:
         super()._work(seconds)
         self._lanes.link(self.name).busy_s += seconds
         self._lanes.exposed_s[self.name] += seconds
-        self._lanes.sent_s += seconds
+        self._lanes.exchange_s += seconds
 
 
-class PlayedLanes(Lanes):
+class SimulatedLanes(Lanes):
     """Engine lanes with a simulated host clock, `now_s`. Host work and host waits advance the clock.
 
     On a CPU the host computes. With `in_stream`, compute is a separate lane: the host runs ahead, and compute takes at
@@ -146,27 +146,27 @@ class PlayedLanes(Lanes):
         "collective", "network", "update_on_device", "decoding" (bytes read and written; no other compute runs
         meanwhile) and "here" (compute work on states). `inline`: compute does all copies and updates except disk I/O.
         """
-        self.now_s = self.compute_s = self.sent_s = 0.0
+        self.now_s = self.compute_s = self.exchange_s = 0.0
         self.exposed_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._seconds, self._in_stream = seconds, in_stream
         self._links = {name: _Link(name) for name in LANES}
-        self._events: list[tuple[float, int, PlayedLane, _Piece]] = []
+        self._events: list[tuple[float, int, SimulatedLane, _WorkItem]] = []
         self._count = 0
         self._after: list[Ticket] = []
         self._last: Sequence[Ticket] = ()
         super().__init__(overlap=not inline, throttle={})
-        self._compute = PlayedLane(COMPUTE, self, COMPUTE, lambda _: 0.0)
-        self.here, self.here_together = self._inline("here"), self._inline("collective")
-        self.here_between = self._inline("network")
+        self._compute = SimulatedLane(COMPUTE, self, COMPUTE, lambda _: 0.0)
+        self.on_compute, self.collective_on_compute = self._inline("here"), self._inline("collective")
+        self.network_on_compute = self._inline("network")
 
     # -- lanes -----------------------------------------------------------------------------------------------
 
     def _thread(self, name: str, link: str) -> Lane:
-        return PlayedLane(name, self, link, self._seconds.get(name) or self._seconds.get(link, lambda _: 0.0))
+        return SimulatedLane(name, self, link, self._seconds.get(name) or self._seconds.get(link, lambda _: 0.0))
 
     def _inline(self, name: str) -> Lane:
-        kind = _SentByCompute if name == "network" else _ByCompute
-        return kind(name, self, self._seconds.get(name, lambda _: 0.0))
+        lane_class = _ExchangeByCompute if name == "network" else _WorkByCompute
+        return lane_class(name, self, self._seconds.get(name, lambda _: 0.0))
 
     def _open_returning(self) -> Lane:
         return self._thread("returning", "h2d") if self._in_stream else self.h2d  # on a CPU h2d overtakes
@@ -176,17 +176,17 @@ class PlayedLanes(Lanes):
         if not self.overlap:
             return self._inline(DECODING)
         link = COMPUTE if self._in_stream else "h2d"
-        return PlayedLane(DECODING, self, link, self._seconds.get(DECODING, lambda _: 0.0))
+        return SimulatedLane(DECODING, self, link, self._seconds.get(DECODING, lambda _: 0.0))
 
     def _open_device_updates(self) -> tuple[Lane, Lane, Lane]:
-        up, _, down = super()._open_device_updates()
+        h2d, _, d2h = super()._open_device_updates()
         if not self.overlap:
-            return up, self._inline("update_on_device"), down
+            return h2d, self._inline("update_on_device"), d2h
         name, seconds = "update_on_device", self._seconds
         # Device updates do not share the host memory bandwidth, unless one throttle simulates both links.
         if seconds.get(name) not in (None, seconds.get("update")):
             self._links[name] = _Link("update")
-        return up, self._thread(name, name if name in self._links else "update"), down
+        return h2d, self._thread(name, name if name in self._links else "update"), d2h
 
     def link(self, name: str) -> _Link:
         """Return the link `name`, shared by several lanes."""
@@ -195,10 +195,10 @@ class PlayedLanes(Lanes):
     @property
     def busy_s(self) -> dict[str, float]:
         """Total work time per link and for compute, in seconds. If two links have one name, the longer time counts."""
-        found: dict[str, float] = {}
+        busy_s: dict[str, float] = {}
         for link in self._links.values():
-            found[link.name] = max(found.get(link.name, 0.0), link.busy_s)
-        return found | {COMPUTE: max(self.compute_s, found[COMPUTE]) - self.sent_s}
+            busy_s[link.name] = max(busy_s.get(link.name, 0.0), link.busy_s)
+        return busy_s | {COMPUTE: max(self.compute_s, busy_s[COMPUTE]) - self.exchange_s}
 
     # -- compute and the host --------------------------------------------------------------------------------
 
@@ -210,14 +210,14 @@ class PlayedLanes(Lanes):
         work.
         """
         if self._in_stream:
-            taken = max(seconds, host_s)
-            self._last = (self._compute.play(taken, self._after),)
+            duration = max(seconds, host_s)
+            self._last = (self._compute.enqueue(duration, self._after),)
             self._after = []
             self.spend(host_s)
         else:
-            taken = seconds + host_s
-            self.spend(taken)
-        self.compute_s += taken
+            duration = seconds + host_s
+            self.spend(duration)
+        self.compute_s += duration
 
     def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
         if self._in_stream:
@@ -259,10 +259,10 @@ class PlayedLanes(Lanes):
         self._count += 1
         return self._count
 
-    def begun(self, lane: PlayedLane, piece: _Piece) -> None:
+    def record_start(self, lane: SimulatedLane, item: _WorkItem) -> None:
         """Record started work, with a known end time."""
-        heapq.heappush(self._events, (piece.ticket.end, piece.number, lane, piece))
+        heapq.heappush(self._events, (item.ticket.end, item.number, lane, item))
 
     def _end_next(self) -> None:
-        _, _, lane, piece = heapq.heappop(self._events)
-        lane.end(piece)
+        _, _, lane, item = heapq.heappop(self._events)
+        lane.end(item)

@@ -10,12 +10,12 @@ import torch
 
 
 @dataclass(frozen=True)
-class Apart:
+class Difference:
     """The first difference between the offloaded and the resident side."""
 
     step: int
     """Step after which the difference appears, counted from 1."""
-    what: str
+    name: str
     """Differing value: "loss", "grad_norm", or a parameter name."""
     element: tuple[int, ...]
     """Element index in the parameter; () for a scalar."""
@@ -25,16 +25,16 @@ class Apart:
     """Value on the resident side."""
 
     def __str__(self) -> str:
-        place = f"{self.what}{list(self.element)}" if self.element else self.what
+        place = f"{self.name}{list(self.element)}" if self.element else self.name
         return f"step {self.step}, {place}: offloaded {self.offloaded!r}, resident {self.resident!r}"
 
     def fields(self) -> dict[str, Any]:
         """Return a JSON object."""
-        is_number = self.what in ("loss", "grad_norm")
+        is_number = self.name in ("loss", "grad_norm")
         return {
             "step": self.step,
-            "what": self.what if is_number else "weight",
-            "parameter": None if is_number else self.what,
+            "what": self.name if is_number else "weight",
+            "parameter": None if is_number else self.name,
             "element": list(self.element),
             "offloaded": json_number(self.offloaded),
             "resident": json_number(self.resident),
@@ -42,7 +42,7 @@ class Apart:
 
 
 @dataclass
-class WeightsApart:
+class WeightComparison:
     """Comparison between the weights on two sides, one parameter at a time."""
 
     num_parameters: int = 0
@@ -53,31 +53,31 @@ class WeightsApart:
     """Elements with different bits, for each differing parameter."""
     largest: float = 0.0
     """Largest absolute difference between two elements."""
-    first: Apart | None = None
+    first: Difference | None = None
     """First difference in parameter order. None: no difference."""
     _distance: float = 0.0
-    _moved: float = 0.0
+    _change: float = 0.0
 
     def add(
-        self, step: int, name: str, offloaded: torch.Tensor, resident: torch.Tensor, begun: torch.Tensor | None = None
+        self, step: int, name: str, offloaded: torch.Tensor, resident: torch.Tensor, initial: torch.Tensor | None = None
     ) -> None:
         """Compare a parameter bit for bit. Tensors: fp32, equal shape, on the CPU.
 
-        begun: common initial value, for `distance`.
+        initial: common initial value, for `distance`.
         """
         self.num_parameters += 1
         self.num_elements += offloaded.numel()
-        found = first_element(offloaded, resident)
-        if found is not None:
-            element, count = found
+        mismatch = first_mismatch(offloaded, resident)
+        if mismatch is not None:
+            element, count = mismatch
             gap = (offloaded.double() - resident.double()).abs_()
             self.differing[name] = count
             self.largest = max(self.largest, gap.max().item()) if not gap.isnan().any() else math.nan
             self._distance += gap.square_().sum().item()
-            here = Apart(step, name, element, offloaded[element].item(), resident[element].item())
-            self.first = self.first or here
-        if begun is not None:
-            self._moved += (resident.double() - begun.double()).square_().sum().item()
+            difference = Difference(step, name, element, offloaded[element].item(), resident[element].item())
+            self.first = self.first or difference
+        if initial is not None:
+            self._change += (resident.double() - initial.double()).square_().sum().item()
 
     @property
     def distance(self) -> float:
@@ -87,7 +87,7 @@ class WeightsApart:
         """
         if not self.differing:
             return 0.0
-        return math.sqrt(self._distance / self._moved) if self._moved else math.inf
+        return math.sqrt(self._distance / self._change) if self._change else math.inf
 
     def fields(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -101,7 +101,7 @@ class WeightsApart:
         }
 
 
-def first_element(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+def first_mismatch(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
     """Return the index of the first element with different bits, and the count of such elements.
 
     None: all equal. Both tensors are fp32. NaN equals itself; 0.0 differs from -0.0.

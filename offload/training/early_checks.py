@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from offload.config.config import Config
-from offload.config.sections import GIVEN
+from offload.config.sections import PYTHON_PREFIX
 from offload.data.sources import check_exists
-from offload.hf.places import find_model
+from offload.hf.model_path import find_model
 
 
 def check_names(config: Config) -> None:
@@ -18,7 +18,7 @@ def check_names(config: Config) -> None:
     goes_on = config.run.dir is not None and (Path(config.run.dir) / "checkpoints").is_dir()
     if goes_on or config.checkpoint.resume not in ("auto", "never"):
         return
-    if config.model.path is not None and not config.model.path.startswith(GIVEN):
+    if config.model.path is not None and not config.model.path.startswith(PYTHON_PREFIX):
         find_model(config.model.path)
     for setting in ("source", "sources", "eval_source"):
         for each in getattr(config.data, setting):

@@ -23,7 +23,7 @@ METRICS = "metrics.jsonl"
 _STEPS = "steps"
 
 
-class Piece(NamedTuple):
+class TraceSpan(NamedTuple):
     """One interval of lane work, in seconds from the step start, clipped to the step."""
 
     lane: str
@@ -33,17 +33,17 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptStep:
+class TracedStep:
     """A step in the trace."""
 
     number: int
     seconds: float
-    pieces: tuple[Piece, ...]
+    spans: tuple[TraceSpan, ...]
     """Sorted by start; without overlap within a lane."""
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RunRecord:
     """Contents of a run folder. Missing files are empty and listed in `notes`."""
 
     path: Path
@@ -53,7 +53,7 @@ class Recorded:
     env: Mapping[str, Any]
     steps: tuple[Mapping[str, Any], ...]
     """Lines of metrics.jsonl in step order."""
-    kept: Mapping[int, KeptStep]
+    traced_steps: Mapping[int, TracedStep]
     """Steps in trace.json.gz, by number."""
     notes: tuple[str, ...]
     """Sentences about missing or damaged files."""
@@ -61,14 +61,14 @@ class Recorded:
     """True if a process of this run is alive on this machine."""
 
     @classmethod
-    def read(cls, path: Path, *, is_over: bool = False) -> Recorded:
+    def read(cls, path: Path, *, is_over: bool = False) -> RunRecord:
         """Read a run folder. Raises ConfigError for other folders.
 
         `is_over`: the run has ended, whatever its processes do.
         """
         if not path.is_dir():
-            what = "is a file" if path.exists() else "does not exist"
-            raise ConfigError(f"{path} {what}; give the folder of a run, the --run.dir of train.")
+            problem = "is a file" if path.exists() else "does not exist"
+            raise ConfigError(f"{path} {problem}; give the folder of a run, the --run.dir of train.")
         if not any((path / name).is_file() for name in (METRICS, "plan.json", "env.json")):
             raise ConfigError(
                 f"{path} is not the folder of a run: it has neither {METRICS} nor plan.json nor env.json; give the "
@@ -82,7 +82,7 @@ class Recorded:
             _mapping(path / "plan.json", json.loads, notes),
             env,
             _lines(path / METRICS, notes),
-            _kept(path / "trace.json.gz", notes),
+            _traced_steps(path / "trace.json.gz", notes),
             tuple(notes),
             not is_over and _runs(env, path / "env.json"),
         )
@@ -105,21 +105,21 @@ def number(fields: Any, *keys: str) -> float | None:
 
 def _mapping(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
     try:
-        found = parse(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         notes.append(f"{path.name} is missing.")
     except (OSError, ValueError, yaml.YAMLError) as error:
         notes.append(f"{path.name} cannot be read: {shorten(' '.join(str(error).split()))}")
     else:
-        if isinstance(found, Mapping):
-            return found
+        if isinstance(content, Mapping):
+            return content
         notes.append(f"{path.name} does not hold a mapping.")
     return {}
 
 
 def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     """Return the complete lines in step order. For repeated steps, the last line counts."""
-    found: dict[int, Mapping[str, Any]] = {}
+    steps: dict[int, Mapping[str, Any]] = {}
     num_torn = 0
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -129,7 +129,7 @@ def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
                 except ValueError:
                     fields = None
                 if isinstance(fields, Mapping) and type(fields.get("step")) is int:
-                    found[fields["step"]] = fields
+                    steps[fields["step"]] = fields
                 else:
                     num_torn += 1
     except OSError as error:
@@ -137,18 +137,18 @@ def _lines(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
         return ()
     if num_torn:
         notes.append(f"{path.name}: {counted(num_torn, 'line')} left out as unreadable, perhaps from a killed run.")
-    if not found:
+    if not steps:
         notes.append(f"{path.name} has no steps.")
-    return tuple(found[step] for step in sorted(found))
+    return tuple(steps[step] for step in sorted(steps))
 
 
-def _kept(path: Path, notes: list[str]) -> dict[int, KeptStep]:
+def _traced_steps(path: Path, notes: list[str]) -> dict[int, TracedStep]:
     """Return the steps in a Trace Event Format file written by `Trace`."""
     try:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         lanes = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
         work = [
-            Piece(lanes[each["tid"]], each["name"], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6)
+            TraceSpan(lanes[each["tid"]], each["name"], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6)
             for each in events
             if each["ph"] == "X"
         ]
@@ -158,19 +158,19 @@ def _kept(path: Path, notes: list[str]) -> dict[int, KeptStep]:
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         notes.append(f"{path.name} cannot be read: {shorten(str(error))}")
         return {}
-    kept: dict[int, KeptStep] = {}
+    traced_steps: dict[int, TracedStep] = {}
     for step in work:
-        what, _, which = step.name.partition(" ")
-        if step.lane == _STEPS and what == "step" and which.isdigit() and step.end > step.begin:
-            kept[int(which)] = KeptStep(int(which), step.end - step.begin, _within(step, work))
-    return kept
+        word, _, number = step.name.partition(" ")
+        if step.lane == _STEPS and word == "step" and number.isdigit() and step.end > step.begin:
+            traced_steps[int(number)] = TracedStep(int(number), step.end - step.begin, _within(step, work))
+    return traced_steps
 
 
-def _within(step: Piece, work: list[Piece]) -> tuple[Piece, ...]:
+def _within(step: TraceSpan, work: list[TraceSpan]) -> tuple[TraceSpan, ...]:
     return tuple(
-        piece._replace(begin=max(piece.begin, step.begin) - step.begin, end=min(piece.end, step.end) - step.begin)
-        for piece in work
-        if piece.lane != _STEPS and piece.begin < step.end and piece.end > step.begin
+        span._replace(begin=max(span.begin, step.begin) - step.begin, end=min(span.end, step.end) - step.begin)
+        for span in work
+        if span.lane != _STEPS and span.begin < step.end and span.end > step.begin
     )
 
 

@@ -16,7 +16,7 @@ _BYTES = 625 * 4
 """Mersenne twister state: 624 words and the position."""
 
 
-class Drawn(NamedTuple):
+class RngState(NamedTuple):
     """State of both generators at one moment.
 
     Other threads may draw from the generators too, so the state is restored only after a draw.
@@ -33,17 +33,17 @@ class Drawn(NamedTuple):
     """
 
     @classmethod
-    def so_far(cls, before: Drawn | None = None) -> Drawn:
+    def capture(cls, before: RngState | None = None) -> RngState:
         """Return the present state. Returns `before` itself if nothing was drawn since."""
-        python, memory = random.getstate(), _memory()
+        python, memory = random.getstate(), _generator_memory()
         if before is not None and memory is not None and memory == before.memory:
             return before if python == before.python else cls(python, before.numpy, memory)
         numpy: Any = np.random.get_state(legacy=False)
-        tells_all = memory is not None and memory == _whole(**numpy["state"]) and not numpy["has_gauss"]
-        now = cls(python, numpy, memory if tells_all else None)
-        return before if before is not None and now.is_as(before) else now
+        is_complete = memory is not None and memory == _twister_memory(**numpy["state"]) and not numpy["has_gauss"]
+        now = cls(python, numpy, memory if is_complete else None)
+        return before if before is not None and now.equals(before) else now
 
-    def is_as(self, other: Drawn) -> bool:
+    def equals(self, other: RngState) -> bool:
         """True if nothing was drawn between the two moments."""
         if self is other:
             return True
@@ -51,14 +51,14 @@ class Drawn(NamedTuple):
 
     def put_back(self) -> None:
         """Restore both generators to this moment."""
-        if Drawn.so_far(self) is not self:
+        if RngState.capture(self) is not self:
             random.setstate(self.python)
             np.random.set_state(self.numpy)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore this moment during the context; afterwards, restore the present state."""
-        now = Drawn.so_far(self)
+        now = RngState.capture(self)
         self.put_back()
         try:
             yield
@@ -66,12 +66,12 @@ class Drawn(NamedTuple):
             now.put_back()
 
 
-def _memory() -> bytes | None:
+def _generator_memory() -> bytes | None:
     """Return the raw memory of the numpy default generator. None: not a Mersenne twister."""
     generator = np.random.mtrand.get_bit_generator()
     return ctypes.string_at(generator.ctypes.state_address, _BYTES) if type(generator) is np.random.MT19937 else None
 
 
-def _whole(key: np.ndarray[Any, Any], pos: int) -> bytes:
+def _twister_memory(key: np.ndarray[Any, Any], pos: int) -> bytes:
     """Return the raw memory for a Mersenne twister state."""
     return key.tobytes() + pos.to_bytes(4, sys.byteorder)

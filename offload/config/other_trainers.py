@@ -87,18 +87,18 @@ _NAMES: dict[str, str] = {
     "lora.config": "peft_config lora_config",
     "lora.adapter": "adapter_name_or_path adapter_path lora_model_dir",
 }  # fmt: skip
-FAMILIAR = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+EQUIVALENT_SETTINGS = {name: ours for ours, names in _NAMES.items() for name in names.split()}
 
 
 _RENAMED = {"data.eval_fraction": "data.eval_share"}
 """Keys from earlier versions, still found in configurations and checkpoints."""
 
 
-def present_name(key: str) -> str:
+def current_name(key: str) -> str:
     """Return the current name for a key."""
     return _RENAMED.get(key.replace("-", "_"), key)
 
 
-def familiar(name: str) -> str | None:
+def equivalent_setting(name: str) -> str | None:
     """Return the equivalent here for a setting in another trainer: a key or an option, perhaps with a short remark."""
-    return FAMILIAR.get(name.lower().replace("-", "_"))
+    return EQUIVALENT_SETTINGS.get(name.lower().replace("-", "_"))

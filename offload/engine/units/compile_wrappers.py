@@ -11,7 +11,7 @@ from offload.errors import warn
 _MOST_NAMES = 3
 
 
-def uncompiled(model: nn.Module, compiles: str = "auto") -> nn.Module:
+def remove_compile_wrappers(model: nn.Module, compiles: str = "auto") -> nn.Module:
     """Return the model with the original forwards instead of compiled ones.
 
     Applies to the whole model, inner modules (`torch.compile(module)`, `module.compile()`) and compiled forwards set on
@@ -19,27 +19,27 @@ def uncompiled(model: nn.Module, compiles: str = "auto") -> nn.Module:
     itself. Forwards compiled in a class body, and compiled functions called by a forward, stay compiled. `compiles`:
     the engine setting "auto" or "never", for the warning text.
     """
-    found = []
+    compiled_names = []
     if _is_wrapper(model):
-        found.append("the model")
-        model = _unwrapped(model)
+        compiled_names.append("the model")
+        model = _unwrap(model)
     for name, module in list(model.named_modules(remove_duplicate=False)):
         for key, child in module._modules.items():
             if child is not None and _is_wrapper(child):
-                module._modules[key] = _unwrapped(child)
-                found.append(f"{name}.{key}".lstrip("."))
+                module._modules[key] = _unwrap(child)
+                compiled_names.append(f"{name}.{key}".lstrip("."))
         if module._compiled_call_impl is not None:
             module._compiled_call_impl = None
-            found.append(name or "the model")
+            compiled_names.append(name or "the model")
         if _is_compiled(forward := vars(module).get("forward")):
             own = forward._torchdynamo_orig_callable
             if getattr(own, "__func__", None) is type(module).forward:
                 del module.forward
             else:
                 module.forward = own
-            found.append(name or "the model")
-    if found:
-        names = [name.replace("._orig_mod", "") for name in dict.fromkeys(found)]
+            compiled_names.append(name or "the model")
+    if compiled_names:
+        names = [name.replace("._orig_mod", "") for name in dict.fromkeys(compiled_names)]
         rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         warn(
             f"torch.compile was removed from {', '.join(names[:_MOST_NAMES])}{rest}, because it cannot trace offloaded "
@@ -52,7 +52,7 @@ def _is_wrapper(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
-def _unwrapped(wrapper: Any) -> nn.Module:
+def _unwrap(wrapper: Any) -> nn.Module:
     """Return the wrapped module, and redirect wrapper calls to the module."""
     module: nn.Module = wrapper._orig_mod
     wrapper.forward = module.__call__

@@ -18,7 +18,7 @@ from offload.errors import ConfigError
 from offload.files.user_cache import default_cache_dir
 
 
-def as_file(rows: Any, name: str) -> str:
+def write_rows(rows: Any, name: str) -> str:
     """Write rows as JSON lines into the cache, in a folder named by their hash.
 
     Return the path. A path is returned unchanged. A row is a text, or a mapping as in `formats`; values may be arrays
@@ -57,11 +57,11 @@ def _rows(rows: Any, name: str) -> Iterable[Any]:
     if isinstance(rows, Iterable):
         return rows
     if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
-        return _numbered(rows)
+        return _iterate_by_index(rows)
     raise ConfigError(f"{name} is a {type(rows).__name__}; it should be a path, a list of rows, or a data set.")
 
 
-def _numbered(rows: Any) -> Iterator[Any]:
+def _iterate_by_index(rows: Any) -> Iterator[Any]:
     for index in range(len(rows)):
         yield rows[index]
 

@@ -22,11 +22,11 @@ class Holder(Protocol):
     def values_of(self, info: ParameterInfo) -> torch.Tensor:
         """Return a fresh CPU copy of a parameter. Raises if unavailable."""
 
-    def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
+    def refuse(self, info: ParameterInfo, operation: str, detail: str = "") -> None:
         """Raise ConfigError for a forbidden operation, unless performed by the engine.
 
-        `what`: "write", "in place" (a write by an operation), "gradient", "hook" or "address". `how`: description of a
-        write.
+        `operation`: "write", "in place" (a write by an operation), "gradient", "hook" or "address". `detail`:
+        description of a write.
         """
 
     def gradient_of(self, info: ParameterInfo) -> torch.Tensor | None:
@@ -61,7 +61,7 @@ class OffloadedTensor(torch.Tensor):
     """Returns a fresh copy on the device."""
     blocks: RowBlocks | None = None
     """Row blocks of a cut weight or bias. None: uncut."""
-    hangs = False
+    is_placeholder = False
     """True for the placeholder in the model. Gradients must not arrive there."""
 
     @classmethod
@@ -75,20 +75,26 @@ class OffloadedTensor(torch.Tensor):
         if func in _WRITES and isinstance(args[0], OffloadedTensor):
             if args[1:] == (None,):
                 args[0].holder.check_drop(args[0].info)
-            elif func == _GIVE and args[0].hangs and _is_in_place(args[0].holder.gradient_of(args[0].info), args[1]):
+            elif (
+                func == _SET_GRAD
+                and args[0].is_placeholder
+                and _is_in_place(args[0].holder.gradient_of(args[0].info), args[1])
+            ):
                 return None  # `parameter.grad *= 0.5` assigns the result, which is the engine's own memory
             else:
                 args[0].holder.refuse(args[0].info, "write", _WRITES[func])
         if func in _ADDRESSES and isinstance(args[0], OffloadedTensor):
             args[0].holder.refuse(args[0].info, "address")
-        if func in _HOOKS and args[0].hangs:
+        if func in _HOOKS and args[0].is_placeholder:
             args[0].holder.refuse(args[0].info, "hook")
-        if func == _LOOK and args[0].hangs:
+        if func == _GET_GRAD and args[0].is_placeholder:
             return args[0].holder.gradient_of(args[0].info)
         if func is torch._has_compatible_shallow_copy_type:  # Conversion by Module.to and similar methods.
-            own, made = args
-            if isinstance(own, OffloadedTensor) and not own.is_same(made):
-                own.holder.refuse(own.info, "write", f"become {list(made.shape)} of {made.dtype} on {made.device}")
+            own, converted = args
+            if isinstance(own, OffloadedTensor) and not own.is_same(converted):
+                own.holder.refuse(
+                    own.info, "write", f"become {list(converted.shape)} of {converted.dtype} on {converted.device}"
+                )
         if func in _READS:
             args, kwargs = tree_map(_copy, (args, kwargs))
         return past_subclasses(func, *args, **kwargs)
@@ -104,21 +110,21 @@ class OffloadedTensor(torch.Tensor):
             return _view(func, args, kwargs)
         if func._schema.is_mutable:
             arguments = func._schema.arguments
-            given = {each.name: value for each, value in zip(arguments, args, strict=False)} | kwargs
-            changed = [given.get(each.name) for each in arguments if each.is_write]
+            inputs = {each.name: value for each, value in zip(arguments, args, strict=False)} | kwargs
+            changed = [inputs.get(each.name) for each in arguments if each.is_write]
             for leaf in tree_leaves(changed):
                 if isinstance(leaf, OffloadedTensor):
                     leaf.holder.refuse(leaf.info, "in place", f"be written to, by {func}")
-        found: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}
 
-        def bring(leaf: Any) -> Any:
+        def fetch(leaf: Any) -> Any:
             if not isinstance(leaf, OffloadedTensor):
                 return leaf
-            if id(leaf) not in found:
-                found[id(leaf)] = leaf.values()
-            return found[id(leaf)]
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.values()
+            return copies[id(leaf)]
 
-        args, kwargs = tree_map(bring, (args, kwargs))
+        args, kwargs = tree_map(fetch, (args, kwargs))
         return func(*args, **kwargs)
 
     @property
@@ -139,7 +145,7 @@ class OffloadedTensor(torch.Tensor):
             and (other.shape, other.stride(), other.dtype) == (self.shape, self.stride(), self.dtype)
         )
 
-    def copied(self) -> torch.Tensor:
+    def to_ordinary(self) -> torch.Tensor:
         """Return an ordinary tensor or Parameter with the values."""
         if isinstance(self, nn.Parameter):
             return nn.Parameter(self.values(), requires_grad=self.requires_grad)
@@ -149,16 +155,16 @@ class OffloadedTensor(torch.Tensor):
         self.holder.refuse(self.info, "write", "swap with another tensor")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.copied())
+        return repr(self.to_ordinary())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), self.copied())
+        return memo.setdefault(id(self), self.to_ordinary())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.copied().__reduce_ex__(protocol)
+        return self.to_ordinary().__reduce_ex__(protocol)
 
 
-def stand_in(
+def make_placeholder(
     info: ParameterInfo, dtype: torch.dtype, device: torch.device, holder: Holder, blocks: RowBlocks | None = None
 ) -> nn.Parameter:
     """Return the placeholder for a parameter, with the dtype and device of compute.
@@ -166,20 +172,20 @@ def stand_in(
     An arriving gradient would be lost and is refused. `blocks`: row blocks of a cut parameter, for the operations on
     the weight.
     """
-    made = _make(torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
-    made.values = lambda: holder.values_of(info).to(device)
-    made.hangs = made._is_param = True
-    made.blocks = blocks
+    placeholder = _make_tensor(torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
+    placeholder.values = lambda: holder.values_of(info).to(device)
+    placeholder.is_placeholder = placeholder._is_param = True
+    placeholder.blocks = blocks
     if info.trainable:
-        made.requires_grad_()
-        past_subclasses(made.register_hook, lambda _: holder.refuse(info, "gradient"))
-    return cast(nn.Parameter, made)
+        placeholder.requires_grad_()
+        past_subclasses(placeholder.register_hook, lambda _: holder.refuse(info, "gradient"))
+    return cast(nn.Parameter, placeholder)
 
 
-def _make(like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder) -> Any:
+def _make_tensor(like: torch.Tensor, device: torch.device, info: ParameterInfo, holder: Holder) -> Any:
     # Torch sees device `meta`: another tensor can never adopt the memory (`other.data = this`), and `device` reports
     # the true place.
-    made = torch.Tensor._make_wrapper_subclass(
+    tensor = torch.Tensor._make_wrapper_subclass(
         OffloadedTensor,
         like.shape,
         strides=like.stride(),
@@ -189,36 +195,36 @@ def _make(like: torch.Tensor, device: torch.device, info: ParameterInfo, holder:
         dispatch_device=True,
     )
     # Otherwise `data_ptr()` returns 0, and a read there kills the process.
-    torch._C._set_throw_on_mutable_data_ptr(made)
-    made.info, made.holder, made.place = info, holder, device
-    return made
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    tensor.info, tensor.holder, tensor.place = info, holder, device
+    return tensor
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply a view function to a placeholder; return placeholder views."""
     base = args[0]
     like = torch.empty(0, dtype=base.dtype, device="meta").as_strided(base.shape, base.stride())
-    found = func(like, *args[1:], **kwargs)
-    made = []
-    for number, each in enumerate([found] if isinstance(found, torch.Tensor) else found):
-        view = _make(each, base.place, base.info, base.holder)
+    result = func(like, *args[1:], **kwargs)
+    views = []
+    for number, each in enumerate([result] if isinstance(result, torch.Tensor) else result):
+        view = _make_tensor(each, base.place, base.info, base.holder)
         view.values = partial(_values_of_view, base, func, args[1:], kwargs, number)
-        made.append(view)
-    return made[0] if isinstance(found, torch.Tensor) else made
+        views.append(view)
+    return views[0] if isinstance(result, torch.Tensor) else views
 
 
 def _values_of_view(base: OffloadedTensor, func: Any, args: Any, kwargs: Any, number: int) -> torch.Tensor:
-    made = func(base.values(), *args, **kwargs)
-    return made if isinstance(made, torch.Tensor) else made[number]
+    result = func(base.values(), *args, **kwargs)
+    return result if isinstance(result, torch.Tensor) else result[number]
 
 
 def _copy(leaf: Any) -> Any:
     return copy.deepcopy(leaf) if isinstance(leaf, OffloadedTensor) else leaf
 
 
-def _is_in_place(gradient: torch.Tensor | None, given: torch.Tensor) -> bool:
-    """True if `given` is the memory of a gradient."""
-    return gradient is not None and given.shape == gradient.shape and given.data_ptr() == gradient.data_ptr()
+def _is_in_place(gradient: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    """True if `tensor` is the memory of a gradient."""
+    return gradient is not None and tensor.shape == gradient.shape and tensor.data_ptr() == gradient.data_ptr()
 
 
 def _without_weight(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +235,8 @@ _BY_BLOCKS: dict[Any, Callable[..., torch.Tensor]] = {
     functional.linear: RowBlocks.linear,
     functional.embedding: RowBlocks.embedding,
 }
-_LOOK = vars(torch._C.TensorBase)["grad"].__get__
-_GIVE = vars(torch._C.TensorBase)["grad"].__set__
+_GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
+_SET_GRAD = vars(torch._C.TensorBase)["grad"].__set__
 _READS = {
     torch.Tensor.numpy,
     torch.Tensor.__array__,
@@ -244,7 +250,7 @@ _READS = {
 _ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.storage}
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 _WRITES = {
-    _GIVE: "be given a gradient",
+    _SET_GRAD: "be given a gradient",
     torch.Tensor.share_memory_: "move into shared memory",
     torch.Tensor.set_: "be given another storage",
 }

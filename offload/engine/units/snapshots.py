@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.engine.units.belongings import Belongings, NotePlace, same_bits
-from offload.engine.units.drawn import Drawn
+from offload.engine.units.rng_state import RngState
+from offload.engine.units.state_snapshot import AttributePlace, StateSnapshot, same_bits
 from offload.tiers.device import Device
 
-_OF_FORWARD = (
+_FORWARD_HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
@@ -30,104 +30,107 @@ BufferPlace = tuple[nn.Module, str]
 
 def buffer_places(modules: Iterable[nn.Module]) -> set[BufferPlace]:
     """Return the places for all buffers in these modules."""
-    return {(module, key) for module in modules for key, found in module._buffers.items() if found is not None}
+    return {(module, key) for module in modules for key, buffer in module._buffers.items() if buffer is not None}
 
 
-class Condition:
-    """Snapshot of module attributes, buffer references, `moving` buffer values, and all state reachable from `notes`.
+class ModuleSnapshot:
+    """Snapshot of module attributes, buffer references and `moving` buffer values.
 
-    A forward may assign to all of these or change them in place. Attributes include `training` and buffer bookkeeping
-    (for example the length of a grown table). Hooks registered by a forward are covered too.
+    Includes all state reachable from `mutable_attributes`. A forward may assign to all of these or change them in
+    place. Attributes include `training` and buffer bookkeeping (for example the length of a grown table). Hooks
+    registered by a forward are covered too.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         moving: Iterable[BufferPlace],
-        notes: Iterable[NotePlace],
+        mutable_attributes: Iterable[AttributePlace],
         ignores: Callable[[torch.Tensor], bool],
     ) -> None:
         """`ignores`: True for a tensor over engine weights."""
-        self._places, self._ignores = notes, ignores
-        self._notes = self._notes_now() if notes else None
+        self._mutable_attributes, self._ignores = mutable_attributes, ignores
+        self._mutable_state = self._capture_mutable_state() if mutable_attributes else None
         self._modules, self._next_hook = modules, RemovableHandle.next_id
-        self._attributes = Dicts(map(vars, modules))
+        self._attributes = DictSnapshots(map(vars, modules))
         self._hooks = _hooks(modules)
-        self._buffers = Dicts(map(attrgetter("_buffers"), modules))
-        found = [(module, key, module._buffers.get(key)) for module, key in moving]
-        self._values = [(m, key, t, _version(t), t.detach().clone()) for m, key, t in found if t is not None]
+        self._buffers = DictSnapshots(map(attrgetter("_buffers"), modules))
+        buffers = [(module, key, module._buffers.get(key)) for module, key in moving]
+        self._values = [(m, key, t, _version(t), t.detach().clone()) for m, key, t in buffers if t is not None]
 
-    def moved(self) -> set[BufferPlace]:
+    def changed_buffers(self) -> set[BufferPlace]:
         """Return the places of buffers with a changed value.
 
         Values are compared, since native batch norm leaves `_version` unchanged.
         """
-        noted = {(module, key): value for module, key, _, _, value in self._values}
-        same = {(module, key) for (module, key), value in noted.items() if same_bits(module._buffers.get(key), value)}
-        return (buffer_places(self._modules) | set(noted)) - same
+        saved = {(module, key): value for module, key, _, _, value in self._values}
+        same = {(module, key) for (module, key), value in saved.items() if same_bits(module._buffers.get(key), value)}
+        return (buffer_places(self._modules) | set(saved)) - same
 
     def put_back(self) -> None:
         """Restore the snapshot."""
         self._attributes.put_back()
-        if self._notes is not None:
-            self._notes.put_back()
+        if self._mutable_state is not None:
+            self._mutable_state.put_back()
         self._put_back_buffers()
         if RemovableHandle.next_id > self._next_hook:
             for module in self._modules:
                 _drop_hooks(module, self._next_hook)
 
     @contextmanager
-    def attributes_again(self) -> Iterator[None]:
+    def attributes_restored(self) -> Iterator[None]:
         """Restore attributes and hooks to the snapshot during the context; afterwards, restore the present state."""
-        then, hooks = self._attributes, _hooks(self._modules)
-        now = then if then.are_as_then else Dicts(map(vars, self._modules))
-        if now is not then:
-            then.put_back()
-        _hang(self._hooks, hooks)  # A forward may register hooks and remove them again.
+        saved, hooks = self._attributes, _hooks(self._modules)
+        now = saved if saved.are_unchanged else DictSnapshots(map(vars, self._modules))
+        if now is not saved:
+            saved.put_back()
+        _install_hooks(self._hooks, hooks)  # A forward may register hooks and remove them again.
         try:
             yield
         finally:
             now.put_back()
-            _hang(hooks, self._hooks)
+            _install_hooks(hooks, self._hooks)
 
     @contextmanager
-    def values_again(self, moving: Collection[BufferPlace]) -> Iterator[None]:
-        """Restore buffers and notes to the snapshot during the context; afterwards, restore the present state.
+    def values_restored(self, moving: Collection[BufferPlace]) -> Iterator[None]:
+        """Restore buffers and mutable attributes during the context; afterwards, restore the present state.
 
         `moving`: buffers with present values to restore too.
         """
-        if not self._values and not moving and self._notes is None and self._buffers.are_as_then:
+        if not self._values and not moving and self._mutable_state is None and self._buffers.are_unchanged:
             put_back = self._buffers.put_back
         else:
-            put_back = Condition(self._modules, moving, self._places, self._ignores)._put_back_values
+            put_back = ModuleSnapshot(self._modules, moving, self._mutable_attributes, self._ignores)._put_back_values
             self._put_back_values()
         try:
             yield
         finally:
             put_back()
 
-    def _notes_now(self) -> Belongings:
-        found = {f"{number}.{key}": vars(module).get(key) for number, (module, key) in enumerate(self._places)}
-        return Belongings(found, self._ignores)
+    def _capture_mutable_state(self) -> StateSnapshot:
+        values = {
+            f"{number}.{key}": vars(module).get(key) for number, (module, key) in enumerate(self._mutable_attributes)
+        }
+        return StateSnapshot(values, self._ignores)
 
     def _put_back_values(self) -> None:
-        if self._notes is not None:
-            self._notes.put_back()
+        if self._mutable_state is not None:
+            self._mutable_state.put_back()
         self._put_back_buffers()
 
     def _put_back_buffers(self) -> None:
-        hung = [module._buffers.get(key) for module, key, *_ in self._values]
+        buffers = [module._buffers.get(key) for module, key, *_ in self._values]
         self._buffers.put_back()
         with torch.no_grad():
-            for (module, key, tensor, version, value), was_hung in zip(self._values, hung, strict=True):
-                if was_hung is tensor and not tensor.is_inference():
+            for (module, key, tensor, version, value), buffer in zip(self._values, buffers, strict=True):
+                if buffer is tensor and not tensor.is_inference():
                     tensor.copy_(value)
                 elif version is None or _version(tensor) != version:
                     # Changed and then replaced: a saved graph may still hold the old tensor.
                     module._buffers[key] = value.clone()
 
 
-class Moment:
+class PassSnapshot:
     """Snapshot of RNGs and modules at one moment."""
 
     def __init__(
@@ -135,61 +138,61 @@ class Moment:
         device: Device,
         modules: Sequence[nn.Module],
         moving: Iterable[BufferPlace],
-        notes: Iterable[NotePlace],
+        mutable_attributes: Iterable[AttributePlace],
         ignores: Callable[[torch.Tensor], bool],
-        is_asked: bool = True,
-        last: Moment | None = None,
+        may_repeat: bool = True,
+        last: PassSnapshot | None = None,
     ) -> None:
         """Take the snapshot.
 
-        `moving`: buffers with possible in-place changes. `notes`, `ignores`: as for `Condition`. `is_asked`: random
-        draws after this moment may need to be repeated. `last`: the previous moment; if no Python or numpy random
-        number was drawn since then, `last.drawn_again` becomes a no-op.
+        `moving`: buffers with possible in-place changes. `mutable_attributes`, `ignores`: as for
+        `ModuleSnapshot`. `may_repeat`: random draws after this moment may need to be repeated. `last`: the previous
+        snapshot; if no Python or numpy random number was drawn since then, `last.draws_repeated` becomes a no-op.
         """
         self._device, self.random = device, device.random_state()
-        before = None if last is None else last._drawn
-        self._drawn: Drawn | None = Drawn.so_far(before) if is_asked else None
-        self._draws = is_asked
-        if last is not None and before is self._drawn:
-            last._draws = False
-        self.condition = Condition(modules, moving, notes, ignores)
+        before = None if last is None else last._rng_state
+        self._rng_state: RngState | None = RngState.capture(before) if may_repeat else None
+        self._may_repeat = may_repeat
+        if last is not None and before is self._rng_state:
+            last._may_repeat = False
+        self.modules = ModuleSnapshot(modules, moving, mutable_attributes, ignores)
 
-    def drawn_again(self) -> AbstractContextManager[None]:
+    def draws_repeated(self) -> AbstractContextManager[None]:
         """Return a context that repeats the Python and numpy random draws made after this moment."""
-        return self._drawn.again() if self._drawn is not None and self._draws else _NOTHING
+        return self._rng_state.restored() if self._rng_state is not None and self._may_repeat else _NOTHING
 
     def put_back(self) -> None:
         """Restore RNGs and modules."""
         self._device.set_random_state(self.random)
-        if self._drawn is not None:
-            self._drawn.put_back()
-        self.condition.put_back()
+        if self._rng_state is not None:
+            self._rng_state.put_back()
+        self.modules.put_back()
 
 
-class Dicts:
+class DictSnapshots:
     """Snapshot: several dicts (module attributes or buffers) with copies."""
 
     def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
         self._dicts = list(dicts)
-        self._then = list(map(dict.copy, self._dicts))
+        self._saved = list(map(dict.copy, self._dicts))
 
     @property
-    def are_as_then(self) -> bool:
+    def are_unchanged(self) -> bool:
         """True if the dicts have the same keys and identical value objects. Called in every use of a unit."""
-        live, then = self._dicts, self._then
+        live, saved = self._dicts, self._saved
         return (
-            list(map(len, live)) == list(map(len, then))
-            and all(map(is_, chain.from_iterable(map(dict.values, live)), chain.from_iterable(map(dict.values, then))))
-            and all(map(is_, chain.from_iterable(live), chain.from_iterable(then)))
+            list(map(len, live)) == list(map(len, saved))
+            and all(map(is_, chain.from_iterable(map(dict.values, live)), chain.from_iterable(map(dict.values, saved))))
+            and all(map(is_, chain.from_iterable(live), chain.from_iterable(saved)))
         )
 
     def pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield each live dict with the snapshot copy."""
-        return zip(self._dicts, self._then, strict=True)
+        return zip(self._dicts, self._saved, strict=True)
 
     def put_back(self) -> None:
         """Restore the dicts, except for "forward": a unit kept on the device has regained the original one."""
-        if self.are_as_then:
+        if self.are_unchanged:
             return
         for live, before in self.pairs():
             for key in live.keys() - before.keys() - {"forward"}:
@@ -205,25 +208,25 @@ _Hooks = Mapping[int, tuple[dict[int, Any], dict[int, Any]]]
 
 def _hooks(modules: Iterable[nn.Module]) -> _Hooks:
     """Return the modules' forward hooks."""
-    found: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
+    hooks_by_id: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
     for module in modules:
         if module._forward_pre_hooks or module._forward_hooks:
-            for name in _OF_FORWARD:
+            for name in _FORWARD_HOOKS:
                 hooks = getattr(module, name)
                 if hooks:
-                    found[id(hooks)] = hooks, dict(hooks)
-    return found
+                    hooks_by_id[id(hooks)] = hooks, dict(hooks)
+    return hooks_by_id
 
 
-def _hang(hooks: _Hooks, others: _Hooks) -> None:
+def _install_hooks(hooks: _Hooks, others: _Hooks) -> None:
     """Install `hooks` in the modules in place of `others`."""
     if not hooks and not others:
         return
     for live, _ in others.values():
         live.clear()
-    for live, then in hooks.values():
+    for live, saved in hooks.values():
         live.clear()
-        live.update(then)
+        live.update(saved)
 
 
 def _drop_hooks(module: nn.Module, since: int) -> None:

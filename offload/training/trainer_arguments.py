@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from offload.config.config import Config
-from offload.data.given import as_file
+from offload.data.python_rows import write_rows
 from offload.errors import ConfigError
-from offload.hf.given import GivenModel
+from offload.hf.model_object import ModelObject
 
 
-def settle(config: Any, model: Any, data: Any, eval_data: Any) -> tuple[Config, GivenModel | None]:
+def merge_arguments(config: Any, model: Any, data: Any, eval_data: Any) -> tuple[Config, ModelObject | None]:
     """Return the configuration for a run, and the model object, if any.
 
     `config`: as for `Trainer`. `model`, `data`, `eval_data`: None for the configured ones. Raises ConfigError.
@@ -26,29 +26,29 @@ def settle(config: Any, model: Any, data: Any, eval_data: Any) -> tuple[Config, 
             f"config is a {type(config).__name__}; it should be a path, a mapping of settings, or a Config."
         )
     config = config.model_copy(deep=True)
-    given = None if model is None else GivenModel(model)
-    if given is not None:
+    user_model = None if model is None else ModelObject(model)
+    if user_model is not None:
         if config.adapts:
             raise ConfigError(
                 "an adapter is configured (lora) over a model given in Python, but a later load must find its base "
                 "again: set model.path to the folder of the base."
             )
-        _put(config, "model.path", given.path)
-        if config.data.tokenizer is None and given.tokenizer is not None:
-            _put(config, "data.tokenizer", given.tokenizer)
+        _put(config, "model.path", user_model.path)
+        if config.data.tokenizer is None and user_model.tokenizer is not None:
+            _put(config, "data.tokenizer", user_model.tokenizer)
     if data is not None:
         if config.data.sources:
             raise ConfigError("data is given, and data.sources is set too: leave one of them out.")
-        _put(config, "data.source", [as_file(data, "data")])
+        _put(config, "data.source", [write_rows(data, "data")])
     if eval_data is not None:
-        _put(config, "data.eval_source", [as_file(eval_data, "eval_data")])
-    return config, given
+        _put(config, "data.eval_source", [write_rows(eval_data, "eval_data")])
+    return config, user_model
 
 
 def _put(config: Config, key: str, value: Any) -> None:
     """Set a value passed beside the configuration. Raises ConfigError if the configuration has another value."""
     section, field = key.split(".")
-    was, default = config.get(key), config.SECTIONS[section].model_fields[field].get_default()
+    before, default = config.get(key), config.SECTIONS[section].model_fields[field].get_default()
     setattr(getattr(config, section), field, value)
-    if was not in (default, config.get(key)):
-        raise ConfigError(f"{key} is {was}, but Trainer got another one as an argument: leave one of them out.")
+    if before not in (default, config.get(key)):
+        raise ConfigError(f"{key} is {before}, but Trainer got another one as an argument: leave one of them out.")

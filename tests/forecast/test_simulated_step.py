@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.ideal import Unit, Use, Work, ideal
 from offload import Placement
-from offload.forecast.played_step import Call, PlayedPlan, Simulated, simulate
+from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.lane import Lane
-from offload.lanes.played import PlayedLanes
+from offload.lanes.simulated import SimulatedLanes
 from offload.lanes.ticket import Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, build_regions
@@ -41,12 +41,12 @@ def played(
     clip: str | None = "deferred",
     corrects: bool = False,
     delay: int = 0,
-) -> Simulated:
+) -> SimulatedStep:
     """Simulate a steady step with equal units. Each unit takes `fetch_s`, `land_s` and `update_s` seconds for H2D copy,
     D2H copy and update. `clip=None`: no clipping.
     """
     its, size = regions(delays=delay > 0), 4 * NUMEL
-    plan = PlayedPlan(
+    plan = SimulatedPlan(
         regions=its,
         settings=Settings(clip=clip or "deferred", max_grad_norm=1.0 if clip else None, delay=delay),
         layout=DiskLayout(),
@@ -54,7 +54,7 @@ def played(
         staging_bytes=2 * size,
         capacity_bytes=slots * size,
         lookahead=slots - 1,
-        most=slots,
+        max_cargoes=slots,
         corrects=corrects,
     )
     seconds = {
@@ -62,7 +62,7 @@ def played(
         "d2h": lambda num_bytes: land_s * num_bytes / size,
         "update": lambda num_bytes: update_s * num_bytes / (6 * size),
     }
-    return simulate([Call((region,), FORWARD_S, BACKWARD_S) for region in its], plan, seconds, num_steps=12)
+    return simulate([SimulatedCall((region,), FORWARD_S, BACKWARD_S) for region in its], plan, seconds, num_steps=12)
 
 
 def submit(lane: Lane, seconds: int, *reads: Ticket) -> Ticket:
@@ -75,11 +75,11 @@ def submit(lane: Lane, seconds: int, *reads: Ticket) -> Ticket:
 
 
 @pytest.fixture
-def lanes() -> PlayedLanes:
-    return PlayedLanes(dict.fromkeys(("h2d", "d2h", "update", "nvme_read"), float))
+def lanes() -> SimulatedLanes:
+    return SimulatedLanes(dict.fromkeys(("h2d", "d2h", "update", "nvme_read"), float))
 
 
-def test_a_link_does_one_thing_at_a_time_for_all_its_lanes(lanes: PlayedLanes) -> None:
+def test_a_link_does_one_thing_at_a_time_for_all_its_lanes(lanes: SimulatedLanes) -> None:
     first, second = submit(lanes.fetch_read, 2), submit(lanes.update_read, 1)
     beside = submit(lanes.d2h, 1)
     lanes.wait([first, second, beside])
@@ -91,16 +91,16 @@ def test_a_link_does_one_thing_at_a_time_for_all_its_lanes(lanes: PlayedLanes) -
 @pytest.mark.parametrize("in_stream", [False, True])
 def test_compute_that_sends_over_the_network_waits_and_does_not_compute(in_stream: bool) -> None:
     """Break: count network time as compute, so that a network-bound step is reported as compute-bound."""
-    lanes = PlayedLanes({"network": float}, in_stream=in_stream)
+    lanes = SimulatedLanes({"network": float}, in_stream=in_stream)
     lanes.compute(3.0)
-    submit(lanes.here_between, 2)
+    submit(lanes.network_on_compute, 2)
     lanes.compute(1.0)
     lanes.wait(lanes.mark())
     assert lanes.now_s == 6.0
     assert (lanes.busy_s["compute"], lanes.busy_s["network"], lanes.exposed_s["network"]) == (4.0, 2.0, 2.0)
 
 
-def test_a_lane_keeps_its_order_unless_it_overtakes(lanes: PlayedLanes) -> None:
+def test_a_lane_keeps_its_order_unless_it_overtakes(lanes: SimulatedLanes) -> None:
     late = submit(lanes.update, 5)
     tickets = [(submit(lane, 1, late), submit(lane, 1)) for lane in (lanes.d2h, lanes.h2d)]
     lanes.wait([ticket for pair in tickets for ticket in pair])
@@ -108,7 +108,7 @@ def test_a_lane_keeps_its_order_unless_it_overtakes(lanes: PlayedLanes) -> None:
 
 
 def test_compute_in_a_stream_is_behind_the_host_and_no_shorter_than_its_launches() -> None:
-    lanes = PlayedLanes({"h2d": float}, in_stream=True)
+    lanes = SimulatedLanes({"h2d": float}, in_stream=True)
     lanes.compute(3.0, host_s=1.0)
     assert lanes.now_s == 1.0
     lanes.compute_after([submit(lanes.h2d, 9)])
@@ -119,7 +119,7 @@ def test_compute_in_a_stream_is_behind_the_host_and_no_shorter_than_its_launches
     assert lanes.exposed_s["h2d"] == 7.0
 
 
-def test_compute_on_the_host_waits_and_tells_for_whom(lanes: PlayedLanes) -> None:
+def test_compute_on_the_host_waits_and_tells_for_whom(lanes: SimulatedLanes) -> None:
     lanes.compute_after([submit(lanes.h2d, 2)])
     lanes.compute(1.0)
     assert (lanes.now_s, lanes.compute_s, lanes.exposed_s["h2d"]) == (3.0, 1.0, 2.0)
@@ -197,7 +197,7 @@ def test_inputs_come_back_ahead_of_the_weights_of_the_unit_after_theirs(
     H2D copy of weights, longer than a micro-batch.
     """
     its, size, saved = regions(), 4 * NUMEL, 8192
-    plan = PlayedPlan(
+    plan = SimulatedPlan(
         regions=its,
         settings=Settings(max_grad_norm=None, placement=Placement(activations="cpu")),
         layout=DiskLayout(),
@@ -205,12 +205,14 @@ def test_inputs_come_back_ahead_of_the_weights_of_the_unit_after_theirs(
         staging_bytes=2 * size,
         capacity_bytes=slots * size,
         lookahead=slots - 1,
-        most=slots,
+        max_cargoes=slots,
         in_stream=in_stream,
     )
     seconds = {"h2d": lambda num_bytes: fetch_s if num_bytes == size else 0.5 * num_bytes / saved}
     whole, parts = (
-        simulate([Call((r,), 1.0, 3.0, num_parts=n, saved_bytes=saved) for r in its], plan, seconds, num_steps=12)
+        simulate(
+            [SimulatedCall((r,), 1.0, 3.0, num_parts=n, saved_bytes=saved) for r in its], plan, seconds, num_steps=12
+        )
         for n in (1, 2)
     )
     assert parts.busy_s == whole.busy_s
@@ -219,9 +221,9 @@ def test_inputs_come_back_ahead_of_the_weights_of_the_unit_after_theirs(
 
 def test_what_a_steady_step_takes_does_not_depend_on_how_many_are_played() -> None:
     its = regions(3)
-    plan = PlayedPlan(its, Settings(), DiskLayout(), 1 << 16, 1 << 15, 1, 2)
+    plan = SimulatedPlan(its, Settings(), DiskLayout(), 1 << 16, 1 << 15, 1, 2)
     seconds = dict.fromkeys(("h2d", "d2h", "update"), lambda num_bytes: num_bytes / 1e4)
-    calls = [Call((region,), FORWARD_S, BACKWARD_S) for region in its]
+    calls = [SimulatedCall((region,), FORWARD_S, BACKWARD_S) for region in its]
     told = {simulate(calls, plan, seconds, count).seconds for count in (8, 12, 20)}
     assert max(told) - min(told) < 1e-9
 

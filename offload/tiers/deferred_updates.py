@@ -9,11 +9,11 @@ import torch
 from offload.layout.regions import Region
 from offload.tiers.tile import Tile
 
-Work = Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
+UpdateFunction = Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
 """Update function: (tile, planes, gradients) -> number of non-finite weights."""
 
 
-class Due:
+class DeferredUpdates:
     """Updates to submit before the next weight use.
 
     submissions: submit functions by region, ordered by use in the next step. in_slot: update functions for regions
@@ -22,7 +22,7 @@ class Due:
 
     def __init__(self) -> None:
         self.submissions: dict[Region, Callable[[], None]] = {}
-        self.in_slot: dict[Region, Work] = {}
+        self.in_slot: dict[Region, UpdateFunction] = {}
 
     def submit(self, last: Region | None = None) -> None:
         """Submit deferred updates up to region `last` (None: all).

@@ -20,13 +20,13 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "_hooks" in key)
 _FOREIGN = (sys.stdlib_module_names - {"types", "argparse", "collections", "dataclasses"}) | {"offload", "torch"}
 """Packages whose own objects (loggers, locks, process groups) are not model state."""
-_EVERY_MODULES = frozenset(vars(nn.Module())) | {"forward", "config"}
+_COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | {"forward", "config"}
 
-NotePlace = tuple[nn.Module, str]
+AttributePlace = tuple[nn.Module, str]
 """(module, attribute name) of a non-buffer attribute with a value mutable in place."""
 
 
-def note_places(modules: Iterable[nn.Module]) -> set[NotePlace]:
+def find_mutable_attributes(modules: Iterable[nn.Module]) -> set[AttributePlace]:
     """Return all module attributes with mutable values.
 
     Configurations are excluded: they are shared between modules, and a forward is not expected to change them.
@@ -35,15 +35,15 @@ def note_places(modules: Iterable[nn.Module]) -> set[NotePlace]:
         (module, key)
         for module in modules
         for key, value in vars(module).items()
-        if key not in _EVERY_MODULES and _is_note(value)
+        if key not in _COMMON_ATTRIBUTES and _is_mutable(value)
     }
 
 
-def _is_note(value: Any) -> bool:
+def _is_mutable(value: Any) -> bool:
     if isinstance(value, nn.Module | nn.Parameter | type):
         return False
     if isinstance(value, tuple):
-        return any(map(_is_note, value))
+        return any(map(_is_mutable, value))
     is_known = isinstance(
         value, torch.Tensor | torch.Generator | random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     )
@@ -57,8 +57,8 @@ def _has_attributes(value: Any) -> bool:
 
 def _slots(value: Any) -> list[str]:
     """Return the object attributes outside `__dict__`, as with `dataclass(slots=True)`."""
-    found = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    declared = [vars(owner).get("__slots__", ()) for owner in type(value).__mro__]
+    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
     return [name for name in names if not name.startswith("__") and hasattr(value, name)]
 
 
@@ -69,11 +69,11 @@ def _has_weights(container: Any) -> bool:
 
 
 def _is_foreign(value: Any) -> bool:
-    kind = value if isinstance(value, types.FunctionType) else type(value)
-    return (kind.__module__ or "").partition(".")[0] in _FOREIGN
+    owner = value if isinstance(value, types.FunctionType) else type(value)
+    return (owner.__module__ or "").partition(".")[0] in _FOREIGN
 
 
-class _Held(NamedTuple):
+class _ContainerSnapshot(NamedTuple):
     """Snapshot: a container or an object `__dict__`."""
 
     container: Any
@@ -84,32 +84,32 @@ class _Held(NamedTuple):
     """True for a module's attribute dict or buffer dict. A forward may reassign the values."""
 
     @property
-    def is_as_then(self) -> bool:
+    def is_unchanged(self) -> bool:
         """True if the container holds the same objects in the same places."""
-        now, then = self.container, self.content
-        if isinstance(now, set):
-            return set(map(id, now)) == set(map(id, then))
-        if not isinstance(then, dict):
-            return len(now) == len(then) and all(map(is_, now, then))
-        keys = now.keys() - {"forward"} if self.is_module and "forward" in now else now.keys()
-        return keys == then.keys() and all(map(is_, map(now.get, then), then.values()))
+        live, saved = self.container, self.content
+        if isinstance(live, set):
+            return set(map(id, live)) == set(map(id, saved))
+        if not isinstance(saved, dict):
+            return len(live) == len(saved) and all(map(is_, live, saved))
+        keys = live.keys() - {"forward"} if self.is_module and "forward" in live else live.keys()
+        return keys == saved.keys() and all(map(is_, map(live.get, saved), saved.values()))
 
     def put_back(self) -> None:
-        if self.is_as_then:
+        if self.is_unchanged:
             return
-        now, then = self.container, self.content
-        if isinstance(then, dict):  # One by one, since other code may read attributes at any time.
-            for key in [key for key in now if key not in then and not (self.is_module and key == "forward")]:
-                del now[key]
-            for key, value in then.items():
-                if key not in now or now[key] is not value:
-                    now[key] = value
+        live, saved = self.container, self.content
+        if isinstance(saved, dict):  # One by one, since other code may read attributes at any time.
+            for key in [key for key in live if key not in saved and not (self.is_module and key == "forward")]:
+                del live[key]
+            for key, value in saved.items():
+                if key not in live or live[key] is not value:
+                    live[key] = value
         else:
-            now.clear()
-            (now.update if isinstance(now, set) else now.extend)(then)
+            live.clear()
+            (live.update if isinstance(live, set) else live.extend)(saved)
 
 
-class Belongings:
+class StateSnapshot:
     """Snapshot of all state reachable from `roots` (named modules, batches, functions).
 
     Includes container and object contents, tensor values except engine weights, and generator states. `put_back`
@@ -123,7 +123,7 @@ class Belongings:
         """`ignores`: True for a tensor over engine weights. `gradients`: include the `grad` of leaf tensors."""
         self.leaves: dict[str, Any] = {}
         self._ignores, self._has_gradients = ignores, gradients
-        self._held: list[_Held] = []
+        self._containers: list[_ContainerSnapshot] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
         self._states: list[tuple[Callable[[Any], Any], Any]] = []
@@ -133,8 +133,8 @@ class Belongings:
 
     def put_back(self) -> None:
         """Restore the snapshot."""
-        for held in self._held:
-            held.put_back()
+        for container in self._containers:
+            container.put_back()
         with torch.no_grad():
             for tensor, value in self._tensors:
                 if not tensor.is_inference() and tensor.shape == value.shape and not same_bits(tensor, value):
@@ -146,7 +146,7 @@ class Belongings:
         for restore, state in self._states:
             restore(state)
 
-    def differences(self, other: Belongings) -> Iterator[tuple[str, Any, Any]]:
+    def differences(self, other: StateSnapshot) -> Iterator[tuple[str, Any, Any]]:
         """Yield (path, value here, value in `other`) for each path with different values."""
         for path in [*self.leaves, *(path for path in other.leaves if path not in self.leaves)]:
             mine, theirs = self.leaves.get(path, "nothing"), other.leaves.get(path, "nothing")
@@ -172,11 +172,11 @@ class Belongings:
             self._visit_module(value, path)
         elif isinstance(value, Mapping):
             if isinstance(value, MutableMapping):
-                self._hold(value, dict(value))
+                self._add_container(value, dict(value))
             for number, (key, each) in enumerate(list(value.items())):
                 self._visit(each, f"{path}[{key!r}]" if isinstance(key, _ATOMS) else f"{path}[key {number}]")
         elif isinstance(value, list | deque | set):
-            self._hold(value, list(value))
+            self._add_container(value, list(value))
             self._visit_each(value, path)
         elif isinstance(value, tuple | frozenset):
             self._visit_each(value, path)
@@ -189,10 +189,10 @@ class Belongings:
         else:
             self._visit_object(value, path)
 
-    def _hold(self, container: Any, content: Any, is_module: bool = False) -> None:
+    def _add_container(self, container: Any, content: Any, is_module: bool = False) -> None:
         if not is_module and _has_weights(container):
             return
-        self._held.append(_Held(container, content, is_module))
+        self._containers.append(_ContainerSnapshot(container, content, is_module))
 
     def _visit_each(self, values: Any, path: str) -> None:
         self.leaves[f"the length of {path}"] = len(values)
@@ -213,17 +213,17 @@ class Belongings:
     def _visit_module(self, module: nn.Module, path: str) -> None:
         own, begin = dict(vars(module)), f"{path}." if path else ""
         own.pop("forward", None)
-        self._hold(vars(module), own, is_module=True)
+        self._add_container(vars(module), own, is_module=True)
         for key, value in own.items():
             if isinstance(value, _ATOMS):
                 self.leaves[begin + key] = value
             elif key in _HOOKS:  # Hook state belongs to the code registering the hook.
-                self._hold(value, dict(value), is_module=True)
+                self._add_container(value, dict(value), is_module=True)
             elif key == "_modules":
                 for name, child in value.items():
                     self._visit(child, f"{begin}{name}")
             elif key == "_buffers":
-                self._hold(value, dict(value), is_module=True)
+                self._add_container(value, dict(value), is_module=True)
                 for name, buffer in value.items():
                     if buffer is not None and id(buffer) not in self._seen:
                         self._visit_tensor(buffer, f"{begin}{name}")
@@ -247,24 +247,24 @@ class Belongings:
     def _visit_object(self, value: Any, path: str) -> None:
         own = getattr(value, "__dict__", None)
         if isinstance(value, torch.Generator):
-            self._note(value.set_state, value.get_state(), path)
+            self._add_state(value.set_state, value.get_state(), path)
         elif isinstance(value, random.Random):
-            self._note(value.setstate, value.getstate(), path)
+            self._add_state(value.setstate, value.getstate(), path)
         elif isinstance(value, np.random.Generator):
-            self._note(partial(setattr, value.bit_generator, "state"), value.bit_generator.state, path)
+            self._add_state(partial(setattr, value.bit_generator, "state"), value.bit_generator.state, path)
         elif isinstance(value, np.random.RandomState):
-            self._note(value.set_state, value.get_state(legacy=False), path)
+            self._add_state(value.set_state, value.get_state(legacy=False), path)
         elif isinstance(value, np.ndarray):
-            self._note(partial(np.copyto, value), value.copy(), path)
+            self._add_state(partial(np.copyto, value), value.copy(), path)
         elif _has_attributes(value) and not _is_foreign(value):
             if isinstance(own, dict):
-                self._hold(own, dict(own))
+                self._add_container(own, dict(own))
             slots = {name: getattr(value, name) for name in _slots(value)}
             self._states += [(partial(object.__setattr__, value, name), each) for name, each in slots.items()]
             for key, each in [*(own or {}).items(), *slots.items()]:
                 self._visit(each, f"{path}.{key}")
 
-    def _note(self, restore: Callable[[Any], Any], state: Any, path: str) -> None:
+    def _add_state(self, restore: Callable[[Any], Any], state: Any, path: str) -> None:
         self._states.append((restore, state))
         self.leaves[path] = state if isinstance(state, torch.Tensor) else repr(state)
 

@@ -7,15 +7,15 @@ from functools import partial
 
 import torch
 
-from offload.engine.gradients.norms import BringDown, Measures
-from offload.engine.gradients.policies import Policy
+from offload.engine.gradients.norms import CopySquares, Measures
+from offload.engine.gradients.policies import UpdatePolicy
 from offload.engine.gradients.replica_sums import ReplicaSums
 from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.native import kernels
-from offload.planning.memory import BUFFER, SCRATCH, SHARDS, between_bytes
+from offload.planning.memory import BUFFER, SCRATCH, SHARDS, replica_sum_bytes
 from offload.telemetry.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring, RingSlice
@@ -25,7 +25,7 @@ from offload.tiers.tile import RegionState
 _CHUNK = 1 << 24
 
 
-class Landing:
+class GradientTransfer:
     """Moves gradients to their memory until the update.
 
     The `policy` is called for each region with gradients on their way. Over several ranks the gradients are summed
@@ -51,22 +51,22 @@ class Landing:
             self._reduction = Reduction(store, measures, device, lanes, counters, sizes, debug)
         if store.between.size > 1 and exist:
             stagings, regions = 2 if lanes.overlap else 1, [state.region for state in store.states]
-            self._between = ReplicaSums(store, device, counters, between_bytes(regions, stagings, store.layout))
+            self._between = ReplicaSums(store, device, counters, replica_sum_bytes(regions, stagings, store.layout))
         self._store, self._measures = store, measures
         self._device, self._lanes, self._counters, self._debug = device, lanes, counters, debug
         self.accumulates = False
-        self.policy = Policy()
+        self.policy = UpdatePolicy()
         self._staging = Ring(staging, "gradient staging")
-        self._landed: set[int] = set()
+        self._sent: set[int] = set()
         self._tickets: list[Ticket] = []
 
-    def follow(self, policy: Policy) -> None:
+    def follow(self, policy: UpdatePolicy) -> None:
         """Use `policy` for the gradients from now on."""
         self.policy = policy
 
     def begin_step(self) -> None:
-        self.policy = Policy()
-        self._landed.clear()
+        self.policy = UpdatePolicy()
+        self._sent.clear()
         self._tickets.clear()
         if self._reduction is not None:
             self._reduction.begin_step()
@@ -80,7 +80,7 @@ class Landing:
 
     def sum_so_far(self, region: Region) -> torch.Tensor | None:
         """Return this rank's gradient sum of a region in this step; None: no gradients yet."""
-        if not self.accumulates or region.index not in self._landed:
+        if not self.accumulates or region.index not in self._sent:
             return None
         self._lanes.wait(self._tickets)
         return self._store[region].sums
@@ -100,10 +100,10 @@ class Landing:
         self._lanes.wait(self._tickets)
         if self.accumulates:
             for state in self._store.states:
-                if state.sums is not None and state.region.index in self._landed:
+                if state.sums is not None and state.region.index in self._sent:
                     self._finish_sum(state, state.sums)
             self._lanes.wait(self._tickets)
-        self._landed.clear()
+        self._sent.clear()
         self._measures.finish()
 
     def _finish_sum(self, state: RegionState, own: torch.Tensor) -> None:
@@ -117,25 +117,27 @@ class Landing:
         if self._reduction is not None:
             self._measures.measure_shard(region, own, agrees=False)
         else:
-            self._bring_down_squares(self._measures.measure(region, own))
+            self._copy_squares(self._measures.measure(region, own))
         if region.is_bf16:
             kernels.round_bf16_(own)
         if len(own) < len(plane):
-            what = f"all-gather of the gradients of {region.name}"
+            label = f"all-gather of the gradients of {region.name}"
             store = self._store
-            self._tickets.append(store.exchanges.submit(lambda: store.within.all_gather(plane, own, what), name=what))
+            self._tickets.append(
+                store.collective_lane.submit(lambda: store.within.all_gather(plane, own, label), name=label)
+            )
             self._counters.count("all_gather_elements", region.numel)
             self._counters.count("network_bytes", own.nbytes * store.within.num_far)
 
-    def lands(self, region: Region) -> bool:
+    def has_gradients(self, region: Region) -> bool:
         return self._store.comm.size > 1 or any(self._measures.touched[region.index])
 
     def _measure(self, region: Region) -> Callable[[torch.Tensor], None]:
         """Return the function that measures this rank's piece of the sum over all ranks."""
         # Updates during the backward need the norm so far.
-        return partial(self._measures.measure_shard, region, agrees=self.policy.updates_landed)
+        return partial(self._measures.measure_shard, region, agrees=self.policy.updates_at_arrival)
 
-    def _summed(
+    def _reduce(
         self, region: Region, flat: torch.Tensor, source: Fence
     ) -> tuple[torch.Tensor, Fence, Sequence[Ticket]]:
         """Reduce a region's gradients over this replica.
@@ -154,46 +156,46 @@ class Landing:
         flat, source, ticket = self._reduction.reduce(region, flat, source, measure=measure, whole=whole)
         return flat, source, (ticket,)
 
-    def land(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool = False) -> None:
+    def send(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool = False) -> None:
         if self.accumulates:
             self._add(region, flat, source, is_final)
             return
-        if region.index in self._landed:
+        if region.index in self._sent:
             raise OffloadError(
                 f"unit {' = '.join(region.units)} produced a second gradient after the first was copied to the host: "
                 "the model took another path than in the recording pass. Use engine.model and engine.backward, which "
                 "sum any number of passes."
             )
-        self._landed.add(region.index)
+        self._sent.add(region.index)
         squares = self._measures.measure(region, flat) if self._store.comm.size == 1 else None
         # If the gradients are not copied to the host, the squares need a separate copy.
-        if self.policy.drops or self._store.down is not self._lanes.d2h:
-            self._bring_down_squares(squares)
+        if self.policy.drops or self._store.d2h_lane is not self._lanes.d2h:
+            self._copy_squares(squares)
             squares = None
-        flat, source, reads = self._summed(region, flat, source)
+        flat, source, reads = self._reduce(region, flat, source)
         if self._between is not None:
-            self._land_between(self._between, region, flat, source, reads)
+            self._sum_over_replicas(self._between, region, flat, source, reads)
             return
         if self.policy.drops:
             self._tickets += reads if self._reduction is not None else ()
             return
         state = self._store[region]
         if state.keeps_gradients:
-            for its, lease in state.land():
+            for span, lease in state.land():
                 target = lease.planes["gradients"]
-                lease.done_writing(self._bring_down(region, target, flat[its], source, reads, lease.fills, squares))
+                lease.done_writing(self._copy_to_host(region, target, flat[span], source, reads, lease.fills, squares))
                 squares = None
-            self.policy.landed(region, state.gradients, state.landing)
+            self.policy.receive(region, state.gradients, state.landing)
             return
-        staged, stretch = self._staged(len(flat), region.plane("gradients").dtype)
-        stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills, squares))
-        self.policy.landed(region, staged, stretch.fence)
+        staged, stretch = self._take_staging(len(flat), region.plane("gradients").dtype)
+        stretch.fence.fill(self._copy_to_host(region, staged, flat, source, reads, stretch.fills, squares))
+        self.policy.receive(region, staged, stretch.fence)
         stretch.close()
 
-    def land_zeros(self, region: Region) -> None:
+    def send_zeros(self, region: Region) -> None:
         """Record zero gradients for a region, without a D2H copy."""
-        is_first, state = region.index not in self._landed, self._store[region]
-        self._landed.add(region.index)
+        is_first, state = region.index not in self._sent, self._store[region]
+        self._sent.add(region.index)
         if self.policy.drops or not is_first:
             return
         if self.accumulates:
@@ -202,19 +204,19 @@ class Landing:
         elif state.keeps_gradients:
             for _, lease in state.land():
                 lease.done_writing(self._zero(region, lease.planes["gradients"], lease.fills))
-            self.policy.landed(region, state.gradients, state.landing)
+            self.policy.receive(region, state.gradients, state.landing)
         else:
-            target, stretch = self._staged_own(region)
+            target, stretch = self._take_own_staging(region)
             stretch.fence.fill(self._zero(region, target, stretch.fills))
-            self.policy.landed(region, target, stretch.fence)
+            self.policy.receive(region, target, stretch.fence)
             stretch.close()
 
     def _zero(self, region: Region, target: torch.Tensor, fills: Sequence[Ticket]) -> Ticket:
-        ticket = self._store.down.submit(target.zero_, fills=fills, name=f"zeros of {region.name}")
+        ticket = self._store.d2h_lane.submit(target.zero_, fills=fills, name=f"zeros of {region.name}")
         self._tickets.append(ticket)
         return ticket
 
-    def _land_between(
+    def _sum_over_replicas(
         self, between: ReplicaSums, region: Region, flat: torch.Tensor, source: Fence, reads: Sequence[Ticket]
     ) -> None:
         """Sum a replica's gradients over all replicas and store the result."""
@@ -222,26 +224,26 @@ class Landing:
         if self.policy.drops:
             self._tickets.append(between.sum(region, flat, source, reads, measure, flat[:0])[2])
         elif state.gradients is None and state.has_room_on_disk:
-            found, fence, ticket = between.sum(region, flat, source, reads, measure, None)
-            for its, lease in state.land():
+            total, fence, ticket = between.sum(region, flat, source, reads, measure, None)
+            for span, lease in state.land():
                 fills, target = lease.fills, lease.planes["gradients"]
-                copied = self._store.network.submit(
-                    partial(target.copy_, found[its]), reads=(ticket,), fills=fills, name=region.name
+                copied = self._store.network_lane.submit(
+                    partial(target.copy_, total[span]), reads=(ticket,), fills=fills, name=region.name
                 )
                 fence.read(copied)
                 lease.done_writing(copied)
                 self._tickets.append(copied)
-            self.policy.landed(region, None, state.landing)
+            self.policy.receive(region, None, state.landing)
         else:
             into, fence, stretch = state.gradients, state.landing, None
             if into is None:
-                into, stretch = self._staged_own(region)
+                into, stretch = self._take_own_staging(region)
                 fence = stretch.fence
             fills = fence.before_fill() if stretch is None else stretch.fills
             _, _, ticket = between.sum(region, flat, source, reads, measure, into, fills)
             fence.fill(ticket)
             self._tickets.append(ticket)
-            self.policy.landed(region, into, fence)
+            self.policy.receive(region, into, fence)
             if stretch is not None:
                 stretch.close()
 
@@ -250,16 +252,16 @@ class Landing:
         state = self._store[region]
         plane, fence = state.sums, state.landing
         assert plane is not None
-        first = region.index not in self._landed
-        self._landed.add(region.index)
-        flat, source, reads = self._summed(region, flat, source)
+        first = region.index not in self._sent
+        self._sent.add(region.index)
+        flat, source, reads = self._reduce(region, flat, source)
         if is_final:  # already summed over the whole step
-            fence.fill(self._bring_down(region, plane, flat, source, reads, fence.before_fill()))
+            fence.fill(self._copy_to_host(region, plane, flat, source, reads, fence.before_fill()))
             return
         # Sums over micro-batches or ranks are rounded once, after all passes.
         dtype = flat.dtype if self._reduction is None else torch.float32
-        staged, stretch = self._staged(len(flat), dtype)
-        stretch.fence.fill(self._bring_down(region, staged, flat, source, reads, stretch.fills))
+        staged, stretch = self._take_staging(len(flat), dtype)
+        stretch.fence.fill(self._copy_to_host(region, staged, flat, source, reads, stretch.fills))
 
         def add() -> None:
             if first:
@@ -267,7 +269,7 @@ class Landing:
             else:
                 kernels.accumulate(plane, staged)
 
-        ticket = self._store.updating.submit(
+        ticket = self._store.update_lane.submit(
             add, reads=stretch.fence.before_read(), fills=fence.before_fill(), name=f"add {region.name}"
         )
         stretch.fence.read(ticket)
@@ -275,21 +277,21 @@ class Landing:
         fence.fill(ticket)
         self._tickets.append(ticket)
 
-    def _bring_down_squares(self, squares: BringDown | None) -> None:
+    def _copy_squares(self, squares: CopySquares | None) -> None:
         """Copy the squares to the host separately."""
         if squares is not None:
             self._tickets.append(self._lanes.d2h.submit(squares, reads=self._lanes.mark(), name="norm"))
 
-    def _staged_own(self, region: Region) -> tuple[torch.Tensor, RingSlice]:
+    def _take_own_staging(self, region: Region) -> tuple[torch.Tensor, RingSlice]:
         own = self._store.sharding.own(region)
-        return self._staged(own.stop - own.start, region.plane("gradients").dtype)
+        return self._take_staging(own.stop - own.start, region.plane("gradients").dtype)
 
-    def _staged(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, RingSlice]:
+    def _take_staging(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, RingSlice]:
         stretch = self._staging.take(numel * dtype.itemsize)
         assert stretch is not None, "staging has room for the largest region"
         return stretch.flat.view(dtype), stretch
 
-    def _bring_down(
+    def _copy_to_host(
         self,
         region: Region,
         target: torch.Tensor,
@@ -297,7 +299,7 @@ class Landing:
         source: Fence,
         reads: Sequence[Ticket],
         fills: Sequence[Ticket],
-        squares: BringDown | None = None,
+        squares: CopySquares | None = None,
     ) -> Ticket:
         """Copy a region's gradients to `target`, and the squares (if given) to the host.
 
@@ -310,13 +312,13 @@ class Landing:
             for start in range(0, flat.numel(), _CHUNK):
                 part = slice(start, start + _CHUNK)
                 self._device.copy(target[part], flat[part])
-            if self._debug and source.kind == BUFFER:
+            if self._debug and source.buffer_type == BUFFER:
                 flat.fill_(float("nan"))
 
-        ticket = self._store.down.submit(copy, reads=reads, fills=fills, name=region.name, num_bytes=target.nbytes)
+        ticket = self._store.d2h_lane.submit(copy, reads=reads, fills=fills, name=region.name, num_bytes=target.nbytes)
         source.read(ticket)
         self._tickets.append(ticket)
-        self._store.came_down(target.nbytes)
+        self._store.count_d2h(target.nbytes)
         return ticket
 
 
@@ -379,11 +381,11 @@ class Reduction:
                 if fence is not source:
                     flat[part].copy_(shard)
                 store.within.all_gather(flat, flat[part], f"all-gather of the gradients of {region.name}")
-            elif self._debug and source.kind == BUFFER:
+            elif self._debug and source.buffer_type == BUFFER:
                 for rest in (flat[: part.start], flat[part.stop :]) if fence is source else (flat,):
                     rest.fill_(float("nan"))
 
-        ticket = store.exchanges.submit(
+        ticket = store.collective_lane.submit(
             work,
             reads=self._lanes.mark(),
             fills=fills,

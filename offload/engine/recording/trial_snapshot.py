@@ -9,41 +9,41 @@ from typing import Any
 import torch
 
 from offload.engine.state import EngineState
-from offload.engine.units.belongings import Belongings
-from offload.engine.units.drawn import Drawn
+from offload.engine.units.rng_state import RngState
+from offload.engine.units.state_snapshot import StateSnapshot
 
 
-class Start:
+class TrialSnapshot:
     """State of random generators and all objects reachable from `roots` (e.g. the model, a batch, a loss function)."""
 
     def __init__(self, state: EngineState, roots: Mapping[str, Any]) -> None:
         self._state, self._roots = state, roots
-        self._random, self._drawn = state.device.random_state(), Drawn.so_far()
-        self._belongings = self.belongings_now()
+        self._random, self._rng_state = state.device.random_state(), RngState.capture()
+        self._state_snapshot = self.capture_state()
 
-    def belongings_now(self) -> Belongings:
+    def capture_state(self) -> StateSnapshot:
         """Return the current state behind the roots."""
-        return Belongings(self._roots, self._state.runner.is_weight, gradients=True)
+        return StateSnapshot(self._roots, self._state.runner.is_weight, gradients=True)
 
     @property
-    def has_drawn(self) -> bool:
+    def has_sampled(self) -> bool:
         """True if random numbers were sampled since the snapshot."""
         now = self._state.device.random_state()
-        is_same = all(map(torch.equal, self._random, now)) and self._drawn.is_as(Drawn.so_far())
+        is_same = all(map(torch.equal, self._random, now)) and self._rng_state.equals(RngState.capture())
         return not is_same
 
-    def draw_again(self) -> None:
+    def reset_generators(self) -> None:
         """Reset the random generators to the snapshot."""
         self._state.device.set_random_state(self._random)
-        self._drawn.put_back()
+        self._rng_state.put_back()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the snapshot."""
-        self.draw_again()
-        self._belongings.put_back()
+        self.reset_generators()
+        self._state_snapshot.put_back()
 
     @contextmanager
-    def unseen(self) -> Iterator[None]:
+    def isolated(self) -> Iterator[None]:
         """Within the context, the engine calls the model for internal runs.
 
         Restores all state afterwards, also resident weights changed by model code.
@@ -51,8 +51,8 @@ class Start:
         state = self._state
         versions = state.slots.versions()
         try:
-            with state.runner.as_ours(), state.runner.forwards.paused():
+            with state.runner.as_engine_calls(), state.runner.forwards.paused():
                 yield
         finally:
-            self.put_back()
+            self.restore()
         state.slots.restore(versions)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.data.chat import ChatRenderer, Segments
-from offload.data.encode import Asked, Encoded, Made, trained_tokens
+from offload.data.encode import EncodedBatch, EncodedDocument, EncodeRequest, training_mask
 from offload.data.formats import Chat
-from offload.data.pictures import Picture, Pictured, decoded, digest_of
+from offload.data.pictures import Picture, PictureDocument, decode_picture, hash_picture
 from offload.data.rows import BadRow
 from offload.errors import ConfigError, MissingLibraryError, counted, shorten
 
@@ -38,74 +38,88 @@ def load_processor(path: str | None) -> Any:
     folder = Path(path).expanduser()
     folder = folder.parent if folder.is_file() else folder
     try:
-        made: Any = AutoProcessor.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
+        processor: Any = AutoProcessor.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except ImportError as error:
         raise MissingLibraryError(
             f"{needs}the processor of {path} cannot be loaded: {shorten(_line(error))}"
         ) from error
     except Exception as error:  # transformers raises many exception types for a folder without a processor
         raise ConfigError(f"{needs}no processor can be loaded from {path}: {shorten(_line(error))}") from error
-    if getattr(made, "image_processor", None) is None or not isinstance(getattr(made, "image_token", None), str):
+    if getattr(processor, "image_processor", None) is None or not isinstance(
+        getattr(processor, "image_token", None), str
+    ):
         raise ConfigError(
-            f"{needs}{path} has only a {type(made).__name__}, and no processor for text with pictures "
+            f"{needs}{path} has only a {type(processor).__name__}, and no processor for text with pictures "
             "(processor_config.json or preprocessor_config.json, of a class with an image_token). Give the folder of a "
             "model with such a processor."
         )
-    if not made.tokenizer.is_fast:
+    if not processor.tokenizer.is_fast:
         raise ConfigError(
             f"{needs}its tokenizer in {path} is not a fast one (tokenizer.json), and so returns no character offsets. "
             "Give a model with a fast tokenizer."
         )
-    made.chat_template = made.chat_template or made.tokenizer.chat_template
-    if not made.chat_template:
+    processor.chat_template = processor.chat_template or processor.tokenizer.chat_template
+    if not processor.chat_template:
         raise ConfigError(
             f"{needs}the processor of {path} has no chat template, so the position of a picture in the text is "
             "unknown: put a template into chat_template.jinja there."
         )
-    made.tokenizer.pad_token = made.tokenizer.pad_token or made.tokenizer.eos_token  # batch rows are padded
-    return made
+    tokenizer = processor.tokenizer
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # batch rows are padded
+    return processor
 
 
-class PicturedMaker:
+class PictureEncoder:
     """Encodes conversations with pictures, in this process or in a worker."""
 
     def __init__(self, processor: Any, train_on_prompt: bool) -> None:
         self._processor = processor
         self._renderer = ChatRenderer(processor, train_on_prompt)
-        self._place: str = processor.image_token
+        self._placeholder: str = processor.image_token
         self._eos: str = processor.tokenizer.eos_token or ""
 
-    def make(self, batch: list[Asked]) -> Made:
+    def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode a batch of records, each a `Chat`."""
-        parts, num_split = list[Encoded | BadRow](), 0
-        for asked in batch:
+        parts, num_split = list[EncodedDocument | BadRow](), 0
+        for request in batch:
             try:
-                documents = self._documents(asked)
+                documents = self._documents(request)
             except BadRow as bad:
                 parts.append(bad)
             else:
                 parts += documents
                 num_split += len(documents) > 1
-        return Made(parts, num_split=num_split)
+        return EncodedBatch(parts, num_split=num_split)
 
-    def _documents(self, asked: Asked) -> list[Encoded]:
+    def _documents(self, request: EncodeRequest) -> list[EncodedDocument]:
         """Return the documents for a conversation. Raises BadRow."""
-        chat = asked.record
+        chat = request.record
         assert isinstance(chat, Chat)
         pictures, images = [], []
         try:
             for picture in chat.pictures:
                 data = picture.read()
-                pictures.append(replace(picture, digest=digest_of(data)))
-                images.append(decoded(data, picture.name))
+                pictures.append(replace(picture, digest=hash_picture(data)))
+                images.append(decode_picture(data, picture.name))
         except BadRow as bad:
             raise BadRow(f"{chat.where}: {bad}") from bad
-        found = self._renderer.documents(replace(chat, messages=[_in_parts(message) for message in chat.messages]))
-        return [self._document(asked, chat.where, segments, pictures, images, len(found) > 1) for segments in found]
+        documents = self._renderer.render_documents(
+            replace(chat, messages=[_in_parts(message) for message in chat.messages])
+        )
+        return [
+            self._document(request, chat.where, segments, pictures, images, len(documents) > 1)
+            for segments in documents
+        ]
 
     def _document(
-        self, asked: Asked, where: str, segments: Segments, pictures: list[Picture], images: list[Any], is_part: bool
-    ) -> Encoded:
+        self,
+        request: EncodeRequest,
+        where: str,
+        segments: Segments,
+        pictures: list[Picture],
+        images: list[Any],
+        is_part: bool,
+    ) -> EncodedDocument:
         """Return a document with text and pictures. Raises BadRow and ConfigError.
 
         `is_part`: one document out of several for a conversation, possibly ending before the last pictures.
@@ -113,28 +127,33 @@ class PicturedMaker:
         if self._eos and segments and not "".join(text for text, _ in segments).rstrip().endswith(self._eos):
             segments = [*segments, (self._eos, segments[-1][1])]
         text = "".join(text for text, _ in segments)
-        number = text.count(self._place)
+        number = text.count(self._placeholder)
         if number > len(images) or (number < len(images) and not is_part):
             raise BadRow(
                 f"{where} has {counted(len(images), 'picture')}, but the rendered conversation has {number} "
-                f"placeholders for pictures ({self._place}): a message contains this placeholder as text, or the chat "
-                "template does not support pictures."
+                f"placeholders for pictures ({self._placeholder}): a message contains this placeholder as text, or the "
+                "chat template does not support pictures."
             )
         try:
-            made = processed(self._processor, [text], [images[:number]], return_offsets_mapping=True)
+            encoding = run_processor(self._processor, [text], [images[:number]], return_offsets_mapping=True)
             widths = [self._width(image) for image in images[:number]]
         except Exception as error:  # processors raise any exception, e.g. for a picture of one pixel
             raise BadRow(f"{where}: the processor refuses this row: {shorten(_line(error))}") from error
-        offsets: list[tuple[int, int]] = made["offset_mapping"][0]
-        written = _with_widths(segments, self._place, widths)
-        if max(end for _, end in offsets) > sum(len(text) for text, _ in written):
+        offsets: list[tuple[int, int]] = encoding["offset_mapping"][0]
+        with_blanks = _with_widths(segments, self._placeholder, widths)
+        if max(end for _, end in offsets) > sum(len(text) for text, _ in with_blanks):
             raise ConfigError(
                 f"{where}: {type(self._processor).__name__} adds text outside of the picture placeholders, so the "
                 "answers cannot be found among the tokens; give a model with another processor."
             )
-        ids, trained = np.asarray(made["input_ids"][0], np.int64), trained_tokens(offsets, written)
-        return Encoded(
-            where, asked.in_eval, ids, trained, closes=True, pictured=Pictured(text, tuple(pictures[:number]))
+        ids, trained = np.asarray(encoding["input_ids"][0], np.int64), training_mask(offsets, with_blanks)
+        return EncodedDocument(
+            where,
+            request.in_eval,
+            ids,
+            trained,
+            closes=True,
+            picture_document=PictureDocument(text, tuple(pictures[:number])),
         )
 
     def _width(self, image: Any) -> int:
@@ -142,10 +161,10 @@ class PicturedMaker:
 
         Measured by the position of a letter behind the picture, because token ranges exclude blanks.
         """
-        made = self._processor(
-            text=[f"{self._place}x"], images=[[image]], add_special_tokens=False, return_offsets_mapping=True
+        encoding = self._processor(
+            text=[f"{self._placeholder}x"], images=[[image]], add_special_tokens=False, return_offsets_mapping=True
         )
-        return int(made["offset_mapping"][0][-1][1]) - 1
+        return int(encoding["offset_mapping"][0][-1][1]) - 1
 
 
 class PictureInputs:
@@ -155,15 +174,15 @@ class PictureInputs:
         self.processor = processor
         """The transformers processor, saved with the model."""
 
-    def of(self, documents: Sequence[Pictured], ids: np.ndarray) -> dict[str, torch.Tensor]:
+    def of(self, documents: Sequence[PictureDocument], ids: np.ndarray) -> dict[str, torch.Tensor]:
         """Return all processor outputs for these rows except the ids.
 
         `ids`: int64 [rows, tokens], known from preparation. Raises ConfigError if the processor now makes other ids, or
         if a picture changed.
         """
         try:
-            images = [[_again(picture) for picture in document.pictures] for document in documents]
-            made = processed(
+            images = [[_read_again(picture) for picture in document.pictures] for document in documents]
+            outputs = run_processor(
                 self.processor,
                 [document.text for document in documents],
                 images,
@@ -176,7 +195,7 @@ class PictureInputs:
             raise
         except Exception as error:  # processors raise any exception
             raise ConfigError(f"the processor refuses the pictures of a batch: {shorten(_line(error))}") from error
-        inputs: dict[str, torch.Tensor] = dict(made)
+        inputs: dict[str, torch.Tensor] = dict(outputs)
         if not np.array_equal(inputs.pop("input_ids").numpy(), ids):
             raise ConfigError(
                 "the processor returns other tokens for rows in a batch than for each row alone (as prepared), so "
@@ -186,7 +205,7 @@ class PictureInputs:
         return inputs
 
 
-def processed(processor: Any, texts: list[str], images: list[list[Any]], **options: Any) -> Any:
+def run_processor(processor: Any, texts: list[str], images: list[list[Any]], **options: Any) -> Any:
     """Run a processor on rendered conversations with pictures.
 
     Special tokens are added as in the processor's `apply_chat_template`.
@@ -197,15 +216,15 @@ def processed(processor: Any, texts: list[str], images: list[list[Any]], **optio
     return processor(text=texts, images=images if any(images) else None, **options)
 
 
-def _again(picture: Picture) -> Any:
+def _read_again(picture: Picture) -> Any:
     """Return a prepared picture. Raises ConfigError if the file changed."""
     data = picture.read()
-    if digest_of(data) != picture.digest:
+    if hash_picture(data) != picture.digest:
         raise ConfigError(
             f"the picture {picture.path} has changed since the data were prepared: restore the file, or rename it in "
             "the data, so that they are prepared again."
         )
-    return decoded(data, picture.name)
+    return decode_picture(data, picture.name)
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -214,14 +233,14 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
 
 
-def _with_widths(segments: Segments, place: str, widths: Sequence[int]) -> Segments:
+def _with_widths(segments: Segments, placeholder: str, widths: Sequence[int]) -> Segments:
     """Return the text with `widths` untrained blanks in place of the pictures."""
-    left, written = iter(widths), Segments()
+    remaining, with_blanks = iter(widths), Segments()
     for text, trained in segments:
-        for number, piece in enumerate(text.split(place)):
-            written += [(" " * next(left), False)] if number else []
-            written.append((piece, trained))
-    return written
+        for number, piece in enumerate(text.split(placeholder)):
+            with_blanks += [(" " * next(remaining), False)] if number else []
+            with_blanks.append((piece, trained))
+    return with_blanks
 
 
 def _line(error: Exception) -> str:

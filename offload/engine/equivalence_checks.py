@@ -13,12 +13,12 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
-from offload.engine.loss.batch_agreement import BatchFacts
-from offload.engine.loss.group_loss import group_of
+from offload.engine.loss.batch_agreement import PassInputs
+from offload.engine.loss.group_loss import rows_per_group
 from offload.engine.loss.loss import run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
-from offload.engine.recording.judge import Case, Judge, Verdict
+from offload.engine.recording.equivalence import EquivalenceResult, PassComparator, PassPair
 from offload.engine.recording.trial_runs import MOST_CHOICES
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
@@ -30,63 +30,65 @@ _CHUNKS = 2
 """Head chunks in a trial run on a few tokens."""
 
 
-class Judging:
+class EquivalenceChecks:
     """Checks each kind of pass before the first use, and falls back to plainer execution if results differ from the
     model's.
     """
 
     def __init__(self, state: EngineState, method: Method, losses: Losses, precision: str) -> None:
         self._state, self._method, self._losses = state, method, losses
-        self._judge = Judge(state, precision)
-        self._judged: dict[str, set[str]] = {}
+        self._comparator = PassComparator(state, precision)
+        self._checked: dict[str, set[str]] = {}
 
     @property
-    def judged(self) -> dict[str, list[str]]:
+    def checked(self) -> dict[str, list[str]]:
         """Checked kinds of passes with the execution at that time, including those before a resume.
 
         Values: the integers in the batches.
         """
-        return {kind: sorted(ints) for kind, ints in self._judged.items()}
+        return {key: sorted(ints) for key, ints in self._checked.items()}
 
-    def knows(self, facts: BatchFacts) -> bool:
+    def has_checked(self, inputs: PassInputs) -> bool:
         """Return whether such passes were checked with the current execution and this batch's integers.
 
         Also True after many different integers: they are then counts, and select no code path.
         """
-        known = self._judged.get(self._kind(facts), set())
-        return _ints(facts) in known or len(known) >= MOST_CHOICES
+        known = self._checked.get(self._key(inputs), set())
+        return _ints(inputs) in known or len(known) >= MOST_CHOICES
 
-    def begin_again(self, judged: Mapping[str, Iterable[str]]) -> None:
+    def restore(self, checked: Mapping[str, Iterable[str]]) -> None:
         """Take over the checks from a checkpoint: another batch must not lead to another decision."""
-        self._judged = {kind: set(ints) for kind, ints in judged.items()}
+        self._checked = {key: set(ints) for key, ints in checked.items()}
 
-    def judge(self, facts: BatchFacts, sample: Batch) -> None:
+    def check(self, inputs: PassInputs, sample: Batch) -> None:
         """Check passes of this kind on a few rows.
 
         Collective. Raises ConfigError if every execution differs from the model.
         """
-        if facts.plan.has_peers:
-            self._refuse_sums(facts, sample)
-        tells = self._settle(
-            partial(self._difference, facts, sample, cuts=facts.plan.num_parts > 1),
-            cuts=facts.plan.num_parts > 1,
-            chunks=self._losses.chunk_tokens(facts) > 0,
-            recomputes=facts.trains and self._losses.has_gradient,
-            interleaves=facts.trains and not self._losses.has_gradient,
+        if inputs.plan.has_peers:
+            self._refuse_sums(inputs, sample)
+        is_conclusive = self._choose_mode(
+            partial(self._compare, inputs, sample, cuts=inputs.plan.num_parts > 1),
+            cuts=inputs.plan.num_parts > 1,
+            chunks=self._losses.chunk_tokens(inputs) > 0,
+            recomputes=inputs.is_training and self._losses.has_gradient,
+            interleaves=inputs.is_training and not self._losses.has_gradient,
         )
-        if tells:
-            self._judged.setdefault(self._kind(facts), set()).add(_ints(facts))
+        if is_conclusive:
+            self._checked.setdefault(self._key(inputs), set()).add(_ints(inputs))
 
-    def judge_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
+    def check_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Check a model call in an own loop, on the first sample that runs.
 
         The engine does not know how the loop uses the outputs, so every number in the outputs is compared. Collective.
-        Raises like `judge`.
+        Raises like `check`.
         """
         for number, (args, kwargs) in enumerate(samples, 1):
             failure: Exception | None = None
             try:
-                self._settle(partial(self._judge.difference, self._case_of_call(call, args, kwargs)), recomputes=True)
+                self._choose_mode(
+                    partial(self._comparator.compare, self._call_pair(call, args, kwargs)), recomputes=True
+                )
             except (OffloadError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -96,71 +98,73 @@ class Judging:
             if number == len(samples) and failure is not None:
                 raise failure
 
-    def _case_of_call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Case:
+    def _call_pair(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassPair:
         arguments = Arguments((args, dict(kwargs)))
         own = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
 
         def loss() -> torch.Tensor:
             args, kwargs = arguments.fill([t.clone() if t.requires_grad else t for t in own])
-            found = [t for t in tree_iter(call(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-            return sum(map(_mixed, found), torch.zeros((), device=self._state.device.torch_device))
+            outputs = [t for t in tree_iter(call(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+            return sum(map(_weighted_mean, outputs), torch.zeros((), device=self._state.device.torch_device))
 
-        def way() -> list[torch.Tensor]:
-            made = loss()
-            if made.requires_grad:
-                self._state.backward(made, None, *own)
-            return [made]
+        def run_engine() -> list[torch.Tensor]:
+            total = loss()
+            if total.requires_grad:
+                self._state.backward(total, None, *own)
+            return [total]
 
-        return Case({"": self._state.model, "arguments": own}, loss, way, self._method.hang, leaves=own)
+        return PassPair(
+            {"": self._state.model, "arguments": own}, loss, run_engine, self._method.install_weights, leaves=own
+        )
 
-    def _settle(self, differs: Callable[[], Verdict], **uses: bool) -> bool:
+    def _choose_mode(self, compare: Callable[[], EquivalenceResult], **uses: bool) -> bool:
         """Find an execution with the same results as the model. Return False if the check had no result. Collective.
 
         `uses`: the features in use; only these are turned off.
         """
-        way = self._state.way
-        before, first = copy(way), differs()
+        mode = self._state.execution_mode
+        before, first = copy(mode), compare()
         trim_heap()  # the units' gradients were allocated one by one, and left holes in the heap
         if not first.difference:
-            return first.tells
+            return first.is_conclusive
         uses["recomputes"] = uses.get("recomputes", False) and self._state.runner.saved.policy.mode != "never"
-        for other in before.plainer(**uses):
-            way.become(other)
-            if not differs().difference:
+        for other in before.plainer_modes(**uses):
+            mode.adopt(other)
+            if not compare().difference:
                 break
         else:
-            way.become(before)
-            if first.is_steady or uses.get("interleaves"):
+            mode.adopt(before)
+            if first.is_repeatable or uses.get("interleaves"):
                 raise ConfigError(
                     f"the engine and plain PyTorch give different results: {first.difference}. Code of the model has "
                     "effects that the engine cannot see: it changes state of other modules, uses its own random "
                     "numbers, or gives other results in each run. Pass everything a module reads as arguments and "
                     "everything it computes as results, or train this model without an engine."
                 )
-            way.become(replace(before, recomputes=before.recomputes and not uses["recomputes"]))
+            mode.adopt(replace(before, recomputes=before.recomputes and not uses["recomputes"]))
         unsteady = (
             ""
-            if first.is_steady
+            if first.is_repeatable
             else (
                 "; the model also gives other results in each run, because of state that the engine cannot restore "
                 "and that its trial runs have changed"
             )
         )
-        changes = way.changes(before)
+        changes = mode.describe_changes(before)
         warn(
             "the engine and plain PyTorch give different results: "
             f"{first.difference}{unsteady}.{f' From here on {changes}.' if changes else ''}"
         )
         return True
 
-    def _kind(self, facts: BatchFacts) -> str:
-        told = facts.plan.ranks[0]
-        names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in told.shapes)
-        cuts, chunks = facts.plan.num_parts > 1, self._losses.chunk_tokens(facts) > 0
-        modes, way = sorted({each.modes for each in facts.plan.ranks}), vars(self._state.way).values()
-        return repr((told.operation, names, told.has_loss_function, cuts, chunks, modes, *way))
+    def _key(self, inputs: PassInputs) -> str:
+        rank_batch = inputs.plan.ranks[0]
+        names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in rank_batch.shapes)
+        cuts, chunks = inputs.plan.num_parts > 1, self._losses.chunk_tokens(inputs) > 0
+        modes, mode = sorted({each.modes for each in inputs.plan.ranks}), vars(self._state.execution_mode).values()
+        return repr((rank_batch.operation, names, rank_batch.has_loss_function, cuts, chunks, modes, *mode))
 
-    def _refuse_sums(self, facts: BatchFacts, sample: Batch) -> None:
+    def _refuse_sums(self, inputs: PassInputs, sample: Batch) -> None:
         """Raise ConfigError if the losses from the ranks' rows do not add up to the whole batch's loss.
 
         No check for token batches: label weights are known for text. No check either for labelled batches without a row
@@ -168,17 +172,17 @@ class Judging:
         """
         if is_token_batch(sample, check_batch(sample)):
             return
-        difference = facts.form.obstacle
-        if difference and all(told.is_labelled for told in facts.plan.ranks):
+        difference = inputs.form.obstacle
+        if difference and all(rank_batch.is_labelled for rank_batch in inputs.plan.ranks):
             return
         if not difference:
-            way = self._state.way
-            before = way.cut
-            way.change(cut="calls")
+            mode = self._state.execution_mode
+            before = mode.cut
+            mode.change(cut="calls")
             try:
-                difference = self._difference(facts, sample, cuts=True).difference
+                difference = self._compare(inputs, sample, cuts=True).difference
             finally:
-                way.change(cut=before)
+                mode.change(cut=before)
         if difference:
             raise ConfigError(
                 f"each of {self._state.comm.size} ranks has a part of the batch, but their losses cannot be combined, "
@@ -186,38 +190,38 @@ class Judging:
                 "loss as needed, and call engine.backward(loss) and engine.update()."
             )
 
-    def _difference(self, facts: BatchFacts, sample: Batch, *, cuts: bool) -> Verdict:
-        is_cut, has_chunks = cuts and self._state.way.cut != "whole", self._losses.chunk_tokens(facts) > 0
-        facts = facts.of_sample(sample, group_of(facts.loss_fn) if is_cut else None)
-        num_tokens = facts.plan.num_targets(replace(facts.rule, by_rows=False))
-        case = self._case(facts, max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0)
-        with nullcontext() if facts.trains else in_eval_mode(self._state.model):
-            return self._judge.difference(case, is_exact=not is_cut and not has_chunks)
+    def _compare(self, inputs: PassInputs, sample: Batch, *, cuts: bool) -> EquivalenceResult:
+        is_cut, has_chunks = cuts and self._state.execution_mode.cut != "whole", self._losses.chunk_tokens(inputs) > 0
+        inputs = inputs.of_sample(sample, rows_per_group(inputs.loss_fn) if is_cut else None)
+        num_tokens = inputs.plan.num_targets(replace(inputs.rule, counts_rows=False))
+        pair = self._pass_pair(inputs, max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0)
+        with nullcontext() if inputs.is_training else in_eval_mode(self._state.model):
+            return self._comparator.compare(pair, is_exact=not is_cut and not has_chunks)
 
-    def _case(self, facts: BatchFacts, chunk_tokens: int) -> Case:
-        state, method, trains = self._state, self._method, facts.trains
+    def _pass_pair(self, inputs: PassInputs, chunk_tokens: int) -> PassPair:
+        state, method, trains = self._state, self._method, inputs.is_training
         has_backward = trains and self._losses.has_gradient
-        parts = partial(self._losses.parts, facts, chunk_tokens=chunk_tokens)
+        parts = partial(self._losses.parts, inputs, chunk_tokens=chunk_tokens)
 
         def evaluate() -> list[torch.Tensor]:
-            with closing(parts()) as found:
-                return [sum(found, torch.zeros((), device=state.device.torch_device))]
+            with closing(parts()) as losses:
+                return [sum(losses, torch.zeros((), device=state.device.torch_device))]
 
-        return Case(
-            {"": state.model, "batch": facts.batch, "loss_fn": facts.loss_fn},
-            lambda: run_loss(state.model, facts.batch, facts.loss_fn, has_gradient=has_backward),
+        return PassPair(
+            {"": state.model, "batch": inputs.batch, "loss_fn": inputs.loss_fn},
+            lambda: run_loss(state.model, inputs.batch, inputs.loss_fn, has_gradient=has_backward),
             partial(method.trial, parts) if trains else evaluate,
-            method.hang if trains else lambda unit, _: unit.install(unit.live()),
+            method.install_weights if trains else lambda unit, _: unit.install(unit.live()),
             method.num_passes if trains else 1,
             has_backward,
         )
 
 
-def _ints(facts: BatchFacts) -> str:
-    return repr(sorted({told.ints for told in facts.plan.ranks}))
+def _ints(inputs: PassInputs) -> str:
+    return repr(sorted({rank_batch.ints for rank_batch in inputs.plan.ranks}))
 
 
-def _mixed(tensor: torch.Tensor) -> torch.Tensor:
+def _weighted_mean(tensor: torch.Tensor) -> torch.Tensor:
     """Return a mean over all finite elements, with different weights along the last axis."""
     numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).nan_to_num(0.0, 0.0, 0.0)
     weights = torch.arange(1, 1 + (numbers.shape[-1] if numbers.dim() else 1), device=numbers.device).cos()

@@ -19,14 +19,14 @@ GGUF_TO_FOLDER = (
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
-class Place(NamedTuple):
+class ModelPath(NamedTuple):
     """A model name resolved to a path. If the path does not exist, the name may belong to the hub."""
 
     path: Path
     exists: bool
 
 
-def find_model(name: str) -> Place:
+def find_model(name: str) -> ModelPath:
     """Resolve the `model.path` setting.
 
     Raises ConfigError for a path without a readable model, and for an impossible name.
@@ -35,39 +35,39 @@ def find_model(name: str) -> Place:
     if not path.exists():
         is_path = path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2
         if is_path or path.suffix in (".gguf", *_WEIGHTS):
-            raise ConfigError(missing(name))
-        return Place(path, exists=False)
+            raise ConfigError(missing_message(name))
+        return ModelPath(path, exists=False)
     if path.is_file():
         _check_file(path, name)
-        return Place(path, exists=True)
+        return ModelPath(path, exists=True)
     file = path / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model.path is {name}, {_without_config(path)}.")
+        raise ConfigError(f"model.path is {name}, {_describe_folder(path)}.")
     check_json(file, name)
-    return Place(path, exists=True)
+    return ModelPath(path, exists=True)
 
 
-def missing(name: str) -> str:
+def missing_message(name: str) -> str:
     """Return the error sentence for a nonexistent model.path."""
     return f"model.path is {name}, which does not exist; set --model.path to a model folder or a config.json."
 
 
-def check_json(path: Path, given: str) -> None:
-    """Raise ConfigError unless a config.json names an architecture. `given`: the model.path behind it."""
+def check_json(path: Path, name: str) -> None:
+    """Raise ConfigError unless a config.json names an architecture. `name`: the model.path behind it."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         refuse_pointers(path)
-        raise ConfigError(f"model.path is {given}, but {path} is not a JSON file: {error}.") from None
+        raise ConfigError(f"model.path is {name}, but {path} is not a JSON file: {error}.") from None
     if not isinstance(values, dict) or "model_type" not in values:
-        raise ConfigError(f"model.path is {given}, but {path} names no model_type, so the architecture is unknown.")
+        raise ConfigError(f"model.path is {name}, but {path} names no model_type, so the architecture is unknown.")
 
 
 def _check_file(path: Path, name: str) -> None:
     with path.open("rb") as stream:
         is_gguf = stream.read(4) == b"GGUF"
     if is_gguf or path.suffix == ".gguf":
-        raise ConfigError(f"model.path is {name}, {_of_gguf(path)}.")
+        raise ConfigError(f"model.path is {name}, {_describe_gguf(path)}.")
     if path.suffix in _WEIGHTS:
         raise ConfigError(
             f"model.path is {name}, a file of weights: set --model.path to its folder, {path.parent}, with a "
@@ -76,18 +76,18 @@ def _check_file(path: Path, name: str) -> None:
     check_json(path, name)
 
 
-def _without_config(folder: Path) -> str:
+def _describe_folder(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return (
             "which holds a PEFT adapter and no model: set --lora.adapter to this folder, and --model.path to its base "
             "model"
         )
     if (gguf := next(iter(sorted(folder.glob("*.gguf"))), None)) is not None:
-        return f"a folder without config.json, and {gguf.name} in it is {_of_gguf(gguf)}"
+        return f"a folder without config.json, and {gguf.name} in it is {_describe_gguf(gguf)}"
     return "a folder without config.json; set --model.path to a Hugging Face model folder"
 
 
-def _of_gguf(path: Path) -> str:
+def _describe_gguf(path: Path) -> str:
     code = GGUF_TO_FOLDER.replace("DIR", repr(str(path.parent))).replace("FILE", repr(path.name))
     return (
         "a GGUF file, with weights rounded for inference. Convert it to a Hugging Face folder with the package gguf: "

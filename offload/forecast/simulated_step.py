@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.distributed.comm import ImaginedRanks
+from offload.distributed.comm import SimulatedRanks
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.gradients.norms import BringDown, Measures
-from offload.engine.gradients.update_place import InPlace, TileUpdate, UpdatePlace, open_place
+from offload.engine.gradients.norms import CopySquares, Measures
+from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace, open_place
 from offload.engine.gradients.updates import Updates
 from offload.engine.methods.slot_updates import SlotUpdates
-from offload.engine.units.activation_offload import ActivationOffload, OnDisk, OnHost
-from offload.lanes.played import PlayedLanes, Seconds
+from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
+from offload.lanes.simulated import Seconds, SimulatedLanes
 from offload.lanes.ticket import Ticket
 from offload.layout.regions import DiskLayout, Region
 from offload.planning.disk import read_ring
@@ -30,8 +30,8 @@ from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.telemetry.counters import Counters
+from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.device import AcceleratorDevice, CpuDevice
-from offload.tiers.due import Due, Work
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import ModelFiles
@@ -48,7 +48,7 @@ The first step fetches on demand. After it, device residency can still change fr
 
 
 @dataclass(frozen=True)
-class Call:
+class SimulatedCall:
     """A unit use over all micro-batches in a step: forward, and later backward.
 
     Without `regions`, a stretch between units.
@@ -74,7 +74,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class PlayedPlan:
+class SimulatedPlan:
     """The engine plan, reduced to values needed to simulate the lanes.
 
     regions: all regions, by index.
@@ -83,7 +83,7 @@ class PlayedPlan:
     rings: disk ring sizes in bytes, by name.
     buffer_bytes: gradient buffer size on the device.
     capacity_bytes: device memory for streamed weights.
-    lookahead, most: cargoes fetched ahead, and maximum held at the same time (None: as many as fit).
+    lookahead, max_cargoes: cargoes fetched ahead, and maximum held at the same time (None: as many as fit).
     staging_bytes, shard_bytes: device buffers for gradients consumed immediately, and for reduced shards.
     update_ring_bytes: device ring for host states updated on the device.
     resident: indices of regions always on the device.
@@ -104,7 +104,7 @@ class PlayedPlan:
     buffer_bytes: int
     capacity_bytes: int
     lookahead: int
-    most: int | None
+    max_cargoes: int | None
     rings: Mapping[str, int] = field(default_factory=dict)
     staging_bytes: int = 0
     shard_bytes: int = 0
@@ -122,7 +122,7 @@ class PlayedPlan:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedStep:
     """Averages for a simulated steady-state step."""
 
     seconds: float
@@ -138,25 +138,25 @@ class Simulated:
 
 
 def simulate(
-    calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds], num_steps: int = _NUM_STEPS
-) -> Simulated:
+    calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds], num_steps: int = _NUM_STEPS
+) -> SimulatedStep:
     """Simulate steps and return the mean over the steps after warm-up.
 
-    seconds: transfer time functions, see `PlayedLanes`. "collective" receives the bytes this rank contributes.
+    seconds: transfer time functions, see `SimulatedLanes`. "collective" receives the bytes this rank contributes.
     """
     warm = min(_NUM_WARM, num_steps - 1)
-    with closing(_PlayedEngine(calls, plan, seconds)) as engine:
+    with closing(_SimulatedEngine(calls, plan, seconds)) as engine:
         for _ in range(warm):
             engine.step()
-        before = engine.so_far()
+        before = engine.totals()
         for _ in range(num_steps - warm):
             engine.step()
-        after, count = engine.so_far(), num_steps - warm
+        after, count = engine.totals(), num_steps - warm
     mean = [{name: (b[name] - a.get(name, 0.0)) / count for name in b} for a, b in zip(before, after, strict=True)]
-    return Simulated(mean[0]["now"], mean[1], mean[2], mean[0]["written"], mean[0]["sent"])
+    return SimulatedStep(mean[0]["now"], mean[1], mean[2], mean[0]["written"], mean[0]["sent"])
 
 
-class _PlayedFile(Stripes):
+class _SimulatedFile(Stripes):
     """A size counter in place of a file."""
 
     def __init__(self) -> None:
@@ -167,12 +167,12 @@ class _PlayedFile(Stripes):
         return self.num_bytes - num_bytes
 
 
-class _PlayedNvme(Nvme):
+class _SimulatedNvme(Nvme):
     """NVMe tier with rings but no files."""
 
-    def __init__(self, rings: Mapping[str, int], lanes: PlayedLanes, counters: Counters) -> None:
+    def __init__(self, rings: Mapping[str, int], lanes: SimulatedLanes, counters: Counters) -> None:
         self._ledger = Ledger("nvme", None, "")
-        self._states, self._activations = _PlayedFile(), _PlayedFile()
+        self._states, self._activations = _SimulatedFile(), _SimulatedFile()
         self._arena = Arena(sum(rings.values()))
         memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
         self._open_channels(memory, lanes, counters)
@@ -181,13 +181,13 @@ class _PlayedNvme(Nvme):
         self._arena.close()
 
 
-class _PlayedAccelerator(CpuDevice):
+class _SimulatedAccelerator(CpuDevice):
     """CPU memory in place of accelerator memory, with the same decoding."""
 
     decodes_at_once = AcceleratorDevice.decodes_at_once
 
 
-class _PlayedMeasures(Measures):
+class _SimulatedMeasures(Measures):
     """Every parameter has a gradient. With `corrects`, gradients are large enough to be clipped."""
 
     def __init__(self, regions: Sequence[Region], square: float) -> None:
@@ -197,17 +197,17 @@ class _PlayedMeasures(Measures):
     def begin_step(self) -> None:
         """Do nothing: all steps are equal."""
 
-    def measure(self, region: Region, flat: torch.Tensor) -> BringDown | None:  # noqa: ARG002
+    def measure(self, region: Region, flat: torch.Tensor) -> CopySquares | None:  # noqa: ARG002
         return None
 
     def finish(self) -> None:
         """Do nothing: the simulated ranks exchange only a few numbers."""
 
 
-class _Place:
+class _TimedUpdatePlace:
     """Wraps an update place and adds host time per tile."""
 
-    def __init__(self, place: UpdatePlace, lanes: PlayedLanes, tile_host_s: float) -> None:
+    def __init__(self, place: UpdatePlace, lanes: SimulatedLanes, tile_host_s: float) -> None:
         self._place, self._lanes, self._tile_host_s = place, lanes, tile_host_s
 
     def submit(self, tile: TileUpdate) -> Ticket:
@@ -224,16 +224,16 @@ class _Place:
         """Do nothing: there is no computation to check."""
 
 
-class _PlayedEngine:
+class _SimulatedEngine:
     """An engine on simulated lanes. `step` calls the components like the real training methods."""
 
-    def __init__(self, calls: Sequence[Call], plan: PlayedPlan, seconds: Mapping[str, Seconds]) -> None:
+    def __init__(self, calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds]) -> None:
         self._calls, self._plan, settings = calls, plan, plan.settings
-        self._here_seconds, self._counters = seconds.get("here", lambda _: 0.0), Counters()
-        self._lanes = lanes = PlayedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
-        kind = _PlayedAccelerator if plan.in_stream else CpuDevice
-        device, host = kind(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
-        nvme = _PlayedNvme(plan.rings, lanes, self._counters) if plan.rings else None
+        self._device_seconds, self._counters = seconds.get("here", lambda _: 0.0), Counters()
+        self._lanes = lanes = SimulatedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
+        device_class = _SimulatedAccelerator if plan.in_stream else CpuDevice
+        device, host = device_class(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
+        nvme = _SimulatedNvme(plan.rings, lanes, self._counters) if plan.rings else None
         ring_bytes = read_ring(plan.layout, plan.regions)
         files = ModelFiles(ring_bytes, host, lanes, self._counters, None) if ring_bytes else None
         self._store = Store(
@@ -246,14 +246,14 @@ class _PlayedEngine:
             layout=plan.layout,
             nvme=nvme,
             files=files,
-            comm=ImaginedRanks(plan.layout.sharding.num_ranks, plan.num_machines),
+            comm=SimulatedRanks(plan.layout.sharding.num_ranks, plan.num_machines),
             counters=self._counters,
         )
         if settings.keeps_gradients:
             self._store.hold_gradients(accumulates=False)
-        due = Due()
+        deferred = DeferredUpdates()
         self._slots = Slots(
-            self._store, device, due, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
+            self._store, device, deferred, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
         )
         limit = settings.max_grad_norm or 1.0
         flow = self._flow = GradientFlow(
@@ -265,30 +265,32 @@ class _PlayedEngine:
             settings,
             device.allocate("staging", plan.staging_bytes),
             {BUFFER: plan.buffer_bytes, SHARDS: plan.shard_bytes, SCRATCH: 0},
-            _PlayedMeasures(plan.regions, (2.0 * limit) ** 2 if plan.corrects else 0.0),
+            _SimulatedMeasures(plan.regions, (2.0 * limit) ** 2 if plan.corrects else 0.0),
         )
         for region in plan.regions:
             if region.index in plan.lasting:
                 flow.make_lasting(region)
-        self._executor = Executor(self._slots, plan.lookahead, plan.most, lands_late=flow.lasts)
-        in_place = InPlace(self._store.updating, device, nullcontext)
+        self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, lands_late=flow.lasts)
+        in_place = InPlaceUpdates(self._store.update_lane, device, nullcontext)
         ring = device.allocate("update ring", plan.update_ring_bytes) if plan.update_ring_bytes else None
-        place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)
-        counted = _Place(place, lanes, plan.tile_host_s)
-        self._updates = Updates(self._store, (), flow, self._slots, due, lanes, settings, counted)  # type: ignore[arg-type]
-        self._pending = SlotUpdates(self._store, self._slots, self._updates, due, lanes, device, settings.optimizer.lr)
+        update_place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)
+        timed_place = _TimedUpdatePlace(update_place, lanes, plan.tile_host_s)
+        self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)  # type: ignore[arg-type]
+        self._pending = SlotUpdates(
+            self._store, self._slots, self._updates, deferred, lanes, device, settings.optimizer.lr
+        )
 
         def pool(tier: str) -> ActivationOffload | None:
             if tier == "nvme":
                 assert nvme is not None
-                return OnDisk(device, lanes, self._counters, nvme)
-            return OnHost(device, lanes, self._counters, host) if tier == "cpu" else None
+                return DiskActivationOffload(device, lanes, self._counters, nvme)
+            return HostActivationOffload(device, lanes, self._counters, host) if tier == "cpu" else None
 
         self._inputs, self._graphs = pool(settings.placement.activations), pool(settings.placement.graphs)
         largest = max((max(call.saved_bytes, call.graph_bytes) for call in calls), default=0)
-        self._given = device.allocate("unit inputs", largest)
+        self._sample_inputs = device.allocate("unit inputs", largest)
         self._saved: dict[int, tuple[ActivationOffload, torch.Tensor]] = {}
-        self._coming: dict[tuple[int, int], Sequence[Ticket]] = {}
+        self._prefetches: dict[tuple[int, int], Sequence[Ticket]] = {}
         self._slots.keep([region for region in plan.regions if region.index in plan.resident])
         self._users: dict[int, list[tuple[Region, ...]]] = {region.index: [] for region in plan.regions}
         for call in calls:
@@ -296,7 +298,7 @@ class _PlayedEngine:
                 self._users[region.index].append(call.regions)
         self._number = settings.delay_after
 
-    def so_far(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    def totals(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """Return totals so far: (time and bytes written or sent, busy seconds, exposed seconds)."""
         counters = self._counters
         sent = counters.network_bytes + counters.next_network_bytes
@@ -332,7 +334,7 @@ class _PlayedEngine:
         self._passes()
         rank, loss = self._order(), self._lanes.mark()
         wraps = updates.is_immediate and not updates.learns_first
-        updates.apply(rank, lambda: self._go_on(wraps))
+        updates.apply(rank, lambda: self._expect_next(wraps))
         self._lanes.wait(loss)
 
     def _begin_pass(self, learns: bool = False, norm: float | None = None) -> None:
@@ -348,17 +350,17 @@ class _PlayedEngine:
         for number, call in enumerate(self._calls):
             self._forward(number, call)
         self._lanes.wait(self._lanes.mark())  # for the losses
-        trained = sorted((region for region in self._plan.regions if region.trainable), key=self._order())
-        works = {region: self._in_slot(region) for region in trained}
+        trainable = sorted((region for region in self._plan.regions if region.trainable), key=self._order())
+        works = {region: self._slot_update(region) for region in trainable}
         self._updates.flush()
-        self._pending.put({region: works.pop(region) for region in trained if self._pending.takes(region)})
-        self._updates.descend(works, lambda: self._go_on(wraps=False))
+        self._pending.defer({region: works.pop(region) for region in trainable if self._pending.can_defer(region)})
+        self._updates.descend(works, lambda: self._expect_next(wraps=False))
 
-    def _in_slot(self, region: Region) -> Work:
+    def _slot_update(self, region: Region) -> UpdateFunction:
         """Return the update for a region, with simulated compute time if compute itself runs updates."""
 
         def work(tile: Tile, _planes: object, _gradients: object) -> int:
-            self._lanes.compute(self._here_seconds(region.update_bytes(tile.end - tile.begin)))
+            self._lanes.compute(self._device_seconds(region.update_bytes(tile.end - tile.begin)))
             return 0
 
         return work
@@ -366,8 +368,8 @@ class _PlayedEngine:
     def _order(self) -> Callable[[Region], float]:
         return self._executor.order(lambda region: self._users[region.index])
 
-    def _go_on(self, wraps: bool) -> None:
-        """Same call order as `Method._go_on`."""
+    def _expect_next(self, wraps: bool) -> None:
+        """Same call order as `Method._start_fetches`."""
         self._executor.end()
         self._executor.expect("step", wraps)
 
@@ -382,41 +384,44 @@ class _PlayedEngine:
 
     def _put(self, number: int, pool: ActivationOffload | None, num_bytes: int) -> None:
         if pool is not None and num_bytes:
-            self._saved[number] = pool, pool.put(self._given[:num_bytes])
+            self._saved[number] = pool, pool.put(self._sample_inputs[:num_bytes])
 
-    def _forward(self, number: int, call: Call) -> None:
+    def _forward(self, number: int, call: SimulatedCall) -> None:
         if call.regions:
             self._executor.enter(call.regions, False)
-            self._pending.make(call.regions)
+            self._pending.run(call.regions)
         self._lanes.compute(call.forward_s, call.forward_host_s)
         self._put(number, self._graphs, call.graph_bytes)
         if call.regions:
             self._executor.leave(call.regions, self._lanes.mark())
 
-    def _backward(self, number: int, call: Call) -> None:
+    def _backward(self, number: int, call: SimulatedCall) -> None:
         if call.regions:
             self._executor.enter(call.regions, True, call.reads_weights)
         self._flow.open(call.regions)
         for part in range(call.num_parts):
-            self._bring_back(number, part)
+            self._wait_for_inputs(number, part)
             self._lanes.compute(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)
-        self._look_back(number, 1)
+        self._prefetch_previous(number, 1)
         self._flow.close(call.regions)
         if call.regions:
             self._executor.leave(call.regions, self._lanes.mark())
 
     # -- saved inputs ----------------------------------------------------------------------------------------
 
-    def _bring_back(self, number: int, part: int) -> None:
-        """Wait for the saved inputs of a micro-batch and prefetch the next, like `Call` and `SavedInputs.look_back`."""
+    def _wait_for_inputs(self, number: int, part: int) -> None:
+        """Wait for the saved inputs of a micro-batch and prefetch the next.
+
+        Like `UnitCall` and `SavedInputs.prefetch_previous`.
+        """
         call = self._calls[number]
         is_last = part + 1 == call.num_parts
-        self._prepare(number, part)
+        self._prefetch(number, part)
         if is_last:
-            self._look_back(number, 0)
+            self._prefetch_previous(number, 0)
         elif call.regions and self._lanes.overlap:
-            self._prepare(number, part + 1)
-        tickets = self._coming.pop((number, part), None)
+            self._prefetch(number, part + 1)
+        tickets = self._prefetches.pop((number, part), None)
         if tickets is None:
             return
         self._lanes.compute_after(tickets)
@@ -424,14 +429,14 @@ class _PlayedEngine:
             pool, saved = self._saved.pop(number)
             pool.free(saved.untyped_storage().data_ptr())
 
-    def _look_back(self, number: int, part: int) -> None:
+    def _prefetch_previous(self, number: int, part: int) -> None:
         regions = self._calls[number].regions
         if regions and self._lanes.overlap:  # skip other chunks of the same head: each ends before the next begins
             before = (n for n in reversed(range(number)) if self._calls[n].regions not in ((), regions))
-            self._prepare(next(before, -1), part)
+            self._prefetch(next(before, -1), part)
 
-    def _prepare(self, number: int, part: int) -> None:
-        if number in self._saved and part < self._calls[number].num_parts and (number, part) not in self._coming:
+    def _prefetch(self, number: int, part: int) -> None:
+        if number in self._saved and part < self._calls[number].num_parts and (number, part) not in self._prefetches:
             pool, saved = self._saved[number]
             size = len(saved) // self._calls[number].num_parts
-            _, self._coming[number, part], _ = pool.get(saved[part * size : (part + 1) * size])
+            _, self._prefetches[number, part], _ = pool.get(saved[part * size : (part + 1) * size])

@@ -15,22 +15,22 @@ from offload.layout.regions import ParameterInfo
 from offload.telemetry.counters import Counters
 
 
-class Reading:
+class ParameterReads:
     """Answers reads of the stand-in parameters in a model, one parameter at a time, with all updates applied."""
 
     def __init__(self, state: EngineState, counters: Counters, own_loop: OwnLoop) -> None:
         self._state, self._recovery, self._counters, self._own_loop = state, state.recovery, counters, own_loop
-        self._given: Mapping[str, torch.Tensor] = {}
-        state.hold.ask(self)
+        self._answers: Mapping[str, torch.Tensor] = {}
+        state.ownership.connect(self)
 
     @contextmanager
-    def given(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def answering(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Context: reading one of these parameters returns a copy from `values`."""
-        self._given = values
+        self._answers = values
         try:
             yield
         finally:
-            self._given = {}
+            self._answers = {}
 
     def has_gradients(self) -> bool:
         """Return whether an own loop's step has gradients."""
@@ -50,8 +50,8 @@ class Reading:
             TornError: the states belong to no step.
         """
         state, recovery = self._state, self._recovery
-        if info.name in self._given:
-            return self._given[info.name].to(DTYPES[info.compute], copy=True)
+        if info.name in self._answers:
+            return self._answers[info.name].to(DTYPES[info.compute], copy=True)
         recovery.check_open()
         recovery.recover()
         if not recovery.is_idle:
@@ -69,7 +69,7 @@ class Reading:
                 f"{state.comm.size} ranks. Call engine.named_parameters() or engine.export(folder) on all ranks, or "
                 "set --offload.zero_stage to 2 or less, where each rank has all weights."
             )
-        with torch.inference_mode(False), recovery.working(), self._counters.unchanged():
+        with torch.inference_mode(False), recovery.working(), self._counters.preserve():
             state.updates.flush()
             state.lanes.drain_updates()  # also raises a failure in another parameter's update
-            return state.store.values.read_here(info.index)
+            return state.store.values.read_local(info.index)

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_iter
 
 from offload.engine.recording.plain import PlainPass
 from offload.engine.recording.sketch import Sketch
-from offload.engine.recording.start import Start
+from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
-from offload.engine.units.belongings import Belongings
-from offload.engine.units.router import Calls
+from offload.engine.units.router import CallTarget
+from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
@@ -34,7 +34,7 @@ from offload.layout.regions import Piece
 class _Bounds(NamedTuple):
     """Tolerances for sums in a different order."""
 
-    share: float
+    relative: float
     """Relative to the sum."""
     rounding: float
     """Relative to all gradients in a unit, because some gradients are only the rounding error of cancelling terms."""
@@ -49,16 +49,16 @@ _DROPOUTS = frozenset(
 
 
 @dataclass(frozen=True)
-class Case:
+class PassPair:
     """Passes to check."""
 
     roots: Mapping[str, Any]
     """Objects within reach of the passes, by name: the model, a batch, a loss function."""
-    loss: Callable[[], torch.Tensor]
+    run_plain: Callable[[], torch.Tensor]
     """Runs the model on all rows at once as a plain pass. Returns the loss."""
-    way: Callable[[], Sequence[torch.Tensor]]
+    run_streamed: Callable[[], Sequence[torch.Tensor]]
     """Runs the passes as steps do. Returns the losses."""
-    hang: Callable[[Unit, int], None]
+    install: Callable[[Unit, int], None]
     """Installs the weights of a unit in the module, as plain pass number n sees them."""
     num_passes: int = 1
     """Number of passes. Each starts with the same random state."""
@@ -68,19 +68,19 @@ class Case:
     """Tensors that receive gradients, besides the weights."""
 
 
-class Verdict(NamedTuple):
+class EquivalenceResult(NamedTuple):
     """Result of an equivalence check."""
 
     difference: str
     """First difference between the passes, for messages. Empty: no difference."""
-    is_steady: bool
+    is_repeatable: bool
     """False if a second plain pass differs from the first."""
-    tells: bool
+    is_conclusive: bool
     """False if a plain loss is not finite, so the check is not conclusive."""
 
 
 @dataclass
-class Evidence:
+class PassObservations:
     """Observations from passes."""
 
     losses: list[float] = field(default_factory=list)
@@ -89,16 +89,16 @@ class Evidence:
     """Unit name and results per unit use."""
     gradients: dict[Piece, Sketch] = field(default_factory=dict)
     """Gradients by parameter piece."""
-    belongings: Belongings | None = None
+    final_state: StateSnapshot | None = None
     """State of modules, batch and loss function afterwards."""
-    has_drawn: bool = False
+    has_sampled: bool = False
     """True if random numbers were sampled."""
     is_half: bool = False
     """True if some unit result has 16 bits, e.g. under autocast."""
     error: Exception | None = None
     """Exception from the model."""
 
-    def seen(self, calls: Calls) -> Calls:
+    def wrap_calls(self, calls: CallTarget) -> CallTarget:
         """Wrap `calls` to record the results."""
 
         def call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,13 +110,13 @@ class Evidence:
 
         return call
 
-    def receive(self, piece: Piece, gradient: torch.Tensor) -> None:
+    def add_gradient(self, piece: Piece, gradient: torch.Tensor) -> None:
         """Add a contribution to the gradient of a parameter piece."""
         sketch = Sketch.of(gradient)
         self.gradients[piece] = self.gradients[piece] + sketch if piece in self.gradients else sketch
 
 
-class WithoutDropout(TorchFunctionMode):
+class NoDropoutMode(TorchFunctionMode):
     """Disables dropout within the context, because a batch and its rows alone sample different masks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,46 +131,48 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Judge:
+class PassComparator:
     """Runs equivalence checks."""
 
     def __init__(self, state: EngineState, precision: str) -> None:
         self._state, self._precision, self._bounds = state, precision, _BOUNDS[precision]
 
-    def difference(self, case: Case, *, is_exact: bool = True) -> Verdict:
+    def compare(self, passes: PassPair, *, is_exact: bool = True) -> EquivalenceResult:
         """Compare the streamed passes with plain passes. Collective: all ranks get the same result.
 
         is_exact: sums have the plain order, so losses must be bit-equal. Otherwise the passes split the rows, and parts
         sample other random numbers than the whole; the same holds between ranks. Dropout is then disabled, and if the
         model samples in other ways, the check uses forwards in eval mode.
         """
-        state, start = self._state, Start(self._state, case.roots)
-        draws_alike = is_exact and state.comm.size == 1
-        without: Callable[[], AbstractContextManager[Any]] = nullcontext if draws_alike else WithoutDropout
-        with state.runner.saved.tried(), start.unseen(), torch.set_grad_enabled(case.has_backward):
-            with without():
-                plain = self._plainly(case, start)
-            if not draws_alike and state.comm.any(plain.has_drawn, "random numbers of a trial run"):
-                without = self._in_eval_mode
-                with without():
-                    plain = self._plainly(case, start)
-            with without():
-                way, is_steady = self._way(case, start), True
-                if state.comm.any(way.error is not None, "errors of a trial run"):
-                    error, way = way.error, self._way(case, start)
-                    if error is not None and way.error is None:  # a random failure: the caller's own error
+        state, snapshot = self._state, TrialSnapshot(self._state, passes.roots)
+        has_equal_samples = is_exact and state.comm.size == 1
+        sampling_context: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext if has_equal_samples else NoDropoutMode
+        )
+        with state.runner.saved.trial_mode(), snapshot.isolated(), torch.set_grad_enabled(passes.has_backward):
+            with sampling_context():
+                plain = self._run_plain(passes, snapshot)
+            if not has_equal_samples and state.comm.any(plain.has_sampled, "random numbers of a trial run"):
+                sampling_context = self._in_eval_mode
+                with sampling_context():
+                    plain = self._run_plain(passes, snapshot)
+            with sampling_context():
+                streamed, is_repeatable = self._run_streamed(passes, snapshot), True
+                if state.comm.any(streamed.error is not None, "errors of a trial run"):
+                    error, streamed = streamed.error, self._run_streamed(passes, snapshot)
+                    if error is not None and streamed.error is None:  # a random failure: the caller's own error
                         raise error
-                found = self._compare(plain, way, is_exact=is_exact)
-                if state.comm.any(bool(found), "differences of a trial run"):
+                difference = self._first_difference(plain, streamed, is_exact=is_exact)
+                if state.comm.any(bool(difference), "differences of a trial run"):
                     # Compare an unstable model only in the properties where two plain passes agree.
-                    again = self._plainly(case, start)
-                    is_steady = not self._compare(plain, again, is_exact=True)
-                    found = self._compare(plain, way, is_exact=is_exact, again=again)
-        if state.comm.any(bool(found), "result of the equivalence check"):
-            found = found or "another rank's pass differs"
-        is_steady = not state.comm.any(not is_steady, "repeatability of a trial run")
-        tells = not state.comm.any(not all(map(math.isfinite, plain.losses)), "losses of a trial run")
-        return Verdict(found, is_steady, tells)
+                    again = self._run_plain(passes, snapshot)
+                    is_repeatable = not self._first_difference(plain, again, is_exact=True)
+                    difference = self._first_difference(plain, streamed, is_exact=is_exact, again=again)
+        if state.comm.any(bool(difference), "result of the equivalence check"):
+            difference = difference or "another rank's pass differs"
+        is_repeatable = not state.comm.any(not is_repeatable, "repeatability of a trial run")
+        is_conclusive = not state.comm.any(not all(map(math.isfinite, plain.losses)), "losses of a trial run")
+        return EquivalenceResult(difference, is_repeatable, is_conclusive)
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
@@ -178,98 +180,114 @@ class Judge:
         with in_eval_mode(self._state.model), torch.no_grad():
             yield
 
-    def _plainly(self, case: Case, start: Start) -> Evidence:
-        state, evidence = self._state, Evidence()
+    def _run_plain(self, passes: PassPair, snapshot: TrialSnapshot) -> PassObservations:
+        state, observations = self._state, PassObservations()
         resident = [unit for unit in state.units if unit.resident]
-        for number in range(case.num_passes):
-            start.draw_again()
-            hang = partial(_hang, case, number)
-            plain = PlainPass(state, hang)
+        for number in range(passes.num_passes):
+            snapshot.reset_generators()
+            install = partial(_install, passes, number)
+            plain = PlainPass(state, install)
             with (
                 ExitStack() as undo,
-                state.router.tried(evidence.seen(plain.call), evidence.receive),
+                state.router.trial_mode(observations.wrap_calls(plain.call), observations.add_gradient),
                 plain.open(),
             ):
                 for unit in resident:
                     undo.callback(unit.install, unit.live())
-                    hang(unit)
-                loss = case.loss()
-                if case.has_backward and loss.requires_grad:
-                    state.backward(loss, None, *plain.weights.values(), *case.leaves)
-                evidence.losses.append(float(loss.detach()))
+                    install(unit)
+                loss = passes.run_plain()
+                if passes.has_backward and loss.requires_grad:
+                    state.backward(loss, None, *plain.weights.values(), *passes.leaves)
+                observations.losses.append(float(loss.detach()))
                 del loss
-        return self._concluded(evidence, start)
+        return self._conclude(observations, snapshot)
 
-    def _way(self, case: Case, start: Start) -> Evidence:
-        state, evidence = self._state, Evidence()
-        with state.router.tried(evidence.seen(state.router.stream), evidence.receive):
+    def _run_streamed(self, passes: PassPair, snapshot: TrialSnapshot) -> PassObservations:
+        state, observations = self._state, PassObservations()
+        with state.router.trial_mode(observations.wrap_calls(state.router.stream), observations.add_gradient):
             try:
-                evidence.losses += [float(loss.detach()) for loss in case.way()]
+                observations.losses += [float(loss.detach()) for loss in passes.run_streamed()]
             except (OffloadError, UnrecordedCallError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # rows that cannot run alone, or an error unrelated to the engine
                 state.runner.fail(False)
-                evidence.error = error
-        return self._concluded(evidence, start)
+                observations.error = error
+        return self._conclude(observations, snapshot)
 
-    def _concluded(self, evidence: Evidence, start: Start) -> Evidence:
-        evidence.belongings, evidence.has_drawn = start.belongings_now(), start.has_drawn
-        start.put_back()
-        return evidence
+    def _conclude(self, observations: PassObservations, snapshot: TrialSnapshot) -> PassObservations:
+        observations.final_state, observations.has_sampled = snapshot.capture_state(), snapshot.has_sampled
+        snapshot.restore()
+        return observations
 
     # -- comparison ------------------------------------------------------------------------------------------
 
-    def _compare(self, plain: Evidence, way: Evidence, *, is_exact: bool, again: Evidence | None = None) -> str:
+    def _first_difference(
+        self,
+        plain: PassObservations,
+        streamed: PassObservations,
+        *,
+        is_exact: bool,
+        again: PassObservations | None = None,
+    ) -> str:
         """Return the first difference, for messages.
 
         `again`: a second plain pass. State that differs between the two plain passes is not compared.
         """
         if not all(map(math.isfinite, plain.losses)):
             return ""
-        if way.error is not None:
-            what = "" if isinstance(way.error, PartsDifferError) else f"the model raises {type(way.error).__name__}: "
-            return f"{what}{way.error}".splitlines()[0]
-        self._bounds = _BOUNDS["bf16" if plain.is_half or way.is_half else self._precision]
-        results = self._differing_result(plain, way, is_exact=is_exact)
+        if streamed.error is not None:
+            prefix = (
+                ""
+                if isinstance(streamed.error, PartsDifferError)
+                else f"the model raises {type(streamed.error).__name__}: "
+            )
+            return f"{prefix}{streamed.error}".splitlines()[0]
+        self._bounds = _BOUNDS["bf16" if plain.is_half or streamed.is_half else self._precision]
+        results = self._first_result_difference(plain, streamed, is_exact=is_exact)
         if results and not any(plain.losses):  # e.g. a call with opaque outputs
             return results
-        for one, other in zip(plain.losses, way.losses, strict=True):
-            if not (one == other if is_exact else abs(one - other) <= self._bounds.share * abs(one) + 1e-12):
+        for one, other in zip(plain.losses, streamed.losses, strict=True):
+            if not (one == other if is_exact else abs(one - other) <= self._bounds.relative * abs(one) + 1e-12):
                 return results or f"the loss is {one:.9g} in plain PyTorch and {other:.9g} in the engine"
-        found = self._differing_gradient(plain, way)
-        if found or not is_exact:
-            return found
-        unsteady = {path for path, *_ in _belongings(plain, again)} if again else ()
-        for path, mine, theirs in _belongings(plain, way):
-            noted = path.removeprefix("the length of ").startswith("loss_fn")  # a loss function may store anything
-            if path not in unsteady and not noted:
+        difference = self._largest_gradient_difference(plain, streamed)
+        if difference or not is_exact:
+            return difference
+        unstable_paths = {path for path, *_ in _state_differences(plain, again)} if again else ()
+        for path, mine, theirs in _state_differences(plain, streamed):
+            # A loss function may store anything.
+            is_in_loss_function = path.removeprefix("the length of ").startswith("loss_fn")
+            if path not in unstable_paths and not is_in_loss_function:
                 return (
-                    f"{path} is {_shown(mine)} after the pass in plain PyTorch and {_shown(theirs)} after the pass in "
-                    "the engine"
+                    f"{path} is {_describe_value(mine)} after the pass in plain PyTorch and {_describe_value(theirs)} "
+                    "after the pass in the engine"
                 )
         return ""
 
-    def _differing_result(self, plain: Evidence, way: Evidence, *, is_exact: bool) -> str:
+    def _first_result_difference(self, plain: PassObservations, streamed: PassObservations, *, is_exact: bool) -> str:
         """Return the first unit with a different result, if both passes use the same sequence of units."""
-        if [name for name, _ in plain.uses] != [name for name, _ in way.uses]:
+        if [name for name, _ in plain.uses] != [name for name, _ in streamed.uses]:
             return ""
-        for (name, mine), (_, theirs) in zip(plain.uses, way.uses, strict=True):
+        for (name, mine), (_, theirs) in zip(plain.uses, streamed.uses, strict=True):
             for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-                if not (one.is_as(other) if is_exact else one.distance(other) <= self._bounds.share * one.norm):
+                if not (one.equals(other) if is_exact else one.distance(other) <= self._bounds.relative * one.norm):
                     return (
                         f"result {number} of unit {name}, of shape {tuple(one.shape)}, has norm {one.norm:.6g} in "
                         f"plain PyTorch and {other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"
                     )
         return ""
 
-    def _differing_gradient(self, plain: Evidence, way: Evidence) -> str:
+    def _largest_gradient_difference(self, plain: PassObservations, streamed: PassObservations) -> str:
         """Return the parameter with the largest gradient error, if above the tolerance."""
         infos, worst, text = self._state.infos, 1.0, ""
         for unit in self._state.units:
             mine = [piece for region in unit.regions for piece in region.pieces]
-            whole = math.hypot(*(plain.gradients[piece].norm for piece in mine if piece in plain.gradients), 0.0)
+            unit_norm = math.hypot(*(plain.gradients[piece].norm for piece in mine if piece in plain.gradients), 0.0)
             for piece in mine:
-                name, one, other = infos[piece.parameter].name, plain.gradients.get(piece), way.gradients.get(piece)
+                name, one, other = (
+                    infos[piece.parameter].name,
+                    plain.gradients.get(piece),
+                    streamed.gradients.get(piece),
+                )
                 if one is None or other is None:
                     if one is not other:
                         mine_is, other_is = ("none" if g is None else f"norm {g.norm:.6g}" for g in (one, other))
@@ -278,9 +296,11 @@ class Judge:
                             "in the engine"
                         )
                     continue
-                apart = one.distance(other) / (self._bounds.share * one.norm + self._bounds.rounding * whole + 1e-30)
-                if apart > worst:
-                    worst = apart
+                deviation = one.distance(other) / (
+                    self._bounds.relative * one.norm + self._bounds.rounding * unit_norm + 1e-30
+                )
+                if deviation > worst:
+                    worst = deviation
                     text = (
                         f"the gradient of {name} in unit {unit.name} has norm {one.norm:.6g} in plain PyTorch and "
                         f"{other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"
@@ -288,18 +308,18 @@ class Judge:
         return text
 
 
-def _belongings(one: Evidence, other: Evidence) -> Iterator[tuple[str, Any, Any]]:
+def _state_differences(one: PassObservations, other: PassObservations) -> Iterator[tuple[str, Any, Any]]:
     """Yield the differences in the state after two passes."""
-    assert one.belongings is not None
-    assert other.belongings is not None
-    return one.belongings.differences(other.belongings)
+    assert one.final_state is not None
+    assert other.final_state is not None
+    return one.final_state.differences(other.final_state)
 
 
-def _hang(case: Case, number: int, unit: Unit) -> None:
-    case.hang(unit, number)
+def _install(passes: PassPair, number: int, unit: Unit) -> None:
+    passes.install(unit, number)
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and norm {float(value.double().norm()):.6g}"
     text = repr(value)

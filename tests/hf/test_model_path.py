@@ -13,8 +13,8 @@ from offload.config.config import Config
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
 from offload.hf import models
-from offload.hf.places import find_model
-from offload.training.early import check_names
+from offload.hf.model_path import find_model
+from offload.training.early_checks import check_names
 
 
 @pytest.fixture
@@ -65,11 +65,13 @@ def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest
     check_names(Config.load(None, {"data.source": ["text.txt", "*.none", "builtin:stdlib", "https://a/b"]}))
     (here / "run/checkpoints").mkdir(parents=True)
     check_names(Config.load(None, {"model.path": "/nowhere", "run.dir": "run"}))  # the run folder holds the model
-    monkeypatch.setattr(models, "_reaches_hub", lambda: False)
+    monkeypatch.setattr(models, "_is_hub_reachable", lambda: False)
     with pytest.raises(ConfigError, match=r"gpt2, which does not exist.*hub cannot be reached"):
         models.locate(ModelSection(path="gpt2"))
 
 
 def test_names_are_looked_for_without_torch() -> None:
-    code = "import sys, offload.training.early; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, offload.training.early_checks; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

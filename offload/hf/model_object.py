@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from offload.config.sections import GIVEN
+from offload.config.sections import PYTHON_PREFIX
 from offload.errors import ConfigError
-from offload.hf.models import BuiltModel, Kind, model_kind
+from offload.hf.models import BuiltModel, ModelKind, model_kind
 
 
 @dataclass(frozen=True)
-class GivenModel:
+class ModelObject:
     """A transformers model, or any module with forward(input_ids, labels) returning a loss.
 
     Both inputs are int64 [rows, tokens]. Labels are unshifted; -100 marks tokens without loss. The run consumes the
@@ -36,10 +36,10 @@ class GivenModel:
             )
         names = inspect.signature(self.model.forward).parameters
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
-        lacking = [name for name in ("input_ids", "labels") if name not in names]
-        if lacking and not takes_all:
+        missing = [name for name in ("input_ids", "labels") if name not in names]
+        if missing and not takes_all:
             raise ConfigError(
-                f"{type(self.model).__name__}.forward does not take {' and '.join(lacking)}: a run calls the model "
+                f"{type(self.model).__name__}.forward does not take {' and '.join(missing)}: a run calls the model "
                 "with input_ids and labels, and trains on the returned loss. For other batches use offload.Engine in "
                 "your own loop."
             )
@@ -47,7 +47,7 @@ class GivenModel:
     @property
     def path(self) -> str:
         """Placeholder for `model.path` in a configuration."""
-        return f"{GIVEN}{type(self.model).__name__}"
+        return f"{PYTHON_PREFIX}{type(self.model).__name__}"
 
     @property
     def is_transformers(self) -> bool:
@@ -72,13 +72,13 @@ class GivenModel:
             raise ConfigError(f"{type(self.model).__name__} has no nn.Embedding, so it cannot read tokens.")
         return PreTrainedConfig(vocab_size=max(tables))
 
-    def kind(self, architecture: PreTrainedConfig) -> Kind:
+    def resolve_kind(self, architecture: PreTrainedConfig) -> ModelKind:
         """Return the model kind. Raises ConfigError."""
         if not self.is_transformers:
-            return Kind("causal", None)
+            return ModelKind("causal", None)
         architecture.architectures = [type(self.model).__name__]
-        return Kind(model_kind(architecture).name, type(self.model))
+        return ModelKind(model_kind(architecture).name, type(self.model))
 
-    def built(self) -> BuiltModel:
+    def build(self) -> BuiltModel:
         """Return the model as a BuiltModel. It is already filled."""
         return BuiltModel(self.model, lambda _name, _module: None, None)

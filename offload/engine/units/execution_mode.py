@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-_TEXTS = {
+_DESCRIPTIONS = {
     ("cut", "calls"): "the model is called once per micro-batch",
     ("cut", "whole"): "batches are not split, despite micro_batch_size (Engine(rows=...) names the inputs with rows)",
     ("chunks", False): "all logits are computed at once, despite head_chunk_bytes",
@@ -16,7 +16,7 @@ _TEXTS = {
 
 
 @dataclass
-class Way:
+class ExecutionMode:
     """Settings for all further passes. A setting is disabled if the equivalence check finds different results."""
 
     cut: str = "units"
@@ -31,7 +31,7 @@ class Way:
     interleaves: bool = True
     """True if forwards on both sides of the weights run interleaved."""
 
-    def become(self, other: Way) -> None:
+    def adopt(self, other: ExecutionMode) -> None:
         """Take over all settings of `other`."""
         self.change(**vars(other))
 
@@ -39,9 +39,9 @@ class Way:
         """Change some settings."""
         vars(self).update(changes)
 
-    def plainer(
+    def plainer_modes(
         self, *, cuts: bool = False, chunks: bool = False, recomputes: bool = False, interleaves: bool = False
-    ) -> Iterator[Way]:
+    ) -> Iterator[ExecutionMode]:
         """Yield simpler settings, smallest change first, last the simplest combination.
 
         The arguments say which features the pass uses.
@@ -57,6 +57,6 @@ class Way:
         if len(changes) > 1:
             yield replace(self, **{name: value for change in changes for name, value in change.items()})
 
-    def changes(self, before: Way) -> str:
+    def describe_changes(self, before: ExecutionMode) -> str:
         """Return the changed settings as text."""
-        return " and ".join(_TEXTS[item] for item in asdict(self).items() if item not in asdict(before).items())
+        return " and ".join(_DESCRIPTIONS[item] for item in asdict(self).items() if item not in asdict(before).items())
