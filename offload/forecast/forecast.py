@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.config.config import Config
-from offload.config.sections import DataSection
 from offload.distributed.comm import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
 from offload.errors import DoesNotFitError
@@ -352,7 +351,9 @@ class Forecaster:
         rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
         shared_by = config.train.sequence_parallel
         length = -(-int(config.data.sequence_length or 0) // shared_by)
-        batch = BatchSpec(model_type, rows, length, is_padded=_has_mask(config.data), shared_by=shared_by)
+        data = config.data
+        is_isolated = data.packing and data.packing_isolated is True
+        batch = BatchSpec(model_type, rows, length, not data.packing, is_isolated, shared_by)
         options = (
             engine_settings.micro_batch_size,
             prepared.chunk_bytes,
@@ -367,8 +368,3 @@ class Forecaster:
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)
         return self._workloads[key]
-
-
-def _has_mask(data: DataSection) -> bool:
-    """True if attention needs a mask, for padding or document isolation."""
-    return not data.packing or data.packing_isolated is True

@@ -50,6 +50,7 @@ class BatchSpec:
     model_kind: causal, masked, reward or seq2seq. A seq2seq encoder reads the first half of each row.
     rows, length: batch rows, and tokens per row on this rank.
     is_padded: rows end in padding, so attention needs a mask.
+    is_isolated: positions restart in each document of a row, and attention needs a mask.
     shared_by: sequence-parallel ranks per sequence.
     """
 
@@ -57,6 +58,7 @@ class BatchSpec:
     rows: int
     length: int
     is_padded: bool = False
+    is_isolated: bool = False
     shared_by: int = 1
 
     def make(self, rows: int) -> dict[str, torch.Tensor]:
@@ -72,7 +74,7 @@ class BatchSpec:
         if self.is_padded:
             batch["attention_mask"] = ones(length)
             batch["attention_mask"][:, -1] = 0
-        if self.shared_by > 1:
+        if self.is_isolated or self.shared_by > 1:
             batch["position_ids"] = ones(length)
         return batch
 

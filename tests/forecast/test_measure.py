@@ -169,6 +169,19 @@ def test_padding_takes_a_mask() -> None:
     assert waiting_bytes(padded) - waiting_bytes(plain) == pytest.approx(ROWS * LENGTH * LENGTH, rel=0.1)
 
 
+def test_isolated_documents_take_positions_and_a_mask(peaks: dict[str, int]) -> None:
+    """Break: leave the positions out of the forecast's batch; rotary tables then have one row for the whole batch."""
+    model = build(llama)
+    settings = Settings(placement=Placement("cpu", "cpu", device_memory="64MiB"))
+    _, work = told(model, settings, is_isolated=True)
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
+    positions = torch.arange(LENGTH // 2).repeat(2).expand(ROWS, -1).contiguous()
+    peaks.clear()
+    with Engine(model, settings=settings) as engine:
+        engine.step({"input_ids": tokens, "labels": tokens, "position_ids": positions})
+    assert waiting_bytes(work) == peaks["unit inputs"] + peaks.get("kept tensors", 0)
+
+
 def test_a_model_stays_as_it_was() -> None:
     model = build(llama).eval().to("meta")
     before = {name: (id(parameter), parameter.dtype) for name, parameter in model.named_parameters()}
