@@ -18,6 +18,7 @@ from offload.distributed.comm import Comm
 
 _IS_LAUNCHED = "TORCHELASTIC_RUN_ID"  # set for ranks started by torchrun or `--gpus`
 _DUPLICATE_S = 1.0
+_SAVING = "SIGUSR1: saving after this step."
 
 
 class StopSignals:
@@ -32,7 +33,7 @@ class StopSignals:
         self.requested = self._wants_save = False
         self.name = ""
         self._say = say
-        self._waits = self._is_ignoring = self._is_agreed = self._is_announced = False
+        self._waits = self._is_ignoring = self._is_agreed = self._is_announced = self._is_save_announced = False
         self._before: dict[int, Any] = {}
         self._last = (0, -math.inf)  # last signal and its time
 
@@ -76,13 +77,15 @@ class StopSignals:
     def take_save(self) -> bool:
         """Return whether a checkpoint was requested since the last call."""
         wants, self._wants_save = self._wants_save, False
+        if wants and not self._is_save_announced:
+            self._is_save_announced = self._announce(_SAVING)
         return wants
 
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
         if self._is_ignoring:
             return
         self._wants_save = self._waits
-        self._announce("SIGUSR1: saving after this step." if self._waits else "SIGUSR1: there is nothing to save now.")
+        self._is_save_announced = self._announce(_SAVING if self._waits else "SIGUSR1: there is nothing to save now.")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()  # own line, so no signal comes between read and store below

@@ -183,7 +183,7 @@ def test_a_disk_of_which_nothing_is_known_tells_no_step(capsys: pytest.CaptureFi
     where = ("--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
     _, found = told(capsys, *SMALL[:2], "--hardware", str(tmp_path / "mine.yaml"), *where)
     assert found["step_seconds"] is None
-    assert any("disk of RTX 4090" in note for note in found["notes"])
+    assert any("disk rate of RTX 4090" in note for note in found["notes"])
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def trained_on_machines(num_machines: int, runs: Sequence[Mapping[str, Any]]) ->
         assert (between.size, between.num_far) == (num_machines, num_machines - 1)
         assert comm.split(num_machines)[0] is within, "made once"
         if size == 4:
-            with pytest.raises(ConfigError, match="offload.replicas is 3, and 4 ranks.* 1, 2, 4, or to auto"):
+            with pytest.raises(ConfigError, match="offload.replicas is 3, but 4 ranks.* 1, 2, 4, or to auto"):
                 opened(comm, CASES["plain"], replicas=3)
         return [train(comm, **run) for run in runs]
 

@@ -102,4 +102,4 @@ def test_a_plan_cuts_layers_that_the_device_does_not_hold() -> None:
     assert found.fits
     assert found.memory.total("device") <= 16 << 20
     assert max(each.weight_bytes for each in found.prepared.structure.regions) <= cutting.share_bytes
-    assert "in blocks of rows" in cutting.description
+    assert "into row blocks" in cutting.description

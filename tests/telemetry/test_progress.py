@@ -174,6 +174,23 @@ def test_a_signal_within_a_print_asks_as_any_other() -> None:
     assert written[1:] == ["SIGTERM (rank 0): saving; once more to leave at once.\n"]
 
 
+def test_a_wish_to_save_within_a_print_is_announced_before_the_save() -> None:
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        if not said:
+            said.append("")
+            raise RuntimeError("reentrant call")
+        said.append(text)
+
+    with StopSignals(say) as stop:
+        stop.begin()
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop.take_save()
+        assert not stop.take_save()
+    assert said[1:] == ["SIGUSR1: saving after this step."]
+
+
 def test_two_signals_of_a_launcher_that_come_one_within_the_other_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed launcher sends a rank one signal per thread.
 
