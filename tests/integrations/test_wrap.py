@@ -54,6 +54,12 @@ def adamw(model: Any, kind: Any = torch.optim.AdamW) -> Any:
     return kind(groups(model), lr=0.02, betas=(0.8, 0.9), weight_decay=0.01)
 
 
+def adam(model: Any, kind: Any = torch.optim.Adam) -> Any:
+    """Return Adam without weight decay: the same formula as AdamW's."""
+    parts = [{**group, "weight_decay": 0.0} for group in groups(model)]
+    return kind(parts, lr=0.02, betas=(0.8, 0.9), weight_decay=0.0)
+
+
 def sgd(model: Any, kind: Any = None) -> Any:
     return torch.optim.SGD(groups(model), lr=0.02, momentum=0.9, weight_decay=0.01)
 
@@ -102,7 +108,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:gradients summed over several backward passes are stored in host memory")
-@matrix(strength=1, make=[adamw, sgd], place=list(PLACES))
+@matrix(strength=1, make=[adamw, adam, sgd], place=list(PLACES))
 def test_a_plain_loop_has_the_bits_of_the_loop_without_wrap(
     make: Callable[..., Any], place: str, tmp_path: Path
 ) -> None:
