@@ -21,7 +21,7 @@ from tests.integrations import test_examples
 
 HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 RUN = [ROOT / "README.md", ROOT / "docs" / "index.md", *HOW_TO]
-RUN_ELSEWHERE = ("index", "trainer")
+RUN_ELSEWHERE = ("index", "real-model", "trainer")
 """Pages with commands covered by other tests: the README's commands, and the examples."""
 README_BYTES, DESIGN_BYTES = 9000, 15 << 10
 NUMBERS = {
@@ -178,6 +178,14 @@ def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
     said = [shape(line.replace(str(tmp_path), "/tmp")) for line in found.stdout.splitlines()]
     for line in "".join(blocks(path, "output")).splitlines():
         assert shape(line) in said, f"{line!r} is not in the output of the page's commands"
+
+
+def test_the_notebook_of_a_real_model_has_the_commands_of_the_page() -> None:
+    """tests/integrations/test_real_model.py runs the page."""
+    cells = json.loads((ROOT / "examples" / "real_model.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    page = "".join(blocks(ROOT / "docs" / "how-to" / "real-model.md", "sh"))
+    assert "\n".join(each.removeprefix("!") for each in code[1:]) == page.strip()
 
 
 @pytest.mark.slow

