@@ -550,7 +550,7 @@ class Chain(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "where"), [("device", "end_step"), ("cpu", "put"), ("stays", "put")])
+@pytest.mark.parametrize(("place", "where"), [("device", "end_step"), ("cpu", "defer"), ("stays", "defer")])
 def test_an_interrupt_where_a_step_becomes_one_tears(
     place: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
