@@ -70,7 +70,7 @@ def main() -> None:
     else:
         weights = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).state_dict()
     expected = plain.model.state_dict()
-    differing = [name for name, value in weights.items() if not torch.equal(value, expected[name].cpu())]
+    differing = [name for name, value in expected.items() if not torch.equal(value.cpu(), weights[name])]
     states = sum(4 * value.numel() for value in expected.values()) + sum(
         12 * each.numel() for each in plain.model.parameters() if each.requires_grad
     )

