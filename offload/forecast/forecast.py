@@ -256,9 +256,9 @@ class Forecaster:
         config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
-        engine_settings, machine = make_settings(config), self.machine or SpecifiedMachine(hardware, self.num_ranks)
+        settings, machine = make_settings(config), self.machine or SpecifiedMachine(hardware, self.num_ranks)
         structure_of, refusal = partial(self._structure, ranks=ranks), ""
-        plan = partial(EnginePlan.fit, structure_of, engine_settings, ranks)
+        plan = partial(EnginePlan.fit, structure_of, settings, ranks)
         try:
             prepared = plan(machine)
         except DoesNotFitError as error:
@@ -309,58 +309,49 @@ class Forecaster:
             prediction.prepared,
             self._workload(prediction.config, prediction.prepared, prediction.total_ranks),
         )
-        engine_settings = prepared.settings
+        settings = prepared.settings
         if isinstance(work, str):
             return {}
         machine = self.machine or SpecifiedMachine(prediction.hardware, self.num_ranks)
         search = PlacementSearch(
             prepared, work, prediction.hardware.for_one_rank(self.num_ranks), machine, self.num_ranks
         )
-        is_limited = prediction.hardware.device != "cpu" or engine_settings.placement.device_memory is not None
+        is_limited = prediction.hardware.device != "cpu" or settings.placement.device_memory is not None
         is_open = prediction.config.origin("offload.zero_stage") == "resolved"
-        chosen = search.choose(engine_settings, limited=is_limited, cuts=is_open, times=times)
+        chosen = search.choose(settings, limited=is_limited, cuts=is_open, times=times)
         values = {key: attrgetter(path)(chosen) for key, path in _SEARCH_OPTIONS.items()}
-        return {
-            key: value for key, value in values.items() if value != attrgetter(_SEARCH_OPTIONS[key])(engine_settings)
-        }
+        return {key: value for key, value in values.items() if value != attrgetter(_SEARCH_OPTIONS[key])(settings)}
 
     def _ranks(self, hardware: Hardware) -> SimulatedRanks:
         """Return simulated ranks for all machines."""
         return SimulatedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
 
-    def _structure(self, engine_settings: Settings, share_bytes: int | None, ranks: SimulatedRanks) -> Structure:
-        sharding = sharding_of(engine_settings, ranks)
+    def _structure(self, settings: Settings, share_bytes: int | None, ranks: SimulatedRanks) -> Structure:
+        sharding = sharding_of(settings, ranks)
         cut = (
-            engine_settings.placement.experts == "streamed",
+            settings.placement.experts == "streamed",
             share_bytes,
             ranks.size,
             sharding.num_replicas,
             sharding.num_ranges,
         )
-        codecs = engine_settings.frozen_weights, engine_settings.link_weights
-        key = repr((engine_settings.optimizer, engine_settings.precision, codecs, engine_settings.delay, cut))
+        codecs = settings.frozen_weights, settings.link_weights
+        key = repr((settings.optimizer, settings.precision, codecs, settings.delay, cut))
         if key not in self._structures:
-            self._structures[key] = Structure.of(
-                self._model, engine_settings, ranks, self._built.quantized, share_bytes
-            )
+            self._structures[key] = Structure.of(self._model, settings, ranks, self._built.quantized, share_bytes)
         return self._structures[key]
 
     def _workload(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return the workload for one rank, or the reason for a failed measurement."""
-        engine_settings, model_type = prepared.settings, model_kind(self._architecture).name
+        settings, model_type = prepared.settings, model_kind(self._architecture).name
         rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
         shared_by = config.train.sequence_parallel
         length = -(-int(config.data.sequence_length or 0) // shared_by)
         data = config.data
         is_isolated = data.packing and data.packing_isolated is True
         batch = BatchSpec(model_type, rows, length, not data.packing, is_isolated, shared_by)
-        options = (
-            engine_settings.micro_batch_size,
-            prepared.chunk_bytes,
-            engine_settings.precision,
-            engine_settings.device,
-            engine_settings.sequence_tile,
-        )
+        chunk_bytes = prepared.chunk_bytes
+        options = settings.micro_batch_size, chunk_bytes, settings.precision, settings.device, settings.sequence_tile
         key = batch, options, prepared.structure.cutting.share_bytes
         if key not in self._workloads:
             try:
