@@ -33,7 +33,7 @@ OVER_PYTHON = $(PYTHON) -m venv --system-site-packages $(VENV) && \
 EDITABLE := install --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check wheels soak fuzz lint type bench
+.PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check lease wheels soak fuzz lint type bench
 .PHONY: mutations sanitize check clean offline upstream docs wheel bits shape
 
 help:
@@ -45,7 +45,8 @@ help:
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
 	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; seven minutes"
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
-	@echo "make wheels    what that needs beside torch and transformers, into wheels/, for a machine without a network"
+	@echo "make lease     figures of a quarter of an hour with a GPU: host memory, kernels, steady steps  (WHEELS=...)"
+	@echo "make wheels    packages that both need beside torch and transformers, for a machine without a network  (WHEELS_PYTHON=3.12)"
 	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
 	@echo "make bits      hashes of weights, states and losses of tiny configurations against tests/bits/bits.txt  (ARGS=--write)"
 	@echo "make shape     the shape of the code in numbers: rings, imports, a traced step, settings, prose; JSON on the last line"
@@ -143,9 +144,17 @@ gpu-check:
 	  $(MAKE) --no-print-directory offline
 	@ON_DEVICE="$(ON_DEVICE)" $(BIN)/python -m benchmarks.gpu_check $(PART) $(ARGS)
 
+# The parts for a quarter of an hour with a GPU: host memory, kernels, steady steps.
+lease:
+	@$(MAKE) --no-print-directory gpu-check PART=lease
+
 # Collects the packages missing on a machine with torch and transformers, for make gpu-check WHEELS=wheels there.
+# WHEELS_PYTHON: the version of Python there.
+WHEELS_PYTHON ?= 3.12
 wheels: $(READY)
-	@$(PIP) wheel --no-deps -w wheels -c $(PINS) pydantic pydantic-core annotated-types typing-inspection tyro docstring-parser \
+	@$(PIP) download --no-deps --only-binary=:all: --python-version $(WHEELS_PYTHON) --implementation cp \
+	  $(foreach libc,2_28 2_17,--platform manylinux_$(libc)_$(shell uname -m)) --platform manylinux2014_$(shell uname -m) \
+	  -d wheels -c $(PINS) pydantic pydantic-core annotated-types typing-inspection tyro docstring-parser \
 	  shtab typeguard aiofiles py-cpuinfo xxhash leather jinja2 markupsafe rich markdown-it-py mdurl pygments psutil && ls wheels
 
 offline:

@@ -1,6 +1,7 @@
 """Checks that need a real GPU, in parts of at most nine minutes each; no network is needed.
 
 python -m benchmarks.gpu_check [PART ...]      # `make gpu-check PART="tests copies"`; all of them without a name
+python -m benchmarks.gpu_check lease           # `make lease`: the parts for a quarter of an hour
 
 Each part is a separate process with a time limit, and a failed part does not end the others. Results go part by part
 into benchmarks/results/gpu-NAME.json, with the device name. Without a GPU all parts run on the simulated accelerator
@@ -29,8 +30,18 @@ from offload.benches.report import Result, machine, versions
 from offload.errors import OffloadError
 
 FIRST = ("build", "copies", "updates", "tests", "sync", "run-ahead", "profiled-3b", "8b", "compiled-block")
-PARTS = (*FIRST, "3b", "small", "1b", "14b", "sanitizer")
+OWN = (*FIRST, "3b", "small", "1b", "14b", "sanitizer")
 """The most useful parts first, because a machine may be lent for only half an hour."""
+LEASE_LIMITS_S = {
+    "host": 80,
+    "kernels": 60,
+    "steady-8b": 300,
+    "decode": 30,
+    "steady-8b-compiled": 170,
+    "steady-3b": 110,
+}
+"""Parts of `make lease` and seconds of each: together a quarter of an hour."""
+PARTS = (*OWN, *LEASE_LIMITS_S)
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SKIPPED = 77
@@ -45,7 +56,12 @@ MOST_SHOWN = 160
 def main(words: list[str]) -> int:
     """Run the named parts, and print the outcome of each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"of {', '.join(PARTS)} ; lease: {', '.join(LEASE_LIMITS_S)} (default: all others)",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="on the simulated accelerator, also where there is a GPU"
     )
@@ -55,26 +71,28 @@ def main(words: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="the file of the results")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the process of one part
     arguments = parser.parse_args(words)
-    for name in arguments.parts:
+    parts = [part for name in arguments.parts for part in (LEASE_LIMITS_S if name == "lease" else [name])]
+    for name in parts:
         if name not in PARTS:
             parser.error(f"there is no part {name}; the parts are {', '.join(PARTS)}")
     if arguments.dry_run:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     device = gpu_name()
     is_dry = arguments.dry_run or device is None
-    limit_s = arguments.limit or (DRY_LIMIT_S if is_dry else LIMIT_S)
     out = arguments.out or (ROOT / "build" / "gpu-check.json" if is_dry else RESULTS / f"gpu-{slug(device)}.json")
     if arguments.inside:
-        return run_inside(arguments.parts[0], is_dry, limit_s, out)
+        return run_inside(parts[0], is_dry, arguments.limit, out)
     print(
         f"{torch_found()}: every part runs on the simulated accelerator, tiny." if is_dry else f"on {device}",
         flush=True,
     )
-    common = ["--inside", "--limit", str(limit_s), "--out", str(out), *(["--dry-run"] if is_dry else [])]
     outcomes = {}
-    for name in arguments.parts or PARTS:
+    for name in parts or OWN:
         print(f"\n-- {name}", flush=True)
-        outcomes[name] = run_part(name, [sys.executable, "-m", "benchmarks.gpu_check", name, *common], limit_s, out)
+        limit_s = arguments.limit or (DRY_LIMIT_S if is_dry else LEASE_LIMITS_S.get(name, LIMIT_S))
+        words = [sys.executable, "-m", "benchmarks.gpu_check", name, "--inside", "--limit", str(limit_s)]
+        words += ["--out", str(out), *(["--dry-run"] if is_dry else [])]
+        outcomes[name] = run_part(name, words, limit_s, out)
     print(f"\nresults: {out}")
     for name, (outcome, seconds, note) in outcomes.items():
         print(f"{name:14} {outcome:8} {seconds:5.0f} s  {note[:MOST_SHOWN]}")
@@ -177,13 +195,14 @@ def run_inside(name: str, is_dry: bool, limit_s: float, out: Path) -> int:
 
     store(out, name, [], note="")
     try:
-        from benchmarks.gpu_parts import RUN, Check, SkippedPart
+        from benchmarks import gpu_parts, lease
+        from benchmarks.gpu_parts import Check, SkippedPart
     except ImportError as error:
         store(out, name, note=f"{error}: bring wheels of what is missing, and give WHEELS=FOLDER")
         return 1
     try:
         check = Check(is_dry, time.monotonic() + limit_s - min(MARGIN_S, limit_s * TENTH), add)
-        note, code = RUN[name](check), 0
+        note, code = (gpu_parts.RUN | lease.RUN)[name](check), 0
     except SkippedPart as skipped:
         note, code = str(skipped), SKIPPED
     except Exception as error:

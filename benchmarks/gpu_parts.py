@@ -77,8 +77,8 @@ KERNELS = {
     "others": "",
 }
 """Purpose of a kernel by parts of its name; the first match counts."""
-MOST_KERNELS, MOST_LETTERS = 24, 80
-"""Number of kernels listed by name, and letters of each."""
+MOST_KERNELS = 24
+"""Number of kernels listed by name."""
 WARM_STEPS = 4
 """After the third batch of a size, the engine knows and distributes the leftover device memory."""
 DENSE_FLOPS_PER_S = {
@@ -407,41 +407,51 @@ def profiled(check: Check) -> str:
     """
     model, fill = check.model(**MODELS["3b"])
     batches = check.batches(TOKENS[1], 64)
-    own = torch.profiler.ProfilerActivity.CPU
     with closing(opened(model, fill, recompute="auto", micro_batch_size=MICRO_ROWS)) as engine:
         for _ in range(WARM_STEPS):
             engine.step(next(batches))
-        engine.finish()
-        check.accelerator.wait()
-        with torch.profiler.profile(
-            activities=[own] if check.is_dry else [torch.profiler.ProfilerActivity.CUDA]
-        ) as seen:
-            begin = time.perf_counter()
-            engine.step(next(batches))
-            engine.finish()
-            check.accelerator.wait()
-            step_s = time.perf_counter() - begin
-    events = [e for e in seen.events() if check.is_dry or e.device_type != torch.autograd.DeviceType.CPU]
-    told = [(e.name, e.time_range.start, e.time_range.end) for e in events]
-    by_kind, by_name, spans = kernel_seconds(told)
-    computing_s = covered(spans) / 1e6
+        step_s, events = profiled_step(check, engine, next(batches))
+    by_kind, details = seconds_by_purpose(events)
     for kind, seconds in by_kind.items():
         check.add(Result(f"3b, a step's {kind}", seconds * 1e3, "ms", details={"share_of_step": seconds / step_s}))
-    longest = sorted(by_name.items(), key=lambda item: -item[1])[:MOST_KERNELS]
-    details = {"computing_s": computing_s, "kernels": {name[:MOST_LETTERS]: seconds for name, seconds in longest}}
     check.add(Result("3b, a profiled step", step_s * 1e3, "ms", details=details))
     shares = ", ".join(f"{kind} {seconds * 1e3:.0f}" for kind, seconds in by_kind.items())
+    computing_s = details["computing_s"]
     return f"{step_s * 1e3:.0f} ms, of which something computes for {computing_s * 1e3:.0f}; kernels in ms: {shares}"
 
 
+Events = Sequence[tuple[str, float, float]]
+"""Name, begin and end in microseconds of each kernel."""
+
+
+def profiled_step(check: Check, engine: Engine, batch: Any) -> tuple[float, Events]:
+    """Run a step under torch's profiler; return seconds and kernels, in a dry run the host's operations."""
+    activities = torch.profiler.ProfilerActivity
+    engine.finish()
+    check.accelerator.wait()
+    with torch.profiler.profile(activities=[activities.CPU if check.is_dry else activities.CUDA]) as seen:
+        begin = time.perf_counter()
+        engine.step(batch)
+        engine.finish()
+        check.accelerator.wait()
+        step_s = time.perf_counter() - begin
+    events = [e for e in seen.events() if check.is_dry or e.device_type != torch.autograd.DeviceType.CPU]
+    return step_s, [(e.name, e.time_range.start, e.time_range.end) for e in events]
+
+
+def seconds_by_purpose(events: Events) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return seconds by purpose, and details: seconds with a kernel other than copies, the longest kernels by name."""
+    by_kind, by_name, spans = kernel_seconds(events)
+    longest = sorted(by_name.items(), key=lambda item: -item[1])[:MOST_KERNELS]
+    return by_kind, {"computing_s": covered(spans) / 1e6, "num_kernels": len(events), "kernels": dict(longest)}
+
+
 def kernel_seconds(
-    told: Sequence[tuple[str, float, float]],
+    events: Events,
 ) -> tuple[dict[str, float], dict[str, float], list[tuple[float, float]]]:
-    """Return kernel seconds by purpose and by name, and the times of all kernels other than copies. `told` has name,
-    begin and end in microseconds for each.
-    """
+    """Return kernel seconds by purpose and by name, and the times of all kernels other than copies."""
     by_kind, by_name, spans = dict.fromkeys(KERNELS, 0.0), dict[str, float](), []
-    for name, begin, end in told:
+    for name, begin, end in events:
         kind = next(kind for kind, pattern in KERNELS.items() if re.search(pattern, name, re.IGNORECASE))
         by_kind[kind] += (end - begin) / 1e6
         by_name[name] = by_name.get(name, 0.0) + (end - begin) / 1e6

@@ -115,9 +115,22 @@ def test_kernels_are_told_by_what_they_are_for() -> None:
 
 
 def test_each_part_can_be_run() -> None:
-    from benchmarks.gpu_parts import RUN
+    from benchmarks import gpu_parts, lease
 
-    assert set(RUN) == set(gpu_check.PARTS)
+    assert set(gpu_parts.RUN | lease.RUN) == set(gpu_check.PARTS)
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_a_lease_measures_host_memory_kernels_and_steady_steps(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    done = dry_run(out, "lease")
+    if "CannotBuildError" in done.stdout:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {each["name"]: each for each in json.loads(out.read_text())["results"]}
+    for name in ("8b, compile never, 32768 tokens a step", "8b, compile auto, 32768 tokens a step", "decoding nf4"):
+        assert results[name]["value"] > 0
+    assert results["8b, compile auto, 32768 tokens a step"]["compiled_graphs"]
 
 
 @pytest.mark.slow

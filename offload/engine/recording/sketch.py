@@ -10,7 +10,9 @@ import torch
 
 _SUMS = 256
 _CHUNK = _SUMS * 251
-"""Elements per step: not a power of two, to avoid repeated signs from row to row."""
+"""Period of the signs, in elements: not a power of two, to avoid repeated signs from row to row."""
+_PERIODS_AT_ONCE = 32
+"""A launch sums 2 Mi elements: kernel launches are few, and a float64 copy is 16 MiB."""
 
 
 @cache
@@ -38,11 +40,13 @@ class Sketch:
         flat = tensor.detach()
         flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
         signs, sums = _signs(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
-        for chunk in flat.split(_CHUNK):
-            signed = chunk.double() * signs[: chunk.numel()]
-            whole = signed.numel() // _SUMS * _SUMS
-            sums += signed[:whole].view(-1, _SUMS).sum(0)
-            sums[: signed.numel() - whole] += signed[whole:]
+        whole = flat.numel() // _CHUNK * _CHUNK
+        for part in flat[:whole].split(_PERIODS_AT_ONCE * _CHUNK):
+            sums += (part.view(-1, _CHUNK).double() * signs).view(-1, _SUMS).sum(0)
+        signed = flat[whole:].double() * signs[: flat.numel() - whole]
+        even = signed.numel() // _SUMS * _SUMS
+        sums += signed[:even].view(-1, _SUMS).sum(0)
+        sums[: signed.numel() - even] += signed[even:]
         return cls(tensor.shape, sums.cpu())
 
     def __add__(self, other: Sketch) -> Sketch:
