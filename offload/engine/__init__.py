@@ -34,6 +34,6 @@ Helpers of the main path:
     optim/update.py, native/kernels.py   update rule arithmetic
 
 Other paths through a step: `methods/forwards.py` trains without gradients; `own_loop.py` is for loops that call the
-model themselves. Before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`, `judging.py`. After a
-failed step: `recovery.py`. Calls about states: `state_access.py`.
+model themselves. Before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`,
+`equivalence_checks.py`. After a failed step: `recovery.py`.
 """

@@ -31,7 +31,7 @@ from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
 from offload.hf.names import CannotStream, describe_conversions
 from offload.hf.write import write_configuration
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, MASTER, STALE
 from offload.layout.quantized import FileCodec
@@ -212,7 +212,7 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
     for state in kept:
         for tile in state.held_tiles:
             _fill(engine, reader, state.region, tile, plane_names[tile])
-            tile.keep_stale(STALE in plane_names[tile])
+            tile.stale = Fence("stale weights") if STALE in plane_names[tile] else None
         for _, name, plane, values in _factors(engine, state):
             piece = torch.zeros(values.shape, dtype=values.dtype)
             if not anew:
@@ -225,7 +225,7 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
         reader.read(name, _BUFFER, 0, value)
         buffer.copy_(value)
     engine.moved_buffers.load(reader, engine.comm.rank, _has_same_ranks(engine, reader))
-    engine.runner.set_step_number(own["step"])
+    engine.runner.step_number = own["step"]
     if _has_same_ranks(engine, reader):
         states = [base64.b64decode(text) for text in own["random"][engine.comm.rank]]
         if len(states) == len(engine.device.random_state()):

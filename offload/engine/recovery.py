@@ -124,10 +124,6 @@ class Recovery:
         self._updates.mark_sound()
         self.torn, self._num_forced = None, interrupts.num_forced
 
-    def mark_torn(self, why: str) -> None:
-        """Mark the states as torn until `mark_sound`."""
-        self.torn = why
-
     def close(self) -> None:
         """Mark the states as freed."""
         self.is_closed = True

@@ -173,7 +173,7 @@ class Steps:
         if self._chooses_clip:
             self._state.updates.decide(decided["clip"], decided.get("unclipped"))
         if self._chooses_chunks:
-            self.losses.set_chunk_bytes(decided.get("chunk_bytes", LEAST_CHUNK_BYTES))  # the value before it was saved
+            self.losses.chunk_bytes = decided.get("chunk_bytes", LEAST_CHUNK_BYTES)  # the value before it was saved
         self.trial_runs.reset(decided.get("losses", {}))
         self.equivalence.restore(decided.get("judged", {}))
         before = (
@@ -223,7 +223,7 @@ class Steps:
                 check_sharing(self._state, inputs, inputs.shared)
                 self.trial_runs.forget_traffic()
             self._state.attention.begin_pass(needs_mask)
-            self.trial_runs.end()
+            self.trial_runs.is_complete = True
         return inputs
 
     @property

@@ -55,10 +55,6 @@ class Lane:
     def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:
         raise NotImplementedError
 
-    def forget_failure(self) -> None:
-        """Clear the error after a recovery."""
-        self.error = None
-
     def revoke(self, since: int = 0) -> None:
         """Cancel like `cancel`, but return at once."""
 
@@ -323,7 +319,7 @@ class ThreadLane(Lane):
         ready = max(work.submitted, ordered, last.end if last is not None else 0.0)
         with self._lock:
             if last is not None and last.end == ready > link.free_at:
-                ticket.wait_for(last)
+                ticket.delayed_by = last.lane
             link.begin(ticket, ready, work.num_bytes)
         end = math.inf
         try:
@@ -353,10 +349,10 @@ class Link:
     def begin(self, ticket: Ticket, ready: float, num_bytes: int) -> None:
         """Set the start time of `ticket`: now, or on a throttled link when the work is `ready` and the link is free."""
         if self.throttle is None:
-            ticket.set_times(now := time.perf_counter(), now)
+            ticket.begin = ticket.end = time.perf_counter()
         else:
             begin = max(ready, self.free_at)
-            ticket.set_times(begin, begin + self.throttle.seconds(num_bytes))
+            ticket.begin, ticket.end = begin, begin + self.throttle.seconds(num_bytes)
         self._under_way.append(ticket)
         self.free_at = max(self.free_at, ticket.end)
 
@@ -364,7 +360,7 @@ class Link:
         """Record the end of work: earlier than planned for cancelled work, later for slow work."""
         begin = max(self._last_shown, min(map(attrgetter("begin"), self._under_way)))
         self._under_way.remove(ticket)
-        ticket.set_times(min(ticket.begin, end), end)
+        ticket.begin, ticket.end = min(ticket.begin, end), end
         self._last_end = max(self._last_end, end)  # later work may have ended earlier
         self.free_at = max([self._last_end, *map(attrgetter("end"), self._under_way)])
         if ticket.event is None and begin <= end:  # events show GPU stream work

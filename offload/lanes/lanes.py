@@ -188,7 +188,7 @@ class Lanes:
     def forget_failures(self) -> None:
         """Clear the errors of all lanes after a recovery."""
         for lane in self._all:
-            lane.forget_failure()
+            lane.error = None
 
     def drain_updates(self) -> None:
         """Wait until every update is done and written. Raises the first failure."""

@@ -101,7 +101,7 @@ class SimulatedLane(Lane):
         begin = max(time, link.free_at)
         if link.name == COMPUTE and item.last is not None and item.last.end == time:
             self._lanes.expose(link.free_at, item.last)
-        item.ticket.set_times(begin, begin + item.seconds)
+        item.ticket.begin, item.ticket.end = begin, begin + item.seconds
         link.free_at = item.ticket.end
         link.busy_s += item.seconds
         self._lanes.record_start(self, item)

@@ -102,7 +102,7 @@ class StreamLane(ThreadLane):
         )
         work.run()
         event = self._lanes.record_event(self._stream)
-        work.ticket.end_with(event)
+        work.ticket.event = event
         self._lanes.timed.append(StreamSpan(self._link.name, work.name, begin, work.ticket))
         if self._link.throttle is not None:
             event.synchronize()

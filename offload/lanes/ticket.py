@@ -45,18 +45,6 @@ class Ticket:
         for watcher in watchers:
             watcher()
 
-    def set_times(self, begin: float, end: float) -> None:
-        """Set the begin and end times."""
-        self.begin, self.end = begin, end
-
-    def end_with(self, event: Any) -> None:
-        """Set the stream event at the end of the work."""
-        self.event = event
-
-    def wait_for(self, other: Ticket) -> None:
-        """Record a delay caused by the work behind another ticket."""
-        self.delayed_by = other.lane
-
     def synchronize(self) -> None:
         """Block until the work is over, on the device too. The ticket must be done."""
         if self.event is not None:

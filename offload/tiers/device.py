@@ -152,7 +152,7 @@ class AcceleratorDevice:
         self._staging = _Staging()
         accelerator.enter()
         if ledger.budget_bytes is None:
-            ledger.limit(int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY))
+            ledger.budget_bytes = int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY)
         self._peak_bytes = 0
         self._side_stream: Any = None
         accelerator.take_peak()  # reset: earlier peaks belong to others

@@ -56,10 +56,6 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, total)
         self.recent_peak_bytes = max(self.recent_peak_bytes, total)
 
-    def limit(self, num_bytes: int) -> None:
-        """Set a budget for a tier without one."""
-        self.budget_bytes = num_bytes
-
     @contextmanager
     def reserve_until(self, name: str, num_bytes: int, is_over: Callable[[], bool]) -> Iterator[None]:
         """Reserve `num_bytes` under `name` for the block, or until another allocation needs the memory and `is_over()`

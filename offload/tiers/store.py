@@ -88,7 +88,7 @@ class Store:
             self[region].factors[name] = flat
         errors = [(region, ERROR, num_bytes) for region in regions if (num_bytes := self.sharding.error_bytes(region))]
         for (region, _), flat in self._take("errors", errors, tier).items() if errors else ():
-            self[region].keep_error(flat)
+            self[region].error = flat
 
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
         others = {rank: self._tiles(region, planes, rank) for rank in self.sharding.partners}
@@ -144,7 +144,7 @@ class Store:
         if current == dict.fromkeys(planes_by_region, accumulates):
             return
         for state in trained:
-            state.keep_gradients(None)
+            state.gradients = state.sums = None
         (self._host if self.tier == "cpu" else self._device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
@@ -154,7 +154,7 @@ class Store:
             # Stage 1 holds the whole plane, like ZeRO, although only the updated range is used.
             gradients = flat[own.start - start : own.stop - start]
             sums = flat[shard.start - start : shard.stop - start] if accumulates else None
-            self[region].keep_gradients(gradients, sums)
+            self[region].gradients, self[region].sums = gradients, sums
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
         """Allocate memory on the states' tier, replacing the allocation `name`."""

@@ -47,10 +47,6 @@ class Tile:
         fence, weights = self.stale, {"weights": self.planes[STALE]}
         return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
 
-    def keep_stale(self, has_stale: bool) -> None:
-        """Set whether the pass during the last update computes with stale weights."""
-        self.stale = Fence("stale weights") if has_stale else None
-
     def show(self, is_updated: bool) -> None:
         """Let the next pass compute with the current weights, after pending updates.
 
@@ -165,14 +161,6 @@ class RegionState:
     def held_tiles(self) -> list[Tile]:
         """All tiles with weights on this rank."""
         return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]
-
-    def keep_error(self, error: torch.Tensor) -> None:
-        """Set the memory for gradient error feedback."""
-        self.error = error
-
-    def keep_gradients(self, gradients: torch.Tensor | None, sums: torch.Tensor | None = None) -> None:
-        """Set the memory for waiting and accumulated gradients (None: no memory)."""
-        self.gradients, self.sums = gradients, sums
 
     @property
     def keeps_gradients(self) -> bool:

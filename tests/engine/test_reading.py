@@ -794,7 +794,7 @@ def test_what_was_given_back_is_an_ordinary_model() -> None:
 
 def test_a_torn_engine_is_read_by_nobody() -> None:
     engine = Engine(build(tied))
-    recovery_of(engine).mark_torn("an update failed")
+    recovery_of(engine).torn = "an update failed"
     with pytest.raises(TornError, match="from different steps"):
         engine.model.state_dict()
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from offload.engine.gradients import tile_updates
-from offload.engine.gradients.tile_updates import TileUpdates
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.unit import Unit
 from offload.optim import update
@@ -90,10 +89,10 @@ def low_halves_of_masters_rounded_off(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_against_torch.py")
 def learning_rate_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    steer = TileUpdates.steer
+    begin_step = Updates.begin_step
 
-    def late(self: TileUpdates, lr: float) -> None:
-        steer(self, vars(self).get("_mutated", self.lr))
+    def late(self: Updates, lr: float, *rest: Any, **more: Any) -> None:
+        begin_step(self, vars(self).get("_mutated", self.tiles.lr), *rest, **more)
         vars(self)["_mutated"] = lr
 
-    patch.setattr(TileUpdates, "steer", late)
+    patch.setattr(Updates, "begin_step", late)

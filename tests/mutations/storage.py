@@ -12,7 +12,7 @@ import torch
 
 from offload.checkpoint import publish, reader
 from offload.checkpoint.reader import Reader
-from offload.engine import state_access
+from offload.engine import engine as engine_module
 from offload.engine.units.runner import UnitRunner
 from offload.tiers.nvme import Stripes
 from tests.mutations import mutation
@@ -103,7 +103,7 @@ def slices_of_another_rank_read(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_saving.py")
 def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
-    load_states = state_access.load_states
+    load_states = engine_module.load_states
 
     def without(engine: Any, *how: Any, **more: Any) -> Any:
         found = load_states(engine, *how, **more)
@@ -111,12 +111,12 @@ def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
             state.steps[:] = [0] * len(state.steps)
         return found
 
-    patch.setattr(state_access, "load_states", without)
+    patch.setattr(engine_module, "load_states", without)
 
 
 @mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
-    load_states = state_access.load_states
+    load_states = engine_module.load_states
 
     def without(engine: Any, *how: Any, **more: Any) -> Any:
         before = engine.device.random_state()
@@ -124,7 +124,7 @@ def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
         engine.device.set_random_state(before)
         return found
 
-    patch.setattr(state_access, "load_states", without)
+    patch.setattr(engine_module, "load_states", without)
 
 
 @mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")

@@ -116,21 +116,9 @@ class TileUpdates:
         self._debug, self._seed = bool(settings.debug), settings.seed
         self.is_updating = False
 
-    def steer(self, lr: float) -> None:
-        """Set the learning rate for updates submitted from now on."""
-        self.lr = lr
-
     def begin(self, is_updating: bool = True) -> None:
         """Mark the step as updating, if `is_updating`."""
         self.is_updating = self.is_updating or is_updating
-
-    def end(self) -> None:
-        """Mark the step as complete: all updates are submitted, or all states were written again."""
-        self.is_updating = False
-
-    def tune(self, rules: Any, infos: Sequence[ParameterInfo]) -> None:
-        """Set rules and parameter settings for the next updates; pending ones keep their own."""
-        self.rules, self.infos = rules, infos
 
     # -- updates ---------------------------------------------------------------------------------------------
 

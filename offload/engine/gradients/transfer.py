@@ -60,10 +60,6 @@ class GradientTransfer:
         self._sent: set[int] = set()
         self._tickets: list[Ticket] = []
 
-    def follow(self, policy: UpdatePolicy) -> None:
-        """Use `policy` for the gradients from now on."""
-        self.policy = policy
-
     def begin_step(self) -> None:
         self.policy = UpdatePolicy()
         self._sent.clear()

@@ -141,7 +141,7 @@ class Updates:
                 "weight: choose this setting when the engine is created."
             )
         infos = [replace(info, weight_decay=decays.get(info.name, info.weight_decay)) for info in self.infos]
-        self.tiles.tune(rule.parts, infos)
+        self.tiles.rules, self.tiles.infos = rule.parts, infos
 
     def begin_step(
         self, lr: float, waits: bool, number: int, *, learns: bool = False, norm: float | None = None
@@ -153,10 +153,10 @@ class Updates:
         """
         self._norm, self._limit = norm, self._max_norm
         self._lanes.settle()
-        self.tiles.steer(lr)
+        self.tiles.lr = lr
         self.tiles.place.begin_step()
         self._policy = self._choose(waits, self.delays(number), learns, norm)
-        self._flow.transfer.follow(self._policy)
+        self._flow.transfer.policy = self._policy
 
     def _choose(self, waits: bool, delays: bool, learns: bool, norm: float | None) -> UpdatePolicy:
         tiles, measures, limit = self.tiles, self._measures, self._limit
@@ -194,7 +194,7 @@ class Updates:
 
         The step's updates must still be waiting for the norm.
         """
-        self.tiles.steer(lr)
+        self.tiles.lr = lr
         if max_norm is not None:
             self._limit = max_norm or None
 
@@ -257,7 +257,7 @@ class Updates:
     def _settle(self) -> None:
         self.tiles.place.check()
         self._lanes.settle()  # pending updates now belong to a finished step: `give_up` leaves them
-        self.tiles.end()
+        self.tiles.is_updating = False
 
     def catch_up(self) -> None:
         """Let the next pass compute with the newest weights: all updates are done."""
@@ -275,7 +275,7 @@ class Updates:
 
     def mark_sound(self) -> None:
         """Mark the states as whole: all were written again."""
-        self.tiles.end()
+        self.tiles.is_updating = False
 
     def free(self) -> None:
         self.tiles.place.free()

@@ -35,10 +35,6 @@ class Losses:
         self.chunk_bytes, self.has_gradient = chunk_bytes, has_gradient
         self.num_chunks = 1
 
-    def set_chunk_bytes(self, chunk_bytes: int | None) -> None:
-        """Set the logits limit in bytes. None: no limit."""
-        self.chunk_bytes = chunk_bytes
-
     @property
     def is_plain(self) -> bool:
         """True if some unit cannot cut the batch, so the model is called once per micro-batch."""

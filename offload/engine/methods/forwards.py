@@ -103,7 +103,7 @@ class Forwards(Method):
                 f"a skipped step pass its line of metrics.jsonl, or no slopes: ({num_steps + 1}, 0, ())."
             )
         if not measured.slopes:
-            self._state.runner.set_step_number(measured.step)
+            self._state.runner.step_number = measured.step
             return
         if len(measured.slopes) != self._rule.num_directions:
             raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -107,5 +106,8 @@ class ZerothOrderUpdate:
 
     def replay(self, measured: ZerothOrderRecord) -> None:
         """Repeat a step's update from the record, at the weights before that step. Collective."""
-        count = partial(self._state.runner.set_step_number, measured.step)
+
+        def count() -> None:
+            self._state.runner.step_number = measured.step
+
         self.update(measured, {}, lambda region: region.index, count)

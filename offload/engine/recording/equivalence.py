@@ -210,7 +210,7 @@ class PassComparator:
             except (OffloadError, UnrecordedCallError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # rows that cannot run alone, or an error unrelated to the engine
-                state.runner.fail(False)
+                state.runner.has_failed = False
                 observations.error = error
         return self._conclude(observations, snapshot)
 

@@ -125,7 +125,7 @@ class Recording:
             self._inside = None
         mutated = _changed_indices(inputs, versions)
         if saved.contents.is_rewritten():
-            traits.rewrite_saved()
+            traits.rewrites = True
         self._refuse_views(unit, arguments, mutated)
         self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
         self._interior.update((id(leaf), (leaf, unit.name)) for leaf in own)
@@ -144,7 +144,7 @@ class Recording:
             traits.learn_use(trained, graph, mutated, buffers, is_first=is_first)
         elif result_without_graph is not None:
             if not mutated and not all(map(same_bits, result.tensors, result_without_graph.tensors)):
-                unit.traits.need_graph()
+                unit.traits.needs_graph = True
             self._learn_batch(unit)
         with torch.no_grad():
             for i in mutated:
@@ -178,7 +178,7 @@ class Recording:
             traits.changed.update(_changed_indices(tensors, versions))
         for traits, contents in self._contents:
             if contents.is_rewritten():
-                traits.rewrite_saved()
+                traits.rewrites = True
         receivers = Counter(id(t) for _, tensors, _ in self._unit_inputs for t in tensors)
         for traits, tensors, _ in self._unit_inputs:
             traits.shared.update(i for i, t in enumerate(tensors) if receivers[id(t)] > 1)

@@ -124,10 +124,6 @@ class TrialRuns:
             self._store_ints(signature, _int_arguments((), batch))
         return replace(inputs, **vars(result))
 
-    def end(self) -> None:
-        """Mark the recording as complete, after the caller has stored the results."""
-        self.is_complete = True
-
     def take_sample(self, inputs: PassInputs) -> Batch:
         """Return rows for an equivalence check: the last recorded ones if not taken yet. Collective."""
         sample, self._unused_sample = self._unused_sample, None
@@ -168,7 +164,7 @@ class TrialRuns:
                 if is_text:
                     raise
                 self.forget_traffic()
-                self._state.runner.fail(False)
+                self._state.runner.has_failed = False
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             obstacle = f"on {' and '.join(map(str, ROWS))} rows the model raises {reason}"
             form = replace(form, obstacle=obstacle)
@@ -396,11 +392,11 @@ def _record_few(
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except Exception:
-            state.runner.fail(False)
+            state.runner.has_failed = False
             is_known = False
     if state.comm.any(not is_known, "outcome of a sample call"):
         for variant in (variant for unit in state.units for variant in unit.variants.values()):
-            variant.learn_tiles(None)  # from another mode
+            variant.tiles = None  # from another mode
 
 
 def _int_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:

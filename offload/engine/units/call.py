@@ -202,7 +202,7 @@ class UnitCall:
             if trains:
                 runner.gradients.close(unit.regions)
         except BaseException:
-            runner.fail()
+            runner.has_failed = True
             raise
         finally:
             unit.install(unit.placeholders)

@@ -233,7 +233,7 @@ class CompiledForwards(OriginalForwards):
         if has_graph:
             with_graph, compiled_gradients = _run_trial(unit, use, function, True)
             if not all(map(_is_same, compiled_results, with_graph)):
-                unit.traits.need_graph()  # Otherwise a recomputation would have other bits than the forward.
+                unit.traits.needs_graph = True  # Otherwise a recomputation would have other bits than the forward.
             if (distance := _relative_distance(gradients, compiled_gradients)) > gradient_tolerance:
                 return f"its compiled gradients differ by {distance:.3g} of their norm"
         return (

@@ -173,10 +173,6 @@ class ModelOwnership:
         """Connect the engine. Only a weak reference is stored."""
         self._queries = ref(queries)
 
-    def keep_alive(self, engine: Any) -> None:
-        """Keep the engine alive as long as the model lives."""
-        self.engine = engine
-
     def guard(self) -> None:
         """Register module hooks for state_dict and load, after the engine has taken the weights."""
         for module in _living(self._names):

@@ -106,7 +106,7 @@ class UnitRunner:
             return
         interrupts.check()
         if self._current_unit is not None:
-            self.fail()
+            self.has_failed = True
             raise OffloadError(
                 f"unit {unit.name} was called from inside unit {self._current_unit.name}, which did not happen in the "
                 "recording pass: one unit computes at a time."
@@ -122,7 +122,7 @@ class UnitRunner:
                 self.gradients.open(unit.regions)
         except BaseException:
             if backward:
-                self.fail()
+                self.has_failed = True
             else:  # Gradients so far are complete: only this use has failed.
                 self._current_unit = None
                 self._executor.forget()
@@ -151,13 +151,9 @@ class UnitRunner:
             try:
                 self._executor.leave(unit.regions, marks)
             except BaseException:
-                self.fail()
+                self.has_failed = True
                 raise
         self._current_unit = None
-
-    def fail(self, has_failed: bool = True) -> None:
-        """Mark the pass as failed halfway. `has_failed=False` clears the mark after a trial run."""
-        self.has_failed = has_failed
 
     def run(
         self,
@@ -311,10 +307,6 @@ class UnitRunner:
             )
 
         return resume
-
-    def set_step_number(self, step_number: int) -> None:
-        """Set the number of finished steps."""
-        self.step_number = step_number
 
     def seed(self, unit: Unit, part: int) -> None:
         """Seed the generators for one micro-batch by (seed, step, unit, use, micro-batch, rank)."""

@@ -80,7 +80,7 @@ class TiledForwards(OriginalForwards):
             with runner.restoring(unit):
                 trials = RowTrials(unit.module, run, runner.is_weight, runner.device.random_state)
                 tiles = trials.find(unit.forward, arguments.tensors, rows)
-            unit.traits.learn_tiles(tiles)
+            unit.traits.tiles = tiles
             self._tiles[unit.name] = tiles
         return self._tiled(unit, arguments.tensors) or unit.forward
 
@@ -148,7 +148,7 @@ class TiledForwards(OriginalForwards):
         modules = tuple(rows for rows in tiles.modules if rows.name not in compared.differing)
         whole = tuple((name, reason) for name in sorted(compared.differing))
         self._tiles[unit.name] = replace(tiles, modules=modules, whole=(*tiles.whole, *whole), tried_rows=length)
-        unit.traits.learn_tiles(self._tiles[unit.name])
+        unit.traits.tiles = self._tiles[unit.name]
         if not modules:
             del self._sizes[unit.name]
         if whole and not self._has_warned:

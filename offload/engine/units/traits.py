@@ -125,18 +125,6 @@ class UnitTraits:
         """Return an independent copy of these traits."""
         return replace(self, **{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
 
-    def learn_tiles(self, tiles: Tiles | None) -> None:
-        """Set the inner modules allowed to run over tiles. None: examine again."""
-        self.tiles = tiles
-
-    def rewrite_saved(self) -> None:
-        """Record that saved tensors change later without a version change."""
-        self.rewrites = True
-
-    def need_graph(self) -> None:
-        """Record that a run without a graph gave different bits."""
-        self.needs_graph = True
-
     def graph(self, signature: GradientSignature) -> GraphTraits:
         """Return the graph properties for a gradient signature, or safe defaults."""
         return self.graphs.get(signature, _UNKNOWN)
