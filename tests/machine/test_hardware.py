@@ -63,6 +63,8 @@ def test_ranks_share_what_is_there_once() -> None:
     alone = replace(one, nvme_read_bytes_per_s=None, nvme_write_bytes_per_s=None, collective_bytes_per_s=None)
     cpu = machine.with_(device="cpu", rates=alone).for_one_rank(2).rates
     assert cpu.flops_per_s["fp32"] == one.flops_per_s["fp32"] / 2
+    assert cpu.attention("fp32") == pytest.approx(one.attention("fp32") / 2)
+    assert cpu.elementwise == pytest.approx(one.elementwise / 2)
     assert cpu.nvme_read_bytes_per_s is None
     assert cpu.collective_bytes_per_s == pytest.approx(0.8 * one.h2d_bytes_per_s / 2)
 
