@@ -42,6 +42,9 @@ _UNIT_OPTIONS = frozenset(
     )
 )
 """Options able to reduce device memory to a single unit, or to fewer rows at a time."""
+_HOST_GRAPHS: Mapping[str, Any] = {"offload.graphs": "cpu"}
+_STARTS: tuple[Mapping[str, Any], ...] = (_HOST_GRAPHS, {"offload.update": "cpu"})
+"""Changes from which the search starts again."""
 _MAX_ENLARGEMENTS = 4
 """Maximum number of budget increases. A larger budget can make the plan use more memory on the tier."""
 
@@ -131,21 +134,47 @@ def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True) -
             times=times,
         )
         return replace(tiled, placement_flags=f"{to_flags(tile)} {tiled.placement_flags}".rstrip())
-    change = forecaster.choose(prediction, times=times) if has_open_placement(prediction) else {}
-    chosen = _pick_faster(
-        prediction, _try_change(forecaster, prediction, change, times=times) if change else None, change, times=times
-    )
-    if not times or chosen.hardware.device == "cpu":
-        return chosen
-    change = change if chosen is not prediction else {}
-    for states in _device_state_shares(prediction, chosen):
+    chosen, change = _descend(forecaster, prediction, {}, times=times)
+    if times and prediction.hardware.device != "cpu" and has_open_placement(prediction):
+        # Options chosen one after the other depend on the first: host updates pay only beside graphs on the host.
+        for start in _STARTS:
+            if all(prediction.config.get(key) == "auto" for key in start):
+                other, others_change = _descend(forecaster, prediction, start, times=times)
+                if _is_faster(chosen, other, times=times, min_gain=0.0 if change else _MIN_GAIN):
+                    chosen, change = other, others_change
+    if not change:
+        return prediction
+    before = prediction.timing.step_seconds if prediction.fits and prediction.timing else None
+    return replace(chosen, placement_flags=to_flags(change), seconds_without_search=before)
+
+
+def _descend(
+    forecaster: Forecaster, initial: Forecast, start: Mapping[str, Any], *, times: bool
+) -> tuple[Forecast, Mapping[str, Any]]:
+    """Return the best forecast found one option after the other, with the changes, from the change `start` on."""
+    changed = _try_change(forecaster, initial, start, times=times) if start else initial
+    if changed is None or (start and not changed.fits):
+        return initial, {}
+    chosen, change = changed, start
+
+    def improve(candidate: Mapping[str, Any]) -> None:
+        nonlocal chosen, change
+        other = _try_change(forecaster, initial, candidate, times=times)
+        if other is not None and _is_faster(chosen, other, times=times):
+            chosen, change = other, candidate
+
+    if has_open_placement(changed) and (placement := forecaster.choose(changed, times=times)):
+        improve({**start, **placement})
+    if not times or initial.hardware.device == "cpu":
+        return chosen, change
+    for states in _device_state_shares(changed, chosen):
         # The best options without these states may not be the best with them.
-        for candidate in [change | states, states] if change else [states]:
-            other = _pick_faster(chosen, _try_change(forecaster, prediction, candidate), candidate)
-            chosen, change = (other, candidate) if other is not chosen else (chosen, change)
-    for graphs in _host_graph_shares(forecaster, chosen) if chosen.config.offload.graphs == "auto" else ():
-        chosen = _pick_faster(chosen, _try_change(forecaster, prediction, change | graphs), change | graphs)
-    return chosen
+        for candidate in ({**change, **states}, {**start, **states})[: 2 if change else 1]:
+            improve(candidate)
+    if initial.config.offload.graphs == "auto":
+        for graphs in _host_graph_shares(forecaster, chosen):
+            improve({**change, **graphs})
+    return chosen, change
 
 
 def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
@@ -166,18 +195,12 @@ def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
     return tile if tiled is not None and tiled.memory.shortfalls.get("device", 0) < before else {}
 
 
-def _pick_faster(
-    prediction: Forecast, other: Forecast | None, change: Mapping[str, Any], *, times: bool = True
-) -> Forecast:
-    """Return `other` if it fits and is fast enough to pay for the change, else `prediction`."""
-    if other is None or not other.fits or (times and other.timing is None):
-        return prediction
+def _is_faster(prediction: Forecast, other: Forecast, *, times: bool, min_gain: float = _MIN_GAIN) -> bool:
+    """Return True if `other` fits and is fast enough to pay for the change."""
+    if not other.fits or (times and other.timing is None):
+        return False
     before = prediction.timing.step_seconds if prediction.fits and prediction.timing else None
-    if before is not None and other.timing and other.timing.step_seconds > (1 - _MIN_GAIN) * before:
-        return prediction
-    return replace(
-        other, placement_flags=to_flags(change), seconds_without_search=prediction.seconds_without_search or before
-    )
+    return before is None or other.timing is None or other.timing.step_seconds <= (1 - min_gain) * before
 
 
 def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[dict[str, Any]]:
@@ -202,16 +225,15 @@ def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[di
 
 def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator[dict[str, Any]]:
     """Yield increasing amounts of graphs offloaded to the host, up to the available memory."""
-    whole: dict[str, Any] = {"offload.graphs": "cpu"}
-    other = _try_change(forecaster, prediction, whole, times=False)
+    other = _try_change(forecaster, prediction, _HOST_GRAPHS, times=False)
     if other is None or not other.fits:
         return
     if prediction.config.train.recompute == "never":  # all graphs or none
-        yield whole
+        yield dict(_HOST_GRAPHS)
         return
     num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * prediction.num_ranks
     for share in _SHARES if num_bytes else ():
-        yield {**whole, "offload.graphs_memory": int(share * num_bytes)}
+        yield {**_HOST_GRAPHS, "offload.graphs_memory": int(share * num_bytes)}
 
 
 def _try_change(

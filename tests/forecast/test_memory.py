@@ -206,6 +206,23 @@ def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise(
 
 
 @pytest.mark.slow
+def test_no_single_setting_is_faster_than_the_search() -> None:
+    """Updates on the host pay here only beside graphs on the host, and the search decides both."""
+    where = {"model.preset": "8b", "data.sequence_length": 4096, "train.batch_size": 8, "train.micro_batch_size": 4}
+    gpu, forecaster = Hardware.read("rtx-5090").with_(host_bytes=256 << 30), Forecaster(config(**where), 1)
+
+    def seconds(**change: object) -> float:
+        found = place(forecaster, forecaster.predict(config(**where, **change), gpu))
+        assert found.fits
+        assert found.timing is not None
+        return found.timing.step_seconds
+
+    searched = seconds()
+    for change in ({"offload.update": "cpu"}, {"offload.update": "device"}, {"offload.graphs": "cpu"}):
+        assert searched <= seconds(**change) / 0.98, change  # the search ignores gains below 2 %
+
+
+@pytest.mark.slow
 def test_states_are_updated_in_both_places_where_that_is_faster_and_nobody_says_otherwise() -> None:
     """Covers a short step with a slow host and spare device memory."""
     where: dict[str, object] = {"model.preset": "1b", "data.sequence_length": 1024, "train.batch_size": 1}
