@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,20 +48,30 @@ _UNIT_OPTIONS = frozenset(
 _HOST_GRAPHS: Mapping[str, Any] = {"offload.graphs": "cpu"}
 _STARTS: tuple[Mapping[str, Any], ...] = (_HOST_GRAPHS, {"offload.update": "cpu"})
 """Changes from which the search starts again."""
+SEARCH_S = 20
+"""Time limit for a search for a change that fits, in seconds. A try that has begun ends later."""
+_TRAINING_CHANGES = {"train.batch_size": "of fewer rows", "train.max_grad_norm": "without clipping"}
+"""Changes of the training itself, with words about the step."""
 _MAX_ENLARGEMENTS = 4
 """Maximum number of budget increases. A larger budget can make the plan use more memory on the tier."""
 
 
-def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 1) -> Forecast:
+def forecast(
+    config: Config,
+    hardware: Hardware | None = None,
+    num_ranks: int = 1,
+    say: Callable[[str], None] = lambda _text: None,
+) -> Forecast:
     """Forecast a run and list alternatives. Raises ConfigError.
 
     hardware: target machine, or one of several identical machines; None: measure this machine.
     num_ranks: ranks per machine.
+    say: receives a line before a long search.
     """
     hardware = hardware or this_hardware(config)
     forecaster = Forecaster(config, num_ranks)
     initial = forecaster.predict(config, hardware)
-    prediction = with_fix(forecaster, place(forecaster, initial))
+    prediction = place_or_fix(forecaster, initial, say)
     others = list(alternatives(forecaster, initial, prediction))
     others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
     return replace(prediction, alternatives=tuple(others))
@@ -77,16 +90,26 @@ def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
     return probe(config.offload.device, make_placement(config).dirs, reads=reads, measures=measures)
 
 
-def with_fix(forecaster: Forecaster, prediction: Forecast) -> Forecast:
-    """Return the forecast with the smallest fix added if the run does not fit."""
-    fix = {} if prediction.fits else find_fix(forecaster, prediction) or _larger_budgets(forecaster, prediction)
-    notes = prediction.notes
-    for key, step in (("train.batch_size", "of fewer rows"), ("train.max_grad_norm", "without clipping")):
+def place_or_fix(forecaster: Forecaster, initial: Forecast, say: Callable[[str], None]) -> Forecast:
+    """Return the forecast as `train` would run it. If it does not fit, it has the smallest fix, and no step time.
+
+    say: receives the shortage before a search that takes seconds.
+    """
+    ends = time.monotonic() + SEARCH_S
+    if not initial.fits:
+        say(f"{initial.shortage} Looking for the smallest change that fits, for about {SEARCH_S} s ...")
+    prediction = place(forecaster, initial)
+    if prediction.fits:
+        return prediction
+    fix, notes = find_fix(forecaster, prediction, ends), prediction.notes
+    if not fix and time.monotonic() >= ends:
+        notes = (*notes, f"the search for a change that fits ended after {SEARCH_S} s without a result.")
+    for key, step in _TRAINING_CHANGES.items():
         if key in fix:
             notes = (*notes, f"a step {step} changes the training: no other change was found that makes the run fit.")
     fixed = _try_placement(forecaster, prediction, fix) if fix else None
     bytes_by_tier = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
-    return replace(prediction, fix=to_flags(fix), fix_bytes=bytes_by_tier, notes=notes)
+    return replace(prediction, timing=None, fix=to_flags(fix), fix_bytes=bytes_by_tier, notes=notes)
 
 
 def alternatives(forecaster: Forecaster, initial: Forecast, prediction: Forecast) -> Iterator[Alternative]:
@@ -252,28 +275,46 @@ def _alternative(other: Forecast, change: str) -> Alternative:
     return Alternative(change, seconds, tokens, other.fits)
 
 
-def find_fix(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
+def find_fix(forecaster: Forecaster, prediction: Forecast, ends: float = math.inf) -> dict[str, Any]:
     """Return the smallest change needed to fit: no key can be dropped. Empty: nothing found.
 
-    Tries single changes from cheapest to most expensive, then adds them up in this order.
+    Tries single changes from cheapest to most expensive, then adds them up in this order. Larger budgets come next, and
+    changes of the training itself last. The result was planned, and fits. `ends`: time.monotonic() to stop at.
     """
-    changes, together = list(_fixes(prediction)), dict[str, Any]()
-    fitting = (change for change in changes if _fits(forecaster, prediction, change))
-    if (one := next(fitting, None)) is not None:
-        return _drop_needless(forecaster, prediction, one)
-    for change in changes:
-        together |= change
-        if _fits(forecaster, prediction, together):
-            return _drop_needless(forecaster, prediction, together)
-    return {}
+    changes = list(_fixes(prediction))
+    others = [change for change in changes if change.keys() & _TRAINING_CHANGES.keys()]
+    keeping = [change for change in changes if change not in others]
+
+    def first(candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        for change in candidates:
+            if time.monotonic() >= ends:
+                break
+            if _fits(forecaster, prediction, change):
+                return _drop_needless(forecaster, prediction, change, ends)
+        return {}
+
+    return (
+        first(keeping)
+        or first(_sums(keeping))
+        or _larger_budgets(forecaster, prediction, ends)
+        or first(others)
+        or first(_sums(changes))
+    )
 
 
-def _drop_needless(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
+def _sums(changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the changes added up, one more each time."""
+    return list(itertools.accumulate(changes, lambda together, change: together | change))[1:]
+
+
+def _drop_needless(
+    forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any], ends: float
+) -> dict[str, Any]:
     """Drop keys not needed for the run to fit."""
     for key in change:
         fewer = {name: value for name, value in change.items() if name != key}
-        if fewer and _fits(forecaster, prediction, fewer):
-            return _drop_needless(forecaster, prediction, fewer)
+        if fewer and time.monotonic() < ends and _fits(forecaster, prediction, fewer):
+            return _drop_needless(forecaster, prediction, fewer, ends)
     return dict(change)
 
 
@@ -288,9 +329,12 @@ def _try_placement(forecaster: Forecaster, prediction: Forecast, change: Mapping
     return other if other is None or other.fits else place(forecaster, other, times=False)
 
 
-def _larger_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
-    """Return budgets raised by the shortfalls, in whole MiB; empty if larger budgets do not help."""
-    change: dict[str, Any] = {}
+def _larger_budgets(forecaster: Forecaster, prediction: Forecast, ends: float) -> dict[str, Any]:
+    """Return budgets raised until the run fits; empty if larger budgets do not help.
+
+    A plan can need more with a larger budget, since units are cut into parts by the budget. So each result is planned.
+    """
+    change: dict[str, int] = {}
     larger: Forecast | None = prediction
     for _ in range(_MAX_ENLARGEMENTS):
         if larger is None or larger.fits:
@@ -304,7 +348,19 @@ def _larger_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, A
         larger = _try_change(forecaster, prediction, change, times=False)
     if larger is None or not larger.fits:
         return {}
-    return {key: f"{num_bytes >> 20}MiB" for key, num_bytes in change.items()}
+    for key in change:  # narrow to a sixteenth
+        too_small = prediction.config.get(key)
+        while change[key] - too_small > max(1 << 16, change[key] >> 4) and time.monotonic() < ends:
+            middle = -(-(too_small + change[key]) // 2 >> 16) << 16
+            if _fits(forecaster, prediction, {**change, key: middle}):
+                change[key] = middle
+            else:
+                too_small = middle
+    return {key: _whole_size(num_bytes) for key, num_bytes in change.items()}
+
+
+def _whole_size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20}MiB" if num_bytes % (1 << 20) == 0 else f"{num_bytes >> 10}KiB"
 
 
 def apply_change(config: Config, change: Mapping[str, Any]) -> Config:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from offload.config.config import Config
 from offload.distributed.comm import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, format_bytes
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.memory import OPERATIONS, Footprint, footprint
 from offload.forecast.routed import describe_experts
@@ -44,6 +44,8 @@ from offload.planning.plan import sharding_of
 from offload.planning.settings import Settings
 
 DAY_S = 86400.0
+TIER_NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
+"""Tier names in messages."""
 _SEARCH_OPTIONS = {
     **{
         f"offload.{key}": f"placement.{key}"
@@ -111,6 +113,15 @@ class Forecast:
     def fits(self) -> bool:
         """True if planning succeeds and no tier exceeds the budget."""
         return not self.refusal and self.memory.fits
+
+    @property
+    def shortage(self) -> str:
+        """Sentence about the missing memory, or the reason for refusal."""
+        short = " and ".join(
+            f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {TIER_NAMES[tier]} memory"
+            for tier, num_bytes in self.memory.shortfalls.items()
+        )
+        return f"it does not fit: {short} too few." if short else f"it does not fit: {self.refusal}"
 
     @property
     def total_ranks(self) -> int:

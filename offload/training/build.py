@@ -23,7 +23,7 @@ from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten
 from offload.forecast.forecast import Forecast
-from offload.forecast.run_forecast import describe_forecast, describe_shortage, forecast_run
+from offload.forecast.run_forecast import describe_forecast, describe_misfit, forecast_run, planned_shortage
 from offload.hf.adapters import Adaptation
 from offload.hf.base_mark import mark_base
 from offload.hf.model_object import ModelObject
@@ -225,7 +225,8 @@ def make_run(
     extra_files = {**files, **own_files}
     needs = DiskNeeds.of(config, trainable, built.model)
     doing("reading the weights")
-    engine = build_engine(config, built, comm)
+    with planned_shortage(forecast):
+        engine = build_engine(config, built, comm)
     trainable.check(engine)
     for text in late_notes:
         note(text)
@@ -345,8 +346,7 @@ def _decide_placement(
             )
     resolved = comm.gather_objects(resolved, "placement")[0]
     if forecast is not None and not forecast.fits:
-        fix = f" The smallest change that fits: {forecast.fix}" if forecast.fix else ""
-        note(f"by the plan {describe_shortage(forecast)}{fix}")
+        note(describe_misfit(forecast))
     return resolved, forecast
 
 

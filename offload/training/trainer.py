@@ -22,6 +22,7 @@ from offload.distributed.outcome import share_failure, share_outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import InterruptedRun, OffloadError, common, counted, is_common
+from offload.forecast.run_forecast import planned_shortage
 from offload.machine.environment import describe_untested
 from offload.native.io import disk_error
 from offload.telemetry.progress import Progress, make_progress
@@ -196,7 +197,8 @@ class Trainer:
             self._engine.lr = rate_at(step, self.config)
             is_marked = not self.config.has_gradients and step == progress.first_step  # for replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
-            result = self._engine.step(batch, self._objective.loss)
+            with planned_shortage(self._forecast):
+                result = self._engine.step(batch, self._objective.loss)
             end = time.perf_counter()
             if step == progress.first_step:
                 self._open_records(result)
