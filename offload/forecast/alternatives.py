@@ -64,12 +64,13 @@ def forecast(
 ) -> Forecast:
     """Forecast a run and list alternatives. Raises ConfigError.
 
-    hardware: target machine, or one of several identical machines; None: measure this machine.
+    hardware: target machine, or one of several identical machines; None: measure this machine. On a target machine a
+        preset represents a model to be downloaded, so frozen weights are planned in bf16.
     num_ranks: ranks per machine.
     say: receives a line before a long search.
     """
+    forecaster = Forecaster(config, num_ranks, plans_downloads=hardware is not None)
     hardware = hardware or this_hardware(config)
-    forecaster = Forecaster(config, num_ranks)
     initial = forecaster.predict(config, hardware)
     prediction = place_or_fix(forecaster, initial, say)
     others = list(alternatives(forecaster, initial, prediction))

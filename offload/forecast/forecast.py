@@ -225,6 +225,8 @@ class Forecaster:
     """Transformers model config; None: loaded on first use."""
     machine: Machine | None = None
     """Machine for planning; None: derived from the hardware figures."""
+    plans_downloads: bool = False
+    """Plan a model without files, such as a preset, like one downloaded in bf16."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
     _structures: dict[str, Structure] = field(default_factory=dict)
 
@@ -243,8 +245,10 @@ class Forecaster:
         section, architecture = self.config.model, self._architecture
         model, quantized = empty_model(section, architecture), dict[nn.Parameter, FileCodec]()
         freezes = self.config.adapts or self.config.optimizer.freeze
-        if freezes and architecture.dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
-            model.to(architecture.dtype)  # frozen weights keep the checkpoint dtype
+        is_loaded = is_pretrained(section, locate(section))
+        is_stand_in = self.plans_downloads and not is_loaded and section.init == "auto"
+        if freezes and (is_stand_in or (is_loaded and architecture.dtype == torch.bfloat16)):
+            model.to(torch.bfloat16)  # frozen weights keep the checkpoint dtype
         quantization = quantization_settings(architecture)
         folder = None if quantization is None else locate(section)
         if quantization is not None and folder is not None and is_pretrained(section, folder):

@@ -53,6 +53,17 @@ def test_memory_for_inputs_of_a_first_step_stays_where_later_ones_keep_graphs(re
     assert told.get(GRAPHS, 0) == pytest.approx(was.get(GRAPHS, 0), rel=0.02)
 
 
+def test_frozen_weights_of_a_preset_are_planned_as_bf16_files() -> None:
+    """A preset represents a model to be downloaded, on a machine from a specification."""
+    where = config(**{"model.preset": "tiny", "lora.rank": 8, "train.precision": "bf16", "offload.parameters": "cpu"})
+    downloaded, made = (
+        Forecaster(where, 1, plans_downloads=plans_downloads).predict(where, GPU, times=False).memory
+        for plans_downloads in (True, False)
+    )
+    num_bytes = [sum(a.num_bytes for a in memory.allocations if "low" in a.name) for memory in (downloaded, made)]
+    assert (num_bytes[0], num_bytes[1] > 1 << 20) == (0, True)
+
+
 def test_there_are_as_many_configurations_as_are_promised() -> None:
     assert len(set(CASES)) == len(CASES) >= 24
 
