@@ -52,6 +52,7 @@ from offload.training.parts import (
     build_engine,
     build_objective,
     describe_data,
+    describe_length,
     grow_vocabulary,
     stages,
     trains_tokenizer,
@@ -196,7 +197,7 @@ def make_run(
 
     with share_failure(comm, "making of the model"):
         objective = build_objective(config, kind, data, vocabulary)
-        for text in describe_data(data, objective):
+        for text in (*describe_data(data, objective), *describe_length(config, data)):
             say(text)
         files = as_files(data.tokenizer if data.pictures is None else data.pictures.processor) if comm.rank == 0 else {}
         if whole is None and config.model.init == "random" and trains_tokenizer(config):
