@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -15,6 +16,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan_models import MODELS, SETTINGS, planned_cells
+from offload import plan
+from offload.config.config import Config
+from offload.forecast.forecast import Forecaster
 from tests import forks
 from tests.forks import MINUTES, ROOT
 from tests.integrations import test_examples
@@ -186,6 +191,38 @@ def test_the_notebook_of_a_real_model_has_the_commands_of_the_page() -> None:
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     page = "".join(blocks(ROOT / "docs" / "how-to" / "real-model.md", "sh"))
     assert "\n".join(each.removeprefix("!") for each in code[1:]) == page.strip()
+
+
+PLANNED = [
+    page
+    for page in RUN
+    if re.search(r"(?m)^offload plan .*--hardware", page.read_text())
+    and "tokens/s, " in "".join(blocks(page, "output"))
+]
+"""Pages with figures of plans for a machine from a specification, which are the same everywhere."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
+def test_figures_of_plans_are_those_the_command_prints(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = "\n".join(blocks(path, "sh")).replace("\\\n", " ")
+    for command in re.findall(r"(?m)^offload plan (.*--hardware.*)$", commands):
+        plan.main(shlex.split(command))
+    said = capsys.readouterr().out.splitlines()
+    figures = [line for line in "".join(blocks(path, "output")).splitlines() if " tokens/s, " in line]
+    assert all(line in said for line in figures), said
+    ratios = re.findall(r"`([\d.]+x)` means", path.read_text())
+    assert all(any(line.endswith(f": {ratio}") for line in said) for ratio in ratios), said
+
+
+@pytest.mark.slow
+def test_a_row_of_plans_is_as_planned_now(tmp_path: Path) -> None:
+    """The page is made in minutes, so one row is planned anew."""
+    (path := tmp_path / "config.json").write_text(json.dumps(MODELS["Llama-3.1-8B"]))
+    config = Config.load(None, {"model.path": str(path), **SETTINGS})
+    cells = planned_cells(Forecaster(config, 1), config, "rtx-4090")
+    section = (ROOT / "docs" / "plans.md").read_text().partition("## Llama-3.1-8B")[2].partition("##")[0]
+    assert f"| 24 GB (RTX 4090) | {' | '.join(cells)} |" in section, "run benchmarks/plan_models.py"
 
 
 @pytest.mark.slow

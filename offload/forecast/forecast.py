@@ -229,6 +229,7 @@ class Forecaster:
     """Plan a model without files, such as a preset, like one downloaded in bf16."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
     _structures: dict[str, Structure] = field(default_factory=dict)
+    _forecasts: dict[str, Forecast] = field(default_factory=dict)
 
     @cached_property
     def _architecture(self) -> Any:
@@ -267,6 +268,12 @@ class Forecaster:
 
         times: False skips the step simulation.
         """
+        key = repr((list(config.items()), hardware, times))  # a search returns to the same configuration
+        if key not in self._forecasts:
+            self._forecasts[key] = self._predict(config, hardware, times)
+        return self._forecasts[key]
+
+    def _predict(self, config: Config, hardware: Hardware, times: bool) -> Forecast:
         ranks = self._ranks(hardware)
         config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
