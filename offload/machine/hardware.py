@@ -153,7 +153,7 @@ class Hardware:
         if num_ranks == 1:
             return self
         shared = ["host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "network_bytes_per_s"]
-        flops = {}
+        flops: dict[str, Any] = {}
         if self.device == "cpu":
             shared += ["h2d_bytes_per_s", "d2h_bytes_per_s", "both_ways_bytes_per_s", "device_bytes_per_s"]
             shared += ["moved_bytes_per_s"]
@@ -229,13 +229,7 @@ class _MachineFile:
             endurance_bytes=self._size("endurance_bytes", values["endurance_bytes"]),
             shares_memory=self._flag("shares_memory", values["shares_memory"]),
             num_machines=int(self._number("num_machines", values["num_machines"], is_whole=True)),
-            rates=Rates(
-                **{
-                    key: self._flops(key, value) if key in _FLOPS else self._number(f"rates.{key}", value)
-                    for key, value in rates.items()
-                    if value is not None
-                },
-            ),
+            rates=Rates(**{key: self._rate(key, value) for key, value in rates.items() if value is not None}),
             sources={
                 key: self._word(f"sources.{key}", value)
                 for key, value in self._checked_keys(values.get("sources", {}), "sources.", figures, ()).items()
@@ -282,8 +276,10 @@ class _MachineFile:
             raise self._error(key, value, "true or false")
         return value
 
-    def _flops(self, key: str, value: Any) -> Any:
-        """Parse rates by precision."""
+    def _rate(self, key: str, value: Any) -> Any:
+        """Parse a rate, or rates by precision."""
+        if key not in _FLOPS:
+            return self._number(f"rates.{key}", value)
         by_precision = self._checked_keys(value, f"rates.{key}.", _PRECISIONS, _FLOPS[key])
         return {precision: self._number(f"rates.{key}.{precision}", rate) for precision, rate in by_precision.items()}
 
