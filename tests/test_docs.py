@@ -120,6 +120,60 @@ def test_a_changed_result_makes_the_readme_stale(results: Path, file: str, patte
     assert MAKE["readme"](text) != text
 
 
+FIT_BYTES, MIN_MODELS, MIN_CARDS = 1 << 20, 20, 10
+
+
+def test_the_plans_of_the_page_will_it_fit_are_complete() -> None:
+    text = (ROOT / "benchmarks" / "results" / "fit.json").read_text()
+    page = (ROOT / "docs" / "fit-data.js").read_text()
+    assert page == MAKE["fit_data"]() + "\n", "run docs/make.py"
+    assert len(page.encode()) <= FIT_BYTES
+    told = json.loads(text)
+    assert told["command"].startswith("python -m benchmarks.fit_grid")
+    assert len(told["models"]) >= MIN_MODELS
+    assert len(told["cards"]) >= MIN_CARDS
+    for name, methods in told["models"].items():
+        assert set(methods) == set(told["settings"]) == {"full", "lora", "nf4"}, name
+        for method, plans in methods.items():
+            assert plans["parameters"] > 1e8, name
+            if plans.get("refusal"):
+                continue
+            sizes = {card: about["hosts_gib"] for card, about in told["cards"].items()}
+            assert {card: set(counts) for card, counts in plans["cards"].items()} == {
+                card: set(counts) for card, counts in sizes.items()
+            }, (name, method)
+            for card, counts in plans["cards"].items():
+                for count, rows in counts.items():
+                    for host, disk, micro_rows, *rest in rows:
+                        assert host in sizes[card][count]
+                        assert disk in (0, 1)
+                        assert len(rest) == (5 if micro_rows else 3), (name, method, card, rest)
+                        if micro_rows:
+                            rate, device, on_host, on_disk, _ = rest
+                            assert rate > 0
+                            assert device <= told["cards"][card]["device_gib"] * 1.01
+                            assert on_host <= host
+                            assert on_disk <= told["cards"][card]["disk_gib"] * disk
+
+
+@pytest.mark.slow
+def test_an_entry_of_the_page_will_it_fit_is_the_plan_of_today(tmp_path: Path) -> None:
+    told = json.loads((ROOT / "benchmarks" / "results" / "fit.json").read_text())
+    name, method, card, count = "SmolLM2-135M", "full", "rtx-4090", "1"
+    (tmp_path / "found.py").write_text(
+        "import json, sys\nfrom pathlib import Path\nfrom benchmarks.fit_grid import ModelPlans\n"
+        "name, method, card, count, host, disk = json.loads(sys.argv[1])\n"
+        "print(json.dumps(ModelPlans(name, method, Path(sys.argv[2])).row(card, count, host, disk)))\n"
+    )
+    host = told["cards"][card]["hosts_gib"][count][-1]
+    words = json.dumps([name, method, card, int(count), host, False])
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = forks.run([str(tmp_path / "found.py"), words, str(tmp_path)], env=environ, timeout=MINUTES)
+    assert found.returncode == 0, found.stdout + found.stderr
+    (row,) = (row for row in told["models"][name][method]["cards"][card][count] if row[2])
+    assert json.loads(found.stdout.splitlines()[-1])[2:] == row[2:]
+
+
 def test_sizes() -> None:
     assert (ROOT / "README.md").stat().st_size <= README_BYTES
     assert (ROOT / "docs" / "design.md").stat().st_size <= DESIGN_BYTES
