@@ -187,7 +187,7 @@
     const row = best(point);
     if (row) return answer.replaceChildren(...showFit(point, row));
     if (!rows) {
-      const why = refusal ? `This method does not train this model: ${refusal}` : "This point has no plan yet.";
+      const why = refusal ? `There is no forecast of this method for this model: ${refusal}` : "This point has no plan yet.";
       return answer.replaceChildren(make("p", { className: "fit-verdict fit-no" }, "No plan."), make("p", {}, why));
     }
     const exact = rows.find((each) => !each[2] && each[0] === +point.host && each[1] === +point.disk);
