@@ -334,7 +334,7 @@ def main() -> None:
         for method in METHODS
         if method not in document["models"].get(name, {})
     ]
-    with ProcessPoolExecutor(said.workers, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
+    with ProcessPoolExecutor(said.workers, mp_context=get_context("spawn")) as pool:
         tasks = {pool.submit(plan_all, name, method, grid): (name, method) for name, method in missing}
         for number, task in enumerate(as_completed(tasks), start=1):
             name, method = tasks[task]
