@@ -184,7 +184,7 @@ def test_what_the_engines_are_asked_for(shop):
     seconds = 0.5 * COMPUTE_S
     assert row.throttle["h2d"] == pytest.approx(row.counters.h2d_bytes / seconds, rel=1e-4)
     assert row.throttle["d2h"] == pytest.approx(row.counters.d2h_bytes / seconds, rel=1e-4)
-    assert row.throttle["update"] == pytest.approx(24 * NUM_BLOCKS * NUM_PARAMETERS / seconds, rel=1e-4)
+    assert row.throttle["update"] == pytest.approx((24 + 4) * NUM_BLOCKS * NUM_PARAMETERS / seconds, rel=1e-4)
     made.close()
 
 
