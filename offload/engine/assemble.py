@@ -175,7 +175,8 @@ class EnginePlan:
         if chosen.plan.fits_device:
             return cls.of(chosen.structure, chosen.settings, comm, machine, checks=checks)
         if refusal is not None:
-            raise DoesNotFitError(f"{refusal}{chosen.structure.cutting.whole_description}") from refusal
+            reason = f"{refusal.reason}{chosen.structure.cutting.whole_description}"
+            raise DoesNotFitError(reason, refusal.advice) from refusal
         return whole
 
     @property

@@ -284,7 +284,7 @@ class Forecaster:
         try:
             prepared = plan(machine)
         except DoesNotFitError as error:
-            refusal, prepared = str(error), plan(machine, checks=False)
+            refusal, prepared = error.reason, plan(machine, checks=False)
         work, notes = self._workload(config, prepared, ranks.size), list[str]()
         if isinstance(work, str):
             notes.append(f"the memory and time added by a step are unknown: {work}.")

@@ -111,23 +111,27 @@ def describe_fix(prediction: Forecast) -> str:
 
 
 def describe_misfit(prediction: Forecast) -> str:
-    """Return the shortage and the smallest change that fits."""
+    """Return the shortage and the smallest change that fits; empty if the run fits."""
+    if prediction.fits:
+        return ""
     fix = describe_fix(prediction)
     return f"by the plan {prediction.shortage} {fix[0].upper()}{fix[1:]}"
 
 
 @contextmanager
-def planned_shortage(prediction: Forecast | None) -> Iterator[None]:
-    """Give an error about memory the numbers and the change of a plan that does not fit.
+def planned_advice(misfit: str) -> Iterator[None]:
+    """Replace the advice in an error about memory by the planned change.
 
     The error knows only the first allocation without room, and its advice was not tried.
+
+    misfit: `describe_misfit` of the plan. Empty: the plan fits or is unknown, and the advice stays.
     """
     try:
         yield
     except DoesNotFitError as error:
-        if prediction is None or prediction.fits:
-            raise
-        raise DoesNotFitError(describe_misfit(prediction)) from error
+        if misfit:
+            error.advise(f"{misfit[0].upper()}{misfit[1:]}")
+        raise
 
 
 def describe_forecast(prediction: Forecast) -> str:

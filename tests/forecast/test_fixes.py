@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from offload.config.config import Config
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, common, is_common
 from offload.forecast import alternatives
 from offload.forecast.alternatives import _fixes, find_fix, place_or_fix
 from offload.forecast.forecast import Forecast, Forecaster
-from offload.forecast.run_forecast import planned_shortage
+from offload.forecast.run_forecast import describe_misfit, planned_advice
 from offload.machine.hardware import Hardware
 from offload.plan import describe_fit, describe_times
 
@@ -118,9 +118,14 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
     shortage, advice = describe_fit(found)
     assert shortage == found.shortage == said[0].partition(" Looking")[0]
     assert "no change" in advice
-    with pytest.raises(DoesNotFitError) as error, planned_shortage(found):
-        raise DoesNotFitError("64 KiB too little: lower something that was not tried")
-    assert str(error.value).startswith(f"by the plan {shortage} No change")
+    error = DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
+    assert "was not tried" in str(error)
+    with pytest.raises(DoesNotFitError) as raised, planned_advice(describe_misfit(found)):
+        raise common(error)
+    assert str(raised.value).startswith(f"64 KiB too little. By the plan {shortage} No change")
+    assert is_common(raised.value), "one rank prints the error"
+    with pytest.raises(DoesNotFitError, match="not tried"), planned_advice(""):
+        raise DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
 
 
 @pytest.mark.slow
