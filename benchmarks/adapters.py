@@ -23,8 +23,9 @@ from offload.forecast.alternatives import apply_change
 from offload.forecast.forecast import Forecast, Forecaster
 from offload.forecast.timing import PlannedStep
 from offload.hf.models import quiet_transformers
-from offload.layout.regions import Region
+from offload.layout.regions import Region, Sharding
 from offload.machine.hardware import Hardware
+from offload.planning.estimates import update_bytes
 
 MODEL = MODELS["Qwen3-14B"] | {
     "hidden_size": 4096,
@@ -123,7 +124,7 @@ def ideal_seconds(forecaster: Forecaster, found: Forecast) -> float:
             sum(region.weight_bytes for region in regions),
             sum(seconds["h2d"](region.travelling_bytes) for region in regions),
             sum(seconds["d2h"](region.plane("gradients").num_bytes(region.numel)) for region in trained),
-            sum(seconds["update"](region.update_bytes(region.numel)) for region in trained),
+            seconds["update"](update_bytes(trained, Sharding())),
         )
     return ideal(Work(uses, units, plan.capacity_bytes, plan.settings.clip or "deferred")).seconds
 

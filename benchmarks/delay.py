@@ -19,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import AdamW, Engine, Placement
 from offload.benches.report import BenchmarkOutput, Result
+from offload.layout.regions import Sharding
+from offload.planning.estimates import update_bytes
 from tests.engine.inside import parts_of
 
 LAYERS, WIDTH, ROWS, LENGTH = 16, 256, 4, 128
@@ -48,8 +50,7 @@ def main() -> None:
     free = make(throttle={"update": 10**15})
     seconds(free, batch, WARM)
     passes = min(seconds(free, batch, STEPS) for _ in range(BLOCKS))
-    state_bytes = sum(region.update_bytes(region.numel) for region in parts_of(free).regions)
-    throttle = {"update": state_bytes / (UPDATE_SHARE * passes)}
+    throttle = {"update": update_bytes(parts_of(free).regions, Sharding()) / (UPDATE_SHARE * passes)}
     engines = {"in time": make(throttle=throttle), "one step late": make(throttle=throttle, delay=1)}
     for engine in engines.values():
         seconds(engine, batch, WARM)

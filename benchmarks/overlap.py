@@ -180,7 +180,7 @@ class Bench:
         self._baseline = make(prefetch=0, throttle=None, max_grad_norm=None)
         self._steps(self._baseline, Steps(), 1, dropped=0)
         self._num_parameters = num_parameters(self._baseline.model, self._baseline.spans)
-        self._moved["update"] = STATE_BYTES * sum(self._num_parameters.values())
+        self._moved["update"] = self._update_bytes(sum(self._num_parameters.values()))
 
     def close(self) -> None:
         """Close the open engine."""
@@ -251,6 +251,10 @@ class Bench:
         into.seconds.append((self._clock() - begin) / count)
         return into
 
+    def _update_bytes(self, number: int) -> int:
+        """Return the bytes that an update of `number` parameters reads and writes, gradients included."""
+        return (STATE_BYTES + WEIGHT_BYTES[self._precision]) * number
+
     def _work(self, uses: Sequence[Use], throttle: Mapping[str, float], mode: str, num_corrected: int) -> Work:
         sizes = {name: WEIGHT_BYTES[self._precision] * number for name, number in self._num_parameters.items()}
         units = {
@@ -258,8 +262,8 @@ class Bench:
                 size=sizes[name],
                 fetch_s=sizes[name] / throttle["h2d"],
                 land_s=sizes[name] / throttle["d2h"],
-                update_s=STATE_BYTES * number / throttle["update"],
-                correct_s=STATE_BYTES * number / throttle["update"],
+                update_s=self._update_bytes(number) / throttle["update"],
+                correct_s=self._update_bytes(number) / throttle["update"],
                 up_s=(STATE_BYTES // 2 * number + sizes[name]) / throttle["h2d"] if self._streams else 0.0,
                 down_s=STATE_BYTES // 2 * number / throttle["d2h"] if self._streams else 0.0,
             )

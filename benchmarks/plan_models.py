@@ -104,6 +104,13 @@ def fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> str:
     )
 
 
+def planned_cells(forecaster: Forecaster, config: Config, described: str) -> list[str]:
+    """Return the table cells of one row: a machine with each size of host memory."""
+    machine = Hardware.read(described)
+    hosts = [machine.with_(host_bytes=(size << 30) - _SYSTEM_BYTES) for size in HOSTS_GIB]
+    return [fitting(forecaster, config, hardware) for hardware in hosts]
+
+
 def main() -> None:
     quiet_transformers()
     print(_HEAD)
@@ -118,15 +125,11 @@ def main() -> None:
             print(f"| | {' | '.join(f'host {size} GiB' for size in HOSTS_GIB)} |")
             print("|---|" + "---|" * len(HOSTS_GIB))
             for gpu, described in GPUS.items():
-                cells = []
-                for size in HOSTS_GIB:
-                    begin = time.perf_counter()
-                    hardware = Hardware.read(described).with_(host_bytes=(size << 30) - _SYSTEM_BYTES)
-                    cells.append(fitting(forecaster, config, hardware))
-                    longest = max(longest, time.perf_counter() - begin)
-                print(f"| {gpu} | {' | '.join(cells)} |")
+                begin = time.perf_counter()
+                print(f"| {gpu} | {' | '.join(planned_cells(forecaster, config, described))} |", flush=True)
+                longest = max(longest, time.perf_counter() - begin)
             print()
-    print(f"the longest of these plans took {longest:.2f} s", file=sys.stderr)
+    print(f"the longest row took {longest:.2f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

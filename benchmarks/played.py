@@ -6,7 +6,7 @@ The simulated accelerator (`tests/accelerator/`) gives each kernel, copy and lau
 FLOPs and bytes. Shapes are those of Llama 3.1 8B with fewer layers. All sizes, lengths and batches included, are
 divided by SHRUNK, and the device rates are divided to match. Kernels and copies therefore take the seconds of the large
 shapes. The main thread, Python and the engine threads run in real time. AdamW is simulated too, by the throttle of its
-lane: 24 bytes a parameter at the host memory rate.
+lane: 26 bytes a parameter at the host memory rate.
 
 The simulation sleeps most of the time, and is late when other processes hold a core at wake-up. chrt gives it priority;
 it needs a tenth of a core.

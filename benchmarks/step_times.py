@@ -25,7 +25,9 @@ from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
 from offload.forecast.measure import BatchSpec, measure
 from offload.forecast.timing import PlannedStep, Timing
 from offload.forecast.workload import UnitWork, Workload
+from offload.layout.regions import Sharding
 from offload.machine.hardware import Hardware, Rates
+from offload.planning.estimates import update_bytes
 from offload.planning.settings import Settings
 from tests.forecast.planned import LENGTH, ROWS, Stack, batches, loss_of, planned, work
 
@@ -74,8 +76,8 @@ class Case:
         """Return the bandwidths at which each link is busy for `lane_s`."""
         regions = planned(self.model(), self.engine_settings(dict.fromkeys(LINKS, FREE))).structure.regions
         weights = sum(region.weight_bytes for region in regions)
-        update = sum(region.update_bytes(region.numel) for region in regions)
-        moved = (2 * weights, weights, update, update // 2, update // 2)
+        states = sum(region.update_bytes(region.numel) for region in regions)
+        moved = (2 * weights, weights, update_bytes(regions, Sharding()), states // 2, states // 2)
         return {link: num_bytes / self.lane_s for link, num_bytes in zip(LINKS, moved, strict=True)}
 
 

@@ -1,7 +1,7 @@
 """Generate reference pages and the site.
 
 python docs/make.py             # writes docs/reference/{settings,commands,api,errors,support}.md, the tables of the
-                                # README, and docs/images/memory.svg
+                                # README, docs/images/memory.svg, and docs/fit-data.js
 python docs/make.py --check     # exits with 1 if a page, a table, or a quote of the source is stale
 python docs/make.py --picture   # also docs/images/first-run.svg, from a real run
 python docs/make.py --site      # also the site, into build/site; needs the extra `docs`
@@ -282,7 +282,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 RESULTS = ROOT / "benchmarks" / "results"
-PLANS, H200, STEPS = "readme.json", "gpu-nvidia-h200.json", "step.json"
+PLANS, H200, STEPS, FIT = "readme.json", "gpu-nvidia-h200.json", "step.json", "fit.json"
 HOST_MEMORY = "the host's available memory"
 MEASURED = (
     ("Llama-3.1-8B", "H200, held to 24 GiB", 24 << 30, "8b in 24 GiB, a profiled step of 32768 tokens", 32768),
@@ -457,6 +457,13 @@ def memory_picture() -> str:
     return "\n".join(drawn)
 
 
+def fit_data() -> str:
+    """Return docs/fit-data.js: the plans of the page "Will it fit?", as a script, which also loads from the disk."""
+    return (
+        f"// Made by docs/make.py from benchmarks/results/{FIT}.\nwindow.FIT = {(RESULTS / FIT).read_text().strip()};"
+    )
+
+
 QUOTE = re.compile(r'(?ms)^```\w+ title="([\w/.]+\.(?:py|cpp|h|inl))(?:::([\w.]+))?"\n(.*?)^```$')
 """A block of a page that quotes the source: file, class or function (none: the whole file), code."""
 
@@ -546,6 +553,7 @@ def main(words: list[str]) -> int:
     made = {REFERENCE / f"{name}.md": make for name, make in PAGES.items()}
     made[ROOT / "README.md"] = lambda: readme((ROOT / "README.md").read_text())
     made[ROOT / "docs" / "images" / "memory.svg"] = memory_picture
+    made[ROOT / "docs" / "fit-data.js"] = fit_data
     for path, make in made.items():
         text = make().rstrip() + "\n"
         if path.is_file() and path.read_text() == text:

@@ -27,9 +27,24 @@ class ConfigError(OffloadError, ValueError):
 
 
 class DoesNotFitError(OffloadError, MemoryError):
-    """The budget of a tier is too small for the request (exit code 3)."""
+    """The budget of a tier is too small for the request (exit code 3).
+
+    reason: the need, the limit and the shortfall. advice: the changes to make.
+    """
 
     exit_code = 3
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(reason, advice)
+        self.reason = reason
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"{self.reason} {self.advice}".rstrip()
+
+    def advise(self, advice: str) -> None:
+        """Replace the advice."""
+        self.advice = advice
 
 
 class NonFiniteError(OffloadError, ArithmeticError):

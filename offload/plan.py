@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -47,7 +48,8 @@ def main(words: list[str]) -> int:
     quiet_transformers()
     described = own["hardware"]
     hardware = this_hardware(config) if described is None else Hardware.read(described)
-    prediction = forecast(config, _connected(hardware, own["machines"], own["link"]), num_ranks)
+    connected = _connected(hardware, own["machines"], own["link"])
+    prediction = forecast(config, connected, num_ranks, lambda text: print(text, file=sys.stderr, flush=True))
     if is_on(own, "json"):
         print(json.dumps(prediction.to_dict(), indent=2))
     else:
@@ -83,7 +85,8 @@ def _show(prediction: Forecast) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from offload.forecast.run_forecast import TIER_NAMES, describe_budget
+    from offload.forecast.forecast import TIER_NAMES
+    from offload.forecast.run_forecast import describe_budget
 
     console = Console(highlight=False, markup=False)
     # No line breaks, so a flag can be copied with the value.
@@ -135,15 +138,13 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
     """Yield the step time and the alternatives."""
     from offload.forecast.run_forecast import describe_hiding
 
-    timing = prediction.timing
-    if timing is None:
-        return
-    busy = ", ".join(f"{name} {seconds:.3g}" for name, seconds in timing.lane_seconds.items())
-    yield (
-        f"step: {timing.step_seconds:.3g} s, {timing.tokens_per_second:,.0f} tokens/s, "
-        f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
-    )
-    yield f"busy, in seconds: {'; '.join(filter(None, (busy, describe_hiding(timing))))}"
+    if (timing := prediction.timing) is not None:
+        busy = ", ".join(f"{name} {seconds:.3g}" for name, seconds in timing.lane_seconds.items())
+        yield (
+            f"step: {timing.step_seconds:.3g} s, {timing.tokens_per_second:,.0f} tokens/s, "
+            f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
+        )
+        yield f"busy, in seconds: {'; '.join(filter(None, (busy, describe_hiding(timing))))}"
     if update_note := prediction.prepared.plan.describe_updates(prediction.prepared.structure.regions):
         yield update_note
     prepared = prediction.prepared
@@ -169,17 +170,14 @@ def _alternative(prediction: Forecast, other: Alternative) -> str:
 
 def describe_fit(prediction: Forecast) -> Iterator[str]:
     """Yield whether the run fits, and if not, the changes to make."""
-    from offload.forecast.run_forecast import TIER_NAMES, describe_shortage
+    from offload.forecast.forecast import TIER_NAMES
+    from offload.forecast.run_forecast import describe_fix
 
     if prediction.fits:
         yield "it fits."
         return
-    yield describe_shortage(prediction)
-    yield (
-        f"the smallest change that fits: {prediction.fix}"
-        if prediction.fix
-        else "no single setting makes it fit: see --help."
-    )
+    yield prediction.shortage
+    yield describe_fix(prediction)
     if prediction.fix_bytes:
         tier_sizes = (
             f"{TIER_NAMES[tier]} {format_bytes(num_bytes)}" for tier, num_bytes in prediction.fix_bytes.items()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -15,6 +16,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan_models import MODELS, SETTINGS, planned_cells
+from offload import plan
+from offload.config.config import Config
+from offload.forecast.forecast import Forecaster
 from tests import forks
 from tests.forks import MINUTES, ROOT
 from tests.integrations import test_examples
@@ -115,6 +120,66 @@ def test_a_changed_result_makes_the_readme_stale(results: Path, file: str, patte
     assert MAKE["readme"](text) != text
 
 
+FIT_BYTES, MIN_MODELS, MIN_CARDS = 1 << 20, 20, 10
+
+
+def test_the_plans_of_the_page_will_it_fit_are_complete() -> None:
+    text = (ROOT / "benchmarks" / "results" / "fit.json").read_text()
+    page = (ROOT / "docs" / "fit-data.js").read_text()
+    assert page == MAKE["fit_data"]() + "\n", "run docs/make.py"
+    assert len(page.encode()) <= FIT_BYTES
+    told = json.loads(text)
+    assert told["command"].startswith("python -m benchmarks.fit_grid")
+    assert len(told["cards"]) >= MIN_CARDS
+    for name, methods in told["models"].items():
+        assert set(methods) == set(told["settings"]) == {"full", "lora", "nf4"}, name
+        for method, plans in methods.items():
+            assert plans["parameters"] > 1e8, name
+            if plans.get("refusal"):
+                continue
+            sizes = {card: about["hosts_gib"] for card, about in told["cards"].items()}
+            assert {card: set(counts) for card, counts in plans["cards"].items()} == {
+                card: set(counts) for card, counts in sizes.items()
+            }, (name, method)
+            for card, counts in plans["cards"].items():
+                for count, rows in counts.items():
+                    for host, disk, micro_rows, *rest in rows:
+                        assert host in sizes[card][count]
+                        assert disk in (0, 1)
+                        assert len(rest) == (5 if micro_rows else 3), (name, method, card, rest)
+                        if micro_rows:
+                            rate, device, on_host, on_disk, _ = rest
+                            assert rate > 0
+                            assert device <= told["cards"][card]["device_gib"] * 1.01
+                            assert on_host <= host
+                            assert on_disk <= told["cards"][card]["disk_gib"] * disk
+
+
+@pytest.mark.xfail(strict=True, reason="a part of the grid is planned: run python -m benchmarks.fit_grid --again")
+def test_the_page_will_it_fit_has_the_whole_grid() -> None:
+    told = json.loads((ROOT / "benchmarks" / "results" / "fit.json").read_text())
+    assert told["command"] == "python -m benchmarks.fit_grid"
+    assert len(told["models"]) >= MIN_MODELS
+
+
+@pytest.mark.slow
+def test_an_entry_of_the_page_will_it_fit_is_the_plan_of_today(tmp_path: Path) -> None:
+    told = json.loads((ROOT / "benchmarks" / "results" / "fit.json").read_text())
+    name, method, card, count = "SmolLM2-135M", "full", "rtx-4090", "1"
+    (tmp_path / "found.py").write_text(
+        "import json, sys\nfrom pathlib import Path\nfrom benchmarks.fit_grid import ModelPlans\n"
+        "name, method, card, count, host, disk = json.loads(sys.argv[1])\n"
+        "print(json.dumps(ModelPlans(name, method, Path(sys.argv[2])).row(card, count, host, disk)))\n"
+    )
+    host = told["cards"][card]["hosts_gib"][count][-1]
+    words = json.dumps([name, method, card, int(count), host, False])
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = forks.run([str(tmp_path / "found.py"), words, str(tmp_path)], env=environ, timeout=MINUTES)
+    assert found.returncode == 0, found.stdout + found.stderr
+    row = [row for row in told["models"][name][method]["cards"][card][count] if row[2]][-1]
+    assert json.loads(found.stdout.splitlines()[-1])[2:] == row[2:]
+
+
 def test_sizes() -> None:
     assert (ROOT / "README.md").stat().st_size <= README_BYTES
     assert (ROOT / "docs" / "design.md").stat().st_size <= DESIGN_BYTES
@@ -186,6 +251,38 @@ def test_the_notebook_of_a_real_model_has_the_commands_of_the_page() -> None:
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     page = "".join(blocks(ROOT / "docs" / "how-to" / "real-model.md", "sh"))
     assert "\n".join(each.removeprefix("!") for each in code[1:]) == page.strip()
+
+
+PLANNED = [
+    page
+    for page in RUN
+    if re.search(r"(?m)^offload plan .*--hardware", page.read_text())
+    and "tokens/s, " in "".join(blocks(page, "output"))
+]
+"""Pages with figures of plans for a machine from a specification, which are the same everywhere."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
+def test_figures_of_plans_are_those_the_command_prints(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = "\n".join(blocks(path, "sh")).replace("\\\n", " ")
+    for command in re.findall(r"(?m)^offload plan (.*--hardware.*)$", commands):
+        plan.main(shlex.split(command))
+    said = capsys.readouterr().out.splitlines()
+    figures = [line for line in "".join(blocks(path, "output")).splitlines() if " tokens/s, " in line]
+    assert all(line in said for line in figures), said
+    ratios = re.findall(r"`([\d.]+x)` means", path.read_text())
+    assert all(any(line.endswith(f": {ratio}") for line in said) for ratio in ratios), said
+
+
+@pytest.mark.slow
+def test_a_row_of_plans_is_as_planned_now(tmp_path: Path) -> None:
+    """The page is made in minutes, so one row is planned anew."""
+    (path := tmp_path / "config.json").write_text(json.dumps(MODELS["Llama-3.1-8B"]))
+    config = Config.load(None, {"model.path": str(path), **SETTINGS})
+    cells = planned_cells(Forecaster(config, 1), config, "rtx-4090")
+    section = (ROOT / "docs" / "plans.md").read_text().partition("## Llama-3.1-8B")[2].partition("##")[0]
+    assert f"| 24 GB (RTX 4090) | {' | '.join(cells)} |" in section, "run benchmarks/plan_models.py"
 
 
 @pytest.mark.slow

@@ -312,6 +312,11 @@ class Config(BaseModel):
         for check in (_check_rule, _check_adapter, _check_method, _check_frozen, _check_best, _check_model):
             check(self)
 
+    @property
+    def has_own_data(self) -> bool:
+        """True if the training data is the user's, not the built-in text."""
+        return bool(self.data.sources) or not all(name.startswith("builtin:") for name in self.data.source)
+
     def check_source(self) -> None:
         """Require an explicit data source for a user model and for preference training. Raises ConfigError."""
         is_named = self.origin("data.source") != "default" or bool(self.data.sources)
@@ -344,15 +349,17 @@ class Config(BaseModel):
             init = "pretrained" if model.path and not model.path.endswith(".json") else "random"
         where = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING_FIELDS)
         builtin = self.is_default("model", "data.sequence_length", "train.batch_size", "train.micro_batch_size", *where)
-        steps, max_seconds = train.steps, train.max_seconds
-        if steps is None and train.epochs is None and max_seconds is None:
-            steps, max_seconds = 400, 90.0 if builtin else None
+        steps, epochs, max_seconds = train.steps, train.epochs, train.max_seconds
+        if steps is None and epochs is None and max_seconds is None:
+            steps, epochs, max_seconds = (
+                (None, 1.0, None) if self.has_own_data else (400, None, 90.0 if builtin else None)
+            )
         precision = train.precision
         if precision == "auto":
             precision = "bf16" if has_accelerator or optimizer.master == "bf16" else "fp32"
         schedule = optimizer.schedule
         if schedule == "auto":
-            schedule = "constant" if steps is None and train.epochs is None else "cosine"
+            schedule = "constant" if steps is None and epochs is None else "cosine"
         pretrained = (2e-4 if self.adapts else 2e-5) * (0.05 if train.method in ("dpo", "orpo") else 1.0)  # as in TRL
         rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
         rate *= RULE_SETTINGS[optimizer.name].rate
@@ -368,6 +375,7 @@ class Config(BaseModel):
             data__eval_share=_default_share(self.data) if self.data.eval_share is None else self.data.eval_share,
             data__sequence_length=self.data.sequence_length or _default_length(preset, max_positions),
             train__steps=steps,
+            train__epochs=epochs,
             train__max_seconds=max_seconds,
             train__precision=precision,
             optimizer__lr=rate if optimizer.lr is None else optimizer.lr,

@@ -379,9 +379,11 @@ class TrainSection(Section):
     center_rewards_coefficient: Rate = 0.0
     """For reward: weight of the squared score sum of a pair. The term keeps the mean score near zero."""
     steps: Count | None = None
-    """Optimizer steps. none: set by train.epochs or train.max_seconds; 400 if both are none."""
+    """Optimizer steps. none: set by train.epochs or train.max_seconds. If all three are none: one pass over your data,
+    or 400 steps over the built-in text.
+    """
     epochs: Positive | None = None
-    """Passes over the data, used when train.steps is none. none: no limit by data."""
+    """Passes over the data, used when train.steps is none. none: as train.steps says."""
     max_seconds: Positive | None = None
     """Stop after this many seconds. none: no limit (90 for the built-in run)."""
     batch_size: Count = 8

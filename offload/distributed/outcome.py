@@ -51,7 +51,9 @@ def _describe(failure: Exception) -> tuple[Any, ...]:
         return DiskError, text, failure.errno, failure.path, failure.offset, failure.num_bytes
     if isinstance(failure, CheckpointError):
         return CheckpointError, text, failure.path
-    for error_class in (ConfigError, DoesNotFitError, OffloadError):
+    if isinstance(failure, DoesNotFitError):
+        return DoesNotFitError, failure.reason, failure.advice
+    for error_class in (ConfigError, OffloadError):
         if isinstance(failure, error_class):
             return error_class, text
     return OffloadError, f"failed: {type(failure).__name__}: {text}; run with --debug for the traceback"

@@ -135,7 +135,7 @@ class EnginePlan:
 
         First choice: stream experts one record at a time (`experts: auto`, one rank). Second choice: split units, and
         take the largest parts that leave a third of the device for activations, or else the plan with the most room.
-        With `checks` off nothing is split. An explicit prefetch depth is never a reason to split: if the whole units
+        With `checks` off nothing is refused. An explicit prefetch depth is never a reason to split: if the whole units
         fit with prefetch 0, DoesNotFitError is raised. `structure_of`: builds the structure from (settings, unit weight
         limit in bytes or None).
         """
@@ -158,7 +158,7 @@ class EnginePlan:
         if refusal is not None and settings.placement.experts == "auto" and comm.size == 1:
             with suppress(ConfigError):  # no experts in the model, experts cannot be split, or sequence tiles are set
                 return plan("streamed")
-        if not checks or whole.plan.fits_device:
+        if whole.plan.fits_device:
             if refusal is not None:
                 raise refusal
             return whole
@@ -173,9 +173,10 @@ class EnginePlan:
                 break
         chosen = max(cut_plans, key=lambda each: each.plan.device_room_bytes or 0)
         if chosen.plan.fits_device:
-            return cls.of(chosen.structure, chosen.settings, comm, machine)
+            return cls.of(chosen.structure, chosen.settings, comm, machine, checks=checks)
         if refusal is not None:
-            raise DoesNotFitError(f"{refusal}{chosen.structure.cutting.whole_description}") from refusal
+            reason = f"{refusal.reason}{chosen.structure.cutting.whole_description}"
+            raise DoesNotFitError(reason, refusal.advice) from refusal
         return whole
 
     @property

@@ -50,10 +50,10 @@ def _memory_error(error: torch.OutOfMemoryError) -> DoesNotFitError:
     """Return a DoesNotFitError for an out-of-memory error in a step, with torch's text."""
     message = str(error).partition("If reserved but unallocated")[0]  # drops advice on allocator settings: already set
     return DoesNotFitError(
-        f"a step on this batch does not fit into the device memory: {' '.join(message.split())} Lower "
-        "--train.batch_size, --train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, set "
+        f"a step on this batch does not fit into the device memory: {' '.join(message.split())}",
+        "Lower --train.batch_size, --train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, set "
         "--train.recompute always and --offload.activations cpu, raise --offload.device_memory if it is below the "
-        "physical memory, or set --offload.optimizer cpu if optimizer states are on the device."
+        "physical memory, or set --offload.optimizer cpu if optimizer states are on the device.",
     )
 
 

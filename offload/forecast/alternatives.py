@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,20 +45,34 @@ _UNIT_OPTIONS = frozenset(
     )
 )
 """Options able to reduce device memory to a single unit, or to fewer rows at a time."""
+_HOST_GRAPHS: Mapping[str, Any] = {"offload.graphs": "cpu"}
+_STARTS: tuple[Mapping[str, Any], ...] = (_HOST_GRAPHS, {"offload.update": "cpu"})
+"""Changes from which the search starts again."""
+SEARCH_S = 20
+"""Time limit for a search for a change that fits, in seconds. A try that has begun ends later."""
+_TRAINING_CHANGES = {"train.batch_size": "of fewer rows", "train.max_grad_norm": "without clipping"}
+"""Changes of the training itself, with words about the step."""
 _MAX_ENLARGEMENTS = 4
 """Maximum number of budget increases. A larger budget can make the plan use more memory on the tier."""
 
 
-def forecast(config: Config, hardware: Hardware | None = None, num_ranks: int = 1) -> Forecast:
+def forecast(
+    config: Config,
+    hardware: Hardware | None = None,
+    num_ranks: int = 1,
+    say: Callable[[str], None] = lambda _text: None,
+) -> Forecast:
     """Forecast a run and list alternatives. Raises ConfigError.
 
-    hardware: target machine, or one of several identical machines; None: measure this machine.
+    hardware: target machine, or one of several identical machines; None: measure this machine. On a target machine a
+        preset represents a model to be downloaded, so frozen weights are planned in bf16.
     num_ranks: ranks per machine.
+    say: receives a line before a long search.
     """
+    forecaster = Forecaster(config, num_ranks, plans_downloads=hardware is not None)
     hardware = hardware or this_hardware(config)
-    forecaster = Forecaster(config, num_ranks)
     initial = forecaster.predict(config, hardware)
-    prediction = with_fix(forecaster, place(forecaster, initial))
+    prediction = place_or_fix(forecaster, initial, say)
     others = list(alternatives(forecaster, initial, prediction))
     others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
     return replace(prediction, alternatives=tuple(others))
@@ -74,16 +91,26 @@ def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
     return probe(config.offload.device, make_placement(config).dirs, reads=reads, measures=measures)
 
 
-def with_fix(forecaster: Forecaster, prediction: Forecast) -> Forecast:
-    """Return the forecast with the smallest fix added if the run does not fit."""
-    fix = {} if prediction.fits else find_fix(forecaster, prediction) or _larger_budgets(forecaster, prediction)
-    notes = prediction.notes
-    for key, step in (("train.batch_size", "of fewer rows"), ("train.max_grad_norm", "without clipping")):
+def place_or_fix(forecaster: Forecaster, initial: Forecast, say: Callable[[str], None]) -> Forecast:
+    """Return the forecast as `train` would run it. If it does not fit, it has the smallest fix, and no step time.
+
+    say: receives the shortage before a search that takes seconds.
+    """
+    ends = time.monotonic() + SEARCH_S
+    if not initial.fits:
+        say(f"{initial.shortage} Looking for the smallest change that fits, for about {SEARCH_S} s ...")
+    prediction = place(forecaster, initial)
+    if prediction.fits:
+        return prediction
+    fix, notes = find_fix(forecaster, prediction, ends), prediction.notes
+    if not fix and time.monotonic() >= ends:
+        notes = (*notes, f"the search for a change that fits ended after {SEARCH_S} s without a result.")
+    for key, step in _TRAINING_CHANGES.items():
         if key in fix:
             notes = (*notes, f"a step {step} changes the training: no other change was found that makes the run fit.")
     fixed = _try_placement(forecaster, prediction, fix) if fix else None
     bytes_by_tier = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
-    return replace(prediction, fix=to_flags(fix), fix_bytes=bytes_by_tier, notes=notes)
+    return replace(prediction, timing=None, fix=to_flags(fix), fix_bytes=bytes_by_tier, notes=notes)
 
 
 def alternatives(forecaster: Forecaster, initial: Forecast, prediction: Forecast) -> Iterator[Alternative]:
@@ -131,21 +158,47 @@ def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True) -
             times=times,
         )
         return replace(tiled, placement_flags=f"{to_flags(tile)} {tiled.placement_flags}".rstrip())
-    change = forecaster.choose(prediction, times=times) if has_open_placement(prediction) else {}
-    chosen = _pick_faster(
-        prediction, _try_change(forecaster, prediction, change, times=times) if change else None, change, times=times
-    )
-    if not times or chosen.hardware.device == "cpu":
-        return chosen
-    change = change if chosen is not prediction else {}
-    for states in _device_state_shares(prediction, chosen):
+    chosen, change = _descend(forecaster, prediction, {}, times=times)
+    if times and prediction.hardware.device != "cpu" and has_open_placement(prediction):
+        # Options chosen one after the other depend on the first: host updates pay only beside graphs on the host.
+        for start in _STARTS:
+            if all(prediction.config.get(key) == "auto" for key in start):
+                other, others_change = _descend(forecaster, prediction, start, times=times)
+                if _is_faster(chosen, other, times=times, min_gain=0.0 if change else _MIN_GAIN):
+                    chosen, change = other, others_change
+    if not change:
+        return prediction
+    before = prediction.timing.step_seconds if prediction.fits and prediction.timing else None
+    return replace(chosen, placement_flags=to_flags(change), seconds_without_search=before)
+
+
+def _descend(
+    forecaster: Forecaster, initial: Forecast, start: Mapping[str, Any], *, times: bool
+) -> tuple[Forecast, Mapping[str, Any]]:
+    """Return the best forecast found one option after the other, with the changes, from the change `start` on."""
+    changed = _try_change(forecaster, initial, start, times=times) if start else initial
+    if changed is None or (start and not changed.fits):
+        return initial, {}
+    chosen, change = changed, start
+
+    def improve(candidate: Mapping[str, Any]) -> None:
+        nonlocal chosen, change
+        other = _try_change(forecaster, initial, candidate, times=times)
+        if other is not None and _is_faster(chosen, other, times=times):
+            chosen, change = other, candidate
+
+    if has_open_placement(changed) and (placement := forecaster.choose(changed, times=times)):
+        improve({**start, **placement})
+    if not times or initial.hardware.device == "cpu":
+        return chosen, change
+    for states in _device_state_shares(changed, chosen):
         # The best options without these states may not be the best with them.
-        for candidate in [change | states, states] if change else [states]:
-            other = _pick_faster(chosen, _try_change(forecaster, prediction, candidate), candidate)
-            chosen, change = (other, candidate) if other is not chosen else (chosen, change)
-    for graphs in _host_graph_shares(forecaster, chosen) if chosen.config.offload.graphs == "auto" else ():
-        chosen = _pick_faster(chosen, _try_change(forecaster, prediction, change | graphs), change | graphs)
-    return chosen
+        for candidate in ({**change, **states}, {**start, **states})[: 2 if change else 1]:
+            improve(candidate)
+    if initial.config.offload.graphs == "auto":
+        for graphs in _host_graph_shares(forecaster, chosen):
+            improve({**change, **graphs})
+    return chosen, change
 
 
 def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
@@ -166,18 +219,12 @@ def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
     return tile if tiled is not None and tiled.memory.shortfalls.get("device", 0) < before else {}
 
 
-def _pick_faster(
-    prediction: Forecast, other: Forecast | None, change: Mapping[str, Any], *, times: bool = True
-) -> Forecast:
-    """Return `other` if it fits and is fast enough to pay for the change, else `prediction`."""
-    if other is None or not other.fits or (times and other.timing is None):
-        return prediction
+def _is_faster(prediction: Forecast, other: Forecast, *, times: bool, min_gain: float = _MIN_GAIN) -> bool:
+    """Return True if `other` fits and is fast enough to pay for the change."""
+    if not other.fits or (times and other.timing is None):
+        return False
     before = prediction.timing.step_seconds if prediction.fits and prediction.timing else None
-    if before is not None and other.timing and other.timing.step_seconds > (1 - _MIN_GAIN) * before:
-        return prediction
-    return replace(
-        other, placement_flags=to_flags(change), seconds_without_search=prediction.seconds_without_search or before
-    )
+    return before is None or other.timing is None or other.timing.step_seconds <= (1 - min_gain) * before
 
 
 def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[dict[str, Any]]:
@@ -202,16 +249,15 @@ def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[di
 
 def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator[dict[str, Any]]:
     """Yield increasing amounts of graphs offloaded to the host, up to the available memory."""
-    whole: dict[str, Any] = {"offload.graphs": "cpu"}
-    other = _try_change(forecaster, prediction, whole, times=False)
+    other = _try_change(forecaster, prediction, _HOST_GRAPHS, times=False)
     if other is None or not other.fits:
         return
     if prediction.config.train.recompute == "never":  # all graphs or none
-        yield whole
+        yield dict(_HOST_GRAPHS)
         return
     num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * prediction.num_ranks
     for share in _SHARES if num_bytes else ():
-        yield {**whole, "offload.graphs_memory": int(share * num_bytes)}
+        yield {**_HOST_GRAPHS, "offload.graphs_memory": int(share * num_bytes)}
 
 
 def _try_change(
@@ -230,28 +276,46 @@ def _alternative(other: Forecast, change: str) -> Alternative:
     return Alternative(change, seconds, tokens, other.fits)
 
 
-def find_fix(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
+def find_fix(forecaster: Forecaster, prediction: Forecast, ends: float = math.inf) -> dict[str, Any]:
     """Return the smallest change needed to fit: no key can be dropped. Empty: nothing found.
 
-    Tries single changes from cheapest to most expensive, then adds them up in this order.
+    Tries single changes from cheapest to most expensive, then adds them up in this order. Larger budgets come next, and
+    changes of the training itself last. The result was planned, and fits. `ends`: time.monotonic() to stop at.
     """
-    changes, together = list(_fixes(prediction)), dict[str, Any]()
-    fitting = (change for change in changes if _fits(forecaster, prediction, change))
-    if (one := next(fitting, None)) is not None:
-        return _drop_needless(forecaster, prediction, one)
-    for change in changes:
-        together |= change
-        if _fits(forecaster, prediction, together):
-            return _drop_needless(forecaster, prediction, together)
-    return {}
+    changes = list(_fixes(prediction))
+    others = [change for change in changes if change.keys() & _TRAINING_CHANGES.keys()]
+    keeping = [change for change in changes if change not in others]
+
+    def first(candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        for change in candidates:
+            if time.monotonic() >= ends:
+                break
+            if _fits(forecaster, prediction, change):
+                return _drop_needless(forecaster, prediction, change, ends)
+        return {}
+
+    return (
+        first(keeping)
+        or first(_sums(keeping))
+        or _larger_budgets(forecaster, prediction, ends)
+        or first(others)
+        or first(_sums(changes))
+    )
 
 
-def _drop_needless(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> dict[str, Any]:
+def _sums(changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the changes added up, one more each time."""
+    return list(itertools.accumulate(changes, lambda together, change: together | change))[1:]
+
+
+def _drop_needless(
+    forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any], ends: float
+) -> dict[str, Any]:
     """Drop keys not needed for the run to fit."""
     for key in change:
         fewer = {name: value for name, value in change.items() if name != key}
-        if fewer and _fits(forecaster, prediction, fewer):
-            return _drop_needless(forecaster, prediction, fewer)
+        if fewer and time.monotonic() < ends and _fits(forecaster, prediction, fewer):
+            return _drop_needless(forecaster, prediction, fewer, ends)
     return dict(change)
 
 
@@ -266,9 +330,12 @@ def _try_placement(forecaster: Forecaster, prediction: Forecast, change: Mapping
     return other if other is None or other.fits else place(forecaster, other, times=False)
 
 
-def _larger_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
-    """Return budgets raised by the shortfalls, in whole MiB; empty if larger budgets do not help."""
-    change: dict[str, Any] = {}
+def _larger_budgets(forecaster: Forecaster, prediction: Forecast, ends: float) -> dict[str, Any]:
+    """Return budgets raised until the run fits; empty if larger budgets do not help.
+
+    A plan can need more with a larger budget, since units are cut into parts by the budget. So each result is planned.
+    """
+    change: dict[str, int] = {}
     larger: Forecast | None = prediction
     for _ in range(_MAX_ENLARGEMENTS):
         if larger is None or larger.fits:
@@ -282,7 +349,19 @@ def _larger_budgets(forecaster: Forecaster, prediction: Forecast) -> dict[str, A
         larger = _try_change(forecaster, prediction, change, times=False)
     if larger is None or not larger.fits:
         return {}
-    return {key: f"{num_bytes >> 20}MiB" for key, num_bytes in change.items()}
+    for key in change:  # narrow to a sixteenth
+        too_small = prediction.config.get(key)
+        while change[key] - too_small > max(1 << 16, change[key] >> 4) and time.monotonic() < ends:
+            middle = -(-(too_small + change[key]) // 2 >> 16) << 16
+            if _fits(forecaster, prediction, {**change, key: middle}):
+                change[key] = middle
+            else:
+                too_small = middle
+    return {key: _whole_size(num_bytes) for key, num_bytes in change.items()}
+
+
+def _whole_size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20}MiB" if num_bytes % (1 << 20) == 0 else f"{num_bytes >> 10}KiB"
 
 
 def apply_change(config: Config, change: Mapping[str, Any]) -> Config:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from offload.config.config import Config
 from offload.distributed.comm import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, format_bytes
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
 from offload.forecast.memory import OPERATIONS, Footprint, footprint
 from offload.forecast.routed import describe_experts
@@ -44,6 +44,8 @@ from offload.planning.plan import sharding_of
 from offload.planning.settings import Settings
 
 DAY_S = 86400.0
+TIER_NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
+"""Tier names in messages."""
 _SEARCH_OPTIONS = {
     **{
         f"offload.{key}": f"placement.{key}"
@@ -111,6 +113,15 @@ class Forecast:
     def fits(self) -> bool:
         """True if planning succeeds and no tier exceeds the budget."""
         return not self.refusal and self.memory.fits
+
+    @property
+    def shortage(self) -> str:
+        """Sentence about the missing memory, or the reason for refusal."""
+        short = " and ".join(
+            f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {TIER_NAMES[tier]} memory"
+            for tier, num_bytes in self.memory.shortfalls.items()
+        )
+        return f"it does not fit: {short} too few." if short else f"it does not fit: {self.refusal}"
 
     @property
     def total_ranks(self) -> int:
@@ -214,8 +225,11 @@ class Forecaster:
     """Transformers model config; None: loaded on first use."""
     machine: Machine | None = None
     """Machine for planning; None: derived from the hardware figures."""
+    plans_downloads: bool = False
+    """Plan a model without files, such as a preset, like one downloaded in bf16."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
     _structures: dict[str, Structure] = field(default_factory=dict)
+    _forecasts: dict[str, Forecast] = field(default_factory=dict)
 
     @cached_property
     def _architecture(self) -> Any:
@@ -232,8 +246,10 @@ class Forecaster:
         section, architecture = self.config.model, self._architecture
         model, quantized = empty_model(section, architecture), dict[nn.Parameter, FileCodec]()
         freezes = self.config.adapts or self.config.optimizer.freeze
-        if freezes and architecture.dtype == torch.bfloat16 and is_pretrained(section, locate(section)):
-            model.to(architecture.dtype)  # frozen weights keep the checkpoint dtype
+        is_loaded = is_pretrained(section, locate(section))
+        is_stand_in = self.plans_downloads and not is_loaded and section.init == "auto"
+        if freezes and (is_stand_in or (is_loaded and architecture.dtype == torch.bfloat16)):
+            model.to(torch.bfloat16)  # frozen weights keep the checkpoint dtype
         quantization = quantization_settings(architecture)
         folder = None if quantization is None else locate(section)
         if quantization is not None and folder is not None and is_pretrained(section, folder):
@@ -252,6 +268,12 @@ class Forecaster:
 
         times: False skips the step simulation.
         """
+        key = repr((list(config.items()), hardware, times))  # a search returns to the same configuration
+        if key not in self._forecasts:
+            self._forecasts[key] = self._predict(config, hardware, times)
+        return self._forecasts[key]
+
+    def _predict(self, config: Config, hardware: Hardware, times: bool) -> Forecast:
         ranks = self._ranks(hardware)
         config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
@@ -262,7 +284,7 @@ class Forecaster:
         try:
             prepared = plan(machine)
         except DoesNotFitError as error:
-            refusal, prepared = str(error), plan(machine, checks=False)
+            refusal, prepared = error.reason, plan(machine, checks=False)
         work, notes = self._workload(config, prepared, ranks.size), list[str]()
         if isinstance(work, str):
             notes.append(f"the memory and time added by a step are unknown: {work}.")

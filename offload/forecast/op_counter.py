@@ -88,8 +88,12 @@ class OpCounter(WatchingMode):
         return self.live_bytes
 
     def count(self, flops: float, num_bytes: float) -> None:
-        """Add a kernel no torch operation represents."""
+        """Add a matrix product, or without `flops` another kernel."""
         self.cost += Cost(flops, num_bytes, 1) if flops else Cost(0.0, 0.0, 1, num_bytes)
+
+    def count_attention(self, flops: float, num_bytes: float) -> None:
+        """Add a kernel of fused attention, which no torch operation represents."""
+        self.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Return an identifier for the tensor storage, unique among live storages."""
@@ -211,7 +215,8 @@ class _Attention(torch.autograd.Function):
         ctx.counter, ctx.share = counter, share
         shapes = query.shape, (*key.shape[:1], heads, *key.shape[2:]), (*value.shape[:1], heads, *value.shape[2:])
         ctx.shapes = shapes
-        counter.count(share * sdpa_flop_count(*shapes), sum(map(_touched_bytes, (query, key, value, result))))
+        num_bytes = sum(map(_touched_bytes, (query, key, value, result)))
+        counter.count_attention(share * sdpa_flop_count(*shapes), num_bytes)
         return result
 
     @staticmethod
@@ -219,7 +224,8 @@ class _Attention(torch.autograd.Function):
         query, key, value, result, _ = ctx.saved_tensors
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         flops = ctx.share * sdpa_backward_flop_count(gradient.shape, *ctx.shapes)
-        ctx.counter.count(flops, sum(map(_touched_bytes, (query, key, value, result, gradient, *gradients))))
+        num_bytes = sum(map(_touched_bytes, (query, key, value, result, gradient, *gradients)))
+        ctx.counter.count_attention(flops, num_bytes)
         return (*gradients, None, None)
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from offload.config.config import Config
-from offload.errors import format_bytes
+from offload.errors import DoesNotFitError, format_bytes
 from offload.forecast.alternatives import (
     apply_change,
     has_open_placement,
-    place,
+    place_or_fix,
     this_hardware,
     to_flags,
     wider_precision,
-    with_fix,
 )
 from offload.forecast.forecast import Forecast, Forecaster
 from offload.forecast.timing import Timing
@@ -29,8 +29,6 @@ from offload.planning.machines import ThisMachine
 _UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
 _MUCH_FASTER = 0.5
 """Relative step time in another precision that justifies a note."""
-TIER_NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
-"""Tier names in messages."""
 
 
 def forecast_run(
@@ -56,7 +54,7 @@ def forecast_run(
     if has_open_placement(prediction) and not is_measured:
         say("measuring this machine once, to choose where to store the states ...")
         prediction = forecaster.predict(config, _with_network(network, this_hardware(config)))
-    prediction = with_fix(forecaster, place(forecaster, prediction))
+    prediction = place_or_fix(forecaster, prediction, lambda text: say(f"by the plan {text}"))
     for text in (*describe_placement(prediction), *note_slow_precision(forecaster, prediction)):
         say(text)
     return (prediction.config if prediction.placement_flags else config), prediction
@@ -105,13 +103,35 @@ def _placeholder_hardware(machine: ThisMachine) -> Hardware:
     )
 
 
-def describe_shortage(prediction: Forecast) -> str:
-    """Return a sentence about the missing memory, or the reason for refusal."""
-    short = " and ".join(
-        f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {TIER_NAMES[tier]} memory"
-        for tier, num_bytes in prediction.memory.shortfalls.items()
-    )
-    return f"it does not fit: {short} too few." if short else f"it does not fit: {prediction.refusal}"
+def describe_fix(prediction: Forecast) -> str:
+    """Return a sentence about the smallest change that fits."""
+    if prediction.fix:
+        return f"the smallest change that fits: {prediction.fix}"
+    return "no change that makes it fit was found: `offload plan` lists the memory."
+
+
+def describe_misfit(prediction: Forecast) -> str:
+    """Return the shortage and the smallest change that fits; empty if the run fits."""
+    if prediction.fits:
+        return ""
+    fix = describe_fix(prediction)
+    return f"by the plan {prediction.shortage} {fix[0].upper()}{fix[1:]}"
+
+
+@contextmanager
+def planned_advice(misfit: str) -> Iterator[None]:
+    """Replace the advice in an error about memory by the planned change.
+
+    The error knows only the first allocation without room, and its advice was not tried.
+
+    misfit: `describe_misfit` of the plan. Empty: the plan fits or is unknown, and the advice stays.
+    """
+    try:
+        yield
+    except DoesNotFitError as error:
+        if misfit:
+            error.advise(f"{misfit[0].upper()}{misfit[1:]}")
+        raise
 
 
 def describe_forecast(prediction: Forecast) -> str:

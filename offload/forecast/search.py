@@ -22,7 +22,7 @@ from offload.forecast.workload import Workload
 from offload.layout.codecs import EXACT
 from offload.layout.regions import DiskLayout
 from offload.machine.hardware import Hardware
-from offload.planning.estimates import host_update_bytes, streamed_bytes
+from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.machines import Machine
 from offload.planning.memory import bytes_on
 from offload.planning.plan import Plan, budget_bytes, make_plan, sharding_of
@@ -227,7 +227,7 @@ class PlacementCandidate:
         sharding, trainable = self._sharding, [region for region in self._regions if region.trainable]
         ranges = sharding.num_ranges
         if self.step.plan.tiers[1] == "device":
-            return forward + backward + seconds["here"](sum(r.update_bytes(r.numel // ranges) for r in trainable))
+            return forward + backward + seconds["here"](update_bytes(trainable, sharding))
         weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in trainable)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // ranges
         waiting = self.step.waiting_bytes("cpu", "nvme")

@@ -145,7 +145,7 @@ def simulate(
     seconds: transfer time functions, see `SimulatedLanes`. "collective" receives the bytes this rank contributes.
     """
     warm = min(_NUM_WARM, num_steps - 1)
-    with closing(_SimulatedEngine(calls, plan, seconds)) as engine:
+    with closing(SimulatedEngine(calls, plan, seconds)) as engine:
         for _ in range(warm):
             engine.step()
         before = engine.totals()
@@ -224,7 +224,7 @@ class _TimedUpdatePlace:
         """Do nothing: there is no computation to check."""
 
 
-class _SimulatedEngine:
+class SimulatedEngine:
     """An engine on simulated lanes. `step` calls the components like the real training methods."""
 
     def __init__(self, calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds]) -> None:
@@ -302,12 +302,21 @@ class _SimulatedEngine:
         """Return totals so far: (time and bytes written or sent, busy seconds, exposed seconds)."""
         counters = self._counters
         sent = counters.network_bytes + counters.next_network_bytes
-        counts = {"now": self._lanes.now_s, "written": float(counters.nvme_write_bytes), "sent": float(sent)}
+        counts = {"now": self.now_s, "written": float(counters.nvme_write_bytes), "sent": float(sent)}
         return counts, self._lanes.busy_s, dict(self._lanes.exposed_s)
 
     def close(self) -> None:
         """Release the memory."""
         self._store.close()
+
+    @property
+    def now_s(self) -> float:
+        """Simulated time in seconds."""
+        return self._lanes.now_s
+
+    def finish(self) -> None:
+        """Wait until all lanes are idle."""
+        self._lanes.finish()
 
     def step(self) -> None:
         """Simulate one step."""

@@ -18,7 +18,7 @@ from offload.lanes.simulated import DECODING, Seconds
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import DiskLayout, Region, Sharding
-from offload.machine.hardware import Hardware
+from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.memory import (
@@ -40,6 +40,11 @@ _FUSED_SHARE = 0.43
 
 Derived from the torchtitan numbers for an 8B Llama on H100s, 5,762 and 6,667 tokens/s (docs/performance.md, table 1),
 with 24 % of an eager block in such operations.
+"""
+_EAGER_GAPS = 0.03
+"""Idle device time between eager kernels, relative to kernel time.
+
+A profiled step on an H200 (8B, 32,768 tokens) had 0.142 s of gaps beside 4.11 s of kernels.
 """
 _PART_HOST_S = 0.15e-3, 0.35e-3
 """Host seconds (forward, backward) for a unit use beyond plain PyTorch, per micro-batch; `_USE_HOST_S`: per use.
@@ -233,7 +238,7 @@ class PlannedStep:
         if num_runs == 1 and (work.is_cut or self.workload.num_chunks == 1):
             return 0.0
         moved = sum(region.weight_bytes + 8 * region.numel for region in regions if region.trainable)
-        return num_runs * moved / self.hardware.rates.device_bytes_per_s
+        return num_runs * moved / self.hardware.rates.elementwise
 
     def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
         parts, settings = self.workload.num_micro_batches, self.settings
@@ -422,22 +427,29 @@ def compute_seconds(
 ) -> tuple[float, float]:
     """Return (device seconds, host launch seconds) for the costs of a use, over all micro-batches.
 
-    Products take the longer of compute time and memory time. All other operations run one after the other at memory
-    bandwidth. A CPU does both jobs, so there the result is (the larger, 0). `fuses`: blocks are compiled.
+    Products take the longer of compute time and memory time. All other operations run one after the other at the rate
+    of elementwise kernels. An accelerator idles between kernels launched one by one. A CPU does both jobs, so there the
+    result is (the larger, 0). `fuses`: blocks are compiled.
     """
-    rates = hardware.rates
-    flops = rates.flops_per_s[precision]
+    rates, is_cpu, is_compiled = hardware.rates, hardware.device == "cpu", fuses and work.is_block
     exchange = Throttle(rates.collective_bytes_per_s)
-    num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if fuses and work.is_block else 1.0
-    seconds = [
-        max(cost.flops / flops, cost.num_bytes / rates.device_bytes_per_s)
-        + share * cost.moved_bytes / rates.device_bytes_per_s
-        + exchange.seconds(round(cost.exchanged_bytes))
-        for cost in costs
-    ]
-    device = num_runs * sum(seconds)
+    num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if is_compiled else 1.0
+    kernels = sum(sum(kernel_seconds(cost, precision, rates, share)) for cost in costs)
+    device = num_runs * kernels * (1.0 if is_cpu or is_compiled else 1 + _EAGER_GAPS)
+    device += num_runs * sum(exchange.seconds(round(cost.exchanged_bytes)) for cost in costs)
     host = num_runs * sum(cost.num_operations for cost in costs) * rates.launch_s
-    return (max(device, host), 0.0) if hardware.device == "cpu" else (device, host)
+    return (max(device, host), 0.0) if is_cpu else (device, host)
+
+
+def kernel_seconds(cost: Cost, precision: str, rates: Rates, share: float = 1.0) -> tuple[float, float, float]:
+    """Return the seconds for (products, attention, all other kernels). `share`: part of the other bytes to count.
+
+    Products and attention read and write their operands meanwhile, and together take no less than these bytes.
+    """
+    attention = cost.attention_flops / rates.attention(precision)
+    products = (cost.flops - cost.attention_flops) / rates.flops_per_s[precision]
+    products = max(products, cost.num_bytes / rates.device_bytes_per_s - attention)
+    return products, attention, share * cost.moved_bytes / rates.elementwise
 
 
 def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> dict[str, Seconds]:
@@ -456,7 +468,7 @@ def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> 
     }
     exchanges = _exchanges(hardware, sharding)
     functions |= {link: throttles.get(link, exchange).seconds for link, exchange in exchanges.items()}
-    device = Throttle(rates.device_bytes_per_s)
+    device = Throttle(rates.elementwise)
     functions["update_on_device"] = throttles.get("update", device).seconds
     functions["here"] = functions[DECODING] = device.seconds
     return functions

@@ -14,6 +14,7 @@ class Cost:
     num_operations: kernel launches.
     moved_bytes: bytes all other operations read and write, one operation after the other.
     exchanged_bytes: bytes sent to other ranks in the sequence-parallel group. Compute waits for this exchange.
+    attention_flops: the part of `flops` in fused attention.
     """
 
     flops: float
@@ -21,6 +22,7 @@ class Cost:
     num_operations: int
     moved_bytes: float = 0.0
     exchanged_bytes: float = 0.0
+    attention_flops: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(own + others for own, others in zip(astuple(self), astuple(other), strict=True)))
@@ -39,6 +41,7 @@ class Cost:
             num_bytes=self.num_bytes + num_rows * (of_one_more.num_bytes - self.num_bytes),
             moved_bytes=self.moved_bytes + num_rows * (of_one_more.moved_bytes - self.moved_bytes),
             exchanged_bytes=self.exchanged_bytes + num_rows * (of_one_more.exchanged_bytes - self.exchanged_bytes),
+            attention_flops=self.attention_flops + num_rows * (of_one_more.attention_flops - self.attention_flops),
         )
 
 

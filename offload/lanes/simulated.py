@@ -240,6 +240,12 @@ class SimulatedLanes(Lanes):
         self.spend(0.0)
         return max(late, key=lambda ticket: ticket.end, default=None)
 
+    def finish(self) -> None:
+        """Advance the clock until all work is done."""
+        while self._events:
+            self.now_s = max(self.now_s, self._events[0][0])
+            self._end_next()
+
     def spend(self, seconds: float) -> None:
         """Advance the host clock by `seconds`."""
         until = self.now_s + seconds

@@ -23,6 +23,19 @@ _LEFT_OUT: dict[str, Any] = {
 }  # fmt: skip
 """Defaults for omitted keys."""
 _PRECISIONS = ("fp32", "bf16")
+_FLOPS: Mapping[str, Collection[str]] = {"flops_per_s": _PRECISIONS, "attention_flops_per_s": ()}
+"""Rates by precision, with the precisions a machine file needs."""
+_ATTENTION_SHARE = 0.63
+"""Attention rate relative to matrix products, for machines without a measured rate.
+
+Measured on an H200 with cuDNN attention over heads of 128 (forward and backward): 480 of 758 TFLOP/s.
+"""
+_MOVED_SHARE = 0.66
+"""Rate of elementwise kernels relative to plain memory traffic, for machines without a measured rate.
+
+Measured on an H200: 2.70 of 4.08 TB/s. No other GPU was measured. GPUs with less bandwidth per core may reach more, so
+the assumption is the cautious one.
+"""
 _HOST_EXCHANGE_SHARE = 0.8
 """Assumed exchange rate between ranks through the host, relative to the H2D rate."""
 
@@ -34,7 +47,7 @@ class Rates:
     h2d_bytes_per_s, d2h_bytes_per_s: copies between pinned memory and device, one direction at a time.
     both_ways_bytes_per_s: both directions concurrently, summed.
     flops_per_s: torch matrix products, by precision ("fp32", "bf16").
-    device_bytes_per_s: device memory reads and writes.
+    device_bytes_per_s: device memory reads and writes in long stretches, such as the operands of a product.
     host_bytes_per_s: host memory reads and writes by all cores, in place, as in an update.
     launch_s: seconds to launch a small torch operation from Python, forward only.
     nvme_read_bytes_per_s, nvme_write_bytes_per_s: disk rates without the page cache. Both None: no disk; only write
@@ -42,6 +55,10 @@ class Rates:
     collective_bytes_per_s: exchange rate between one rank and the others; None: one device, or unknown.
     network_bytes_per_s: send rate to other machines, equal to the receive rate, for all ranks together; None: unknown.
     network_latency_s: seconds per exchange between machines, independent of size.
+    attention_flops_per_s: fused attention, forward and backward, by precision. A missing precision has 0.63 of the
+        matrix product rate.
+    moved_bytes_per_s: device memory reads and writes of elementwise kernels: products with a broadcast, casts, norms,
+        updates. None: 0.66 of `device_bytes_per_s`.
     """
 
     h2d_bytes_per_s: float
@@ -56,6 +73,19 @@ class Rates:
     collective_bytes_per_s: float | None = None
     network_bytes_per_s: float | None = None
     network_latency_s: float = 0.0
+    attention_flops_per_s: Mapping[str, float] | None = None
+    moved_bytes_per_s: float | None = None
+
+    def attention(self, precision: str) -> float:
+        """Return the rate of fused attention in FLOP/s."""
+        measured = (self.attention_flops_per_s or {}).get(precision)
+        return _ATTENTION_SHARE * self.flops_per_s[precision] if measured is None else measured
+
+    @property
+    def elementwise(self) -> float:
+        """Rate of elementwise kernels in bytes per second."""
+        measured = self.moved_bytes_per_s
+        return _MOVED_SHARE * self.device_bytes_per_s if measured is None else measured
 
     @property
     def has_disk(self) -> bool:
@@ -123,12 +153,17 @@ class Hardware:
         if num_ranks == 1:
             return self
         shared = ["host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "network_bytes_per_s"]
-        flops, is_cpu = dict(rates.flops_per_s), self.device == "cpu"
-        if is_cpu:
+        flops: dict[str, Any] = {}
+        if self.device == "cpu":
             shared += ["h2d_bytes_per_s", "d2h_bytes_per_s", "both_ways_bytes_per_s", "device_bytes_per_s"]
-            flops = {precision: rate / num_ranks for precision, rate in flops.items()}
+            shared += ["moved_bytes_per_s"]
+            flops = {
+                name: {precision: rate / num_ranks for precision, rate in by_precision.items()}
+                for name in _FLOPS
+                if (by_precision := getattr(rates, name)) is not None
+            }
         divided = {name: rate / num_ranks for name in shared if (rate := getattr(rates, name)) is not None}
-        rank_rates = replace(rates, flops_per_s=flops, **divided)
+        rank_rates = replace(rates, **flops, **divided)
         if rank_rates.collective_bytes_per_s is None:
             rank_rates = replace(rank_rates, collective_bytes_per_s=_HOST_EXCHANGE_SHARE * rank_rates.h2d_bytes_per_s)
         return replace(self, rates=rank_rates)
@@ -183,7 +218,6 @@ class _MachineFile:
         if values["device_bytes"] is None and device != "cpu":
             raise self._error("device_bytes", None, "the memory of the device, required for all devices but a CPU")
         rates = self._dataclass_keys(values["rates"], "rates.", Rates)
-        flops = self._checked_keys(rates["flops_per_s"], "rates.flops_per_s.", _PRECISIONS, _PRECISIONS)
         figures = [each.name for each in (*fields(Hardware), *fields(Rates))]
         return Hardware(
             name=self._word("name", values["name"]),
@@ -195,14 +229,7 @@ class _MachineFile:
             endurance_bytes=self._size("endurance_bytes", values["endurance_bytes"]),
             shares_memory=self._flag("shares_memory", values["shares_memory"]),
             num_machines=int(self._number("num_machines", values["num_machines"], is_whole=True)),
-            rates=Rates(
-                flops_per_s={key: self._number(f"rates.flops_per_s.{key}", value) for key, value in flops.items()},
-                **{
-                    key: self._number(f"rates.{key}", value)
-                    for key, value in rates.items()
-                    if key != "flops_per_s" and value is not None
-                },
-            ),
+            rates=Rates(**{key: self._rate(key, value) for key, value in rates.items() if value is not None}),
             sources={
                 key: self._word(f"sources.{key}", value)
                 for key, value in self._checked_keys(values.get("sources", {}), "sources.", figures, ()).items()
@@ -248,6 +275,13 @@ class _MachineFile:
         if not isinstance(value, bool):
             raise self._error(key, value, "true or false")
         return value
+
+    def _rate(self, key: str, value: Any) -> Any:
+        """Parse a rate, or rates by precision."""
+        if key not in _FLOPS:
+            return self._number(f"rates.{key}", value)
+        by_precision = self._checked_keys(value, f"rates.{key}.", _PRECISIONS, _FLOPS[key])
+        return {precision: self._number(f"rates.{key}.{precision}", rate) for precision, rate in by_precision.items()}
 
     def _size(self, key: str, value: Any) -> int | None:
         return None if value is None else int(self._number(key, value))

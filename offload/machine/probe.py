@@ -28,12 +28,14 @@ from offload.machine.environment import describe_environment
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit
 from offload.machine.rates import (
+    attention_flops_per_second,
     copy_bytes_per_second,
     device_bytes_per_second,
     flops_per_second,
     host_bytes_per_second,
     launch_seconds,
     link_bytes_per_second,
+    moved_bytes_per_second,
 )
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.tiers.host import Arena
@@ -44,7 +46,13 @@ _PAGE_BYTES = 4096
 LEAST_BYTES = 4 << 20
 """Minimum bytes for a disk measurement."""
 _DISK_RATES = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
-_MACHINE_RATES = tuple(each.name for each in fields(Rates) if each.default is MISSING)
+_FLOPS = {"flops_per_s": flops_per_second, "attention_flops_per_s": attention_flops_per_second}
+"""Measurements repeated for each precision."""
+_MACHINE_RATES = (
+    *(each.name for each in fields(Rates) if each.default is MISSING),
+    *list(_FLOPS)[1:],
+    "moved_bytes_per_s",
+)
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -135,7 +143,7 @@ def _are_valid_rates(rates: Any, names: Collection[str]) -> bool:
         return False
     return all(
         _are_valid_rates(rate, _PRECISIONS)
-        if name == "flops_per_s"
+        if name in _FLOPS
         else type(rate) in (int, float) and math.isfinite(rate) and rate > 0
         for name, rate in rates.items()
     )
@@ -177,17 +185,23 @@ def _machine_rates(accelerator: Accelerator | None, sizes: Sizes) -> dict[str, A
     if accelerator is None:
         up = down = copy_bytes_per_second(1, min(room // 2, sizes.link_bytes))
         both, memory = copy_bytes_per_second(2, min(room // 4, sizes.link_bytes)), host
+        num_bytes = min(room, sizes.core_bytes)
     else:
         up, down, both = (
             link_bytes_per_second(accelerator, *directions) for directions in (("h2d",), ("d2h",), ("h2d", "d2h"))
         )
-        memory = device_bytes_per_second(device, min(accelerator.free_bytes // 8, sizes.device_bytes))
+        num_bytes = min(accelerator.free_bytes // 8, sizes.device_bytes)
+        memory = device_bytes_per_second(device, num_bytes)
     return {
         "h2d_bytes_per_s": up,
         "d2h_bytes_per_s": down,
         "both_ways_bytes_per_s": max(up, down, both),
-        "flops_per_s": {name: flops_per_second(device, dtype) for name, dtype in _PRECISIONS.items()},
+        **{
+            rate: {name: measure(device, dtype) for name, dtype in _PRECISIONS.items()}
+            for rate, measure in _FLOPS.items()
+        },
         "device_bytes_per_s": memory,
+        "moved_bytes_per_s": moved_bytes_per_second(device, num_bytes),
         "host_bytes_per_s": host,
         "launch_s": launch_seconds(device),
     }

@@ -22,8 +22,9 @@ def is_small_update(regions: Sequence[Region], sharding: Sharding, throttles: Ma
 
 
 def update_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
-    """Return the bytes this rank reads and writes in updates."""
-    return sum(region.update_bytes(region.numel // sharding.num_ranges) for region in regions if region.trainable)
+    """Return the bytes this rank reads and writes in updates: states twice, and gradients once."""
+    parts = [(region, region.numel // sharding.num_ranges) for region in regions if region.trainable]
+    return sum(region.update_bytes(n) + region.plane("gradients").num_bytes(n) for region, n in parts)
 
 
 def host_update_bytes(regions: Iterable[Region], layout: DiskLayout) -> int:

@@ -41,7 +41,7 @@ class Speeds:
     def update(self, *, on_device: bool) -> float:
         """Return the update rate in bytes read and written per second."""
         rates = self.hardware.rates
-        return rates.device_bytes_per_s if on_device else rates.host_bytes_per_s / self.num_ranks
+        return rates.elementwise if on_device else rates.host_bytes_per_s / self.num_ranks
 
     def link(self, *, is_up: bool) -> float | None:
         """Return the H2D or D2H rate in bytes per second. None: copies take no time."""

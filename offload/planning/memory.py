@@ -317,8 +317,8 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         raise DoesNotFitError(
             f"{key} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
             f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: "
-            f"{list_allocations(on_tier)}. {floor if tier == 'device' else ''}Nothing was allocated. Raise --{key} to "
-            f"{total * ranks}{step}{_fix(tier, plan)}."
+            f"{list_allocations(on_tier)}. {floor if tier == 'device' else ''}Nothing was allocated.",
+            f"Raise --{key} to {total * ranks}{step}{_fix(tier, plan)}.",
         )
 
 
@@ -414,6 +414,6 @@ def check_host(
         f"the plan needs {format_bytes(total)} ({total} bytes) of host memory, but only "
         f"{format_bytes(available_bytes)} ({available_bytes} bytes) are available{ranks}, "
         f"{format_bytes(total - available_bytes)} ({total - available_bytes} bytes) too few: "
-        f"{list_allocations(on_host)}. The limit is {bound}. Nothing was allocated. Provide "
-        f"{(total - available_bytes) * num_sharing} bytes more{without_host_memory(plan)}."
+        f"{list_allocations(on_host)}. The limit is {bound}. Nothing was allocated.",
+        f"Provide {(total - available_bytes) * num_sharing} bytes more{without_host_memory(plan)}.",
     )

@@ -23,7 +23,7 @@ from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten
 from offload.forecast.forecast import Forecast
-from offload.forecast.run_forecast import describe_forecast, describe_shortage, forecast_run
+from offload.forecast.run_forecast import describe_forecast, describe_misfit, forecast_run, planned_advice
 from offload.hf.adapters import Adaptation
 from offload.hf.base_mark import mark_base
 from offload.hf.model_object import ModelObject
@@ -52,6 +52,7 @@ from offload.training.parts import (
     build_engine,
     build_objective,
     describe_data,
+    describe_length,
     grow_vocabulary,
     stages,
     trains_tokenizer,
@@ -83,6 +84,7 @@ class Run:
     - trainable: the trainable part and its storage.
     - build_base: builds the initial model again, without an adapter.
     - forecast: memory and time forecast. None: unknown, or a rank other than 0.
+    - misfit: shortage by the forecast and the smallest change that fits, on all ranks. Empty: fits, or unknown.
     - disk_needs: bytes needed on the disk with the run folder.
     """
 
@@ -97,6 +99,7 @@ class Run:
     trainable: TrainablePart
     build_base: Callable[[], BuiltModel]
     forecast: Forecast | None
+    misfit: str
     disk_needs: DiskNeeds
 
 
@@ -196,7 +199,7 @@ def make_run(
 
     with share_failure(comm, "making of the model"):
         objective = build_objective(config, kind, data, vocabulary)
-        for text in describe_data(data, objective):
+        for text in (*describe_data(data, objective), *describe_length(config, data)):
             say(text)
         files = as_files(data.tokenizer if data.pictures is None else data.pictures.processor) if comm.rank == 0 else {}
         if whole is None and config.model.init == "random" and trains_tokenizer(config):
@@ -213,7 +216,7 @@ def make_run(
             note(text)
         built.model.train()
     late_notes: list[str] = []
-    config, forecast = _decide_placement(config, architecture, comm, say, note, late_notes.append)
+    config, forecast, misfit = _decide_placement(config, architecture, comm, say, note, late_notes.append)
     if forecast is not None and data.pictures is not None:
         note("the memory forecast covers text only: images need more.")
     if forecast is not None:
@@ -225,7 +228,8 @@ def make_run(
     extra_files = {**files, **own_files}
     needs = DiskNeeds.of(config, trainable, built.model)
     doing("reading the weights")
-    engine = build_engine(config, built, comm)
+    with planned_advice(misfit):
+        engine = build_engine(config, built, comm)
     trainable.check(engine)
     for text in late_notes:
         note(text)
@@ -267,7 +271,9 @@ def make_run(
         say(f"note: {why}: conversations are not packed. {data.rows_description}")
     config = config.with_resolved(data__group_by_length=data.batching.by_length)
     doing("trying the model, and taking the first step")
-    return Run(config, kind, data, objective, engine, files, extra_files, meta, trainable, build_base, forecast, needs)
+    return Run(
+        config, kind, data, objective, engine, files, extra_files, meta, trainable, build_base, forecast, misfit, needs
+    )
 
 
 def _check_kind(kind: ModelKind, method: str) -> None:
@@ -314,17 +320,18 @@ def choose_trainable_part(
 
 def _decide_placement(
     config: Config, architecture: PreTrainedConfig, comm: Comm, say: Say, note: Say, note_later: Say
-) -> tuple[Config, Forecast | None]:
-    """Decide the placement of states, on rank 0 for all ranks. Return the configuration and the forecast.
+) -> tuple[Config, Forecast | None, str]:
+    """Decide the placement of states, on rank 0 for all ranks.
 
-    The forecast exists on rank 0 only. None: unknown. `note_later` receives the reason for a missing forecast. The
+    Return the configuration, the forecast and the shortage, see `describe_misfit`. The forecast exists on rank 0 only.
+    None: unknown. `note_later` receives the reason for a missing forecast. The
     caller shows the reason only if the engine starts, because an engine error would say the same. Collective.
     """
     network = None
     if comm.size != comm.local_size:
         if comm.num_machines == 1:
             note("there is no memory forecast: the machines have different numbers of ranks.")
-            return config, None
+            return config, None, ""
         network = measure_network(comm)
     machine = ThisMachine(own_accelerator(config.offload.device))
     machine = replace(machine, agreed_memory=machine.free_memory(comm))
@@ -343,11 +350,11 @@ def _decide_placement(
                 f"there is no memory forecast, because of a defect in the forecast ({cause}): training continues "
                 f"without one{hint}."
             )
-    resolved = comm.gather_objects(resolved, "placement")[0]
-    if forecast is not None and not forecast.fits:
-        fix = f" The smallest change that fits: {forecast.fix}" if forecast.fix else ""
-        note(f"by the plan {describe_shortage(forecast)}{fix}")
-    return resolved, forecast
+    misfit = "" if forecast is None else describe_misfit(forecast)
+    if misfit:
+        note(misfit)
+    resolved, misfit = comm.gather_objects((resolved, misfit), "placement")[0]
+    return resolved, forecast, misfit
 
 
 def _no_weights(_name: str, _module: nn.Module) -> None:

@@ -36,6 +36,8 @@ from offload.training.shares import Share
 Say = Callable[[str], None]
 
 NUMBERS = ("loss", "grad_norm")
+_LENGTHS = ("train.steps", "train.epochs", "train.max_seconds")
+"""Settings of the length. If all have their defaults, a run over few rows is as long as the comparison."""
 TOLERANCES = {"fp32": {"numbers": 1e-4, "weights": 1e-2}, "bf16": {"numbers": 2e-2, "weights": 0.25}}
 """Tolerances by precision, used when sum orders differ.
 
@@ -173,12 +175,16 @@ def _train_both(
     """Train both sides from the start. `compares_each_step`: compare weights after each step, until a difference."""
     steps = range(num_steps)
     run = make_run(ResumePoint(config), comm, say, say)
+    most = run.config.train.steps
+    if most is not None and num_steps > most and config.is_default(*_LENGTHS):
+        most = num_steps
+        run = replace(run, config=run.config.with_resolved(train__steps=most))
     with closing(run.engine), ExitStack() as stack:
         if (accelerator := own_accelerator(config.offload.device)) is not None:
             stack.callback(accelerator.bound(1 << 62))  # the engine's budget must not limit the resident side
         resident = None
         with share_failure(comm, "making of the resident side"):
-            if (most := run.config.train.steps) is not None and num_steps > most:
+            if most is not None and num_steps > most:
                 raise ConfigError(f"--steps is {num_steps}, but the run has only {most}: raise --train.steps as well.")
             if comm.rank == 0:
                 resident = _build_resident(run, same_order)

@@ -15,7 +15,7 @@ from offload.data.sources import Source
 from offload.data.tokenizer import grown_vocabulary, preload_tokenizer, tokenizer_folder
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted, ratio
 from offload.hf.models import ModelKind, locate, vocab_size
 from offload.optim.lr import learning_rate, restart_factor
 from offload.planning.from_config import make_settings
@@ -87,6 +87,8 @@ def build_data(
     return dataset
 
 
+_LEAST_EPOCHS, _MOST_EPOCHS = 0.5, 20.0
+"""Passes over the data outside these limits get a note."""
 _NO_ANSWERS = (
     "an encoder-decoder reads the first half of a row in its encoder and writes the second half in its decoder, and "
     "this cut ignores the border between prompt and answer. Train on your own batches, with the prompt as input_ids "
@@ -184,6 +186,20 @@ def describe_data(data: Dataset, objective: Objective) -> Iterator[str]:
         share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
         yield f"{word}: {', '.join([each.contents, share, *each.more])}"
     yield f"{data.rows_description}; objective: {objective.name}"
+
+
+def describe_length(config: Config, data: Dataset) -> Iterator[str]:
+    """Yield the steps of a run and the passes over the data, with a note if these are unusually many or few."""
+    steps = config.train.steps
+    if steps is None:
+        return
+    epochs = steps * data.batch_size / data.num_train_rows
+    rows = counted(data.batch_size // data.train.group, "row" if data.train.group == 1 else "pair")
+    passes = counted(1, "epoch") if epochs == 1 else f"{ratio(epochs)} epochs"
+    yield f"steps: {steps:,} of {rows}: {passes}"
+    if config.has_own_data and not _LEAST_EPOCHS <= epochs <= _MOST_EPOCHS:
+        reason = "most rows are left out" if epochs < 1 else "each row comes as many times"
+        yield f"note: the run makes {passes}: {reason}. --train.epochs sets the number of passes."
 
 
 def rate_at(step: int, config: Config) -> float:

@@ -22,6 +22,7 @@ from offload.distributed.outcome import share_failure, share_outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import InterruptedRun, OffloadError, common, counted, is_common
+from offload.forecast.run_forecast import planned_advice
 from offload.machine.environment import describe_untested
 from offload.native.io import disk_error
 from offload.telemetry.progress import Progress, make_progress
@@ -138,7 +139,8 @@ class Trainer:
         self.config, self._objective, self._trainable = run.config, run.objective, run.trainable
         self._engine = run.engine
         run = add_reference(run, start, comm, self._say)
-        self._data, self._files, self._forecast = run.data, run.extra_files, run.forecast
+        self._data, self._files = run.data, run.extra_files
+        self._forecast, self._misfit = run.forecast, run.misfit
         self._notes.exchange()
         self._share = Share.of(self.config, comm)
         self._run_progress = RunProgress(run.meta, self.config.train)
@@ -196,7 +198,8 @@ class Trainer:
             self._engine.lr = rate_at(step, self.config)
             is_marked = not self.config.has_gradients and step == progress.first_step  # for replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
-            result = self._engine.step(batch, self._objective.loss)
+            with planned_advice(self._misfit):
+                result = self._engine.step(batch, self._objective.loss)
             end = time.perf_counter()
             if step == progress.first_step:
                 self._open_records(result)

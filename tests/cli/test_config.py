@@ -293,6 +293,19 @@ class TestResolve:
         assert config.origin("train.steps") == "resolved"
         assert config.data.sequence_length == 256
 
+    def test_own_data_is_read_once_unless_a_length_is_set(self) -> None:
+        own = {"data__source": ["notes.txt"], "model__path": "folder"}
+        for source in (own, {"data__sources": [{"path": "notes.txt"}], "model__path": "folder"}):
+            config = self.resolved(**source)
+            assert (config.train.steps, config.train.epochs, config.train.max_seconds) == (None, 1.0, None)
+            assert (config.optimizer.schedule, config.origin("train.epochs")) == ("cosine", "resolved")
+            assert config.resolve_steps(lambda epochs: round(7 * epochs)).train.steps == 7
+        for key, value in (("train__steps", 3), ("train__epochs", 2.0), ("train__max_seconds", 9.0)):
+            config = self.resolved(**own, **{key: value})
+            lengths = {each: getattr(config.train, each) for each in ("steps", "epochs", "max_seconds")}
+            assert {name: length for name, length in lengths.items() if length} == {key.removeprefix("train__"): value}
+        assert self.resolved(data__source=["builtin:stdlib-chat"]).train.steps == 400
+
     def test_timing_leaves_the_built_in_run_boxed_and_what_says_where_states_are_does_not(self) -> None:
         for timing in ({"offload__throttle": {"h2d": 1000}}, {"offload__prefetch": 1}, {"offload__zero_stage": 0}):
             assert self.resolved(**timing).offload.device_memory == 9 * 2**20, timing

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from offload.config.config import Config
-from offload.forecast.alternatives import _fixes
+from offload.errors import DoesNotFitError, common, is_common
+from offload.forecast import alternatives
+from offload.forecast.alternatives import _fixes, find_fix, place_or_fix
+from offload.forecast.forecast import Forecast, Forecaster
+from offload.forecast.run_forecast import describe_misfit, planned_advice
+from offload.machine.hardware import Hardware
+from offload.plan import describe_fit, describe_times
 
 ON_DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
 UNCLIPPED = {"train.max_grad_norm": None}
@@ -48,3 +57,90 @@ def test_gradients_go_to_disk_or_wait_for_no_norm_before_a_step_has_fewer_rows(
     rows = [index for index, change in enumerate(tried) if "train.batch_size" in change]
     assert rows
     assert all(tried.index(each) < rows[0] for each in (ON_DISK, UNCLIPPED) if each in tried)
+
+
+Fits = Callable[[Mapping[str, Any]], bool]
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fits], list[Mapping[str, Any]]]:
+    """Return a function that replaces planning by a condition on the change, and returns the changes tried."""
+
+    def replace_planning(fits: Fits) -> list[Mapping[str, Any]]:
+        seen: list[Mapping[str, Any]] = []
+
+        def judge(_forecaster: Any, _prediction: Any, change: Mapping[str, Any]) -> bool:
+            seen.append(change)
+            return fits(change)
+
+        changes = [{"train.recompute": "always"}, {"offload.activations": "cpu"}, {"train.batch_size": 1}]
+        monkeypatch.setattr(alternatives, "_fits", judge)
+        monkeypatch.setattr(alternatives, "_fixes", lambda _: iter(changes))
+        monkeypatch.setattr(alternatives, "_larger_budgets", lambda *_: {"offload.device_memory": "3MiB"})
+        return seen
+
+    return replace_planning
+
+
+def test_a_larger_budget_comes_before_other_training_and_after_all_else(tried: Any) -> None:
+    anything: Any = None
+    tried(lambda change: "train.batch_size" in change)
+    assert find_fix(anything, anything) == {"offload.device_memory": "3MiB"}
+    tried(lambda change: len(change) == 2)
+    assert find_fix(anything, anything) == {"train.recompute": "always", "offload.activations": "cpu"}
+    seen = tried(lambda _: True)
+    assert find_fix(anything, anything, time.monotonic() - 1.0) == {"offload.device_memory": "3MiB"}
+    assert not seen, "the time is over"
+
+
+def misfit(**settings: Any) -> tuple[Forecaster, Forecast]:
+    """Return a forecaster, and a plan of the built-in model."""
+    config = Config.load(None, {"train.batch_size": 2, "data.sequence_length": 64, **settings})
+    forecaster = Forecaster(config, 1)
+    return forecaster, forecaster.predict(config, Hardware.read("h100").with_(device="cpu", device_bytes=None))
+
+
+def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    forecaster, initial = misfit(**{"offload.host_memory": "1MiB", "offload.optimizer": "cpu"})
+    said: list[str] = []
+
+    def search(_forecaster: Any, _prediction: Any, ends: float) -> dict[str, Any]:
+        assert len(said) == 1, "a search before the refusal"
+        assert 0 < ends - time.monotonic() <= alternatives.SEARCH_S
+        return {}
+
+    monkeypatch.setattr(alternatives, "find_fix", search)
+    monkeypatch.setattr(alternatives, "place", lambda _, prediction: prediction)
+    found = place_or_fix(forecaster, initial, said.append)
+    assert "of host memory too few. Looking for the smallest change" in said[0]
+    assert found.timing is None
+    assert not any(line.startswith(("step:", "busy")) for line in describe_times(found))
+    shortage, advice = describe_fit(found)
+    assert shortage == found.shortage == said[0].partition(" Looking")[0]
+    assert "no change" in advice
+    error = DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
+    assert "was not tried" in str(error)
+    with pytest.raises(DoesNotFitError) as raised, planned_advice(describe_misfit(found)):
+        raise common(error)
+    assert str(raised.value).startswith(f"64 KiB too little. By the plan {shortage} No change")
+    assert is_common(raised.value), "one rank prints the error"
+    with pytest.raises(DoesNotFitError, match="not tried"), planned_advice(""):
+        raise DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
+
+
+@pytest.mark.slow
+def test_a_larger_budget_is_planned_and_narrowed() -> None:
+    forecaster, initial = misfit(**{"offload.device_memory": "1MiB", "train.micro_batch_size": 2})
+    found = alternatives._larger_budgets(forecaster, initial, math.inf)
+    (budget,) = found.values()
+    assert alternatives._fits(forecaster, initial, found)
+    _, larger = misfit(**{"offload.device_memory": budget})
+    assert larger.config.offload.device_memory < 1.1 * larger.memory.total("device") + (1 << 18)
+
+
+@pytest.mark.slow
+def test_layers_are_cut_for_the_device_where_the_host_is_short() -> None:
+    """The forecast then has the cut that a run with more host memory makes, and no shortage of the device."""
+    _, found = misfit(**{"offload.device_memory": "2560KiB", "offload.host_memory": "4MiB", "offload.optimizer": "cpu"})
+    assert found.memory.shortfalls.keys() == {"cpu"}
+    assert "row blocks" in found.prepared.structure.cutting.description

@@ -53,6 +53,17 @@ def test_memory_for_inputs_of_a_first_step_stays_where_later_ones_keep_graphs(re
     assert told.get(GRAPHS, 0) == pytest.approx(was.get(GRAPHS, 0), rel=0.02)
 
 
+def test_frozen_weights_of_a_preset_are_planned_as_bf16_files() -> None:
+    """A preset represents a model to be downloaded, on a machine from a specification."""
+    where = config(**{"model.preset": "tiny", "lora.rank": 8, "train.precision": "bf16", "offload.parameters": "cpu"})
+    downloaded, made = (
+        Forecaster(where, 1, plans_downloads=plans_downloads).predict(where, GPU, times=False).memory
+        for plans_downloads in (True, False)
+    )
+    num_bytes = [sum(a.num_bytes for a in memory.allocations if "low" in a.name) for memory in (downloaded, made)]
+    assert (num_bytes[0], num_bytes[1] > 1 << 20) == (0, True)
+
+
 def test_there_are_as_many_configurations_as_are_promised() -> None:
     assert len(set(CASES)) == len(CASES) >= 24
 
@@ -203,6 +214,23 @@ def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise(
     slow = large.with_(rates=replace(large.rates, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, both_ways_bytes_per_s=2e9))
     assert place(forecaster, forecaster.predict(given, slow)).config.offload.graphs == "auto", "a link that has no time"
     assert place(forecaster, forecaster.predict(given, GPU.with_(host_bytes=20 << 30))).config.offload.graphs == "auto"
+
+
+@pytest.mark.slow
+def test_no_single_setting_is_faster_than_the_search() -> None:
+    """Updates on the host pay here only beside graphs on the host, and the search decides both."""
+    where = {"model.preset": "8b", "data.sequence_length": 4096, "train.batch_size": 8, "train.micro_batch_size": 4}
+    gpu, forecaster = Hardware.read("rtx-5090").with_(host_bytes=256 << 30), Forecaster(config(**where), 1)
+
+    def seconds(**change: object) -> float:
+        found = place(forecaster, forecaster.predict(config(**where, **change), gpu))
+        assert found.fits
+        assert found.timing is not None
+        return found.timing.step_seconds
+
+    searched = seconds()
+    for change in ({"offload.update": "cpu"}, {"offload.update": "device"}, {"offload.graphs": "cpu"}):
+        assert searched <= seconds(**change) / 0.98, change  # the search ignores gains below 2 %
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def played(
     seconds = {
         "h2d": lambda num_bytes: fetch_s * num_bytes / size,
         "d2h": lambda num_bytes: land_s * num_bytes / size,
-        "update": lambda num_bytes: update_s * num_bytes / (6 * size),
+        "update": lambda num_bytes: update_s * num_bytes / (7 * size),
     }
     return simulate([SimulatedCall((region,), FORWARD_S, BACKWARD_S) for region in its], plan, seconds, num_steps=12)
 

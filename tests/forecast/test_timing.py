@@ -13,7 +13,7 @@ import torch
 
 from offload import LOMO, AdamW, Engine, Lion, MeZO, Placement
 from offload.forecast.simulated_step import simulate
-from offload.forecast.timing import PlannedStep, compute_seconds
+from offload.forecast.timing import PlannedStep, compute_seconds, kernel_seconds
 from offload.forecast.workload import Cost, Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.planning import disk
@@ -24,7 +24,7 @@ from tests.forecast.planned import Stack, batches, loss_of, planned, work, workl
 pytestmark = cpu_only("what is forecast here is a CPU's step")
 
 WIDTH, DEPTH = 16, 5
-RATES = Rates(1e9, 1e9, 2e9, {"fp32": 1.0, "bf16": 1.0}, 1e9, 1e9, 0.0, 1e9, 1e9)
+RATES = Rates(1e9, 1e9, 2e9, {"fp32": 1.0, "bf16": 1.0}, 1e9, 1e9, 0.0, 1e9, 1e9, moved_bytes_per_s=1e9)
 MACHINE = Hardware("made up", "cpu", 1, None, 1 << 40, None, None, False, RATES)
 THROTTLE = {"h2d": 1e12, "d2h": 1e12, "update": 1e12}
 """A throttle creates lanes beside compute."""
@@ -115,7 +115,7 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
 def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: int) -> None:
     cost, gpu = Cost(2.0, 0.0, 3), MACHINE.with_(device="cuda", rates=replace(RATES, launch_s=0.5))
     use = replace(work("x", 0.0, 0.0), is_cut=is_cut)
-    assert compute_seconds(use, [cost], 4, "fp32", gpu, fuses=False) == (2.0 * runs, 1.5 * runs)
+    assert compute_seconds(use, [cost], 4, "fp32", gpu, fuses=False) == (2.0 * runs * 1.03, 1.5 * runs)
     assert compute_seconds(use, [cost], 4, "fp32", replace(gpu, device="cpu"), fuses=False) == (2.0 * runs, 0.0)
 
 
@@ -124,7 +124,7 @@ def test_gradients_of_micro_batches_are_added_up_over_memory(precision: str, row
     """Each gradient is read, and the fp32 sum is read and written. A single micro-batch needs no sum."""
     settings = Settings(precision=precision, micro_batch_size=rows)
     its = planned(Stack(WIDTH, DEPTH), settings)
-    machine = MACHINE.with_(rates=replace(RATES, device_bytes_per_s=64.0))
+    machine = MACHINE.with_(rates=replace(RATES, moved_bytes_per_s=64.0))
     step, plain = (PlannedStep(its, workload(WIDTH, DEPTH, settings), hardware) for hardware in (machine, MACHINE))
     num_parts = 8 // rows
     for call, before in zip(step.calls, plain.calls, strict=True):
@@ -136,12 +136,19 @@ def test_gradients_of_micro_batches_are_added_up_over_memory(precision: str, row
 
 @pytest.mark.parametrize(("is_block", "share"), [(True, 0.43), (False, 1.0)])
 def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, share: float) -> None:
-    """Compiled blocks move fewer bytes outside the products."""
-    machine = MACHINE.with_(rates=replace(RATES, device_bytes_per_s=4.0))
+    """Compiled blocks move fewer bytes outside the products, and have no gaps between kernels."""
+    machine = MACHINE.with_(rates=replace(RATES, device_bytes_per_s=2.0, moved_bytes_per_s=4.0))
+    gpu = machine.with_(device="cuda")
     use = replace(work("x", 0.0, 0.0), is_block=is_block)
     cost = Cost(flops=2.0, num_bytes=4.0, num_operations=0, moved_bytes=8.0)
     assert compute_seconds(use, [cost], 1, "fp32", machine, fuses=False)[0] == 2.0 + 2.0
     assert compute_seconds(use, [cost], 1, "fp32", machine, fuses=True)[0] == pytest.approx(2.0 + 2.0 * share)
+    gaps = 1.0 if is_block else 1.03
+    assert compute_seconds(use, [cost], 1, "fp32", gpu, fuses=True)[0] == pytest.approx((2.0 + 2.0 * share) * gaps)
+    attention = replace(cost, flops=4.0, attention_flops=2.0)  # 0.63 of the rate of products, unless measured
+    assert kernel_seconds(attention, "fp32", machine.rates) == pytest.approx((2.0, 2.0 / 0.63, 2.0))
+    measured = replace(machine.rates, attention_flops_per_s={"fp32": 0.5})
+    assert kernel_seconds(attention, "fp32", measured) == (2.0, 4.0, 2.0)
 
 
 def test_each_run_of_a_use_costs_the_host() -> None:

@@ -13,7 +13,10 @@ import yaml
 from offload.errors import ConfigError
 from offload.machine.hardware import Hardware, Rates, builtin_names, parse_link
 
-SHIPPED = ("a100-80", "dgx-spark", "gh200", "h100", "h200", "rtx-4090", "rtx-5090")
+SHIPPED = (
+    "a100-40", "a100-80", "a6000", "b200", "dgx-spark", "gh200", "h100", "h200", "l40s", "rtx-3090", "rtx-4080",
+    "rtx-4090", "rtx-5090",
+)  # fmt: skip
 LEAST: dict[str, Any] = {
     "name": "mine",
     "device": "cuda",
@@ -50,7 +53,10 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
     assert 1e-6 < rates.launch_s < 1e-4
     assert machine.shares_memory is (name == "dgx-spark")
     assert machine.device_bytes is not None
-    assert machine.device_bytes < {"a": 80e9, "d": 128e9, "g": 96 * 2**30, "h": 151e9, "r": 2**35}[name[0]] * 1.08
+    assert (
+        machine.device_bytes
+        < {"a": 80e9, "b": 192e9, "d": 128e9, "g": 96 * 2**30, "h": 151e9, "l": 48e9, "r": 2**35}[name[0]] * 1.08
+    )
 
 
 def test_ranks_share_what_is_there_once() -> None:
@@ -63,6 +69,8 @@ def test_ranks_share_what_is_there_once() -> None:
     alone = replace(one, nvme_read_bytes_per_s=None, nvme_write_bytes_per_s=None, collective_bytes_per_s=None)
     cpu = machine.with_(device="cpu", rates=alone).for_one_rank(2).rates
     assert cpu.flops_per_s["fp32"] == one.flops_per_s["fp32"] / 2
+    assert cpu.attention("fp32") == pytest.approx(one.attention("fp32") / 2)
+    assert cpu.elementwise == pytest.approx(one.elementwise / 2)
     assert cpu.nvme_read_bytes_per_s is None
     assert cpu.collective_bytes_per_s == pytest.approx(0.8 * one.h2d_bytes_per_s / 2)
 

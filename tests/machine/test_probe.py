@@ -32,6 +32,8 @@ RATES = {
     "device_bytes_per_s": 6.0,
     "host_bytes_per_s": 7.0,
     "launch_s": 8.0,
+    "attention_flops_per_s": {"fp32": 11.0, "bf16": 12.0},
+    "moved_bytes_per_s": 13.0,
 }
 pytestmark = cpu_only("without an accelerator; tests/accelerator has the one with")
 
@@ -65,7 +67,7 @@ def test_a_machine_without_an_accelerator(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.device, found.num_devices, found.device_bytes, found.shares_memory) == ("cpu", 1, None, False)
     rates = {name: value for name, value in vars(found.rates).items() if value}
     assert set(rates) == {*RATES, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"} == set(found.sources)
-    flat = [*rates.pop("flops_per_s").values(), *rates.values()]
+    flat = [*rates.pop("flops_per_s").values(), *rates.pop("attention_flops_per_s").values(), *rates.values()]
     assert all(type(rate) is float and math.isfinite(rate) and rate > 0 for rate in flat)
     assert found.host_bytes > 0
     assert found.disk_bytes
@@ -113,10 +115,11 @@ def test_both_ways_are_no_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(probing, "copy_bytes_per_second", copies)
     monkeypatch.setattr(probing, "host_bytes_per_second", lambda num_bytes: float(taken.append(num_bytes) or 1))
-    monkeypatch.setattr(probing, "flops_per_second", lambda *_: 1.0)
+    monkeypatch.setattr(probing, "moved_bytes_per_second", lambda _, num_bytes: float(taken.append(num_bytes) or 1))
+    monkeypatch.setattr(probing, "_FLOPS", {})
     monkeypatch.setattr(probing, "memory_limits", lambda: [Limit("x", "y", 9 << 20, 8 << 20)])
     assert probing._machine_rates(None, Sizes())["both_ways_bytes_per_s"] == 5.0
-    assert len(taken) == 3
+    assert len(taken) == 4
     assert max(taken) <= 1 << 20
 
 

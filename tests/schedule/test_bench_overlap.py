@@ -21,6 +21,8 @@ NUM_BLOCKS, FORWARD_S, BACKWARD_S, LOSS_S, OVERHEAD_S = 4, 0.010, 0.030, 0.004, 
 SLOWDOWN, STEPS_IN_A_BLOCK, PAIRS = 1.05, 3, 2
 NAMES = [f"blocks.{i}" for i in range(NUM_BLOCKS)]
 NUM_PARAMETERS = 20 * 20
+SIZE = 4 * NUM_PARAMETERS
+UPDATE_BYTES = 2 * 3 * SIZE + SIZE  # weights and two moments are read and written, gradients are read
 NORM = 3.0
 
 
@@ -71,8 +73,7 @@ class FakeEngine:
         self.prefetch, self.throttle, self.clip, self.max_grad_norm = prefetch, throttle, clip, max_grad_norm
         self.settings, self.spans, self.left_s = settings, [], 0.0
         slots = min(prefetch + 1, NUM_BLOCKS)
-        size = 4 * NUM_PARAMETERS
-        self.counters = SimpleNamespace(h2d_bytes=(2 * NUM_BLOCKS - slots) * size, d2h_bytes=NUM_BLOCKS * size)
+        self.counters = SimpleNamespace(h2d_bytes=(2 * NUM_BLOCKS - slots) * SIZE, d2h_bytes=NUM_BLOCKS * SIZE)
 
     def step(self, batch: Any) -> Any:
         assert not self.closed
@@ -114,12 +115,12 @@ class FakeEngine:
 
     def _work(self, corrected: int) -> Work:
         assert self.throttle is not None
-        size, states = 4 * NUM_PARAMETERS, 24 * NUM_PARAMETERS / self.throttle["update"]
-        unit = Unit(size, size / self.throttle["h2d"], size / self.throttle["d2h"], states, states)
+        update_s = UPDATE_BYTES / self.throttle["update"]
+        unit = Unit(SIZE, SIZE / self.throttle["h2d"], SIZE / self.throttle["d2h"], update_s, update_s)
         uses = [Use(FORWARD_S, name) for name in NAMES] + [Use(FORWARD_S + LOSS_S + BACKWARD_S)]
         uses += [Use(BACKWARD_S, name, is_backward=True) for name in NAMES[::-1]]
         mode = "none" if self.max_grad_norm is None else self.clip
-        capacity = (self.prefetch + 1) * size
+        capacity = (self.prefetch + 1) * SIZE
         return Work(uses, dict.fromkeys(NAMES, unit), capacity, mode, num_corrected=corrected)
 
     def close(self) -> None:
@@ -184,7 +185,7 @@ def test_what_the_engines_are_asked_for(shop):
     seconds = 0.5 * COMPUTE_S
     assert row.throttle["h2d"] == pytest.approx(row.counters.h2d_bytes / seconds, rel=1e-4)
     assert row.throttle["d2h"] == pytest.approx(row.counters.d2h_bytes / seconds, rel=1e-4)
-    assert row.throttle["update"] == pytest.approx(24 * NUM_BLOCKS * NUM_PARAMETERS / seconds, rel=1e-4)
+    assert row.throttle["update"] == pytest.approx(NUM_BLOCKS * UPDATE_BYTES / seconds, rel=1e-4)
     made.close()
 
 

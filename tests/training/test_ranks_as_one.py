@@ -77,7 +77,7 @@ def on_ranks(size: int, work: Callable[[Comm], Any]) -> list[Any]:
     ("failure", "kind", "text"),
     [
         (ConfigError("no"), ConfigError, "[rank 1] no"),
-        (DoesNotFitError("no"), DoesNotFitError, "[rank 1] no"),
+        (DoesNotFitError("no.", "Raise it."), DoesNotFitError, "[rank 1] no. Raise it."),
         (RuntimeError("no"), OffloadError, "[rank 1] failed: RuntimeError: no; run with --debug for the traceback"),
     ],
 )
@@ -90,6 +90,7 @@ def test_what_fails_on_one_rank_fails_on_all(failure: Exception, kind: type[Exce
     for error in on_ranks(3, work):
         assert type(error) is kind
         assert str(error) == text
+        assert vars(error).get("advice") == vars(failure).get("advice")
 
 
 def test_what_fails_on_the_only_rank_is_raised_as_it_is() -> None:

@@ -198,7 +198,7 @@ class TileUpdates:
                     state.stays,
                     partial(self.refuse_weights, region, self.lr),
                     f"{verb} {region.name}",
-                    region.update_bytes(tile.end - tile.begin),
+                    region.update_bytes(tile.end - tile.begin) + planes["gradients"].nbytes,
                 )
             )
             if publishes and self.store.sharding.publishes:

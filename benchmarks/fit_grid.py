@@ -1,0 +1,353 @@
+"""The plans behind the page "Will it fit?": models, cards, numbers of cards, hosts, a disk or none, three methods.
+
+python -m benchmarks.fit_grid              # writes benchmarks/results/fit.json, about 40 minutes; then make docs
+python -m benchmarks.fit_grid --again      # plans everything again, such as after a change of the forecast
+
+The file is written after each model and method, and the next run continues from there. `--models`, `--cards`,
+`--counts` and `--hosts` choose a part of the grid. `--workers` is the number of processes.
+
+Every plan is of 16 rows of 4096 tokens a step, in bf16, with AdamW and clipping, everything else `auto`, as in
+`benchmarks/plan_models.py`. A card computes at most 4 rows at a time, or 1 where 4 do not fit. A host keeps 4 GiB for
+the system. A plan with a disk is made only where the plan without one does not fit. The plan of the largest host serves
+every smaller host that has room for it. The shapes of the models are copied by hand from the published config.json
+files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan_models import MODELS as PLANNED
+from benchmarks.plan_models import SETTINGS
+from offload.config.config import Config
+from offload.errors import OffloadError
+from offload.forecast.alternatives import place
+from offload.forecast.forecast import Forecast, Forecaster
+from offload.hf.models import quiet_transformers
+from offload.machine.hardware import Hardware
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "fit.json"
+COMMAND = "python -m benchmarks.fit_grid"
+GIB = 1 << 30
+SYSTEM_GIB = 4
+"""Host memory left to the system."""
+MAX_MICRO_ROWS = 4
+HOST_SHARE = 0.95
+"""The plan of the largest host is also the plan of a host if it takes at most this share of the host memory."""
+
+_LLAMA, _QWEN3 = (
+    {key: value for key, value in PLANNED[name].items() if not key.endswith("_size") and "num_" not in key}
+    | {key: PLANNED[name][key] for key in ("vocab_size", "num_key_value_heads")}
+    for name in ("Llama-3.1-8B", "Qwen3-14B")
+)
+_MISTRAL = {
+    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 131072, "num_key_value_heads": 8,
+    "head_dim": 128, "sliding_window": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_GEMMA2 = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "vocab_size": 256000}
+_GEMMA3 = {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+_SMOL = _LLAMA | {"vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+_TIED = {"tie_word_embeddings": True}
+
+
+def _shape(hidden: int, intermediate: int, layers: int, heads: int, groups: int = 8) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return dict(zip(names, (hidden, intermediate, layers, heads, groups), strict=True))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": _SMOL | _shape(576, 1536, 30, 9, 3),
+    "SmolLM2-1.7B": _SMOL | _shape(2048, 8192, 24, 32, 32),
+    "Llama-3.2-1B": _LLAMA | _TIED | _shape(2048, 8192, 16, 32),
+    "Llama-3.2-3B": _LLAMA | _TIED | _shape(3072, 8192, 28, 24),
+    "Llama-3.1-8B": PLANNED["Llama-3.1-8B"],
+    "Llama-3.1-70B": PLANNED["Llama-3.1-70B"],
+    "Qwen3-0.6B": _QWEN3 | _TIED | _shape(1024, 3072, 28, 16),
+    "Qwen3-1.7B": _QWEN3 | _TIED | _shape(2048, 6144, 28, 16),
+    "Qwen3-4B": _QWEN3 | _TIED | _shape(2560, 9728, 36, 32),
+    "Qwen3-8B": _QWEN3 | _shape(4096, 12288, 36, 32),
+    "Qwen3-14B": PLANNED["Qwen3-14B"],
+    "Qwen3-32B": PLANNED["Qwen3-32B"],
+    "Qwen3-30B-A3B": PLANNED["Qwen3-30B-A3B"],
+    "Mistral-7B": _MISTRAL | _shape(4096, 14336, 32, 32) | {"vocab_size": 32768, "max_position_embeddings": 32768},
+    "Mistral-Nemo-12B": _MISTRAL | _shape(5120, 14336, 40, 32),
+    "Mistral-Small-24B": _MISTRAL | _shape(5120, 32768, 40, 32),
+    "Mixtral-8x7B": _MISTRAL
+    | _shape(4096, 14336, 32, 32)
+    | {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 32000,
+        "max_position_embeddings": 32768, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "Gemma-2-9B": _GEMMA2 | _shape(3584, 14336, 42, 16) | {"head_dim": 256},
+    "Gemma-2-27B": _GEMMA2 | _shape(4608, 36864, 46, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 144},
+    "Gemma-3-4B": _GEMMA3 | _shape(2560, 10240, 34, 8, 4) | {"head_dim": 256},
+    "Gemma-3-12B": _GEMMA3 | _shape(3840, 15360, 48, 16) | {"head_dim": 256},
+    "Gemma-3-27B": _GEMMA3 | _shape(5376, 21504, 62, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 168},
+    "Phi-4": {
+        "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 100352,
+        "max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
+    }
+    | _shape(5120, 17920, 40, 40, 10),
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "head_dim": 64,
+        "max_position_embeddings": 131072, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+    }
+    | _shape(2880, 2880, 24, 64),
+}  # fmt: skip
+_LORA = {"lora.rank": 16, "lora.alpha": 32, "lora.target_modules": "all-linear"}
+METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": _LORA, "nf4": _LORA | {"offload.frozen_weights": "nf4"}}
+DESKTOP = ("rtx-3090", "rtx-4080", "rtx-4090", "rtx-5090")
+SERVER = ("a6000", "l40s", "a100-40", "a100-80", "h100", "h200", "b200")
+OWN_HOST = ("gh200", "dgx-spark")
+"""One card with its own host memory, of one size."""
+CARDS = (*DESKTOP, *SERVER, *OWN_HOST)
+COUNTS = (1, 2, 4, 8)
+HOSTS_GIB = (32, 64, 128, 256, 512, 1024, 2048)
+
+
+@functools.cache
+def machine(card: str) -> Hardware:
+    """Return the description of one card and its machine."""
+    return Hardware.read(card)
+
+
+@functools.cache
+def budget(card: str) -> int:
+    """Return the device memory that a plan may use."""
+    return (
+        Forecaster(Config.load(None, {}), 1).predict(Config.load(None, {}), machine(card)).memory.budgets["device"] or 0
+    )
+
+
+def hosts(card: str, count: int) -> list[int]:
+    """Return the sizes of host memory for a number of cards in GiB; empty for a number that is not in the grid."""
+    if card in OWN_HOST:
+        own = machine(card).host_bytes // GIB + SYSTEM_GIB
+        return [own] if count == 1 else []
+    if card in DESKTOP:
+        return [size for size in HOSTS_GIB if count in (1, 2, 4) and 32 * count <= size <= 256 * count]
+    return [size for size in HOSTS_GIB if count in (1, 8) and 64 * count <= size <= max(1024, 256 * count)]
+
+
+@dataclass
+class Grid:
+    """The sizes of the grid: everything beside models and methods."""
+
+    cards: tuple[str, ...] = CARDS
+    counts: tuple[int, ...] = COUNTS
+    hosts_gib: tuple[int, ...] = HOSTS_GIB
+
+    def points(self) -> Iterator[tuple[str, int, list[int]]]:
+        """Yield cards, numbers of cards, and sizes of host memory."""
+        for card in self.cards:
+            for count in self.counts:
+                sizes = hosts(card, count)
+                chosen = sizes if card in OWN_HOST else [size for size in sizes if size in self.hosts_gib]
+                if chosen:
+                    yield card, count, chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cards of the result file, with the sizes of the memories in GiB."""
+        cards: dict[str, Any] = {}
+        for card, count, sizes in self.points():
+            hardware = machine(card)
+            about = {
+                "name": hardware.name,
+                "memory_gib": _gib(hardware.device_bytes or 0),
+                "device_gib": _gib(budget(card)),
+                "disk_gib": round((hardware.disk_bytes or 0) / GIB),
+                "shares_memory": hardware.shares_memory,
+                "hosts_gib": {},
+            }
+            cards.setdefault(card, about)["hosts_gib"][str(count)] = sizes
+        return cards
+
+
+def flags(method: str, rows: int, count: int, has_disk: bool) -> dict[str, Any]:
+    """Return the settings of a plan beside the model."""
+    disk = {"offload.nvme_dir": ["/nvme"]} if has_disk else {}
+    plain = {key: value for key, value in SETTINGS.items() if key != "offload.nvme_dir"}
+    return (
+        {**plain, "train.micro_batch_size": min(rows, SETTINGS["train.batch_size"] // count)} | METHODS[method] | disk
+    )
+
+
+class CannotPlanError(Exception):
+    """There is no forecast of a step."""
+
+
+class ModelPlans:
+    """Plans of one model and one method. Structures and workloads are measured once."""
+
+    def __init__(self, name: str, method: str, folder: Path) -> None:
+        path = folder / name  # a folder: frozen weights keep the dtype of the checkpoint
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(MODELS[name] | {"dtype": "bfloat16"}), encoding="utf-8")
+        self._method, self._path = method, str(path)
+        self._forecaster = Forecaster(self._config(1, 1, False), 1)
+        self.num_plans = 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, with the adapter."""
+        return self._forecaster.predict(
+            self._config(MAX_MICRO_ROWS, 1, False), machine("h100"), times=False
+        ).num_parameters
+
+    def _config(self, rows: int, count: int, has_disk: bool) -> Config:
+        return Config.load(None, {"model.path": self._path, **flags(self._method, rows, count, has_disk)})
+
+    def plan(self, card: str, count: int, host_gib: int, has_disk: bool, rows: int = MAX_MICRO_ROWS) -> Forecast:
+        """Return the plan of one point, as `offload plan` makes it; without times if it does not fit."""
+        hardware = machine(card).with_(host_bytes=(host_gib - SYSTEM_GIB) * GIB, num_devices=count)
+        self._forecaster.num_ranks = count
+        self.num_plans += 1
+        config, forecaster = self._config(rows, count, has_disk), self._forecaster
+        found = forecaster.predict(config, hardware, times=False)
+        if not found.fits and not (other := place(forecaster, found, times=False)).fits:
+            return other
+        return place(forecaster, forecaster.predict(config, hardware))
+
+    def row(self, card: str, count: int, host_gib: int, has_disk: bool) -> list[Any]:
+        """Return the row of one point, as the result file has it.
+
+        Fits: host GiB, disk or not, rows at a time, tokens a second, GiB of a device, GiB of host, GiB of disk, lane.
+        Does not fit: host GiB, disk or not, 0, missing GiB of a device, of the host, of the disk.
+        """
+        for rows in (MAX_MICRO_ROWS, 1):
+            found = self.plan(card, count, host_gib, has_disk, rows)
+            if found.fits or "device" not in found.memory.shortfalls:
+                break
+        at = [host_gib, int(has_disk)]
+        memory, timing = found.memory, found.timing
+        if found.fits and timing is None:
+            raise CannotPlanError("; ".join(found.notes))
+        if timing is None or not found.fits:
+            short = memory.shortfalls
+            missing = (short.get("device", 0), short.get("cpu", 0) * count, short.get("nvme", 0) * count)
+            return [*at, 0, *(_gib(each) for each in missing)]
+        held = (memory.total("device"), memory.total("cpu", "pinned") * count, memory.total("nvme") * count)
+        rate = float(f"{timing.tokens_per_second:.3g}")
+        rows = found.config.train.micro_batch_size or 0
+        return [*at, rows, int(rate) if rate >= 100 else rate, *(_gib(each) for each in held), timing.bound_by]
+
+    def rows(self, card: str, count: int, sizes: list[int]) -> list[list[Any]]:
+        """Return the rows of one number of cards, without points that change nothing."""
+        largest = self.row(card, count, sizes[-1], False)
+        found = []
+        for size in sizes[:-1]:
+            if largest[2] and largest[5] <= HOST_SHARE * (size - SYSTEM_GIB):
+                return [*found, [size, *largest[1:]]]
+            found.append(self.row(card, count, size, False))
+            if not found[-1][2]:
+                found.append(self.row(card, count, size, True))
+        return [*found, largest] if largest[2] else [*found, largest, self.row(card, count, sizes[-1], True)]
+
+
+def _gib(num_bytes: int) -> float:
+    """Return a size in GiB with three digits."""
+    size = float(f"{num_bytes / GIB:.3g}")
+    return int(size) if size >= 100 or size == int(size) else size
+
+
+def plan_all(name: str, method: str, grid: Grid) -> tuple[dict[str, Any], int, float]:
+    """Return the rows of a model and a method by card and number of cards, the number of plans, and the seconds."""
+    import torch
+
+    torch.set_num_threads(1)
+    quiet_transformers()
+    begin = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        plans = ModelPlans(name, method, Path(folder))
+        found: dict[str, Any] = {"parameters": plans.num_parameters, "cards": {}}
+        try:
+            for card, count, sizes in grid.points():
+                found["cards"].setdefault(card, {})[str(count)] = plans.rows(card, count, sizes)
+        except (CannotPlanError, OffloadError) as error:
+            found = {"parameters": found["parameters"], "refusal": str(error).replace(f"{folder}/", "")}
+    return found, plans.num_plans, time.process_time() - begin
+
+
+def written(document: dict[str, Any]) -> str:
+    """Return the text of the result file: one line for a model and a method."""
+    words = {"separators": (",", ":")}
+    lines = [f'"{key}": {json.dumps(value)}' for key, value in document.items() if key != "models"]
+    models = []
+    for name in sorted(document["models"], key=list(MODELS).index):
+        methods = document["models"][name]
+        told = ",\n".join(
+            f'  "{method}": {json.dumps(methods[method], **words)}' for method in METHODS if method in methods
+        )
+        models.append(f' "{name}": {{\n{told}\n }}')
+    return "{\n" + ",\n".join(lines) + ',\n"models": {\n' + ",\n".join(models) + "\n}\n}\n"
+
+
+def header(grid: Grid, words: list[str]) -> dict[str, Any]:
+    """Return the parts of the result file beside the plans."""
+    return {
+        "command": " ".join((COMMAND, *words)),
+        "settings": {method: flags(method, MAX_MICRO_ROWS, 1, False) for method in METHODS},
+        "system_gib": SYSTEM_GIB,
+        "cards": grid.to_dict(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
+    parser.add_argument("--cards", default=",".join(CARDS), help="names, with commas between them")
+    parser.add_argument("--hosts", default=",".join(map(str, HOSTS_GIB)), help="GiB, with commas between them")
+    parser.add_argument("--counts", default=",".join(map(str, COUNTS)), help="numbers of cards, with commas")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--again", action="store_true", help="plan everything again")
+    said = parser.parse_args()
+    counts, sizes = (tuple(map(int, each.split(","))) for each in (said.counts, said.hosts))
+    grid = Grid(tuple(said.cards.split(",")), counts, sizes)
+    chosen = {"cards": (said.cards, grid.cards == CARDS), "counts": (said.counts, counts == COUNTS)}
+    chosen["hosts"] = said.hosts, sizes == HOSTS_GIB
+    words = [f"--{name} {value}" for name, (value, is_whole) in chosen.items() if not is_whole]
+    document = header(grid, words) | {"models": {}}
+    if RESULT.is_file() and not said.again:
+        before = json.loads(RESULT.read_text())
+        if before["command"] != document["command"]:
+            sys.exit(f"{RESULT} is of {before['command']}: run this, or give --again.")
+        document["models"] = before["models"]
+    missing = [
+        (name, method)
+        for name in said.models.split(",")
+        for method in METHODS
+        if method not in document["models"].get(name, {})
+    ]
+    with ProcessPoolExecutor(said.workers, mp_context=get_context("spawn")) as pool:
+        tasks = {pool.submit(plan_all, name, method, grid): (name, method) for name, method in missing}
+        for number, task in enumerate(as_completed(tasks), start=1):
+            name, method = tasks[task]
+            try:
+                found, num_plans, seconds = task.result()
+            except Exception as error:  # the next run tries it again
+                print(f"{number} of {len(tasks)}: {name}, {method}: {error!r}", flush=True)
+                continue
+            document["models"].setdefault(name, {})[method] = found
+            RESULT.write_text(written(document))
+            print(f"{number} of {len(tasks)}: {name}, {method}: {num_plans} plans, {seconds:.0f} s of CPU", flush=True)
+    RESULT.write_text(written(document))
+
+
+if __name__ == "__main__":
+    main()
