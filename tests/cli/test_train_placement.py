@@ -83,7 +83,7 @@ def test_a_defect_of_the_forecast_is_told_as_one(
         notes: list[str] = []
         config = Config.load(None, {"offload.device": "cpu", "run.debug": debug})
         decided = build._decide_placement(config, LlamaConfig(), comm, notes.append, notes.append, later.append)
-        assert decided == (config, None)
+        assert decided == (config, None, "")
         return " ".join(notes)
 
     later: list[str] = []
