@@ -1,12 +1,12 @@
 """The plans behind the page "Will it fit?": models, cards, numbers of cards, hosts, a disk or none, three methods.
 
 python -m benchmarks.fit_grid              # writes benchmarks/results/fit.json, about 40 minutes; then make docs
-python -m benchmarks.fit_grid --again      # plans everything again, such as after a change of the forecast
+python -m benchmarks.fit_grid --again      # plans everything again, such as after a change in the forecast
 
 The file is written after each model and method, and the next run continues from there. `--models`, `--cards`,
-`--counts` and `--hosts` choose a part of the grid. `--workers` is the number of processes.
+`--counts` and `--hosts` choose a part of the grid. `--workers` counts processes.
 
-Every plan is of 16 rows of 4096 tokens a step, in bf16, with AdamW and clipping, everything else `auto`, as in
+Every plan has 16 rows with 4096 tokens a step, in bf16, with AdamW and clipping, everything else `auto`, as in
 `benchmarks/plan_models.py`. A card computes at most 4 rows at a time, or 1 where 4 do not fit. A host keeps 4 GiB for
 the system. A plan with a disk is made only where the plan without one does not fit. The plan of the largest host serves
 every smaller host that has room for it. The shapes of the models are copied by hand from the published config.json
@@ -115,7 +115,7 @@ METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": _LORA, "nf4": _LORA | 
 DESKTOP = ("rtx-3090", "rtx-4080", "rtx-4090", "rtx-5090")
 SERVER = ("a6000", "l40s", "a100-40", "a100-80", "h100", "h200", "b200")
 OWN_HOST = ("gh200", "dgx-spark")
-"""One card with its own host memory, of one size."""
+"""One card with its own host memory, in one size."""
 CARDS = (*DESKTOP, *SERVER, *OWN_HOST)
 COUNTS = (1, 2, 4, 8)
 HOSTS_GIB = (32, 64, 128, 256, 512, 1024, 2048)
@@ -123,7 +123,7 @@ HOSTS_GIB = (32, 64, 128, 256, 512, 1024, 2048)
 
 @functools.cache
 def machine(card: str) -> Hardware:
-    """Return the description of one card and its machine."""
+    """Return a description: one card and its machine."""
     return Hardware.read(card)
 
 
@@ -189,11 +189,11 @@ def flags(method: str, rows: int, count: int, has_disk: bool) -> dict[str, Any]:
 
 
 class CannotPlanError(Exception):
-    """There is no forecast of a step."""
+    """There is no forecast for a step."""
 
 
 class ModelPlans:
-    """Plans of one model and one method. Structures and workloads are measured once."""
+    """Plans for one model and one method. Structures and workloads are measured once."""
 
     def __init__(self, name: str, method: str, folder: Path) -> None:
         path = folder / name  # a folder: frozen weights keep the dtype of the checkpoint
@@ -214,7 +214,7 @@ class ModelPlans:
         return Config.load(None, {"model.path": self._path, **flags(self._method, rows, count, has_disk)})
 
     def plan(self, card: str, count: int, host_gib: int, has_disk: bool, rows: int = MAX_MICRO_ROWS) -> Forecast:
-        """Return the plan of one point, as `offload plan` makes it; without times if it does not fit."""
+        """Return the plan for one point, as `offload plan` makes it; without times if it does not fit."""
         hardware = machine(card).with_(host_bytes=(host_gib - SYSTEM_GIB) * GIB, num_devices=count)
         self._forecaster.num_ranks = count
         self.num_plans += 1
@@ -225,10 +225,10 @@ class ModelPlans:
         return place(forecaster, forecaster.predict(config, hardware))
 
     def row(self, card: str, count: int, host_gib: int, has_disk: bool) -> list[Any]:
-        """Return the row of one point, as the result file has it.
+        """Return the row for one point, as the result file has it.
 
-        Fits: host GiB, disk or not, rows at a time, tokens a second, GiB of a device, GiB of host, GiB of disk, lane.
-        Does not fit: host GiB, disk or not, 0, missing GiB of a device, of the host, of the disk.
+        Fits: host GiB, disk or not, rows at a time, tokens a second, GiB on a device, on the host, on the disk, lane.
+        Does not fit: host GiB, disk or not, 0, missing GiB on a device, the host, the disk.
         """
         for rows in (MAX_MICRO_ROWS, 1):
             found = self.plan(card, count, host_gib, has_disk, rows)
@@ -267,7 +267,7 @@ def _gib(num_bytes: int) -> float:
 
 
 def plan_all(name: str, method: str, grid: Grid) -> tuple[dict[str, Any], int, float]:
-    """Return the rows of a model and a method by card and number of cards, the number of plans, and the seconds."""
+    """Return the rows for a model and a method by card and number of cards, the number of plans, and the seconds."""
     import torch
 
     torch.set_num_threads(1)
