@@ -285,10 +285,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLANS, H200, STEPS, FIT = "readme.json", "gpu-nvidia-h200.json", "step.json", "fit.json"
 HOST_MEMORY = "the host's available memory"
 MEASURED = (
-    ("Llama-3.1-8B", "H200, held to 24 GiB", 24 << 30, "8b in 24 GiB, a profiled step of 32768 tokens", 32768),
-    ("Llama-3.2-3B", "H200, 141 GB", None, "3b, a profiled step", 16384),
+    ("Llama-3.1-8B", "H200, 141 GB", None, "8b, compile auto, 32768 tokens a step", "compiled"),
+    ("Llama-3.1-8B", "H200, 141 GB", None, "8b, compile never, 32768 tokens a step", "eager"),
+    ("Llama-3.1-8B", "H200, 24 GiB used", 24 << 30, "8b in 24 GiB, a profiled step of 32768 tokens", "one step"),
+    ("Llama-3.2-3B", "H200, 141 GB", None, "3b, compile auto, 16384 tokens a step", "compiled"),
 )
-"""Measured rows: model, card, device budget, result name, tokens in a step."""
+"""Measured rows: model, card, device budget, result name, mode."""
 PLAIN = {"weights": 2, "gradients": 2, "master weights": 4, "moments": 8}
 """Bytes a parameter in plain PyTorch: bf16 with fp32 masters, AdamW."""
 CARDS = {"RTX 4090": "RTX 4090, 24 GB", "H100": "H100, 80 GB"}
@@ -333,15 +335,19 @@ def plans_table() -> str:
         plain = plain_cell(told["parameters"][each["model"]], each["device_bytes"])
         lines.append(row(each["model"], card, host, plain, each["tokens_per_second"], "forecast"))
     values = {each["name"]: each["value"] for each in seen["results"]}
+    units = {each["name"]: each["unit"] for each in seen["results"]}
     memory = f"{values[HOST_MEMORY]:.0f} GiB"
-    for model, card, budget, name, tokens in MEASURED:
-        device_bytes = budget or values["the device's memory"] * 2**30
-        plain = plain_cell(told["parameters"][model], device_bytes)
-        lines.append(row(model, card, memory, plain, tokens / values[name] * 1e3, "**measured**"))
-    tokens_8b, tokens_3b = (f"{tokens:,}" for *_, tokens in MEASURED)
+    tokens = {model: 0 for model, *_ in MEASURED}
+    for model, card, budget, name, mode in MEASURED:
+        plain = plain_cell(told["parameters"][model], budget or values["the device's memory"] * 2**30)
+        tokens[model] = int(re.findall(r"(\d+) tokens", name)[0])
+        is_rate = units[name] == "tokens/s"  # else milliseconds
+        rate = values[name] if is_rate else tokens[model] / values[name] * 1e3
+        lines.append(row(model, card, memory, plain, rate, f"**measured**, {mode}"))
+    tokens_8b, tokens_3b = (f"{number:,}" for number in tokens.values())
     lines.append(
         "\nForecasts are [plans](benchmarks/readme_plans.py) by data sheets: all parameters, AdamW with fp32 states, "
-        f"{told['tokens_a_step']:,} tokens a\nstep. Measured: one [profiled step](benchmarks/README.md#a-real-gpu) "
+        f"{told['tokens_a_step']:,} tokens a\nstep. Measured: [steady steps](benchmarks/README.md#a-real-gpu) "
         f"with random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
         f"tokens. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations."
     )

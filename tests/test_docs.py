@@ -107,7 +107,7 @@ def test_numbers_of_the_readme_are_those_of_their_sources() -> None:
         ("readme.json", r'"tokens_per_second": (8\d+)'),
         ("readme.json", r'"Qwen3-32B": \{\s+"host": (\d+)'),
         ("readme.json", r'"parameters": \{\s+"Qwen3-14B": (\d+)'),
-        ("gpu-nvidia-h200.json", r'"name": "3b, a profiled step", "value": (\d+)'),
+        ("gpu-nvidia-h200.json", r'"name": "3b, compile auto, 16384 tokens a step", "value": (\d+)'),
         ("step.json", r'"ratio": (0\.\d+)'),
     ],
 )
