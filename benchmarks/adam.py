@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.alone import main_of
 from offload.benches.report import Result, spread
 from offload.config.command_line import run_command
-from offload.config.sections import parse_size
 from offload.errors import ConfigError
 from offload.native import kernels
+from offload.sizes import parse_size
 
 SUMMARY = "updates on the CPU against the memory roofline, torch, DeepSpeed and 8-bit AdamW"
 STEP = 100

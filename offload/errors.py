@@ -176,15 +176,6 @@ def allocation_name(name: str) -> str:
     return "master, low 16 bits" if name == "low" else name
 
 
-def written_size(num_bytes: int) -> str:
-    """Return a size in settings notation, for example `14.8GiB`: three digits, rounded down."""
-    shift = max(0, min(4, (num_bytes.bit_length() - 1) // 10)) * 10
-    whole, scale = num_bytes >> shift, 1 << shift
-    digits = 0 if whole >= 100 or not shift else 1 if whole >= 10 else 2
-    size = num_bytes * 10**digits // scale / 10**digits
-    return f"{size:g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[shift // 10]}"
-
-
 def ratio(number: float) -> str:
     """Format a ratio as `0.5`, `3.14` or `1,070`: three digits, but all digits above 100."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import tyro
 
 from offload.config.command_line import parse_options, run_command, say
-from offload.config.sections import parse_size
 from offload.errors import ConfigError, counted, format_bytes
+from offload.sizes import parse_size
 
 DESCRIPTION = (
     "Write a checkpoint as a Hugging Face folder: sharded safetensors, configuration and tokenizer, as save_pretrained "

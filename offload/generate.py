@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from offload.config.command_line import as_utf8, parse_options, run_command, say
-from offload.config.sections import parse_size
 from offload.errors import ConfigError, counted, format_bytes
+from offload.sizes import parse_size
 
 DESCRIPTION = (
     "Continue a text with a causal or an encoder-decoder model. Weights that do not fit the memory are read again for "

@@ -33,8 +33,8 @@ ROOT = Path(__file__).parents[1]
 CORE, APPLICATION = "core", "application"
 RINGS = {
     CORE: "offload.__init__ offload.accelerators offload.distributed offload.engine offload.errors offload.files "
-    "offload.interrupts offload.lanes offload.layout offload.native offload.optim offload.planning offload.schedule "
-    "offload.tiers",
+    "offload.interrupts offload.lanes offload.layout offload.modules offload.native offload.optim offload.planning "
+    "offload.schedule offload.sizes offload.tiers",
     APPLICATION: "offload.__main__ offload.checkpoint offload.config offload.export offload.hf offload.look "
     "offload.machine offload.telemetry offload.train offload.training offload.verify",
     "large": "offload.engine.loss.shared_rows offload.engine.recording.shared_trial offload.engine.units.cut_experts "

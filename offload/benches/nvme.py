@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from offload.benches.blocks import rotate
 from offload.benches.report import Result, spread
 from offload.config.command_line import say
-from offload.config.sections import parse_size
 from offload.errors import ConfigError, format_bytes
 from offload.native.io import ALIGNMENT_BYTES, ENGINES, File, IoEngine, Ticket
+from offload.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,6 @@ from offload.config.sections import (
     TrainSection,
     read_yaml,
 )
-from offload.config.sections import parse_size as parse_size
 from offload.errors import ConfigError, nearest, shorten, too_few_rows
 
 BUILTIN_DEVICE_MEMORY = 9 * 2**20

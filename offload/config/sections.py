@@ -16,43 +16,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from offload.config.data_sources import Format, as_columns, as_sources
 from offload.config.presets import PRESETS
 from offload.config.rules import RULE_SETTINGS, RuleName
-from offload.errors import ConfigError, nearest, shorten
+from offload.errors import nearest, shorten
+from offload.sizes import parse_chunks, parse_size
 
-_SIZE_UNITS = {
-    "": 1, "b": 1,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
-}  # fmt: skip
-"""Bytes per unit, in lower case. A single letter is a binary unit, as in `free -h`, Slurm and Docker."""
 _LEAST_TYPED, _LEAST_BARE = 2**20, 2**10
 """Smallest plausible budgets without a unit, in bytes: for text typed by a user, and for a bare number as a run writes
 them. Below, the unit was probably forgotten.
 """
-
-
-def parse_size(value: Any, key: str | None = None) -> int | None:
-    """Return a number of bytes from "6GiB", "6G" (the same), "512MiB", "1.5GB" or a number. None stays None (no limit).
-
-    Raises ConfigError. The message begins with `key` if given.
-    """
-    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
-        return None
-    text = str(value).strip().lower().replace("_", "")
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = text[len(number) :].strip()
-    try:
-        if isinstance(value, bool):
-            raise ValueError
-        num_bytes = float(number) * _SIZE_UNITS[unit]
-        if not 0 <= num_bytes < 2**63:
-            raise ValueError
-    except (ValueError, KeyError):
-        prefix = f"{key} is {shorten(repr(value))}; " if key else ""
-        raise ConfigError(
-            f'{prefix}it should be a size such as "6GiB", "512MiB", "1.5GB", a number of bytes, or none'
-        ) from None
-    return int(num_bytes)
 
 
 def _as_budget(value: Any) -> int | None:
@@ -191,11 +161,6 @@ def _as_tile(value: Any) -> Any:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise ValueError("it should be a number of tokens, at least 1, none, or auto")
-
-
-def parse_chunks(value: Any, key: str | None = None) -> int | str | None:
-    """Return "auto", or a number of bytes like `parse_size`."""
-    return "auto" if str(value).strip().lower() == "auto" else parse_size(value, key)
 
 
 Size = Annotated[int | None, BeforeValidator(_as_budget)]

@@ -29,7 +29,7 @@ from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
 from offload.planning.plan import Plan, describe_frozen_weights, describe_links, make_plan, sharding_of
 from offload.planning.settings import Settings
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.placement import Placement
 
 _HOOK_PREFIX = "make_inputs_require_grad"

@@ -37,14 +37,14 @@ from offload.errors import ConfigError, nearest, warn
 from offload.hf.safetensors_file import tensor_reader
 from offload.hf.sources import Fill
 from offload.hf.write import SHARD_BYTES
+from offload.lanes.timeline import Span
 from offload.layout.codecs import EXACT, Codec
 from offload.layout.regions import ParameterInfo
 from offload.machine.cores import use_share_of_cores
 from offload.optim.rule import UpdateRule
 from offload.planning.plan import describe_frozen_weights, describe_links
 from offload.planning.settings import Settings, with_settings
-from offload.telemetry.counters import Counters
-from offload.telemetry.timeline import Span
+from offload.tiers.counters import Counters
 from offload.tiers.placement import Placement
 
 _Json = Mapping[str, Any] | None

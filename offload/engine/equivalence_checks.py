@@ -23,7 +23,7 @@ from offload.engine.recording.trial_runs import MOST_CHOICES
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.errors import ConfigError, OffloadError, warn
-from offload.hf.models import in_eval_mode
+from offload.modules import in_eval_mode
 from offload.tiers.host import trim_heap
 
 _CHUNKS = 2

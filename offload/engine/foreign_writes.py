@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.engine.state import EngineState
 from offload.engine.units.state_snapshot import same_bits
 from offload.errors import ConfigError
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 
 _NUM_CHECKS = 2
 """A script with writes between steps writes from the first step on. Each check reads all resident weights."""

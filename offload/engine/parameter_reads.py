@@ -12,7 +12,7 @@ from offload.engine.state import EngineState
 from offload.errors import ConfigError
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 
 
 class ParameterReads:

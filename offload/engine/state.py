@@ -46,7 +46,7 @@ from offload.planning.memory import BUFFER, EXPERT_BUFFER, SCRATCH, SHARDS, SLOT
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import open_device
 from offload.tiers.ledger import Ledger

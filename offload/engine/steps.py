@@ -33,11 +33,11 @@ from offload.engine.units.execution_mode import ExecutionMode
 from offload.engine.units.snapshots import BufferPlace, PassSnapshot, buffer_places
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.errors import ConfigError, DoesNotFitError, warn
-from offload.hf.models import in_eval_mode
+from offload.modules import in_eval_mode
 from offload.planning.estimates import forward_seconds, is_small_update, update_seconds
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import LEAST_CHUNK_BYTES, Settings
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 
 _Result = TypeVar("_Result")
 METHODS: Mapping[str, type[Method]] = {"backward": Backward, "forwards": Forwards}

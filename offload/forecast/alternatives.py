@@ -13,7 +13,7 @@ from offload.config.config import Config
 from offload.config.rules import RULE_SETTINGS
 from offload.engine.units.activation_offload import GRAPHS
 from offload.engine.units.tiles import tile_rows
-from offload.errors import ConfigError, format_bytes, written_size
+from offload.errors import ConfigError, format_bytes
 from offload.forecast.forecast import Alternative, Forecast, Forecaster
 from offload.forecast.memory import KEPT
 from offload.hf.models import locate
@@ -23,6 +23,7 @@ from offload.machine.probe import LEAST_BYTES, probe
 from offload.planning.disk import optimizer_bytes
 from offload.planning.from_config import make_placement
 from offload.planning.memory import BUDGETS
+from offload.sizes import written_size
 
 _MORE_HOST_BYTES = 32 << 30
 _FOLDER = "FOLDER"

@@ -31,7 +31,7 @@ from offload.forecast.unit_use import UnitMeasurement, UnitMeasurements
 from offload.forecast.workload import NO_COST, NO_WORK, UnitWork, Workload
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 
 _FEW_TOKENS = 8
 """Row length in tokens for the tile search. In a seq2seq model the encoder reads half."""

@@ -29,7 +29,7 @@ from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.device import AcceleratorDevice, CpuDevice
 from offload.tiers.host import Arena

@@ -11,7 +11,6 @@ import socket
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -429,15 +428,3 @@ def _notes(report: LoadReport) -> Iterator[str]:
         if names:
             examples = ", ".join(list(names)[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
             yield f"{len(names)} of the weights are {description} ({examples})."
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, and restore each mode at exit."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

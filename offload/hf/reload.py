@@ -11,10 +11,10 @@ import torch
 
 from offload.errors import ConfigError, OffloadError, counted, format_bytes
 from offload.hf.deferred_init import DeferredInit
-from offload.hf.models import in_eval_mode
 from offload.hf.read import build_empty
 from offload.layout.planes import DTYPES
 from offload.machine.environment import memory
+from offload.modules import in_eval_mode
 
 Batch = dict[str, torch.Tensor]
 SAMPLE_TOKENS = 48

@@ -28,7 +28,7 @@ from offload.lanes.throttle import Throttle
 from offload.layout.planes import DTYPES
 from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
 from offload.schedule.execute import Executor
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import open_device
 from offload.tiers.ledger import Ledger

@@ -21,8 +21,8 @@ from typing import Any
 
 from offload.lanes.throttle import Throttle
 from offload.lanes.ticket import CancelledError, Ticket
+from offload.lanes.timeline import Timeline
 from offload.lanes.waiting import Bell, Countdown, wait_until_done
-from offload.telemetry.timeline import Timeline
 
 _LONGEST_DELAY_S = 0.004
 Run = Callable[[], object]

@@ -11,8 +11,8 @@ from typing import Any
 from offload.lanes.lane import InlineLane, Lane, Link, Run, ThreadLane, Tickets
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import Ticket
+from offload.lanes.timeline import LaneTime, Span, Timeline
 from offload.lanes.waiting import wait_until_done
-from offload.telemetry.timeline import LaneTime, Span, Timeline
 
 
 class ComputeLane(Lane):

@@ -19,7 +19,7 @@ from offload.lanes.lane import Lane, ThreadLane, Work
 from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import Throttle
 from offload.lanes.ticket import Ticket
-from offload.telemetry.timeline import LaneTime, Span
+from offload.lanes.timeline import LaneTime, Span
 
 Abort = Callable[[BaseException], None] | None
 _MOST_SPANS = 1 << 13

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest
+from offload.sizes import parse_size
 
 LANES = ("h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
 """Links with a throttle and a row on the timeline. Several lanes may share one link, see `Lanes`."""

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from offload.accelerators import parse_device
-from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest, shorten
+from offload.sizes import parse_size
 
 _BUILTIN_FOLDER = Path(__file__).parent / "described"
 _LEFT_OUT: dict[str, Any] = {

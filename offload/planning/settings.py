@@ -13,12 +13,12 @@ import torch
 
 from offload.accelerators import parse_device
 from offload.config.arguments import check_types
-from offload.config.sections import parse_chunks
 from offload.errors import ConfigError, shorten
 from offload.lanes.throttle import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, INT8
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
+from offload.sizes import parse_chunks
 from offload.tiers.placement import Placement
 
 LEAST_CHUNK_BYTES = 256 << 20

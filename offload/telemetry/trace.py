@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from offload.telemetry.timeline import Span
+from offload.lanes.timeline import Span
 
 FIRST_STEPS = 3  # include the first pass with fetches on demand, and the step distributing spare memory
 LAST_STEPS = 10

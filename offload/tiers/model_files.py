@@ -13,7 +13,7 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region
 from offload.native import kernels
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.host import Arena, copy_in_one_thread
 from offload.tiers.lease import Lease
 from offload.tiers.ledger import Ledger

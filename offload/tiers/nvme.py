@@ -19,7 +19,7 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region, stripe, stripe_bytes
 from offload.native.io import File, IoEngine, wait_for_all
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.host import Arena
 from offload.tiers.lease import Lease
 from offload.tiers.ledger import Ledger

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from offload.config.arguments import check_types
-from offload.config.sections import parse_size
 from offload.errors import ConfigError, nearest, shorten
+from offload.sizes import parse_size
 
 TIERS = ("device", "cpu", "nvme")
 _EXPERTS = ("auto", "whole", "streamed")

@@ -12,8 +12,8 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import EXACT
 from offload.layout.regions import Piece, Region
-from offload.telemetry.counters import Counters
 from offload.tiers.cargoes import Cargoes, Slot
+from offload.tiers.counters import Counters
 from offload.tiers.decoding import Decoder, stored_view
 from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import Device, copy_planes

@@ -15,7 +15,7 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.layout.planes import ERROR, Factor, Plane, summed
 from offload.layout.regions import DiskLayout, ParameterInfo, Region
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.lease import Lease

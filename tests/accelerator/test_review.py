@@ -28,8 +28,8 @@ from offload.lanes.streams import StreamLanes, open_lanes
 from offload.lanes.waiting import wait_until_done
 from offload.machine import probe
 from offload.native import device_update, kernels, torch_fallback
-from offload.telemetry.counters import Counters
 from offload.tiers import device
+from offload.tiers.counters import Counters
 from offload.tiers.device import open_device
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from offload.config.command_line import parse_config
 from offload.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
 from offload.config.rules import RULE_SETTINGS
-from offload.config.sections import OffloadSection, parse_size
-from offload.errors import ConfigError, counted, written_size
+from offload.config.sections import OffloadSection
+from offload.errors import ConfigError, counted
 from offload.forecast.alternatives import to_flags
+from offload.sizes import parse_size, written_size
 
 
 def test_every_key_of_the_contract_is_there() -> None:

@@ -15,7 +15,7 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.streams import open_lanes, overlaps
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import CancelledError, Fence, Ticket
-from offload.telemetry.timeline import LaneTime, Timeline
+from offload.lanes.timeline import LaneTime, Timeline
 from tests.lanes.patience import FOREVER_S, MOMENT_S, PATIENCE_S, Gate, eventually, fail, nothing, start, within
 
 # -- order ---------------------------------------------------------------------------------------------------

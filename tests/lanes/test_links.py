@@ -14,7 +14,7 @@ from offload.lanes.lane import Link
 from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import CancelledError, Ticket
-from offload.telemetry.timeline import Span, Timeline
+from offload.lanes.timeline import Span, Timeline
 from tests.lanes.patience import FOREVER_S, MOMENT_S, PATIENCE_S, Gate, eventually, fail, nothing, start, within
 
 SHARED = {

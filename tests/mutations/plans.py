@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offload.planning import plan
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.ledger import Ledger
 from tests.mutations import mutation
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from offload.telemetry.timeline import Span
+from offload.lanes.timeline import Span
 from offload.telemetry.trace import Trace
 
 LANES = ("compute", "h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from offload import report
-from offload.config.sections import parse_size
 from offload.errors import ConfigError
 from offload.reporting.advice import advise
 from offload.reporting.figures import Figures
 from offload.reporting.run_record import RunRecord, TracedStep, TraceSpan
 from offload.reporting.timeline import rows
+from offload.sizes import parse_size
 from tests.reporting.runs import CONFIG, PLAN, line, usual, write_run
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import lanes
 from benchmarks.ideal import Unit, Use, ideal
-from offload.telemetry.timeline import Span
+from offload.lanes.timeline import Span
 from tests import forks
 
 SIZES = {"a": 10, "head": 20}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.telemetry.timeline import Span
+from offload.lanes.timeline import Span
 from offload.telemetry.trace import FIRST_STEPS, LAST_STEPS, Trace
 from tests.telemetry.reader import Work, check_trace, read_trace
 

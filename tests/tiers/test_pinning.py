@@ -16,7 +16,7 @@ from offload.engine.units.activation_offload import HostActivationOffload
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
 from offload.optim.adamw import AdamW
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import HostMapping, Pinning

@@ -11,7 +11,7 @@ from offload.errors import DoesNotFitError
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.optim.adamw import AdamW
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import CpuDevice
 from offload.tiers.ledger import Ledger

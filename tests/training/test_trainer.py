@@ -17,9 +17,9 @@ from offload.engine.gradients import policies, updates
 from offload.errors import ConfigError, NonFiniteError
 from offload.export import main as export_command
 from offload.forecast import alternatives
+from offload.lanes.timeline import Span, Timeline
 from offload.machine import environment
 from offload.machine.hardware import Hardware, Rates
-from offload.telemetry.timeline import Span, Timeline
 from offload.training.trainable import WholeModel
 from offload.training.trainer import Trainer
 from tests.telemetry.reader import read_trace

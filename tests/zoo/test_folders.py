@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from offload import Engine
 from offload.config.sections import ModelSection
-from offload.hf.models import build_model, in_eval_mode
+from offload.hf.models import build_model
 from offload.hf.reload import TOLERANCE
 from offload.layout.planes import DTYPES
+from offload.modules import in_eval_mode
 from tests.checkpoint.folders import read, same
 from tests.hf.test_write import logits, tensors
 from tests.zoo.families import buildable, families

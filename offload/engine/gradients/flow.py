@@ -24,7 +24,7 @@ from offload.layout.regions import ParameterInfo, Piece, Region
 from offload.native import kernels
 from offload.planning.memory import BUFFER, EXPERT_BUFFER
 from offload.planning.settings import Settings
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.store import Store

@@ -17,7 +17,7 @@ from offload.layout.codecs import IntegerCodec
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BETWEEN
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring
 from offload.tiers.store import Store

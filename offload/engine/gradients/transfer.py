@@ -16,7 +16,7 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS, replica_sum_bytes
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.store import Store

@@ -16,7 +16,7 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import CODES
 from offload.layout.regions import Region, align
 from offload.planning.device_updates import PLANE_ALIGNMENT, UPDATE_RING
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.device import Device, copy_planes
 from offload.tiers.lease import Lease
 from offload.tiers.ring import Ring

@@ -20,7 +20,7 @@ from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, NonFiniteError
 from offload.optim.mezo import MeZO
 from offload.planning.settings import Settings
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 
 
 class Forwards(Method):

@@ -15,10 +15,10 @@ from offload.engine.state import EngineState
 from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
+from offload.lanes.timeline import Span
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
-from offload.telemetry.counters import Counters
-from offload.telemetry.timeline import Span
+from offload.tiers.counters import Counters
 
 LossParts = Callable[[], Generator[torch.Tensor, None, None]]
 """Runs the model over a batch once and yields the loss in parts; all ranks' parts add up."""

@@ -11,7 +11,7 @@ import torch
 
 from offload.engine.gradients.noise import GradientNoise
 from offload.errors import ConfigError
-from offload.telemetry.timeline import LaneTime
+from offload.lanes.timeline import LaneTime
 
 
 class ZerothOrderRecord(NamedTuple):

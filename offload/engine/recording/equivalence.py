@@ -27,8 +27,8 @@ from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
-from offload.hf.models import in_eval_mode
 from offload.layout.regions import Piece
+from offload.modules import in_eval_mode
 
 
 class _Bounds(NamedTuple):

@@ -13,7 +13,7 @@ from offload.engine.loss.shared_rows import SharedRows, over_whole_rows, share_r
 from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
 from offload.errors import ConfigError, OffloadError
-from offload.hf.models import in_eval_mode
+from offload.modules import in_eval_mode
 
 _ROUNDING_OF_ONE = 4
 """Allowed ratio between the error at one token position and the mean error. A router may send a token elsewhere."""

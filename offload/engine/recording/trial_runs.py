@@ -35,8 +35,8 @@ from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.errors import ConfigError, OffloadError
-from offload.hf.models import in_eval_mode
-from offload.telemetry.counters import Counters
+from offload.modules import in_eval_mode
+from offload.tiers.counters import Counters
 
 _Result = TypeVar("_Result")
 MOST_CHOICES = 4

@@ -18,7 +18,7 @@ from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.errors import ConfigError
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 
 IMPLEMENTATION = "offload_shared"
 """Name of this attention in transformers."""

@@ -23,7 +23,7 @@ from offload.lanes.lanes import Lanes
 from offload.layout.regions import Piece, Region
 from offload.planning.memory import EXPERT_SLOT
 from offload.planning.plan import Plan
-from offload.telemetry.counters import Counters
+from offload.tiers.counters import Counters
 from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store

@@ -13,7 +13,11 @@ _MOST_SPANS = 1 << 17
 
 
 class Span(NamedTuple):
-    """One lane work interval, in `time.perf_counter` seconds."""
+    """One lane work interval.
+
+    lane, name: names of the lane and the work.
+    begin, end: `time.perf_counter` seconds.
+    """
 
     lane: str
     name: str
@@ -23,7 +27,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneTime:
-    """Busy seconds per step, and seconds compute waited for the lane."""
+    """Times of a lane in a step.
+
+    busy_seconds: time with work.
+    exposed_seconds: time compute waited for the lane.
+    """
 
     busy_seconds: float
     exposed_seconds: float

@@ -9,7 +9,10 @@ from typing import Any, Protocol
 
 
 class Tiers(Protocol):
-    """An object with device, host ledger and store, used to read peaks."""
+    """An object with device, host ledger and store, used to read peaks.
+
+    device, host, store: with `peak_bytes`, `peak_bytes` and `pinned_bytes`.
+    """
 
     device: Any
     host: Any
@@ -27,6 +30,13 @@ class Counters:
     receiver.
 
     Prefetches count for the step they serve: weights needed first and resident weights, fetched right after the update.
+
+    h2d_bytes, d2h_bytes: copies to the device and to the host.
+    nvme_read_bytes, nvme_write_bytes: disk transfers.
+    all_gather_elements, reduce_scatter_elements, all_to_all_elements: exchanges between ranks.
+    network_bytes: sent to other machines.
+    experts_fetched: number of fetched experts.
+    next_h2d_bytes, next_nvme_read_bytes, next_all_gather_elements, next_network_bytes: prefetches for the next step.
     """
 
     h2d_bytes: int = 0
