@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload.config.config import Config as Config
     from offload.engine.engine import Engine as Engine
+    from offload.extras.zeroth.mezo import MeZO as MeZO
     from offload.integrations.wrap import wrap as wrap
     from offload.optim.adamw import AdamW as AdamW
     from offload.optim.factored import Adafactor as Adafactor
     from offload.optim.factored import AdaLomo as AdaLomo
     from offload.optim.lion import Lion as Lion
-    from offload.optim.mezo import MeZO as MeZO
     from offload.optim.muon import Muon as Muon
     from offload.optim.sgd import LOMO as LOMO
     from offload.optim.sgd import SGD as SGD
@@ -44,7 +44,7 @@ _HOMES = {
     "AdamW": "offload.optim.adamw",
     "LOMO": "offload.optim.sgd",
     "Lion": "offload.optim.lion",
-    "MeZO": "offload.optim.mezo",
+    "MeZO": "offload.extras.zeroth.mezo",
     "Muon": "offload.optim.muon",
     "SGD": "offload.optim.sgd",
     "Placement": "offload.tiers.placement",

@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
             raise ConfigError(f"{folder} {wrong}; give the folder that a run began with, and that of the run.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; set --out to a new or empty folder.")
-    from offload.training.replay import replay_run  # imports torch
+    from offload.extras.zeroth.replay import replay_run  # imports torch
 
     num_steps = replay_run(base, run, out, options.dtype, say)
     print(f"{out}: the weights after {counted(num_steps, 'step')} of {run}.")

@@ -33,7 +33,7 @@ Helpers of the main path:
     engine/gradients/tile_updates.py, update_place.py   tile updates, and the device that runs them
     optim/update.py, native/kernels.py   update rule arithmetic
 
-Other paths through a step: `methods/forwards.py` trains without gradients; `own_loop.py` is for loops that call the
+Other paths through a step: `offload/extras/zeroth` trains without gradients; `own_loop.py` is for loops that call the
 model themselves. Before the first step: `assemble.py`, `state.py`, `take_over.py`, `recording/`,
 `equivalence_checks.py`. After a failed step: `recovery.py`.
 """

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 
 from offload.accelerators import own_accelerator
+from offload.doors import Door
 from offload.engine.equivalence_checks import EquivalenceChecks
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.gradients.noise import GradientNoise
@@ -23,7 +24,6 @@ from offload.engine.loss.loss import LossFunction
 from offload.engine.loss.parts import Losses, sum_parts
 from offload.engine.loss.shared_rows import share_rows
 from offload.engine.methods.backward import Backward
-from offload.engine.methods.forwards import Forwards
 from offload.engine.methods.method import Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.recording.shared_trial import check_sharing
@@ -40,7 +40,7 @@ from offload.planning.settings import LEAST_CHUNK_BYTES, Settings
 from offload.tiers.counters import Counters
 
 _Result = TypeVar("_Result")
-METHODS: Mapping[str, type[Method]] = {"backward": Backward, "forwards": Forwards}
+METHODS: Door[type[Method]] = Door("method", {"backward": Backward})
 """Training methods, by the `method` name of the update rule."""
 _MOST_DEPARTURES = 3
 """Limit per batch: each departure is recorded on one rank's rows, and several ranks may each have a new call."""

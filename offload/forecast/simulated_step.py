@@ -353,7 +353,7 @@ class SimulatedEngine:
         self._executor.begin("step", wraps=self._updates.is_immediate)
 
     def _step_of_forwards(self) -> None:
-        """Same call order as `offload.engine.methods.forwards`. The forward of each call includes all passes."""
+        """Same call order as `offload.extras.zeroth.forwards`. The forward of each call includes all passes."""
         self._updates.begin_step(0.0, True, self._number)
         self._executor.begin("step")
         for number, call in enumerate(self._calls):

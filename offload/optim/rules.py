@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from offload.doors import Door
 from offload.optim.adamw import AdamW
 from offload.optim.factored import Adafactor, AdaLomo
 from offload.optim.lion import Lion
-from offload.optim.mezo import MeZO
 from offload.optim.muon import Muon
 from offload.optim.rule import UpdateRule
 from offload.optim.sgd import LOMO, SGD
 
-_RULES: Mapping[str, type[UpdateRule]] = {
-    "adamw": AdamW,
-    "lion": Lion,
-    "sgd": SGD,
-    "adafactor": Adafactor,
-    "lomo": LOMO,
-    "adalomo": AdaLomo,
-    "muon": Muon,
-    "mezo": MeZO,
-}
+RULES: Door[type[UpdateRule]] = Door(
+    "rule",
+    {
+        "adamw": AdamW,
+        "lion": Lion,
+        "sgd": SGD,
+        "adafactor": Adafactor,
+        "lomo": LOMO,
+        "adalomo": AdaLomo,
+        "muon": Muon,
+    },
+)
+"""Update rules by the name in `optimizer.name`."""
 
 
 def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
@@ -30,10 +33,10 @@ def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
     ConfigError.
     """
     groups = tuple((pattern, _with_rule(values, settings)) for pattern, values in settings["groups"])
-    return _RULES[name].configured({**settings, "groups": groups})
+    return RULES[name].configured({**settings, "groups": groups})
 
 
 def _with_rule(values: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a group with the rule name replaced by a rule object."""
     name = str(values.get("rule"))
-    return {**values, "rule": _RULES[name].configured({**settings, "groups": ()})} if name in _RULES else values
+    return {**values, "rule": RULES[name].configured({**settings, "groups": ()})} if name in RULES else values

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload import AdamW, Placement
 from offload.errors import ConfigError
-from offload.optim.mezo import MeZO
+from offload.extras.zeroth.mezo import MeZO
 from offload.planning.settings import Settings
 from tests.engine.compare import assert_same
 from tests.engine.families import build, gemma2, llama, mixtral, opt, qwen3, tokens

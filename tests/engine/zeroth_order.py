@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from offload import MeZO
+from offload.extras.zeroth.directions import PURPOSE, ROUNDING, normal
 from offload.native import kernels, philox
-from offload.native.directions import PURPOSE, ROUNDING, normal
 from offload.optim.rule import parameter_key
 from tests.engine.device import own_device, twin
 from tests.engine.reference import untie

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from offload.engine.methods import interleaved, slot_updates, zeroth_order_update
+from offload.engine.methods import slot_updates
 from offload.engine.methods.method import Method
-from offload.engine.methods.perturbed import PerturbedWeights
 from offload.engine.methods.slot_updates import SlotUpdates
-from offload.engine.methods.zeroth_order_update import ZerothOrderUpdate
-from offload.optim.mezo import MeZO
+from offload.extras.zeroth import interleaved
+from offload.extras.zeroth import update as zeroth_order_update
+from offload.extras.zeroth.mezo import MeZO
+from offload.extras.zeroth.perturbed import PerturbedWeights
+from offload.extras.zeroth.update import ZerothOrderUpdate
 from tests.mutations import enter_as, mutation, replaced
 
 # In a unit not called by any pass, all weights are updated instead of the small ones only.

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.native import directions, kernels, philox
-from offload.native.directions import PURPOSE, ROUNDING, NoiseRange, descend, normal, perturb
+from offload.extras.zeroth import directions
+from offload.extras.zeroth.directions import PURPOSE, ROUNDING, NoiseRange, descend, normal, perturb
+from offload.native import kernels, philox
 
 OF = NoiseRange(key=0xFEDCBA9876543210, step=7, element=128)
 LENGTHS = (1, 63, 64, 65, 1000, 70_001)

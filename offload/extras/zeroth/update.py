@@ -9,8 +9,8 @@ import torch
 from offload.engine.methods.result import ZerothOrderRecord
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
+from offload.extras.zeroth.mezo import MeZO
 from offload.layout.regions import Region
-from offload.optim.mezo import MeZO
 from offload.optim.rule import parameter_key
 from offload.optim.update import ZerothOrderStep, descend_tile
 from offload.tiers.deferred_updates import UpdateFunction

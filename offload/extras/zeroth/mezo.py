@@ -12,8 +12,9 @@ import torch
 import xxhash
 
 from offload.errors import ConfigError
-from offload.native import directions, kernels
-from offload.native.directions import NoiseRange
+from offload.extras.zeroth import directions
+from offload.extras.zeroth.directions import NoiseRange
+from offload.native import kernels
 from offload.optim.rule import UpdateRule, UpdateStep, check_number, master
 
 MASTERS = ("fp32", "bf16")

@@ -8,17 +8,17 @@ from collections.abc import Callable, Hashable
 import torch
 
 from offload.engine.loss.parts import Losses, sum_parts
-from offload.engine.methods.interleaved import InterleavedForwards
 from offload.engine.methods.method import LossParts, Method
-from offload.engine.methods.perturbed import PerturbedWeights
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.methods.slot_updates import SlotUpdates
-from offload.engine.methods.zeroth_order_update import ZerothOrderUpdate
 from offload.engine.state import EngineState
 from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, NonFiniteError
-from offload.optim.mezo import MeZO
+from offload.extras.zeroth.interleaved import InterleavedForwards
+from offload.extras.zeroth.mezo import MeZO
+from offload.extras.zeroth.perturbed import PerturbedWeights
+from offload.extras.zeroth.update import ZerothOrderUpdate
 from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
 

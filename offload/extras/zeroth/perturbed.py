@@ -10,9 +10,9 @@ from torch import nn
 
 from offload.engine.state import EngineState
 from offload.engine.units.unit import Unit
-from offload.native import directions
-from offload.native.directions import NoiseRange
-from offload.optim.mezo import MeZO
+from offload.extras.zeroth import directions
+from offload.extras.zeroth.directions import NoiseRange
+from offload.extras.zeroth.mezo import MeZO
 from offload.optim.rule import parameter_key
 from offload.planning.memory import PERTURBED
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.methods.perturbed import PerturbedWeights
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver_result, receive_call
@@ -17,6 +16,7 @@ from offload.engine.units.runner import synchronized
 from offload.engine.units.snapshots import DictSnapshots
 from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.unit import Unit
+from offload.extras.zeroth.perturbed import PerturbedWeights
 from offload.lanes.lockstep import Lockstep
 
 

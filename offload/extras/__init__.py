@@ -1,0 +1,13 @@
+"""Extras: features outside the core and the application, each in a folder. An extra may import the core and the
+application; only `ENTRIES` names extras in the other direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ENTRIES: Mapping[str, Mapping[str, str]] = {
+    "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
+    "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
+}
+"""For each door (`offload.doors`) the names and places of the objects from extras: "module:name"."""

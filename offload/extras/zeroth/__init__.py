@@ -1,0 +1,1 @@
+"""Training with forward passes alone: MeZO and variants, replay from the log."""

@@ -1,0 +1,42 @@
+"""Objects by name, from the core and from extras."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from offload.doors import Door
+from offload.engine.steps import METHODS
+from offload.errors import ConfigError
+from offload.extras import ENTRIES
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_each_entry_is_there(kind: str) -> None:
+    door = Door[object](kind, {})
+    assert set(door) == set(ENTRIES[kind])
+    for name, place in ENTRIES[kind].items():
+        assert getattr(door[name], "__name__", None) == place.partition(":")[2]
+
+
+def test_an_unused_extra_is_not_imported() -> None:
+    code = "import sys, offload.engine.steps, offload.optim.rules; print([m for m in sys.modules if 'extras.' in m])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_another_package_registers_an_object() -> None:
+    door = Door("method", {"backward": "own"})
+    door.register("mine", "theirs")
+    assert door["mine"] == "theirs"
+    assert list(door) == ["backward", "mine", *ENTRIES["method"]]
+    for taken in ("mine", "forwards"):
+        with pytest.raises(ConfigError, match=f"'{taken}' exists already"):
+            door.register(taken, "again")
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no method 'forward' \(did you mean forwards\?\)"):
+        METHODS["forward"]
