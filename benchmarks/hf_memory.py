@@ -110,7 +110,7 @@ def _peak() -> int:
 
 
 def _num_different(one: Path, other: Path) -> int:
-    from offload.hf.safetensors_file import TensorFile
+    from offload.files.safetensors_file import TensorFile
 
     def hashes(folder: Path) -> dict[str, str]:
         found = {}

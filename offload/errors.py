@@ -194,3 +194,12 @@ def format_bytes(num_bytes: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def untrainable_error(name: str, method: str) -> ConfigError:
+    """Return the error for quantized weights that would be trained."""
+    return ConfigError(
+        f"{name} is quantized in the model's folder ({method}) but not frozen: most updates are smaller than the "
+        "distance between two quantized values, and would be lost. Train an adapter over it (--lora.rank 16, or "
+        "requires_grad=False before Engine()), or give the folder of the unquantized model."
+    )

@@ -22,7 +22,7 @@ from offload.engine.units.find import UnitCandidate, describe_parameters, find_u
 from offload.engine.units.row_blocks import RowBlocks
 from offload.engine.units.shared_attention import check_shared
 from offload.errors import ConfigError, DoesNotFitError
-from offload.hf.sources import Fill
+from offload.files.sources import Fill
 from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region, build_regions
 from offload.planning.machines import Machine, ThisMachine

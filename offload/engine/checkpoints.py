@@ -32,9 +32,8 @@ from offload.errors import CheckpointError, ConfigError
 from offload.hf.names import CannotStream, describe_conversions
 from offload.hf.write import write_configuration
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.codecs import EXACT
+from offload.layout.codecs import EXACT, Codec
 from offload.layout.planes import CODES, MASTER, STALE
-from offload.layout.quantized import FileCodec
 from offload.layout.regions import Region
 from offload.machine.environment import memory
 from offload.tiers.lease import Lease
@@ -339,9 +338,9 @@ def _frozen_codec(engine: EngineState) -> str:
     return next(names, EXACT.name)
 
 
-def _quantized_codecs(engine: EngineState) -> list[FileCodec]:
+def _quantized_codecs(engine: EngineState) -> list[Codec]:
     """Return the codecs for weights already quantized in the model files."""
-    return [info.codec for info in engine.infos if isinstance(info.codec, FileCodec)]
+    return [info.codec for info in engine.infos if info.codec.is_from_files]
 
 
 def _trained_only_reason(engine: EngineState) -> str:

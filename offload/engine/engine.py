@@ -34,8 +34,8 @@ from offload.engine.units.activation_offload import GRAPHS
 from offload.engine.units.compile_wrappers import remove_compile_wrappers
 from offload.engine.units.residency import refuse_copy, refuse_owned, refuse_sparse
 from offload.errors import ConfigError, nearest, warn
-from offload.hf.safetensors_file import tensor_reader
-from offload.hf.sources import Fill
+from offload.files.safetensors_file import tensor_reader
+from offload.files.sources import Fill
 from offload.hf.write import SHARD_BYTES
 from offload.lanes.timeline import Span
 from offload.layout.codecs import EXACT, Codec

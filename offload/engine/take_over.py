@@ -10,9 +10,8 @@ from torch import nn
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.errors import ConfigError, warn
-from offload.hf.safetensors_file import ReadRange, TensorFile, tensor_reader
-from offload.hf.sources import Fill, QuantizedSource, Source
-from offload.layout.quantized import FileCodec
+from offload.files.safetensors_file import ReadRange, TensorFile, tensor_reader
+from offload.files.sources import Fill, QuantizedSource, Source
 from offload.layout.regions import ParameterInfo
 from offload.tiers.host import trim_heap
 from offload.tiers.model_files import ModelFiles
@@ -114,7 +113,7 @@ def _file_source(source: Source | None, info: ParameterInfo) -> Source:
 
 def _weight_reader(source: Source | None, parameter: nn.Parameter, info: ParameterInfo) -> ReadRange:
     """Return the reader for a parameter stored by the engine. Raises ConfigError."""
-    is_in_memory = source is None and not isinstance(info.codec, FileCodec)
+    is_in_memory = source is None and not info.codec.is_from_files
     return tensor_reader(parameter) if is_in_memory else _stored_reader(source, info)
 
 
@@ -125,7 +124,7 @@ def _stored_reader(source: Source | None, info: ParameterInfo) -> ReadRange:
     """
     if isinstance(source, QuantizedSource) and info.codec == source.codec:
         return source.records
-    if source is None or isinstance(info.codec, FileCodec):
+    if source is None or info.codec.is_from_files:
         raise ConfigError(
             f"{info.name} is quantized in the model's files ({info.codec.name}), but its values were changed after "
             "loading, for example by an adapter whose initialization changes the base weights, and changed values "

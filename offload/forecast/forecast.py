@@ -36,7 +36,7 @@ from offload.hf.models import (
 )
 from offload.hf.quantized import quantization_settings
 from offload.hf.read import quantized_parameters
-from offload.layout.quantized import FileCodec
+from offload.layout.codecs import Codec
 from offload.machine.hardware import Hardware
 from offload.planning.from_config import make_settings
 from offload.planning.machines import Machine, SpecifiedMachine
@@ -244,7 +244,7 @@ class Forecaster:
     def _built(self) -> BuiltModel:
         """The trained model on `meta`, with its quantized checkpoint parameters."""
         section, architecture = self.config.model, self._architecture
-        model, quantized = empty_model(section, architecture), dict[nn.Parameter, FileCodec]()
+        model, quantized = empty_model(section, architecture), dict[nn.Parameter, Codec]()
         freezes = self.config.adapts or self.config.optimizer.freeze
         is_loaded = is_pretrained(section, locate(section))
         is_stand_in = self.plans_downloads and not is_loaded and section.init == "auto"

@@ -21,10 +21,11 @@ from torch import nn
 from offload.config.sections import LoraSection
 from offload.errors import ConfigError, MissingLibraryError, OffloadError, counted, nearest, shorten
 from offload.files.pointers import refuse_pointers
+from offload.files.sources import Source
 from offload.hf.base_reads import BaseReads
 from offload.hf.models import BuiltModel
 from offload.hf.residual import from_bytes, to_plain_lora
-from offload.hf.sources import MemorySource, RemovedProduct, Source
+from offload.hf.sources import MemorySource, RemovedProduct
 from offload.hf.write import check_export_folder, export_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -10,9 +10,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from offload.files.sources import Source
 from offload.hf.models import BuiltModel
 from offload.hf.residual import subtract_products
-from offload.hf.sources import RemovedProduct, Source
+from offload.hf.sources import RemovedProduct
 
 # Parameter operations that need no values.
 # fmt: off

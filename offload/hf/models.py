@@ -26,13 +26,14 @@ from transformers import AutoConfig, PreTrainedConfig
 from offload.config.presets import PRESETS
 from offload.config.sections import PYTHON_PREFIX, ModelSection
 from offload.errors import ConfigError, OffloadError, counted, format_bytes, warn
+from offload.files.sources import Fill, Source
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.model_path import find_model, missing_message
 from offload.hf.names import CannotStream, Shape
 from offload.hf.quantized import quantization_settings, remove_quantization
 from offload.hf.read import LoadReport, build_empty, conversion_advice, read_model, replace_parameters, weight_files
-from offload.hf.sources import Fill, RemovedProduct, Source
-from offload.layout.quantized import FileCodec
+from offload.hf.sources import RemovedProduct
+from offload.layout.codecs import Codec
 
 _NUM_NAMES = 3  # parameters listed in a note
 
@@ -59,7 +60,7 @@ class BuiltModel:
     close: Callable[[], None] = lambda: None
     source: Callable[[str], Source | None] = lambda _name: None
     removed: Mapping[str, RemovedProduct] = field(default_factory=dict)
-    quantized: Mapping[nn.Parameter, FileCodec] = field(default_factory=dict)
+    quantized: Mapping[nn.Parameter, Codec] = field(default_factory=dict)
 
 
 def folder_config(folder: Path) -> PreTrainedConfig:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from offload.errors import ConfigError
-from offload.hf.safetensors_file import TensorEntry, TensorFile
+from offload.files.safetensors_file import TensorEntry, TensorFile
 from offload.layout import quantized as codec
 from offload.layout.codecs import dynamic_map, nf4_levels
 from offload.layout.quantized import BitsandbytesNf4Codec, FileCodec, TiledCodec, rounding
@@ -155,15 +155,6 @@ def quantization_method(quantization: Mapping[str, Any]) -> str:
     """Return the quantization method name."""
     method = quantization.get("quant_method")
     return str(getattr(method, "value", method) or "quantization_config")
-
-
-def untrainable_error(name: str, method: str) -> ConfigError:
-    """Return the error for quantized weights that would be trained."""
-    return ConfigError(
-        f"{name} is quantized in the model's folder ({method}) but not frozen: most updates are smaller than the "
-        "distance between two quantized values, and would be lost. Train an adapter over it (--lora.rank 16, or "
-        "requires_grad=False before Engine()), or give the folder of the unquantized model."
-    )
 
 
 class Format(ABC):

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from offload.errors import ConfigError
+from offload.files.sources import QuantizedSource, Source
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.names import (
     CannotStream,
@@ -42,15 +43,13 @@ from offload.hf.quantized import (
 from offload.hf.sources import (
     FusedSource,
     GrownSource,
-    QuantizedSource,
     QuantizedStackedSource,
     QuantizedTensorSource,
-    Source,
     StackedSource,
     TensorSource,
     are_equal,
 )
-from offload.layout.quantized import FileCodec
+from offload.layout.codecs import Codec
 from offload.tiers.host import trim_heap
 
 
@@ -256,15 +255,13 @@ def find_sources(
     return sources, unexpected, shapes
 
 
-def quantized_codecs(model: nn.Module, sources: Mapping[str, Source]) -> dict[nn.Parameter, FileCodec]:
+def quantized_codecs(model: nn.Module, sources: Mapping[str, Source]) -> dict[nn.Parameter, Codec]:
     """Return the model parameters with quantized sources, and their codecs."""
     state = model.state_dict(keep_vars=True)
     return {state[name]: each.codec for name, each in sources.items() if isinstance(each, QuantizedSource)}
 
 
-def quantized_parameters(
-    model: nn.Module, folder: Path, quantization: Mapping[str, Any]
-) -> dict[nn.Parameter, FileCodec]:
+def quantized_parameters(model: nn.Module, folder: Path, quantization: Mapping[str, Any]) -> dict[nn.Parameter, Codec]:
     """Return the parameters stored quantized in a folder, and their codecs, without reading weights.
 
     `model` may be on `meta`. `quantization`: settings from the configuration. Raises ConfigError, DiskError.

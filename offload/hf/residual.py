@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.files.sources import Source
 from offload.hf.models import BuiltModel
-from offload.hf.sources import RemovedProduct, ResidualSource, Source
+from offload.hf.sources import RemovedProduct, ResidualSource
 
 _MATRIX = re.compile(r"base_model\.model\.(?P<module>.*)\.lora_(embedding_)?(?P<key>[AB])(\.weight)?")
 """LoRA matrix names in PEFT's files."""

@@ -6,54 +6,18 @@ All are read by flat element ranges, so a rank reads only its shard. For quantiz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
 
+from offload.files.safetensors_file import TensorFile
+from offload.files.sources import ReopenFile, Source
 from offload.hf.names import Conversion, Shape
 from offload.hf.quantized import QuantizedTensor
-from offload.hf.safetensors_file import TensorFile
 from offload.layout.quantized import FileCodec
 
 _BLOCK_NUMEL = 1 << 22  # elements converted, compared or averaged at once
-
-
-class Source(Protocol):
-    """Values for one parameter, in the model dtype and shape."""
-
-    dtype: torch.dtype
-    shape: Shape
-
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        """Return a new tensor with flat elements `begin` to `end`. Raises DiskError."""
-
-    def reopen_files(self, reopen: ReopenFile) -> Source:
-        """Return the same values from reopened files. Raises ConfigError, DiskError."""
-
-
-ReopenFile = Callable[[TensorFile], TensorFile]
-"""Returns the reopened file."""
-
-
-@runtime_checkable
-class QuantizedSource(Source, Protocol):
-    """A parameter stored quantized in files. `read` returns dequantized values."""
-
-    codec: FileCodec
-    """Codec in the files."""
-
-    def records(self, begin: int, end: int) -> torch.Tensor:
-        """Return the records for flat elements `begin` to `end`, uint8, flat.
-
-        `begin` must be the start of a record. Raises DiskError.
-        """
-
-
-Fill = Callable[[str, nn.Module], Mapping[nn.Parameter, Source] | None]
-"""Called with a name and module just before the parameters are taken. Fills them, or returns sources for some."""
 
 
 @dataclass

@@ -7,11 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 from offload.errors import ConfigError, counted, format_bytes
+from offload.files.safetensors_file import TensorFile
 from offload.hf.adapters import CONFIG, WEIGHTS
 from offload.hf.models import folder_config, model_kind
 from offload.hf.names import CannotStream
 from offload.hf.read import read_model, weight_files
-from offload.hf.safetensors_file import TensorFile
 
 
 def verify_folder(folder: Path) -> str:

@@ -30,8 +30,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from offload.errors import ConfigError, DiskError, OffloadError, errno_text, warn
 from offload.files.atomic_folder import clear, replace_folder
+from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, TensorFileWriter, WrittenFile, tensor_reader
 from offload.hf.names import Conversion, drop_tied, plan_writing, stays_fp32
-from offload.hf.safetensors_file import DTYPES, ReadRange, TensorFile, TensorFileWriter, WrittenFile, tensor_reader
 from offload.native.io import sync_path
 from offload.tiers.host import trim_heap
 

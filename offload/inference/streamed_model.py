@@ -22,7 +22,8 @@ from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.find import find_units
 from offload.engine.units.unit import Unit, open_units
 from offload.errors import ConfigError
-from offload.hf.sources import FusedSource, Source
+from offload.files.sources import Source
+from offload.hf.sources import FusedSource
 from offload.lanes.streams import open_lanes
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import DTYPES

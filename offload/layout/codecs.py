@@ -33,6 +33,8 @@ class Codec:
     """Name in settings."""
     block = 1
     """Neighbouring weights per record."""
+    is_from_files = False
+    """True if the records come from model files. Such weights cannot be encoded again."""
 
     def __repr__(self) -> str:
         return self.name

@@ -24,6 +24,7 @@ from offload.layout.codecs import EncodedPieces, Nf4Codec, QuantizedCodec, nf4_l
 class FileCodec(QuantizedCodec, ABC):
     """Codec with records taken from model files. Weights cannot be encoded."""
 
+    is_from_files = True
     rounds: tuple[torch.dtype, ...]
     """16-bit dtypes for successive rounding after decoding, before use."""
 

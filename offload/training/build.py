@@ -21,7 +21,7 @@ from offload.data.tokenizer import as_files
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
-from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten
+from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten, untrainable_error
 from offload.forecast.forecast import Forecast
 from offload.forecast.run_forecast import describe_forecast, describe_misfit, forecast_run, planned_advice
 from offload.hf.adapters import Adaptation
@@ -39,7 +39,7 @@ from offload.hf.models import (
     quiet_transformers,
     vocab_size,
 )
-from offload.hf.quantized import quantization_method, quantization_settings, untrainable_error
+from offload.hf.quantized import quantization_method, quantization_settings
 from offload.layout.planes import DTYPES
 from offload.machine.limits import integrated_note
 from offload.machine.network import measure_network

@@ -11,7 +11,7 @@ from torch import nn
 
 from offload import Engine
 from offload.data.tokenizer import train_bpe
-from offload.hf.safetensors_file import TensorFile
+from offload.files.safetensors_file import TensorFile
 
 TEXT = "the weights of a block are fetched, used and given back; then the next block is fetched. "
 

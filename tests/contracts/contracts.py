@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.distributed.joining import open_comm
-from offload.hf.sources import Fill
+from offload.files.sources import Fill
 from tests.contracts.cases import CASES, Case
 from tests.disks import nameless
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights

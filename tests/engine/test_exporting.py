@@ -17,7 +17,7 @@ from offload.config.sections import ModelSection
 from offload.distributed.joining import open_comm
 from offload.engine import exporting
 from offload.errors import ConfigError, DiskError
-from offload.hf import safetensors_file as tensor_file
+from offload.files import safetensors_file as tensor_file
 from offload.hf.models import BuiltModel, build_model
 from offload.hf.names import CannotStream
 from offload.tiers import values

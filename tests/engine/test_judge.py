@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from offload import SGD, Engine, MeZO
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.loss.chunked_head import ChunkedHead
-from offload.engine.methods import interleaved
 from offload.engine.units import arguments, call, unit
 from offload.engine.units.call import UnitCall, UnitFunction
 from offload.engine.units.snapshots import ModuleSnapshot
 from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.traits import BatchAxis, UnitTraits
 from offload.errors import ConfigError
+from offload.extras.zeroth import interleaved
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Block, DropsOut, RunningStatistics, Stack, cross_entropy, words

@@ -13,8 +13,8 @@ from offload.data.file_types import check_file
 from offload.data.storage import LocalFile
 from offload.data.tokenizer import load_tokenizer
 from offload.errors import ConfigError
+from offload.files.safetensors_file import TensorFile
 from offload.hf.models import load_model_config
-from offload.hf.safetensors_file import TensorFile
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offload.hf import safetensors_file as tensor_file
+from offload.files import safetensors_file as tensor_file
 from offload.hf import sources as hf_source
 
 

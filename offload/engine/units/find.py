@@ -17,8 +17,7 @@ from torch import nn
 
 from offload.engine.units.cutting import RowCutting
 from offload.engine.units.row_blocks import RowBlocks
-from offload.errors import ConfigError, warn
-from offload.hf.quantized import untrainable_error
+from offload.errors import ConfigError, untrainable_error, warn
 from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, Codec
 from offload.layout.regions import ParameterInfo, Piece, Region
 from offload.optim.rule import ParameterTraits, UpdateRule
