@@ -32,19 +32,19 @@ from tests.prose import Measure
 ROOT = Path(__file__).parents[1]
 CORE, APPLICATION = "core", "application"
 RINGS = {
-    CORE: "offload.__init__ offload.accelerators offload.checkpoint offload.distributed offload.doors offload.engine "
-    "offload.errors offload.extras offload.files offload.interrupts offload.lanes offload.layout offload.machine "
-    "offload.modules offload.native offload.optim offload.planning offload.schedule offload.sizes offload.tiers",
+    CORE: "offload.__init__ offload.accelerators offload.arguments offload.checkpoint offload.distributed "
+    "offload.doors offload.engine offload.errors offload.extras offload.files offload.interrupts "
+    "offload.lanes offload.layout offload.machine offload.modules offload.native offload.optim "
+    "offload.planning offload.schedule offload.sizes offload.tiers",
     APPLICATION: "offload.__main__ offload.checkpoint.folder offload.checkpoint.stored_model offload.config "
     "offload.export offload.hf offload.look offload.machine.diagnosis offload.machine.network "
     "offload.planning.from_config offload.telemetry offload.train offload.training offload.verify",
     "large": "offload.engine.loss.shared_rows offload.engine.recording.shared_trial offload.engine.units.cut_experts "
     "offload.engine.units.cutting offload.engine.units.expert_outputs offload.engine.units.row_blocks "
     "offload.engine.units.row_trials offload.engine.units.shared_attention offload.engine.units.streamed_experts "
-    "offload.engine.units.tiled_forwards offload.engine.units.tiles offload.engine.units.compile_wrappers",
+    "offload.engine.units.tiled_forwards offload.engine.units.tiles",
     "zeroth": "offload.extras.zeroth offload.replay",
-    "quant": "offload.hf.loftq offload.hf.quantized offload.hf.residual offload.layout.quantized offload.native.codes "
-    "offload.tiers.decoding",
+    "quant": "offload.hf.loftq offload.hf.quantized offload.hf.residual offload.layout.quantized offload.native.codes",
     "adapters": "offload.checkpoint.stored_adapter offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "
     "offload.hf.lora_layers offload.hf.merge offload.training.restarts",
     "prefs": "offload.training.preferences offload.training.reference",

@@ -14,14 +14,15 @@ import torch
 import xxhash
 from torch import nn
 
+from offload.arguments import check_types
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.spread import copy_missing_files
-from offload.config.arguments import check_types
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.distributed.outcome import share_failure
 from offload.engine.assemble import assemble
 from offload.engine.checkpoints import PendingCheckpoint, check_contents, load_states, spans_to_read
+from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.exporting import DerivedModel, export_model
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import agree_on_pass
@@ -31,7 +32,6 @@ from offload.engine.own_loop import OwnLoop
 from offload.engine.parameter_reads import ParameterReads
 from offload.engine.steps import Steps
 from offload.engine.units.activation_offload import GRAPHS
-from offload.engine.units.compile_wrappers import remove_compile_wrappers
 from offload.engine.units.residency import refuse_copy, refuse_owned, refuse_sparse
 from offload.errors import ConfigError, nearest, warn
 from offload.files.safetensors_file import tensor_reader

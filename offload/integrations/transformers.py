@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from offload.engine.assemble import disable_checkpointing
+from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.engine import Engine
-from offload.engine.units.compile_wrappers import remove_compile_wrappers
 from offload.errors import ConfigError, warn
 from offload.integrations.needs import require_libraries
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.engine import Engine
-from offload.engine.units.compile_wrappers import remove_compile_wrappers
 from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError, DoesNotFitError, format_bytes, nearest, shorten
 from offload.integrations.optimizer import OffloadOptimizer, keep_generators

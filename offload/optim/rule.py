@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from xxhash import xxh3_64_intdigest
 
-from offload.config.arguments import check_types
+from offload.arguments import check_types
 from offload.errors import ConfigError, nearest
 from offload.layout.planes import Factor, Plane
 from offload.native import kernels

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload.accelerators import parse_device
-from offload.config.arguments import check_types
+from offload.arguments import check_types
 from offload.errors import ConfigError, shorten
 from offload.lanes.throttle import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, INT8

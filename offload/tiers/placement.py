@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from offload.config.arguments import check_types
+from offload.arguments import check_types
 from offload.errors import ConfigError, nearest, shorten
 from offload.sizes import parse_size
 

@@ -8,9 +8,9 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
-from offload.config.config import all_keys
 from offload.errors import ConfigError, shorten
 
 
@@ -23,7 +23,8 @@ def check_types(of: Any, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in hints and not _fits(value, hints[name]):
             own = f"{of.__qualname__.removesuffix('.__init__')}.{name}"
-            key = next((key for key in all_keys() if key.endswith(f".{name}")), own)
+            keys = import_module("offload.config.config").all_keys()  # for the message alone
+            key = next((key for key in keys if key.endswith(f".{name}")), own)
             expected = re.sub(r"\w+\.(?=\w)", "", inspect.formatannotation(hints[name]))
             raise ConfigError(f"{key} is {shorten(repr(value))}; it must be {expected}.")
 
