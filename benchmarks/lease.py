@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu_parts import MICRO_ROWS, MODELS, SEQUENCE, Check, opened, profiled_step, seconds_by_purpose
 from offload import AdamW, Engine, Placement
 from offload.benches.report import Result
-from offload.engine.units import forwards
+from offload.engine.units import compiled_forwards as forwards
 from offload.layout.codecs import CODECS
 from offload.native import kernels
 

@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from offload.config.sections import OptimizerSection
-from offload.distributed.comm import Comm, SimulatedRanks
+from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.engine.engine import Engine
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS

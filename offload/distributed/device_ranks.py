@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
-from offload.distributed.comm import Coding, CollectiveQueue, Groups, Ranks, make_group, pieces_of
+from offload.distributed.comm import Coding, Groups, pieces_of
+from offload.distributed.ranks import CollectiveQueue, Ranks, make_group
 from offload.distributed.watchdog import Position
 from offload.errors import RankLostError
 

@@ -17,7 +17,7 @@ from offload.doors import Door
 from offload.engine.equivalence_checks import EquivalenceChecks
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.gradients.noise import GradientNoise
-from offload.engine.loss.batch import IGNORED, Batch, check_batch, map_tensors
+from offload.engine.loss.batch import IGNORED, Batch, BatchForm, check_batch, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs, agree_on_pass, host_labels
 from offload.engine.loss.group_loss import GroupLoss
 from offload.engine.loss.loss import LossFunction
@@ -216,9 +216,8 @@ class Steps:
             is_due = (is_recorded or inputs.is_training) and not self.equivalence.has_checked(inputs)
             if is_due or inputs.plan.has_other_values or departed is not None:
                 self._check_equivalence(inputs)
-                inputs = replace(
-                    inputs, form=self.trial_runs.samples.find_form(inputs.batch)
-                )  # the trial used another rank's sample
+                form = BatchForm.of(inputs.batch, self.trial_runs.rows)  # the trial used another rank's sample
+                inputs = replace(inputs, form=form)
             if is_recorded and inputs.shared is not None:
                 check_sharing(self._state, inputs, inputs.shared)
                 self.trial_runs.forget_traffic()

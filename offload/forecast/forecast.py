@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.config.config import Config
-from offload.distributed.comm import SimulatedRanks
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
 from offload.errors import DoesNotFitError, format_bytes
 from offload.forecast.measure import BatchSpec, CannotMeasureError, measure

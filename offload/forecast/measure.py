@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offload.distributed.comm import SimulatedRanks
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
 from offload.engine.loss.batch import Batch
@@ -20,10 +20,11 @@ from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.loss.shared_rows import SharedRows, over_whole_rows
 from offload.engine.units.arguments import deliver_result, receive_call
+from offload.engine.units.attention import UnsharedAttention, WholeRows
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_tensor import make_placeholder
 from offload.engine.units.row_blocks import RowBlocks
-from offload.engine.units.shared_attention import SharedAttention, UnsharedAttention, WholeRows
+from offload.engine.units.shared_attention import SharedAttention
 from offload.engine.units.unit import put_parameters
 from offload.forecast.op_counter import OpCounter, UnknownValueError
 from offload.forecast.tiled_uses import ROWS, TiledUses

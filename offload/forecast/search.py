@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from offload.distributed.comm import SimulatedRanks
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.errors import ConfigError, DoesNotFitError
 from offload.forecast.shortened import without_garbage_collector

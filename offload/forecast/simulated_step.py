@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.distributed.comm import SimulatedRanks
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import CopySquares, Measures
 from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace, open_place

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from offload.lanes.lane import InlineLane, Lane, Link, Run, ThreadLane, Tickets
+from offload.lanes.lane import InlineLane, Lane, Run, Tickets
+from offload.lanes.thread_lane import Link, ThreadLane
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import Ticket
 from offload.lanes.timeline import LaneTime, Span, Timeline

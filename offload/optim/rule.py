@@ -285,8 +285,3 @@ def put_piece(states: Mapping[str, torch.Tensor], piece: slice, weights: torch.T
 def count_of(num_wrong: torch.Tensor) -> int | torch.Tensor:
     """Return a count as `update` does: an int on the CPU; on an accelerator the tensor, to avoid a synchronization."""
     return int(num_wrong) if num_wrong.is_cpu else num_wrong
-
-
-def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the master weights in kernel form: fp32, both 16-bit halves, or bf16 for a rule without a low half."""
-    return (states["weights"], states["low"]) if "low" in states else states["weights"]

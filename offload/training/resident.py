@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from offload.engine.loss.loss import find_loss
+from offload.engine.units.compiled_forwards import compile_modules
 from offload.engine.units.find import describe_parameters, find_units
-from offload.engine.units.forwards import compile_modules
 from offload.errors import ConfigError
 from offload.layout.codecs import EXACT, decoded
 from offload.layout.planes import DTYPES

@@ -21,9 +21,9 @@ import torch
 from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.engine.gradients.tile_updates import RegionGradients
-from offload.lanes.lane import ThreadLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
+from offload.lanes.thread_lane import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.tiers.device import AcceleratorDevice, _Staging
 from offload.tiers.pinning import HostMapping, Pinning

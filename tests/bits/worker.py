@@ -28,7 +28,7 @@ _SMALL: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("offload.planning.disk._LARGEST_TILE",), 2048),
     (("offload.engine.units.cut_experts.RECORD_BYTES",), 1),
     (("offload.engine.units.saved_graph.SMALLEST_BYTES",), 1),
-    (("offload.engine.units.forwards.BACKEND",), lambda graph, inputs: _compiler()(graph, inputs)),
+    (("offload.engine.units.compiled_forwards.BACKEND",), lambda graph, inputs: _compiler()(graph, inputs)),
 )
 """Limits small enough to cut tiny models, and a fast compiler backend: (paths, value).
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload.distributed.comm import Comm, Ranks
+from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
+from offload.distributed.ranks import Ranks
 from offload.distributed.watchdog import WatchdogLimits
 from offload.errors import ConfigError
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from offload.distributed.agreement import difference, digest
-from offload.distributed.comm import Comm, _Chunks
+from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
+from offload.distributed.ranks import _Chunks
 from offload.errors import ConfigError
 from tests.distributed.ranks import ranks
 from tests.matrix import quick

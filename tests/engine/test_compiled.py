@@ -15,8 +15,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from offload import Engine, MeZO, Placement
-from offload.engine.units import forwards
-from offload.engine.units.forwards import compile_modules
+from offload.engine.units import compiled_forwards as forwards
+from offload.engine.units.compiled_forwards import compile_modules
 from offload.errors import DoesNotFitError
 from tests.engine.compare import assert_weights, train_both
 from tests.engine.device import cpu_only

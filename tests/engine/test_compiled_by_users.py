@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import Engine, Placement
-from offload.engine.units import forwards
+from offload.engine.units import compiled_forwards as forwards
 from offload.errors import ConfigError
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import own_device

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from offload import LOMO, Engine, MeZO
-from offload.distributed.comm import SimulatedRanks
 from offload.distributed.joining import open_comm
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import Structure
 from offload.errors import ConfigError
 from offload.layout.codecs import GRADIENT_CODECS

@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Muon, Placement
-from offload.distributed.comm import Comm, SimulatedRanks
+from offload.distributed.comm import Comm
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.errors import ConfigError, DoesNotFitError
 from offload.machine.hardware import Hardware, Rates

@@ -12,8 +12,8 @@ import transformers as t
 from torch import nn
 
 from offload import AdamW, Engine, MeZO, Muon, Placement
-from offload.distributed.comm import SimulatedRanks
 from offload.distributed.joining import open_comm
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.engine.units import cut_experts
 from offload.errors import ConfigError, DoesNotFitError

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from offload import Engine, Placement
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.units import forwards
+from offload.engine.units import compiled_forwards as forwards
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.tiles import RowModule, TiledForward
 from offload.errors import ConfigError

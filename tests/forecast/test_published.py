@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from offload.distributed.comm import SimulatedRanks
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
 from offload.forecast.measure import BatchSpec, measure
 from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.plan_memory import HERE
 from offload.config.config import Config
-from offload.distributed.comm import SimulatedRanks
+from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.forecast.alternatives import forecast
 from offload.forecast.measure import BatchSpec, measure

@@ -22,7 +22,7 @@ from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Pl
 from offload.distributed.comm import Comm
 from offload.engine.checkpoints import PendingCheckpoint
 from offload.engine.methods.result import ZerothOrderRecord
-from offload.engine.units import forwards as compiled
+from offload.engine.units import compiled_forwards as compiled
 from offload.engine.units import saved_graph
 from offload.errors import (
     CheckpointError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from offload.engine.units import forwards
+from offload.engine.units import compiled_forwards as forwards
 from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError
 from tests.engine.test_compiled import backend

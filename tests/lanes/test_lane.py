@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from offload.lanes.lane import InlineLane, Link, ThreadLane
+from offload.lanes.lane import InlineLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.streams import open_lanes, overlaps
+from offload.lanes.thread_lane import Link, ThreadLane
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import CancelledError, Fence, Ticket
 from offload.lanes.timeline import LaneTime, Timeline

@@ -10,8 +10,8 @@ from collections import defaultdict
 
 import pytest
 
-from offload.lanes.lane import Link
 from offload.lanes.lanes import Lanes
+from offload.lanes.thread_lane import Link
 from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import CancelledError, Ticket
 from offload.lanes.timeline import Span, Timeline

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload.distributed import comm
-from offload.distributed.comm import Ranks
+from offload.distributed.ranks import Ranks
 from tests.mutations import mutation
 
 _EXCHANGES = "tests/distributed/test_comm.py::test_exchanges_give_the_bits_of_a_plain_loop_and_differences_are_named"

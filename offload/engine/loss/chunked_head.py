@@ -70,15 +70,12 @@ class _CapturedError(Exception):
 
 
 class ChunkedHead:
-    """Runs a model head chunk by chunk. `vocabulary`: logits per token."""
+    """Runs a model head chunk by chunk. `vocabulary`: logits per token. `num_logits`: logits per token that exist at
+    once.
+    """
 
     def __init__(self, model: nn.Module, base: nn.Module, vocabulary: int = 0) -> None:
-        self._model, self._base, self.vocabulary = model, base, vocabulary
-
-    @property
-    def num_logits(self) -> int:
-        """Logits per token that exist at once."""
-        return self.vocabulary
+        self._model, self._base, self.vocabulary, self.num_logits = model, base, vocabulary, vocabulary
 
     @classmethod
     def of(cls, model: nn.Module, vocabulary: int) -> ChunkedHead | None:
@@ -225,11 +222,7 @@ class RowBlockHead(ChunkedHead):
 
     def __init__(self, head: ChunkedHead, blocks: RowBlocks) -> None:
         super().__init__(head._model, head._base, blocks.num_rows)
-        self._blocks = blocks
-
-    @property
-    def num_logits(self) -> int:
-        return self._blocks.most_rows
+        self._blocks, self.num_logits = blocks, blocks.most_rows
 
     def mean_loss(
         self,

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from offload.distributed.agreement import digest
 from offload.distributed.comm import Comm
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
-from offload.engine.units.shared_attention import UnsharedAttention, WholeRows
+from offload.engine.units.attention import UnsharedAttention, WholeRows
 from offload.errors import ConfigError
 
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 2, 16

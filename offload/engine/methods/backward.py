@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -15,16 +16,18 @@ from offload.engine.methods.result import StepResult
 class Backward(Method):
     """Runs forward and backward, clips and updates. Own loops run both themselves, and call `begin` and `end` here."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._splits, self._streams_experts = self._settings.splits, bool(self._state.experts)
+
     def own_loop(self) -> Backward:
         return self
 
     def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:
         self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
         # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
-        copies_per_micro_batch = self._losses.is_plain or bool(self._state.experts)
-        self._state.accumulate(
-            self._state.plan.sums_gradients_on_host or (self._settings.splits and copies_per_micro_batch)
-        )
+        copies_per_micro_batch = self._losses.is_plain or self._streams_experts
+        self._state.accumulate(self._state.plan.sums_gradients_on_host or (self._splits and copies_per_micro_batch))
         if self._state.updates.learns_first:
             return self._learn_and_step(parts, tokens, schedule_key)
         self.begin(schedule_key)

@@ -24,10 +24,6 @@ class Samples:
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
         self._state, self._rows = state, rows
 
-    def find_form(self, batch: Batch) -> BatchForm:
-        """Return the row axes of a batch. Raises ConfigError."""
-        return BatchForm.of(batch, self._rows)
-
     def _select_rows(self, batch: Batch, form: BatchForm, rows: int, has_full_length: bool, group: int = 1) -> Batch:
         """Return `rows` rows (or groups of `group` rows) of a batch, repeated if there are too few.
 
@@ -73,7 +69,7 @@ class Samples:
         comm = self._state.comm
         if comm.size == 1:
             return 0
-        form = self.find_form(batch)
+        form = BatchForm.of(batch, self._rows)
         mask = _padding_mask(form, self._select_rows(batch, form, max(ROWS), departed is not None))
         padding = 0 if mask is None else int((mask == 0).sum())
         priority = bool(departed), is_new(), min(check_batch(batch), max(ROWS)), padding, -comm.rank

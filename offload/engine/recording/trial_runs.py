@@ -65,7 +65,7 @@ class TrialRuns:
     def __init__(
         self, state: EngineState, counters: Counters, rows: Rows | None, may_cut_rows: bool, has_backward: bool
     ) -> None:
-        self._has_backward, self.samples = has_backward, Samples(state, rows)
+        self._has_backward, self.rows, self.samples = has_backward, rows, Samples(state, rows)
         self._model, self._state, self._counters, self._may_cut_rows = state.model, state, counters, may_cut_rows
         self._unused_sample: Batch | None = None
         self._is_training = False
@@ -90,7 +90,7 @@ class TrialRuns:
         A recorded pattern needs another recording for new int values, and for rows that now differ in a value that was
         equal in all recorded rows: such a recording says nothing about row cuts.
         """
-        signature, form = self._signature(batch, loss_fn), self.samples.find_form(batch)
+        signature, form = self._signature(batch, loss_fn), BatchForm.of(batch, self.rows)
         constant_keys, is_known = self._constant_keys.get(signature, set()), signature in self._results
         differs = is_known and (
             self._is_new(signature, _int_arguments((), batch))
@@ -143,7 +143,7 @@ class TrialRuns:
         """Record on a few rows of a batch, else on the whole batch. Return the row axes used."""
         rows, signature = check_batch(batch), self._signature(batch, loss_fn)
         is_text = self.samples.compute_on_leader(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
-        form, earlier = self.samples.find_form(batch), self._results.get(signature)
+        form, earlier = BatchForm.of(batch, self.rows), self._results.get(signature)
         form = replace(form, obstacle=earlier.form.obstacle) if earlier is not None else form
         # Owner functions stay with each caller.
         leader_form = self.samples.compute_on_leader(leader, lambda: replace(form, owners={}))

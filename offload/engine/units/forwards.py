@@ -1,36 +1,18 @@
-"""Forward functions for unit uses: the module's own forward or a torch.compile version."""
+"""Forwards that unit uses run: the module forward, unless a subclass has another one."""
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.unit import Unit
-from offload.errors import OffloadError, warn
 from offload.tiers.device import Device
 
 Forward = Callable[..., Any]
-
-BACKEND = "inductor"
-_MOST_VARIANTS = 8
-"""Maximum compiled variants per module class. Variants differ mainly in input shapes."""
-_MOST_GRAPHS = 8
-"""Maximum graphs per variant. Code may read unit-specific numbers, and each number needs a graph."""
-_MOST_LETTERS = 200
-"""Maximum length of a torch error message in a warning."""
-_TOLERANCES = {False: (1e-4, 1e-3), True: (3e-2, 1e-1)}
-"""Tolerances for compiled forwards. Key: True if results have 16 bits.
-
-Values: (results, gradients), as a fraction of the norm from the original forward.
-"""
 
 
 class ForwardRunner(Protocol):
@@ -54,21 +36,6 @@ class ForwardRunner(Protocol):
     def restoring(self, unit: Unit) -> AbstractContextManager[None]:
         """Restore random generators and mutable module attributes after the context."""
         ...
-
-
-class _UseInputs(NamedTuple):
-    """One micro-batch of a unit use."""
-
-    runner: ForwardRunner
-    """The unit runner."""
-    arguments: Arguments
-    """Call arguments."""
-    tensors: Sequence[torch.Tensor]
-    """Micro-batch tensors."""
-    others: Sequence[Any]
-    """Non-tensor arguments."""
-    needs: Sequence[bool] | None
-    """requires_grad per tensor. None: the use has no backward."""
 
 
 class OriginalForwards:
@@ -129,221 +96,3 @@ class OriginalForwards:
             yield
         finally:
             self._is_paused = before
-
-
-class CompiledForwards(OriginalForwards):
-    """Blocks run compiled by torch.compile, with one function per variant (class, input shapes and so on).
-
-    All equal layers share the graphs (one without gradients, one with), independent of the slot offset: weights are
-    graph inputs, not constants. The first unit use in a variant is compared with the original forward (results and
-    gradients). After a failure or difference the class runs uncompiled, with one warning per class. Never compiled:
-    units with in-place changes to inputs or buffers, and non-blocks, since each would need a compilation for a single
-    use.
-    """
-
-    def __init__(self) -> None:
-        self._functions: dict[type, dict[Hashable, Forward]] = {}
-        self._choices: dict[tuple[int, Hashable], Forward | None] = {}
-        self._refused: set[type] = set()
-        self._failed: set[type] = set()
-        self.num_graphs = 0
-
-    def of(
-        self,
-        unit: Unit,
-        runner: ForwardRunner,
-        arguments: Arguments,
-        tensors: Sequence[torch.Tensor],
-        others: Sequence[Any],
-        needs: Sequence[bool] | None = None,
-    ) -> Forward:
-        if self._is_paused or not unit.is_block or type(unit.module) in self._failed:
-            return unit.forward
-        use = _UseInputs(runner, arguments, tensors, others, needs)
-        key = unit.number, _variant_key(unit, use)
-        if key not in self._choices:
-            self._choices[key] = self._choose(unit, use, key[1])
-        return self._choices[key] or unit.forward
-
-    @property
-    def compiled(self) -> frozenset[type]:
-        return frozenset(self._functions) - self._refused
-
-    def _choose(self, unit: Unit, use: _UseInputs, variant: Hashable) -> Forward | None:
-        """Return the compiled forward of a unit, or None after a refusal with a warning."""
-        owner = type(unit.module)
-        if owner in self._refused:
-            return None
-        functions, refusal, function = self._functions.setdefault(owner, {}), _refusal(unit), None
-        if not refusal and variant not in functions and len(functions) == _MOST_VARIANTS:
-            refusal = f"it has more than {_MOST_VARIANTS} kinds of inputs (give all batches one length)"
-        if not refusal:
-            if variant not in functions:
-                functions[variant] = _compile_class(owner)
-            function = partial(self._run_counted, functions[variant], unit.module)
-            try:
-                refusal = self._find_difference(unit, use, function)
-            except (OffloadError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                refusal = _format_error(error)
-        if refusal or function is None:
-            self._refuse(unit, refusal)
-            return None
-        return partial(self._run_compiled, unit, function)
-
-    def _refuse(self, unit: Unit, reason: str) -> None:
-        owner = type(unit.module)
-        self._refused.add(owner)
-        warn(f"compile is auto, but {owner.__name__} (unit {unit.name}) runs uncompiled from here on: {reason}.")
-
-    def _run_compiled(self, unit: Unit, function: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a compiled forward. Falls back to the module forward if torch fails to recompile for changed values."""
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            if not type(error).__module__.startswith("torch._dynamo"):
-                raise
-            if type(unit.module) not in self._failed:
-                self._failed.add(type(unit.module))
-                self._refuse(unit, _format_error(error))
-        return unit.forward(*args, **kwargs)
-
-    def _run_counted(self, function: Forward, *args: Any, **kwargs: Any) -> Any:
-        before = _num_graphs()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.num_graphs += _num_graphs() - before
-
-    def _find_difference(self, unit: Unit, use: _UseInputs, function: Forward) -> str:
-        """Return the reason against compilation; empty if compiled and original results match."""
-        has_graph = use.needs is not None
-        results, gradients = _run_trial(unit, use, unit.forward, has_graph)
-        compiled_results, _ = _run_trial(unit, use, function, False)
-        before = self.num_graphs
-        repeated_results, _ = _run_trial(unit, use, function, False)
-        if self.num_graphs > before:
-            return "it would be recompiled in each use, because values that its code reads change"
-        result_tolerance, gradient_tolerance = _TOLERANCES[
-            any(t.dtype in (torch.bfloat16, torch.float16) for t in results)
-        ]
-        if (distance := _relative_distance(results, compiled_results)) > result_tolerance:
-            return f"its compiled results differ by {distance:.3g} of their norm"
-        if has_graph:
-            with_graph, compiled_gradients = _run_trial(unit, use, function, True)
-            if not all(map(_is_same, compiled_results, with_graph)):
-                unit.traits.needs_graph = True  # Otherwise a recomputation would have other bits than the forward.
-            if (distance := _relative_distance(gradients, compiled_gradients)) > gradient_tolerance:
-                return f"its compiled gradients differ by {distance:.3g} of their norm"
-        return (
-            ""
-            if all(map(_is_same, compiled_results, repeated_results))
-            else "its compiled results differ from run to run"
-        )
-
-
-def compile_modules(modules: Iterable[nn.Module]) -> None:
-    """Compile the modules of a resident model like engine units: one function per class."""
-    compiled: dict[type, Forward] = {}
-    for module in modules:
-        owner = type(module)
-        if owner not in compiled:
-            compiled[owner] = _compile_class(owner)
-        module.forward = partial(compiled[owner], module)
-
-
-def _variant_key(unit: Unit, use: _UseInputs) -> Hashable:
-    """Return the variant key: uses with an equal key share one compiled function."""
-    tensors = tuple([(t.shape, t.dtype) for t in use.tensors])
-    others = tuple([value if isinstance(value, bool | int | float | str) else type(value) for value in use.others])
-    device = use.tensors[0].device.type if use.tensors else "cpu"
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return unit.module.training, use.arguments.structure, tensors, others, cast
-
-
-def _run_trial(
-    unit: Unit, use: _UseInputs, forward: Forward, has_graph: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the results of a use, and the gradients for the loss 0.5 * sum(results ** 2)."""
-    with use.runner.restoring(unit), _buffers_restored(unit), torch.set_grad_enabled(has_graph):
-        needs = use.needs if has_graph and use.needs is not None else [t.requires_grad for t in use.tensors]
-        leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(use.tensors, needs, strict=True)]
-        results = [
-            t for t in use.runner.run(unit, use.arguments, leaves, use.others, forward).tensors if t.is_floating_point()
-        ]
-        roots = [t for t in results if t.requires_grad] if has_graph else []
-        inputs = [t for t in (*leaves, *unit.live().values()) if t.requires_grad] if roots else []
-        gradients: Sequence[torch.Tensor | None] = ()
-        if inputs:
-            gradients = torch.autograd.grad(roots, inputs, [t.detach() for t in roots], allow_unused=True)
-        filled = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True)]
-        if any(leaf._version for leaf in leaves):
-            raise RuntimeError("it changes its inputs in place")
-        return [t.detach().clone() for t in results], filled
-
-
-@contextmanager
-def _buffers_restored(unit: Unit) -> Iterator[None]:
-    """Restore the buffers after a trial of an unrecorded unit. Raises RuntimeError if any buffer changed."""
-    buffers = [b for module in unit.modules for b in module._buffers.values() if b is not None]
-    before = [(b, b._version, b.clone()) for b in buffers]
-    try:
-        yield
-    finally:
-        changed = [(b, value) for b, version, value in before if b._version != version]
-        for buffer, value in changed:
-            buffer.copy_(value)
-    if changed:
-        raise RuntimeError("it changes its buffers in place")
-
-
-def _compile_class(owner: Any) -> Forward:
-    """Return the compiled forward of class `owner`, with the module as first argument.
-
-    Compilation starts with the first call.
-    """
-    parameters = inspect.signature(torch.compile).parameters
-    # Options exist since torch 2.13; earlier versions have process-wide limits.
-    limits = {"isolate_recompiles": True, "recompile_limit": 2 * _MOST_GRAPHS}
-    options: dict[str, Any] = {key: value for key, value in limits.items() if key in parameters}
-    if BACKEND == "inductor":
-        options["options"] = {"fallback_random": True}  # Compiled code draws the same random numbers in the same order.
-    return torch.compile(owner.forward, fullgraph=True, dynamic=False, backend=BACKEND, **options)
-
-
-def _refusal(unit: Unit) -> str:
-    """Return a reason against compilation known before a trial; empty for none."""
-    if getattr(unit.forward, "__func__", None) is not getattr(type(unit.module), "forward", None):
-        return "its forward is not the method of its class, but was replaced on the module"
-    if unit.traits.mutated or unit.traits.buffers:
-        return "it changes its inputs or its buffers in place"
-    return ""
-
-
-def _format_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_LETTERS]}"
-
-
-def _num_graphs() -> int:
-    from torch._dynamo.utils import counters  # Imported late: takes a second, and is needed only with compilation.
-
-    return counters["stats"].get("unique_graphs", 0)
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one, other) or bool(
-        (one.isnan() == other.isnan()).all() and one.nan_to_num().equal(other.nan_to_num())
-    )
-
-
-def _relative_distance(originals: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Return norm(difference) / norm(`originals`). NaN counts as infinity."""
-    if len(originals) != len(others) or any(a.shape != b.shape for a, b in zip(originals, others, strict=True)):
-        return math.inf
-    difference = math.hypot(
-        *(float((a.double() - b.double()).norm()) for a, b in zip(originals, others, strict=True)), 0.0
-    )
-    whole = math.hypot(*(float(a.double().norm()) for a in originals), 0.0)
-    ratio = difference / whole if whole else difference
-    return math.inf if math.isnan(ratio) else ratio

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.forwards import CompiledForwards, Forward, ForwardRunner, OriginalForwards
+from offload.engine.units.compiled_forwards import CompiledForwards
+from offload.engine.units.forwards import Forward, ForwardRunner, OriginalForwards
 from offload.engine.units.row_trials import RowTrials, is_near
 from offload.engine.units.tiles import ComparedForward, TiledForward, Tiles, tile_rows
 from offload.engine.units.unit import Unit

@@ -1,0 +1,520 @@
+"""Several ranks of a process group: exchanges, agreement, failures."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import ctypes
+import itertools
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.accelerators import open_accelerator
+from offload.distributed.agreement import difference, digest
+from offload.distributed.comm import (
+    _CHUNK_MULTIPLE,
+    _FLOATS,
+    LOOK_S,
+    Coding,
+    Comm,
+    Groups,
+    _check,
+    _place,
+    _Value,
+    pieces_of,
+)
+from offload.distributed.reach import LOOPBACK, NamespaceSocket, gloo_over
+from offload.distributed.watchdog import Position, Watchdog, WatchdogLimits, connect
+from offload.errors import ConfigError, RankLostError, common
+from offload.interrupts import interrupts
+
+
+def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
+    """Return a process group with all ranks, or this rank's group in `groups`. Collective."""
+    if groups is None:
+        return dist.new_group(backend=backend, timeout=timeout)
+    own, _ = dist.new_subgroups_by_enumeration([list(its) for its in groups], timeout=timeout, backend=backend)
+    return own
+
+
+class CollectiveQueue:
+    """Sequence of collectives over two dedicated gloo groups: one at a time, in the same order on all participants."""
+
+    def __init__(self, timeout: timedelta, groups: Groups = None) -> None:
+        self.group, self.back_group = (make_group(groups, "gloo", timeout) for _ in range(2))
+        self.lock = threading.Lock()
+        self.position = Position(among=None if groups is None else frozenset(dist.get_process_group_ranks(self.group)))
+
+
+def _scatter(
+    comm: Comm, received: Sequence[torch.Tensor], pieces: list[torch.Tensor], queue: CollectiveQueue
+) -> list[Any]:
+    """Start an all-to-all exchange: send pieces[r] to rank r, and receive from rank r in received[r].
+
+    Scatters need no staging copy and go straight to the receiver. The gloo all-to-all needs adjacent pieces, and gloo
+    broadcasts pass through other ranks, even on other machines. Ranks on different machines take turns, to use links in
+    both directions. The two groups alternate: on a busy connection, the permission for the next piece waits behind the
+    present piece.
+    """
+    turns = zip(_turns(tuple(comm.machines)), itertools.cycle((queue.group, queue.back_group)))
+    return [
+        dist.scatter(received[rank], pieces if rank == comm.rank else None, group=group, async_op=True, group_src=rank)
+        for rank, group in turns
+    ]
+
+
+@lru_cache
+def _turns(machines: tuple[int, ...]) -> list[int]:
+    """Return the ranks interleaved over machines: first ranks, then second ranks."""
+    return sorted(range(len(machines)), key=lambda rank: machines[:rank].count(machines[rank]))
+
+
+class Ranks(Comm):
+    """Several ranks over gloo.
+
+    Tensors and host values use separate queues, so that a message to other ranks does not wait for tensors in transit.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        times: WatchdogLimits,
+        owns_default: bool,
+        address: str = LOOPBACK,
+        local: tuple[int, int] | None = None,
+    ) -> None:
+        """`address`: this rank's address for other machines. `local`: (local rank, local size) from the launcher (None:
+        unknown).
+        """
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.machines = (0,) * self.size  # until `_locate` or the launcher gives the machines
+        self.device, self._owns_default, self._address = device, owns_default, address
+        # The watchdog ends a hang; gloo and NCCL must not time out earlier.
+        self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
+        deadline = time.monotonic() + times.start_s
+        self._check = lambda: _be_patient(deadline, times.start_s)
+        self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(
+            (f"The ranks could not start: {error}"), None
+        )
+        self._parts: dict[str, tuple[Ranks, ...]] = {}
+        self._errors: list[BaseException] = []  # shared by all parts
+        self._open_queues(None)
+        try:
+            connections = connect(self.rank, self._locate(address), self.gather_objects, times.start_s)
+        except OSError as error:
+            raise RankLostError(f"Rank {self.rank} could not connect to the other ranks: {error}", None) from error
+        self._watch = Watchdog(self.rank, connections, self.look, times, self._enter)
+        self._check, self._explain = self._watch.check, self._watch.explain
+        if local:
+            self.local_rank, self.local_size = local
+            if len(self.local_gpus) != self.local_size:  # two launchers in one network
+                self.local_gpus = (None,) * self.local_size
+            # torchrun numbers ranks on a machine consecutively
+            self.machines = self.gather_objects(self.rank - self.local_rank, "the machines of ranks")
+        self.on_lost(self._abandon)
+        # Do not leave the shutdown to the interpreter exit: gloo threads that then request the GIL abort the process.
+        atexit.register(self._at_exit)
+        self.barrier("start")
+
+    def _open_queues(self, groups: Groups) -> None:
+        self._tensors, self._values = CollectiveQueue(self._timeout, groups), CollectiveQueue(self._timeout, groups)
+
+    def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
+        within, between = self._parts_for(f"{num_replicas} replicas", *self._places(num_replicas))
+        return within, between
+
+    def _neighbours(self, num: int) -> Comm:
+        return self._parts_for(f"{num} neighbours", self._places(self.size // num)[0])[0]
+
+    def _parts_for(self, key: str, *groupings: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:
+        """Return the cached communicators for `key`, one per grouping, created on first use."""
+        if key not in self._parts:
+            self._parts[key] = tuple(map(self._part, groupings))
+        return self._parts[key]
+
+    def _part(self, groups: Sequence[Sequence[int]]) -> Ranks:
+        """Return a communicator for this rank's group, with the same watchdog."""
+        own, part = next(group for group in groups if self.rank in group), copy.copy(self)
+        part._parts, part.rank, part.size = {}, own.index(self.rank), len(own)
+        part.machines = [self.machines[rank] for rank in own]
+        with gloo_over(self._address):
+            part._open_queues(groups)
+        return part
+
+    def _all_parts(self) -> Iterator[Ranks]:
+        """Yield this communicator and all parts."""
+        yield self
+        yield from [part for parts in list(self._parts.values()) for part in parts]
+
+    def _enter(self) -> None:
+        """Prepare a watchdog thread before its first check."""
+
+    def _locate(self, address: str) -> list[str]:
+        """Find the ranks on this machine, and return all ranks' addresses.
+
+        A rank may see all GPUs on the machine or only one. Raises ConfigError on all ranks if two ranks use one GPU.
+        """
+        own: Any = (None, None) if self.device.type == "cpu" else open_accelerator(self.device).hardware
+        probe = NamespaceSocket(self.size)
+        try:
+            addresses = self.gather_objects((probe.name, address, own, socket.gethostname()), "exchange of addresses")
+            reached = [probe.reaches(name) for name, *_ in addresses]
+            # all ranks have connected by now
+            self.machines = self.gather_objects(reached.index(True), "exchange of machines")
+        finally:
+            probe.close()
+        users: dict[Any, int] = {}
+        for rank, (machine, (_, _, (gpu, _pci), host)) in enumerate(zip(self.machines, addresses, strict=True)):
+            if gpu is not None and (other := users.setdefault((machine, gpu), rank)) != rank:
+                raise common(
+                    ConfigError(
+                        f"ranks {other} and {rank} both compute on GPU {gpu} of {host}, but each rank needs its own "
+                        "GPU. Start one rank per GPU, with --gpus or --nproc-per-node."
+                    )
+                )
+        local_ranks = [rank for rank, is_here in enumerate(reached) if is_here]
+        self.local_rank, self.local_size = local_ranks.index(self.rank), len(local_ranks)
+        self.local_gpus = [addresses[rank][2][1] for rank in local_ranks]
+        return [LOOPBACK] * self.size if self.local_size == self.size else [address for _, address, *_ in addresses]
+
+    # -- exchanges -------------------------------------------------------------------------------------------
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, operation: str) -> None:
+        _check(full, shard, self.size, operation)
+        with self._exchange(operation, full.numel()):
+            _place(pieces_of(full, self.size)[self.rank], shard)
+            self._gather(full, self._tensors)
+
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        operation: str,
+        scratch: torch.Tensor,
+        coding: Coding | None = None,
+    ) -> None:
+        _check(full, shard, self.size, operation)
+        if full.dtype not in _FLOATS or shard.dtype not in _FLOATS:
+            raise ValueError(
+                f"{operation}: from {full.dtype} to {shard.dtype}; only float32, bfloat16 and float64 can be summed."
+            )
+        with self._exchange(operation, full.numel()):
+            self._reduce(shard, _open_chunks(scratch, pieces_of(full, self.size), self.rank, coding))
+
+    def _gather(self, full: torch.Tensor, queue: CollectiveQueue) -> None:
+        """Send this rank's piece to all ranks. The gloo all-gather needs a second buffer as large as full and takes
+        three times as long.
+        """
+        pieces = pieces_of(full, self.size)
+        self._wait(_scatter(self, pieces, [pieces[self.rank]] * self.size, queue))
+
+    def _reduce(self, shard: torch.Tensor, chunks: _Chunks) -> None:
+        """Reduce one chunk while the next one is in transit (on CUDA, in stream order)."""
+        travelling: tuple[list[Any], torch.Tensor, list[torch.Tensor]] | None = None
+        for number, begin in enumerate(range(0, shard.numel(), chunks.numel)):
+            part = slice(begin, min(begin + chunks.numel, shard.numel()))
+            received, sent = chunks.open(number % 2, part)
+            works = self._swap(received, sent)
+            self._arrive(chunks, travelling)
+            travelling = works, shard[part], chunks.terms(received, part)
+        self._arrive(chunks, travelling)
+
+    def _arrive(self, chunks: _Chunks, travelling: tuple[list[Any], torch.Tensor, list[torch.Tensor]] | None) -> None:
+        if travelling:
+            self._wait(travelling[0])
+            chunks.add_up(*travelling[1:])
+
+    def _swap(self, received: list[torch.Tensor], pieces: list[torch.Tensor]) -> list[Any]:
+        """Start an all-to-all exchange in the tensor queue."""
+        return _scatter(self, received, pieces, self._tensors)
+
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], operation: str) -> None:
+        with self._exchange(operation, self.size * pieces[0].numel()):
+            self._wait(self._swap(list(received), list(pieces)))
+
+    def sum_in_order(self, values: Any, operation: str) -> Any:
+        of_device = isinstance(values, torch.Tensor)
+        own = values if of_device else torch.tensor([float(value) for value in values], dtype=torch.float64)
+        if own.dtype != torch.float64:
+            raise ValueError(f"{operation}: {own.dtype}; only float64 can be summed.")
+        first, *others = self._collect(own, operation, of_device)
+        total = first.clone()
+        for other in others:
+            total += other
+        return total if of_device else total.tolist()
+
+    def _collect(self, own: torch.Tensor, operation: str, of_device: bool = False) -> torch.Tensor:
+        """Return `own` [n] from every rank as [size, n]. Waits for the result unless it is a device tensor."""
+        queue = None if of_device else self._values
+        full = own.new_empty(self.size * own.numel())
+        with self._exchange(operation, full.numel(), queue):
+            pieces_of(full, self.size)[self.rank].copy_(own)
+            self._gather(full, queue or self._tensors)
+        return full.view(self.size, -1)
+
+    def broadcast(self, flat: torch.Tensor, source: int, operation: str) -> None:
+        with self._exchange(operation, flat.numel()):
+            self._send(flat.view(torch.uint8), source)
+
+    def _send(self, data: torch.Tensor, source: int) -> None:
+        self._wait([dist.broadcast(data, group=self._tensors.group, async_op=True, group_src=source)])
+
+    def gather_objects(self, value: _Value, operation: str) -> list[_Value]:
+        data = pickle.dumps(value)
+        lengths = [int(length) for length in self._collect(torch.tensor([len(data)]), f"{operation}: lengths")]
+        padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
+        padded_values = self._collect(padded, operation)
+        return [
+            pickle.loads(padded_value[:length].numpy().tobytes())
+            for padded_value, length in zip(padded_values, lengths, strict=True)
+        ]
+
+    def agree(self, name: str, value: Any) -> None:
+        own = torch.tensor([digest(value)])
+        digests = self._collect(own, f"comparison of {name}").flatten().tolist()
+        if len(set(digests)) > 1:
+            values = self.gather_objects(value, f"values of {name}")
+            raise common(ConfigError(difference(name, digests, values)))
+
+    def any(self, flag: bool, operation: str) -> bool:
+        return bool(self._collect(torch.tensor([flag]), operation).any())
+
+    def barrier(self, operation: str) -> None:
+        self._collect(torch.zeros(1, dtype=torch.uint8), operation)
+
+    # -- waits and shutdown -------------------------------------------------------------------------------------
+
+    def look(self) -> Sequence[Position]:
+        """Return this rank's positions in all queues. Safe in any thread."""
+        return [position for part in self._all_parts() for position in part._own_positions()]
+
+    def _own_positions(self) -> tuple[Position, Position]:
+        return self._tensors.position, self._values.position
+
+    def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
+        self._watch.listeners.append(listener)
+        if self._watch.error is not None:
+            listener(self._watch.error)
+
+    @contextmanager
+    def _exchange(self, operation: str, numel: int, queue: CollectiveQueue | None = None) -> Iterator[None]:
+        """Mark this rank as inside a collective in `queue` (None: the tensor queue).
+
+        After an exception the queue stays marked inside, for the error message, and every later collective raises the
+        same exception: ranks may now disagree about the next collective, and would wait for each other forever.
+        """
+        queue = queue or self._tensors
+        with queue.lock:
+            self._check()
+            if self._errors:
+                raise self._errors[0]
+            if not self.is_alive:
+                raise ConfigError(
+                    "The process group was destroyed (torch.distributed.destroy_process_group) while an engine still "
+                    "used it: close the engine first."
+                )
+            try:
+                queue.position = Position(
+                    queue.position.number + 1, operation, numel, inside=True, among=queue.position.among
+                )
+                yield
+            except BaseException as error:
+                self._errors.append(error)
+                raise
+            queue.position = replace(queue.position, inside=False, since=time.monotonic())
+
+    def _wait(self, works: Iterable[Any]) -> None:
+        """Block until gloo work is done, or raise after the loss of a rank: a stopped rank blocks gloo forever. An
+        early exit does not end the work.
+        """
+        for work in works:
+            while not work.is_completed():
+                with suppress(RuntimeError):
+                    work.wait(timedelta(seconds=LOOK_S))
+                self._check()
+                interrupts.check()
+            try:
+                work.wait()  # raises the error of the work
+            except RuntimeError as error:
+                explained = self._explain(error)
+            else:
+                continue
+            raise explained
+
+    @property
+    def is_alive(self) -> bool:
+        with suppress(KeyError, ValueError):
+            return bool(dist.get_process_group_ranks(self._tensors.group))
+        return False
+
+    def _abandon(self, _error: RankLostError | None) -> None:
+        """Keep all groups alive forever. A gloo thread may be blocked, and the destructor of a group would wait for the
+        thread.
+        """
+        groups = self._groups()
+        for group in [*groups, dist.group.WORLD] if self._owns_default else groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._watch.ends_with(error)
+        if self._watch.is_over:
+            return
+        atexit.unregister(self._at_exit)
+        # destroyed groups are destroyed on all ranks, so there is no error to report
+        self._watch.end(error if self.is_alive else None)
+        if any(place.inside for place in self.look()):
+            self._abandon(None)
+        else:  # after an error too: a gloo group alive at interpreter exit may abort the process
+            self._destroy()
+
+    def _queues(self) -> list[CollectiveQueue]:
+        """Return the queues in all parts."""
+        return [queue for part in self._all_parts() for queue in (part._tensors, part._values)]
+
+    def _groups(self) -> list[Any]:
+        """Return the gloo groups in all parts."""
+        return [group for queue in self._queues() for group in (queue.group, queue.back_group)]
+
+    def _at_exit(self) -> None:
+        self.close(getattr(sys, "last_value", None))
+
+    def _destroy(self) -> None:
+        queues = self._queues()
+        if self.is_alive:
+            for group in (None,) if self._owns_default else self._groups():
+                dist.destroy_process_group(group)
+        # The last references end the gloo threads. These may still free tensors and need the GIL, so drop the
+        # references before interpreter exit; otherwise the process aborts (seen with torch 2.13).
+        for queue in queues:
+            queue.group = queue.back_group = None
+
+
+class _Chunks:
+    """Scratch for a reduction: two sets with one slot per rank, plus one sum and one term in the sum dtype."""
+
+    _num_sets = 2
+
+    def __init__(self, scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int) -> None:
+        """`pieces`: this rank's term for each receiving rank."""
+        self._pieces, self._rank, size, dtype = pieces, rank, len(pieces), pieces[0].dtype
+        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._block, self._record_bytes = self._unit(dtype)
+        sum_bytes, slot_bytes = self._dtype.itemsize * self._block, self._num_sets * size * self._record_bytes
+        width = 2 * sum_bytes + slot_bytes
+        multiple = _CHUNK_MULTIPLE // self._block
+        count = scratch.numel() // width // multiple * multiple
+        self.numel = count * self._block
+        """Elements reduced at once."""
+        if not count:
+            raise ValueError(f"{scratch.numel()} bytes of scratch; {size} ranks need {width * multiple}.")
+        sums, slots = scratch[: count * width].split([2 * sum_bytes * count, slot_bytes * count])
+        self._total, self._term = sums.view(self._dtype).view(2, self.numel)
+        self._slots = slots.view(self._num_sets, size, -1)
+
+    def _unit(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the elements and bytes per transported record."""
+        return 1, dtype.itemsize
+
+    def open(self, turn: int, part: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return (receive buffers, send buffers) for `part`, one per rank. `turn` alternates between 0 and 1, because
+        the previous part's buffers are still in use.
+        """
+        sent = [piece[part] for piece in self._pieces]
+        return [slot.view(sent[0].dtype)[: part.stop - part.start] for slot in self._slots[turn]], sent
+
+    def terms(self, received: list[torch.Tensor], part: slice) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return the received terms in rank order, as input for `add_up`."""
+        return received
+
+    def _as_term(self, term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """Return a term in the sum dtype: the same tensor, or a copy in `room`."""
+        return term if term.dtype == self._dtype else room.copy_(term)
+
+    def add_up(self, out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+        first, *others = terms
+        total = out if out.dtype == self._dtype else self._total[: len(out)]
+        _place(total, self._as_term(first, total))
+        for other in others:
+            total += self._as_term(other, self._term[: len(out)])
+        _place(out, total)
+
+
+class _CodedChunks(_Chunks):
+    """Scratch for reductions with quantized terms from other ranks. Two more sets hold the records to send."""
+
+    _num_sets = 4
+
+    def __init__(self, scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int, coding: Coding) -> None:
+        self._coding = coding
+        super().__init__(scratch, pieces, rank)
+
+    def _unit(self, dtype: torch.dtype) -> tuple[int, int]:  # noqa: ARG002
+        return self._coding.block, self._coding.record_bytes
+
+    def open(self, turn: int, part: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        num_bytes = (part.stop - part.start) // self._block * self._record_bytes
+        received, sent = ([slot[:num_bytes] for slot in self._slots[place]] for place in (turn, 2 + turn))
+        for rank, (piece, records) in enumerate(zip(self._pieces, sent, strict=True)):
+            if rank != self._rank:
+                self._coding.encode(piece[part], rank * len(piece) + part.start, records)
+        return received, sent
+
+    def terms(self, received: list[torch.Tensor], part: slice) -> list[torch.Tensor]:
+        own = self._pieces[self._rank][part]
+        return [own if rank == self._rank else records for rank, records in enumerate(received)]
+
+    def _as_term(self, term: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        if term.dtype != torch.uint8:
+            return super()._as_term(term, room)
+        self._coding.decode(term, room)
+        return room
+
+    def add_up(self, out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+        total = self._total[: len(out)]
+        super().add_up(total, terms)  # not in `out`: it may hold this rank's term
+        out.copy_(total)
+
+
+def _open_chunks(scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int, coding: Coding | None) -> _Chunks:
+    return _Chunks(scratch, pieces, rank) if coding is None else _CodedChunks(scratch, pieces, rank, coding)
+
+
+def _be_patient(deadline: float, start_s: float) -> None:
+    if time.monotonic() > deadline:
+        raise RankLostError(f"Not all ranks connected within {start_s:g} s of the start.", None)
+
+
+class SimulatedRanks(Comm):
+    """Simulated rank 0 among `size` ranks on one machine, or on several equal machines. No other rank runs: host values
+    on all ranks equal rank 0's, and there is no tensor exchange.
+    """
+
+    def __init__(self, size: int, num_machines: int = 1) -> None:
+        self.size, self.local_size = size, size // num_machines
+        self.machines = [rank // self.local_size * self.local_size for rank in range(size)]
+
+    def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
+        parts = []
+        for groups in self._places(num_replicas):
+            part = SimulatedRanks(len(groups[0]))
+            part.machines = [self.machines[rank] for rank in groups[0]]
+            parts.append(part)
+        return parts[0], parts[1]
+
+    def _neighbours(self, num: int) -> Comm:
+        return self._split(self.size // num)[0]
+
+    def gather_objects(self, value: _Value, operation: str) -> list[_Value]:  # noqa: ARG002
+        return [value] * self.size
