@@ -329,9 +329,9 @@ def plans_table() -> str:
 
     for each in told["rows"]:
         budget = each["device_memory"]
-        card = f"16 GB ({each['gpu']} held to {budget.replace('GiB', ' GiB')})" if budget else CARDS[each["gpu"]]
+        card = f"{each['gpu']}, {budget.replace('GiB', ' GiB')} used" if budget else CARDS[each["gpu"]]
         disk = each["held_bytes"]["disk"]
-        host = f"{each['host_gib']} GiB" + (f" and {disk / 2**30:.0f} GiB of disk" if disk else "")
+        host = f"{each['host_gib']} GiB" + (f", {disk / 2**30:.0f} GiB of disk" if disk else "")
         plain = plain_cell(told["parameters"][each["model"]], each["device_bytes"])
         lines.append(row(each["model"], card, host, plain, each["tokens_per_second"], "forecast"))
     values = {each["name"]: each["value"] for each in seen["results"]}
@@ -343,13 +343,13 @@ def plans_table() -> str:
         tokens[model] = int(re.findall(r"(\d+) tokens", name)[0])
         is_rate = units[name] == "tokens/s"  # else milliseconds
         rate = values[name] if is_rate else tokens[model] / values[name] * 1e3
-        lines.append(row(model, card, memory, plain, rate, f"**measured**, {mode}"))
+        lines.append(row(model, card, memory, plain, rate, f"measured, {mode}"))
     tokens_8b, tokens_3b = (f"{number:,}" for number in tokens.values())
     lines.append(
         "\nForecasts are [plans](benchmarks/readme_plans.py) by data sheets: all parameters, AdamW with fp32 states, "
-        f"{told['tokens_a_step']:,} tokens a\nstep. Measured: [steady steps](benchmarks/README.md#a-real-gpu) "
-        f"with random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
-        f"tokens. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations."
+        f"{told['tokens_a_step']:,} tokens a\nstep. Measured: [long runs](benchmarks/README.md#a-real-gpu), "
+        f"random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
+        f"tokens a step. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations."
     )
     return "\n".join(lines)
 

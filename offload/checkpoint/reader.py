@@ -118,7 +118,8 @@ class Reader:
         self._is_announced = True
 
     def read(self, name: str, plane: str, begin: int, out: torch.Tensor) -> None:
-        """Fill `out` with flat plane elements, from `begin` on.
+        """Fill `out` with elements of one stored plane (the weights or one moment of a parameter, flat), from
+        `begin` on.
 
         out: contiguous CPU tensor with the plane dtype, any shape. Raises ValueError for an unsuitable tensor or
         missing elements, CheckpointError for damage. After an error, `out` is undefined.

@@ -180,10 +180,11 @@ def rebuild_model(folder: Path, section: ModelSection) -> nn.Module:
 def export_stored(
     folder: Path, out: Path, dtype: torch.dtype | None = None, shard_bytes: int | None = SHARD_BYTES
 ) -> ExportResult:
-    """Write the checkpoint model to `out`, a new Hugging Face folder, with a progress bar.
+    """Write the model in a checkpoint to `out`, a new Hugging Face folder, with a progress bar.
 
-    dtype: as for StoredWeights. shard_bytes: maximum size per weight file; None for one file. Memory: one parameter.
-    Raises CheckpointError with an intact alternative, and ConfigError, DiskError, OffloadError as `write_model`.
+    dtype: as for StoredWeights. shard_bytes: maximum size per weight file; None for one file. Needs memory for
+    one parameter. Raises CheckpointError for a damaged checkpoint, with the name of an intact one if there is one, and
+    ConfigError, DiskError, OffloadError as `write_model`.
     """
     with suggesting_alternative(folder):
         model, weights = read_stored(folder, dtype)

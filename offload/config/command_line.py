@@ -216,7 +216,7 @@ def take_gpus(words: Sequence[str]) -> tuple[int, list[str]]:
         where = f"RANK is {os.environ['RANK']} of WORLD_SIZE {os.environ['WORLD_SIZE']}"
         raise ConfigError(
             f"--gpus {values[-1]} is given inside a process that torchrun started ({where}), and would start "
-            f"{values[-1]} ranks for each of them; leave out --gpus, or torchrun."
+            f"{values[-1]} ranks in each torchrun process: leave out --gpus, or torchrun."
         )
     return int(values[-1]), rest
 

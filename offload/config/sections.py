@@ -247,7 +247,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """The model: a Hugging Face folder, a config.json, or a named shape."""
+    """The model: a Hugging Face folder, a config.json (random weights), or a preset by name."""
 
     path: str | None = None
     """Model folder, hub name, or config.json. none: use model.preset."""

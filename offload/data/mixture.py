@@ -58,7 +58,7 @@ class RowSet(Protocol):
         """Return input ids and labels, both int64 [n, sequence_length], for row indices [n]."""
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
-        """Return the UTF-8 bytes of text under the targets in these rows. None: not known."""
+        """Return the number of UTF-8 bytes of text that the target tokens in these rows stand for; None if unknown."""
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
         """Return token positions within the document, int64 [n, sequence_length]. None: each row is one sequence."""

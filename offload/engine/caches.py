@@ -30,7 +30,7 @@ class Caches:
 
     @contextmanager
     def with_original_flags(self) -> Iterator[None]:
-        """Context with the original flags in the model configurations."""
+        """Context in which the model configurations have the flags (`use_cache`) from before the engine."""
         current_flags = [(config, config.use_cache) for config, _ in self._original_flags]
         self.restore()
         try:

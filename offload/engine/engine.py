@@ -385,10 +385,10 @@ class Engine:
         return self._edit_each(wanted)
 
     def check_edit(self, names: Iterable[str] | None = None) -> list[ParameterInfo]:
-        """Return the parameters `edit` would yield, without a write.
+        """Check names for `edit`, and return the parameters that `edit` would yield. Changes nothing.
 
-        Raises ConfigError for an unknown name, and for a parameter that is quantized (`frozen_weights`) or read from
-        the model files.
+        Raises ConfigError for an unknown name, and for a parameter that cannot change: quantized (`frozen_weights`), or
+        frozen and read from the model files at each use.
         """
         wanted = self._infos_of("engine.edit", names)
         has_files = self._state.files is not None
@@ -506,7 +506,7 @@ class Engine:
             self._state.lanes.drain_updates()
 
     def _check_moments(self, access: str) -> None:
-        """Raise ConfigError where moments cannot be read or written by parameter."""
+        """Raise ConfigError if moments cannot be read or written for a single parameter."""
         size, title = self._state.comm.size, self._state.rules[0].title
         narrow = any(
             plane.dtype != torch.float32

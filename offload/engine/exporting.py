@@ -38,8 +38,8 @@ def export_model(
     replace: bool,
     derived_model: DerivedModel | None = None,
 ) -> None:
-    """Write the engine's model, or `made`, as a folder (see `write_model`). Collective; no update may be pending. Rank
-    0 writes, and broadcasts the next (parameter, range) to read.
+    """Write the engine's model, or `derived_model`, as a folder (see `write_model`). Collective; no update may be
+    pending. Rank 0 writes, and broadcasts the next (parameter, range) to read.
 
     Raises, on all ranks, ConfigError, DiskError, or any error from `share_outcome` if rank 0 cannot write.
     """

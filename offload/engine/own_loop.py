@@ -70,7 +70,7 @@ class OwnLoop:
             return self._lent.lend(info)
 
     def grad_norm(self) -> float:
-        """Return the gradient norm over all ranks. The gradients are complete after this call."""
+        """Wait until all gradients are summed over the ranks, and return the global norm."""
         self._require_gradients("grad_norm")
         agree_on_pass(self._state.comm, "grad_norm")
         with self._recovery.ending():

@@ -109,7 +109,7 @@ class Recovery:
         self.check_sound()
 
     def check_sound(self) -> None:
-        """Raise TornError if the states belong to no step."""
+        """Raise TornError if an interrupted step left weights and optimizer states of different steps."""
         self.torn = self.torn or self._updates.failure()
         if interrupts.num_forced > self._num_forced:
             self.torn = self.torn or "a second interrupt stopped the cleanup after the first one"

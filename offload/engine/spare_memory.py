@@ -45,7 +45,7 @@ class SpareMemory:
         plan: Plan,
         forget_addresses: Callable[[], None],
     ) -> None:
-        """`moved`: called before the weights lose their memory."""
+        """`forget_addresses`: called before the weights lose their memory."""
         self._comm, self._device, self._slots, self._gradients = comm, device, slots, gradients
         self._slots_bytes, self._buffer_bytes, self._forget_addresses = (
             plan.range(SLOT),

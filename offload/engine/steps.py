@@ -108,7 +108,10 @@ class Steps:
             return replace(result, noise=self._noise(inputs))
 
     def _noise(self, inputs: PassInputs) -> GradientNoise | None:
-        """Return the noise estimate for a step's micro-batches and ranks, if measured. Collective."""
+        """Return the gradient noise scale from the gradients of micro-batches and ranks; None if not measured.
+
+        Collective.
+        """
         flow, own = self._state.gradients, inputs.plan.ranks[inputs.plan.rank]
         targets = () if inputs.labels is None else map(inputs.rule.count, inputs.labels.split(own.micro_rows))
         return flow.noise_estimator.estimate(self._state.infos, flow.measures.squares, targets, self._state.comm)

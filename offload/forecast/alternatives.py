@@ -249,7 +249,7 @@ def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[di
 
 
 def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield increasing amounts of graphs offloaded to the host, up to the available memory."""
+    """Yield growing numbers of bytes for autograd graphs in host memory, up to the free host memory."""
     other = _try_change(forecaster, prediction, _HOST_GRAPHS, times=False)
     if other is None or not other.fits:
         return

@@ -92,7 +92,9 @@ class Conversion:
 
     @property
     def joins_rows(self) -> bool:
-        """True if each row in the stacked output is a vertical concatenation of whole matrices."""
+        """True if each entry along the first axis of the merged tensor (an expert) is several whole matrices, one below
+        another.
+        """
         _, *rest = self._rule.operations
         return all(type(each).__name__ == "Concatenate" and each.dim == 1 for each in rest)
 

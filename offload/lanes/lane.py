@@ -22,7 +22,7 @@ class Lane:
 
     name: str
     error: BaseException | None = None
-    """First failure, kept until the failed work is cancelled or `forget_failure` runs."""
+    """First failure, kept until the failed work is cancelled or the lanes forget failures."""
     position: int = 0
     """Number of submissions so far."""
 

@@ -16,8 +16,8 @@ _LOOK_S = 0.1
 
 
 class _GivenUpError(BaseException):
-    """Raised in a function after another function failed. A BaseException, because `except Exception` in model code
-    must not catch this error.
+    """Raised in the other functions of a lockstep after one has failed, to end them. A BaseException, because
+    `except Exception` in model code must not catch this error.
     """
 
 

@@ -96,7 +96,7 @@ class Factor:
         return self.name.replace("_", " ")
 
     def numel(self, shape: Sequence[int]) -> int:
-        """Return the number of elements for a parameter with `shape`."""
+        """Return the number of elements in this plane for a parameter with `shape`."""
         if len(shape) < 2:
             return math.prod(shape) if self.along == "elements" else 0
         left_out = {"rows": -1, "columns": -2}.get(self.along)

@@ -332,10 +332,10 @@ def _check_padding(
     if num_ranges > 1 and step * num_ranges > max(4 * numel, numel + _MOST_PADDING):
         largest = parameters[max(members, key=lambda piece: piece.numel).parameter]
         raise ConfigError(
-            f"the update rule of {largest.name} {list(largest.shape)} needs whole matrices, and partitioning unit "
-            f"{' = '.join(names)} over {num_ranges} ranks by whole matrices gives each rank {step} elements instead of "
-            f"an equal share of {numel // num_ranges}: set --offload.zero_stage 0, or choose an elementwise rule for "
-            "this parameter with --optimizer.groups."
+            f"the update rule of {largest.name} {list(largest.shape)} needs whole matrices, and the matrices of unit "
+            f"{' = '.join(names)} cannot be divided equally over {num_ranges} ranks: the nearest division gives each "
+            f"rank {step} elements, an equal share is {numel // num_ranges}. Set --offload.zero_stage 0, or choose an "
+            "elementwise rule for this parameter with --optimizer.groups."
         )
 
 

@@ -22,7 +22,9 @@ _ROWS, _COLUMNS, _ELEMENTS = FACTORS = (
 
 
 class _MatrixPiece(NamedTuple):
-    """Some rows from some matrices in a parameter, or part of a vector: flat position and shape."""
+    """Part of a parameter on this rank: rows of one or more matrices, or a range of a vector. `begin` in the flat
+    parameter, and shape.
+    """
 
     span: slice
     shape: tuple[int, int, int]

@@ -101,7 +101,7 @@ def reference_key(config: Config, engine: Engine, data: Dataset) -> str:
 
 
 def describe_settings(config: Config) -> str:
-    """Return the settings in the key, as text."""
+    """Return, as text, the settings that must be equal to reuse the results of a reference model."""
     return repr(_Description().of([item for item in config.items() if item[0] not in LEFT_OUT]))
 
 

@@ -411,7 +411,7 @@ def does_not_wait(lane: str) -> Change:
 
 WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # change, case that shows the error, late side
     "compute waits for copies": (compute_does_not_wait, "plain", "copies"),
-    "compute waits for weights": (without("compute_after", "Cargoes.wait"), "plain", "copies"),
+    "compute waits for weights": (without("compute_after", "Slots.wait"), "plain", "copies"),
     "compute waits for inputs that come back": (
         without("compute_after", "SavedInputs.wait"),
         "micro-batches",
@@ -421,7 +421,7 @@ WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # change, case that shows th
     "streams wait for each other": (streams_do_not_wait, "plain", "compute"),
     "copies wait for compute": (nobody_waits_for_compute, "plain", "compute"),
     "weights wait for who uses their slot": (slots_are_free_at_once, "plain", "compute"),
-    "weights wait for who uses a stale slot": (without("mark", "Cargoes._retire"), "unclipped", "compute"),
+    "weights wait for who uses a stale slot": (without("mark", "Slots._retire"), "unclipped", "compute"),
     "weights wait for fresh memory": (without("mark", "Slots._new_fence"), "plain", "compute"),
     "gradients wait for their backward": (without("mark", "GradientTransfer._reduce"), "plain", "compute"),
     "squares that come down alone wait for it": (

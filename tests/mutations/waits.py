@@ -9,8 +9,8 @@ import pytest
 
 from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate
 from offload.lanes.ticket import Fence
-from offload.tiers.cargoes import Cargoes
 from offload.tiers.ring import Ring, RingSlice
+from offload.tiers.slots import Slots
 from offload.tiers.tile import Tile
 from tests.mutations import enter_as, mutation, replaced
 
@@ -54,7 +54,7 @@ def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
 # Compute starts before the unit weights are on the device.
 enter_as(
     "compute-does-not-wait-for-weights",
-    replaced(Cargoes, "wait", lambda self, cargo, regions: None),
+    replaced(Slots, "wait", lambda self, cargo, regions: None),
     "tests/engine/test_races.py",
 )
 
@@ -78,4 +78,4 @@ def weights_fetched_before_their_update(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/engine/test_placements.py")
 def weights_from_before_the_update_stay_in_a_slot(patch: pytest.MonkeyPatch) -> None:
     """A prefetched or remaining unit computes with these weights in the next step."""
-    patch.setattr(Cargoes, "_retire", lambda self, slots: None)
+    patch.setattr(Slots, "_retire", lambda self, slots: None)

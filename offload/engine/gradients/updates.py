@@ -240,7 +240,7 @@ class Updates:
         self._end(start_fetches)
 
     def flush(self) -> None:
-        """Run on the host the updates put off until the next fetch, before the host reads the weights."""
+        """Run on the host the updates that wait for the next copy of weights to the device: the host reads next."""
         if works := dict(self._deferred.in_slot):
             self._deferred.in_slot.clear()
             self.descend(works, lambda: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,9 +72,7 @@ class UnitCall:
         Returns the result tensors, then the inputs changed in place.
         """
         unit, runner, traits = self.unit, self._runner, self.traits
-        rows = runner.rows_of(unit)
-        policy = runner.saved.policy
-        graph_storage = policy.graph_storage(unit, self._shapes, self.signature)
+        graph_storage = runner.saved.policy.graph_storage(unit, self._shapes, self.signature)
         self._is_open = True
         if not graph_storage:
             self._save_inputs(tensors)
@@ -81,27 +80,10 @@ class UnitCall:
             runner.saved.add_use(self)
         runner.enter(unit)
         unchanged_buffers = [] if graph_storage else unit.still_buffers()
-        results: list[Arguments] = []
-        # All ranks have the same seed but must draw different random numbers.
-        draws_own = len(rows) > 1 or runner.has_peers
-        caller_rng_state = runner.device.random_state() if draws_own else None
         try:
-            for number, span in enumerate(synchronized(runner, unit, rows)):
-                if caller_rng_state is not None:
-                    runner.seed(unit, number)
-                inputs = traits.cut_inputs(tensors, span)
-                others = traits.cut_others(self._arguments.others, span)
-                forward = runner.forwards.of(unit, runner, self._arguments, inputs, others, self._needs)
-                snapshot = runner.snapshot(unit, not graph_storage or policy.may_give_up(graph_storage))
-                micro_batch = MicroBatch(span, snapshot, forward)
-                self._micro_batches.append(micro_batch)
-                result = self._forward_of(micro_batch, inputs, others, graph_storage)
-                result.tensors[:] = [runner.copy_from_slot(t) for t in result.tensors]
-                results.append(result)
+            results = runner.run_rows(unit, self._arguments, tensors, partial(self._forward_of, graph_storage))
         finally:
             runner.leave()
-            if caller_rng_state is not None:
-                runner.device.set_random_state(caller_rng_state)
         _refuse_changed_buffers(unit, unchanged_buffers)
         self.result = results[0]
         self.result.tensors[:] = runner.join(unit, results)
@@ -114,10 +96,15 @@ class UnitCall:
         return [*self.result.tensors, *(t for t in self.dirty if all(t is not other for other in self.result.tensors))]
 
     def _forward_of(
-        self, micro_batch: MicroBatch, inputs: Sequence[torch.Tensor], others: Sequence[Any], graph_storage: str
+        self, graph_storage: str, rows: Rows | None, inputs: Sequence[torch.Tensor], others: Sequence[Any]
     ) -> Arguments:
-        use = self.unit, self._runner, self._arguments, inputs, others, micro_batch.forward, self._needs
-        saved, outputs = self._runner.saved, micro_batch.expert_outputs
+        """Run one micro-batch with a graph that is kept (in `graph_storage`) or dropped ("")."""
+        unit, runner, saved = self.unit, self._runner, self._runner.saved
+        forward = runner.forwards.of(unit, runner, self._arguments, inputs, others, self._needs)
+        snapshot = runner.snapshot(unit, not graph_storage or saved.policy.may_give_up(graph_storage))
+        micro_batch = MicroBatch(rows, snapshot, forward)
+        self._micro_batches.append(micro_batch)
+        use, outputs = (unit, runner, self._arguments, inputs, others, forward, self._needs), micro_batch.expert_outputs
         if graph_storage:
             try:
                 with self._runner.outputs.recorded_in(outputs):
@@ -341,20 +328,28 @@ def call_unit_without_graph(
     unit: Unit, runner: UnitRunner, arguments: Arguments
 ) -> tuple[Arguments, Sequence[torch.Tensor]]:
     """Run a unit without gradients."""
-    rows, results = runner.rows_of(unit), []
     runner.enter(unit)
     try:
         with torch.no_grad():
-            for span in synchronized(runner, unit, rows):
-                inputs = unit.traits.cut_inputs(arguments.tensors, span)
-                others = unit.traits.cut_others(arguments.others, span)
-                forward = runner.forwards.of(unit, runner, arguments, inputs, others)
-                result = runner.run(unit, arguments, inputs, others, forward)
-                result.tensors[:] = [runner.copy_from_slot(t) for t in result.tensors]
-                results.append(result)
+            results = runner.run_rows(
+                unit, arguments, arguments.tensors, partial(run_part_alone, unit, runner, arguments), draws=False
+            )
     finally:
         runner.leave()
     return results[0], runner.join(unit, results)
+
+
+def run_part_alone(
+    unit: Unit,
+    runner: UnitRunner,
+    arguments: Arguments,
+    _rows: Rows | None,
+    tensors: Sequence[torch.Tensor],
+    others: Sequence[Any],
+) -> Arguments:
+    """Run one micro-batch without a backward."""
+    forward = runner.forwards.of(unit, runner, arguments, tensors, others)
+    return runner.run(unit, arguments, tensors, others, forward)
 
 
 def run_without_graph(

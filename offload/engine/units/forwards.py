@@ -30,7 +30,7 @@ class ForwardRunner(Protocol):
     def run(
         self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], forward: Forward
     ) -> Arguments:
-        """Run `own` as the unit forward, with `tensors` and `others` in place of the argument leaves."""
+        """Run `forward` as the unit forward, with `tensors` and `others` in place of the argument leaves."""
         ...
 
     def restoring(self, unit: Unit) -> AbstractContextManager[None]:

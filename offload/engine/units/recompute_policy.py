@@ -28,9 +28,8 @@ Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
 def spread(sizes: Sequence[int], room: int) -> list[int]:
-    """Return the indices of graphs to offload within `room` bytes, spread evenly over all uses.
-
-    A link too slow for every graph then has time while the units in between compute.
+    """Return the indices of autograd graphs to offload to the host, of at most `room` bytes, spread evenly over the
+    pass: a slow link copies one graph while the units up to the next one compute.
     """
     total, passed, used, chosen = sum(sizes), 0, 0, []
     for number, size in enumerate(sizes):

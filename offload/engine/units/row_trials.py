@@ -77,7 +77,7 @@ class RowTrials:
         self._num_rows = 0
 
     def find(self, unit_forward: Callable[..., Any], tensors: Sequence[torch.Tensor], rows: int) -> Tiles:
-        """Examine a use of the unit with forward `own` and these tensors. `rows`: batch rows (0: unknown)."""
+        """Examine a use of the unit with `unit_forward` and these tensors. `rows`: batch rows (0: unknown)."""
         number = next((i for i, t in enumerate(tensors) if t.is_floating_point() and t.dim() > 1), None)
         if number is None:
             return Tiles((), (("", "no input of the unit is a floating-point tensor with rows"),))

@@ -34,6 +34,8 @@ from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 
 _Part = TypeVar("_Part")
+RunPart = Callable[[Rows | None, Sequence[torch.Tensor], Sequence[Any]], Arguments]
+"""Runs one micro-batch of a unit use: rows (None: the whole input), input tensors, other inputs."""
 
 
 class UnitRunner:
@@ -163,7 +165,7 @@ class UnitRunner:
         others: Sequence[Any],
         module_forward: Forward,
     ) -> Arguments:
-        """Run the unit module by the forward `own`; return (result, container changes)."""
+        """Run the unit module by `module_forward`; return (result, container changes)."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._is_in_model = True
@@ -266,6 +268,31 @@ class UnitRunner:
             return [None]
         total, step = self._batch
         return [(start, min(start + step, total), total) for start in range(0, total, step)]
+
+    def run_rows(
+        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], run_part: RunPart, draws: bool = True
+    ) -> list[Arguments]:
+        """Run a use of `unit` one micro-batch after another; return a result for each. The weights are in the slot.
+
+        `draws`: each micro-batch and rank draws other random numbers; the caller's random state stays.
+        """
+        traits, rows, results = unit.traits, self.rows_of(unit), list[Arguments]()
+        # All ranks have the same seed but must draw different random numbers.
+        caller_rng_state = self.device.random_state() if draws and (len(rows) > 1 or self.has_peers) else None
+        try:
+            for number, span in enumerate(synchronized(self, unit, rows)):
+                if caller_rng_state is not None:
+                    self.seed(unit, number)
+                if span is None:
+                    result = run_part(None, list(tensors), arguments.others)
+                else:
+                    result = run_part(span, traits.cut_inputs(tensors, span), traits.cut_others(arguments.others, span))
+                result.tensors[:] = [self.copy_from_slot(t) for t in result.tensors]
+                results.append(result)
+        finally:
+            if caller_rng_state is not None:
+                self.device.set_random_state(caller_rng_state)
+        return results
 
     def join(self, unit: Unit, results: Sequence[Arguments]) -> list[torch.Tensor]:
         """Return the whole-batch results.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver_result, receive_call
+from offload.engine.units.call import run_part_alone
 from offload.engine.units.rng_state import RngState
-from offload.engine.units.runner import synchronized
 from offload.engine.units.snapshots import DictSnapshots
 from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.unit import Unit
@@ -83,30 +84,18 @@ class InterleavedForwards:
 
     def _call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward for the current pass, with the module's own result."""
-        runner, device = self._state.runner, self._state.device
+        runner = self._state.runner
         arguments, containers = receive_call(args, kwargs)
         runner.count(unit, arguments)
-        rows, results = runner.rows_of(unit), []
-        # All ranks start from one seed, and must not draw equal numbers.
-        ambient = device.random_state() if len(rows) > 1 or runner.has_peers else None
         self._enter(unit)
         self._perturbed.enter(unit, self._lockstep.current)
         try:
-            for number, span in enumerate(synchronized(runner, unit, rows)):
-                if ambient is not None:
-                    runner.seed(unit, number)
-                inputs = unit.traits.cut_inputs(arguments.tensors, span)
-                others = unit.traits.cut_others(arguments.others, span)
-                forward = runner.forwards.of(unit, runner, arguments, inputs, others)
-                result = runner.run(unit, arguments, inputs, others, forward)
-                result.tensors[:] = [runner.copy_from_slot(t) for t in result.tensors]
-                results.append(result)
+            run_part = partial(run_part_alone, unit, runner, arguments)
+            results = runner.run_rows(unit, arguments, arguments.tensors, run_part)
         finally:
             unit.install(unit.placeholders)
-            if ambient is not None:
-                device.set_random_state(ambient)
         delivered = deliver_result(results[0], runner.join(unit, results), containers)
-        del result, results  # the other passes run next and need the memory
+        del results  # the other passes run next and need the memory
         if len(self._finished) == self._num_passes:
             self._leave()
         if self._state.execution_mode.interleaves:
