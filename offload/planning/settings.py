@@ -210,7 +210,7 @@ class Settings:
             )
         if self.update == "both" and self.placement.optimizer in ("cpu", "nvme"):
             raise ConfigError(
-                f"offload.update is 'both', but with offload.optimizer {self.placement.optimizer} no states are stored "
+                f"offload.update is both, but with offload.optimizer {self.placement.optimizer} no states are stored "
                 "on the device for updates there: set --offload.optimizer auto, or --offload.update cpu or auto."
             )
         size, norm = self.micro_batch_size, self.max_grad_norm

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.distributed import comm
+from offload.distributed import comm, ranks
 from offload.distributed.ranks import Ranks
 from tests.mutations import mutation
 
@@ -16,19 +16,19 @@ _EXCHANGES = "tests/distributed/test_comm.py::test_exchanges_give_the_bits_of_a_
 
 @mutation(_EXCHANGES)
 def sums_over_ranks_averaged(patch: pytest.MonkeyPatch) -> None:
-    add_up = comm._Chunks.add_up
+    add_up = ranks._Chunks.add_up
 
     def averaged(self: Any, out: torch.Tensor, terms: Any) -> None:
         add_up(self, out, terms)
         out.div_(len(terms))
 
-    patch.setattr(comm._Chunks, "add_up", averaged)
+    patch.setattr(ranks._Chunks, "add_up", averaged)
 
 
 @mutation(_EXCHANGES)
 def ranks_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None:
-    add_up = comm._Chunks.add_up
-    patch.setattr(comm._Chunks, "add_up", lambda self, out, terms: add_up(self, out, list(terms)[::-1]))
+    add_up = ranks._Chunks.add_up
+    patch.setattr(ranks._Chunks, "add_up", lambda self, out, terms: add_up(self, out, list(terms)[::-1]))
 
 
 @mutation("tests/contracts/test_contracts.py")
