@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,6 +124,11 @@ class Check:
     @property
     def left_s(self) -> float:
         return self.ends - time.monotonic()
+
+    def compiler(self) -> AbstractContextManager[Any]:
+        """Context in which blocks are compiled for the device of the check."""
+        backend = "aot_eager" if self.is_dry else forwards.BACKEND  # inductor does not know the simulated device
+        return mock.patch.object(forwards, "BACKEND", backend)
 
     def scaled(self, number: int) -> int:
         """Return a width or token count, scaled down in a dry run."""
@@ -340,15 +345,8 @@ def updates(check: Check) -> str:
             kernels.adamw(*arrays, **settings)
 
     def milliseconds(run: Callable[..., Any], arrays: tuple[Any, ...]) -> float:
-        times = []
-        for step in steps:
-            begin, end = (check.accelerator.event(is_timed=True) for _ in range(2))
-            begin.record(check.accelerator.current_stream())
-            run(*arrays, **settings | {"step": step})
-            end.record(check.accelerator.current_stream())
-            check.accelerator.wait()
-            times.append(begin.elapsed_time(end))
-        return statistics.median(times[2:])
+        number = iter(steps)
+        return 1e3 * device_seconds(check, lambda: run(*arrays, **settings | {"step": next(number)}), len(steps))
 
     for states in ("fp32", "bf16", "int8"):
         apart, fused = planes(states), planes(states)
@@ -363,10 +361,9 @@ def updates(check: Check) -> str:
             raise RuntimeError(f"AdamW over {states} moments: other bits in one launch than on the host")
         same = [(a == b).float().mean().item() for a, b in zip(*flats[:2], strict=True)]
         notes.append(f"{states} {before:.2f} to {after:.2f} ms, {min(same):.4f} of the elements in the same bits")
-        read_bytes = 2 * sum(part.nbytes for part in flats[0][:-1]) + flats[0][-1].nbytes
         name = f"AdamW, {states} moments"
         check.add(Result(f"{name}, torch's operations", before, "ms"))
-        details = {"elements": n, "bytes_per_s": read_bytes / max(after, 1e-6) * 1e3}
+        details = {"elements": n, "bytes_per_s": moved_bytes(apart) / max(after, 1e-6) * 1e3}
         check.add(Result(name, after, "ms", f"{name}, torch's operations", before / max(after, 1e-6), details))
     return ", ".join(notes)
 
@@ -472,11 +469,10 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 def compiled(check: Check) -> str:
     """Time steps of a few 8b blocks, compiled and eager."""
     batches, seconds, losses = check.batches(TOKENS[1], 64), {}, {}
-    backend = "aot_eager" if check.is_dry else forwards.BACKEND  # inductor does not know the simulated device
     for mode in ("never", "auto"):
         model, fill = check.model(**FEW_BLOCKS)
         settings = {"compile": mode, "micro_batch_size": MICRO_ROWS, "recompute": "always"}
-        with mock.patch.object(forwards, "BACKEND", backend), closing(opened(model, fill, **settings)) as engine:
+        with check.compiler(), closing(opened(model, fill, **settings)) as engine:
             begin = time.perf_counter()
             losses[mode] = engine.step(next(batches)).loss.item()
             engine.finish()
@@ -614,15 +610,7 @@ def product_flops_per_s(check: Check) -> float:
     """Return the operations per second of a large random matrix product in bf16."""
     width = 8192 if not check.is_dry else 64
     left, right = (torch.randn(width, width, device=check.accelerator.device, dtype=torch.bfloat16) for _ in range(2))
-    times = []
-    for _ in range(8):
-        begin, end = (check.accelerator.event(is_timed=True) for _ in range(2))
-        begin.record(check.accelerator.current_stream())
-        torch.mm(left, right)
-        end.record(check.accelerator.current_stream())
-        check.accelerator.wait()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return 2 * width**3 / max(statistics.median(times[3:]), 1e-9)
+    return 2 * width**3 / max(device_seconds(check, lambda: torch.mm(left, right), 8, num_warm=3), 1e-9)
 
 
 def resident(check: Check, name: str, tokens: int, shape: Mapping[str, Any], rate: float | None) -> None:
@@ -653,6 +641,25 @@ def resident(check: Check, name: str, tokens: int, shape: Mapping[str, Any], rat
 
 
 # -- what they share -----------------------------------------------------------------------------------------
+
+
+def device_seconds(check: Check, run: Callable[[], Any], num_runs: int = 6, num_warm: int = 2) -> float:
+    """Return the median time of a call by events, without the first `num_warm` calls."""
+    times = []
+    for _ in range(num_runs):
+        begin, end = (check.accelerator.event(is_timed=True) for _ in range(2))
+        begin.record(check.accelerator.current_stream())
+        run()
+        end.record(check.accelerator.current_stream())
+        check.accelerator.wait()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[num_warm:])
+
+
+def moved_bytes(arrays: tuple[Any, ...]) -> int:
+    """Return the bytes of an update: states are read and written, the gradient is read. `arrays`: as of a kernel."""
+    *states, gradient = tree_leaves(arrays)
+    return 2 * sum(part.nbytes for part in states) + gradient.nbytes
 
 
 def opened(model: Any, fill: Any, **settings: Any) -> Engine:

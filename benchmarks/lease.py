@@ -11,32 +11,36 @@ import gc
 import itertools
 import mmap
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_parts import MICRO_ROWS, MODELS, SEQUENCE, Check, opened, profiled_step, seconds_by_purpose
+from benchmarks.gpu_parts import (
+    MICRO_ROWS,
+    MODELS,
+    SEQUENCE,
+    Check,
+    device_seconds,
+    moved_bytes,
+    opened,
+    profiled_step,
+    seconds_by_purpose,
+)
 from offload import AdamW, Engine, Placement
 from offload.benches.report import Result
-from offload.engine.units import compiled_forwards as forwards
 from offload.layout.codecs import CODECS
 from offload.native import kernels
 
 GIB = 1 << 30
 MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE = 14, 15, 23
 MAP_NORESERVE = 0x4000
-UPDATE_BYTES = 26
-"""Bytes per parameter that AdamW reads and writes: 16-bit halves, two fp32 moments, bf16 gradient."""
-NUM_TIMED = 6
 LEAST_LEFT_S = 15
 LONG_TOKENS = 65536
 """Longer steps have fewer warm and timed steps."""
@@ -110,11 +114,11 @@ def split_states(numel: int) -> tuple[Any, ...]:
     return halves, torch.zeros(numel), torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
 
 
-def update_rate(check: Check, arrays: Sequence[Any], num_threads: int, *, has_copies: bool) -> float:
+def update_rate(check: Check, arrays: tuple[Any, ...], num_threads: int, *, has_copies: bool) -> float:
     """Report AdamW's bytes per second in GB/s, with or without copies to the device beside the update."""
     settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     times, details = [], {}
-    with copies(check) if has_copies else mock.MagicMock() as count_bytes:
+    with copies(check) if has_copies else nullcontext(lambda: 0) as count_bytes:
         first = time.perf_counter()
         for step in range(1, 5):
             begin = time.perf_counter()
@@ -122,7 +126,7 @@ def update_rate(check: Check, arrays: Sequence[Any], num_threads: int, *, has_co
             times.append(time.perf_counter() - begin)
         if has_copies:
             details["h2d_gb_per_s"] = count_bytes() / (time.perf_counter() - first) / 1e9
-    rate = UPDATE_BYTES * arrays[1].numel() / min(times) / 1e9
+    rate = moved_bytes(arrays) / min(times) / 1e9
     name = f"AdamW, {num_threads} threads{', beside copies' if has_copies else ''}"
     check.add(Result(name, rate, "GB/s", details=details))
     return rate
@@ -234,19 +238,6 @@ def add_rate(
     return seconds
 
 
-def device_seconds(check: Check, run: Callable[[], Any]) -> float:
-    """Return the median time of a call by events, without the first two calls."""
-    times = []
-    for _ in range(NUM_TIMED):
-        begin, end = (check.accelerator.event(is_timed=True) for _ in range(2))
-        begin.record(check.accelerator.current_stream())
-        run()
-        end.record(check.accelerator.current_stream())
-        check.accelerator.wait()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:])
-
-
 def decode(check: Check) -> str:
     """Time decoding of int8 and nf4 weights on the device, and the host's part of the launches."""
     numel, notes = check.scaled(1 << 26), []
@@ -282,7 +273,6 @@ def steady(
     that updates leave to the launching threads, for each entry of `tokens`.
     """
     notes, shape = [], MODELS[name]
-    backend = "aot_eager" if check.is_dry else forwards.BACKEND  # inductor does not know the simulated device
     for mode in compiles:
         label, begin = f"{name}, compile {mode}", time.perf_counter()
         torch.set_default_dtype(torch.bfloat16)  # fresh weights only: half the bytes
@@ -293,7 +283,7 @@ def steady(
         check.add(Result(f"{label}, model built", time.perf_counter() - begin, "s"))
         settings = {"micro_batch_size": MICRO_ROWS, "recompute": "auto", "compile": mode}
         begin = time.perf_counter()
-        with mock.patch.object(forwards, "BACKEND", backend):
+        with check.compiler():
             engine = opened(model, fill, optimizer=AdamW(lr=1e-5), placement=Placement(**placement), **settings)
             details = {"updates_on": engine.updates_on}
             check.add(Result(f"{label}, engine opened", time.perf_counter() - begin, "s", details=details))

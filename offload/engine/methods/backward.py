@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 
@@ -16,8 +15,7 @@ from offload.engine.methods.result import StepResult
 class Backward(Method):
     """Runs forward and backward, clips and updates. Own loops run both themselves, and call `begin` and `end` here."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def prepare(self) -> None:
         self._splits, self._streams_experts = self._settings.splits, bool(self._state.experts)
 
     def own_loop(self) -> Backward:

@@ -55,6 +55,10 @@ class Method(ABC):
         self._losses, self._take_snapshot = losses, take_snapshot
         self.expected: tuple[Hashable, bool] = (None, False)
         self.spans: list[Span] = []
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027 (most need nothing)
+        """Create the objects of this method, at the end of the constructor."""
 
     @abstractmethod
     def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:

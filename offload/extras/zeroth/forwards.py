@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 
-from offload.engine.loss.parts import Losses, sum_parts
+from offload.engine.loss.parts import sum_parts
 from offload.engine.methods.method import LossParts, Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.methods.slot_updates import SlotUpdates
-from offload.engine.state import EngineState
-from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, NonFiniteError
 from offload.extras.zeroth.interleaved import InterleavedForwards
 from offload.extras.zeroth.mezo import MeZO
 from offload.extras.zeroth.perturbed import PerturbedWeights
 from offload.extras.zeroth.update import ZerothOrderUpdate
-from offload.planning.settings import Settings
-from offload.tiers.counters import Counters
 
 
 class Forwards(Method):
@@ -28,20 +24,13 @@ class Forwards(Method):
 
     _rule: MeZO
 
-    def __init__(
-        self,
-        state: EngineState,
-        counters: Counters,
-        settings: Settings,
-        losses: Losses,
-        take_snapshot: Callable[[], PassSnapshot],
-    ) -> None:
-        super().__init__(state, counters, settings, losses, take_snapshot)
+    def prepare(self) -> None:
+        state = self._state
         self._pending = SlotUpdates(
             state.store, state.slots, state.updates, state.deferred_updates, state.lanes, state.device, self.lr
         )
         self.descent = ZerothOrderUpdate(state, self._rule, self._pending)
-        self._perturbed = PerturbedWeights(state, self._rule, settings.seed)
+        self._perturbed = PerturbedWeights(state, self._rule, self._settings.seed)
         self._interleaved = InterleavedForwards(state, self._pending, self._perturbed)
 
     def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:
