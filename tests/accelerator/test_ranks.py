@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests import accelerator, forks
-from tests.distributed.ranks import free_port
 from tests.engine.ranks import run
 from tests.engine.ranks_child import trained_on_simulated_devices
 from tests.engine.test_ranks import MODES, STAGES, assert_equal, assert_near, plain
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 

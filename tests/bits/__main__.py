@@ -18,7 +18,6 @@ import os
 import queue
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).parent / "bits.txt"
@@ -162,9 +163,7 @@ class Bits:
         return found
 
     def _on_ranks(self, name: str) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        replies = ["", ""]
+        port, replies = free_port(), ["", ""]
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
 
             def serve(rank: int) -> None:

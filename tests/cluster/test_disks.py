@@ -16,8 +16,8 @@ from transformers import AutoConfig
 
 from offload.distributed.reach import NamespaceSocket
 from tests import forks
-from tests.distributed.ranks import free_port
 from tests.forks import ROOT
+from tests.ports import free_port
 
 RUN = Path("run/checkpoints")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from tests import forks
 from tests.forks import PATIENCE_S, ROOT
+from tests.ports import free_port
 
 
 @dataclass
@@ -38,11 +38,6 @@ class Rank:
     def end(self, timeout_s: float = PATIENCE_S) -> int:
         """Wait for the end. Return the exit code."""
         return self.process.wait(timeout_s)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextmanager

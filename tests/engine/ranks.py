@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import accelerator, forks
-from tests.distributed.ranks import ROOT, Rank, free_port
+from tests.distributed.ranks import ROOT, Rank
+from tests.ports import free_port
 
 TIMEOUT_S = 3 * forks.PATIENCE_S
 """Timeout of a job in seconds. The watchdog of the ranks ends a hanging exchange earlier and names the rank (see

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import forks
-from tests.distributed.ranks import ROOT, free_port
+from tests.distributed.ranks import ROOT
+from tests.ports import free_port
 
 CASE_S = 90.0
 """Time limit of a case in seconds. (On a busy machine a case over ranks with delays takes a few seconds.)"""

@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import forks
-from tests.distributed.ranks import free_port
 from tests.integrations.plain import needs
+from tests.ports import free_port
 
 FOLDER = forks.ROOT / "examples"
 NEEDED = {

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from offload.checkpoint.folder import Checkpoints
 from tests import forks
-from tests.distributed.ranks import free_port
 from tests.forks import ROOT
 from tests.lanes.patience import eventually
+from tests.ports import free_port
 
 # About 3 million parameters with dropout: 38 MB of states, slow enough to save for a kill during the save. Batches have
 # few tokens: on a CPU without AVX-512, bf16 products take seventy times the fp32 time.

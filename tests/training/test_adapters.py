@@ -30,9 +30,9 @@ from offload.replay import main as replay_command
 from offload.training import disk_needs
 from offload.verify import main as verify_command
 from tests import forks
-from tests.distributed.ranks import free_port
 from tests.forks import ROOT
 from tests.integrations.plain import needs
+from tests.ports import free_port
 from tests.training.conftest import SHAPES
 
 needs("peft")

@@ -17,7 +17,7 @@ from offload.config.config import Config
 from offload.errors import ConfigError
 from offload.training.trainer import Trainer, TrainResult
 from tests import forks
-from tests.distributed.ranks import free_port
+from tests.ports import free_port
 from tests.vision import COLOURS, about, model_folder, rows_file
 
 Train = Callable[..., tuple[TrainResult, list[dict[str, Any]], str]]

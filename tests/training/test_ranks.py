@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoConfig
 
 from tests import forks
-from tests.distributed.ranks import free_port
 from tests.forks import ROOT
+from tests.ports import free_port
 
 
 @dataclass
