@@ -32,9 +32,9 @@ from offload import AdamW, Engine, Lion, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.benches import step as step_bench
 from offload.benches.report import Result
-from offload.engine.units import compiled_forwards as forwards
 from offload.engine.units.run_ahead import RunAhead
 from offload.errors import DoesNotFitError
+from offload.extras.large import compiled_forwards as forwards
 from offload.machine.environment import memory
 
 ROOT = Path(__file__).parents[1]

@@ -148,7 +148,9 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
     if update_note := prediction.prepared.plan.describe_updates(prediction.prepared.structure.regions):
         yield update_note
     prepared = prediction.prepared
-    yield from filter(None, (prepared.frozen_weights_text, prepared.links_text, prepared.structure.cutting.description))
+    yield from filter(
+        None, (prepared.frozen_weights_text, prepared.links_text, prepared.structure.splitting.description)
+    )
     if prediction.network_bytes:
         yield f"network: {format_bytes(prediction.network_bytes)} a step from each machine to the others"
     if prediction.written_bytes:

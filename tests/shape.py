@@ -39,11 +39,7 @@ RINGS = {
     APPLICATION: "offload.__main__ offload.checkpoint.folder offload.checkpoint.stored_model offload.config "
     "offload.export offload.hf offload.look offload.machine.diagnosis offload.machine.network "
     "offload.planning.from_config offload.telemetry offload.train offload.training offload.verify",
-    "large": "offload.engine.loss.shared_rows offload.engine.recording.shared_trial "
-    "offload.engine.units.cut_experts offload.engine.units.cutting offload.engine.units.expert_outputs "
-    "offload.engine.units.row_blocks offload.engine.units.row_trials "
-    "offload.engine.units.shared_attention offload.engine.units.streamed_experts "
-    "offload.engine.units.tiled_forwards offload.engine.units.tiles",
+    "large": "offload.extras.large",
     "zeroth": "offload.extras.zeroth offload.replay",
     "quant": "offload.hf.loftq offload.hf.quantized offload.hf.residual offload.layout.quantized offload.native.codes",
     "adapters": "offload.checkpoint.stored_adapter offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "

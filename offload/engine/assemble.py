@@ -16,11 +16,9 @@ from offload.accelerators import device_of, own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.engine.take_over import share_buffers, take_over
-from offload.engine.units.cut_experts import cut_experts
-from offload.engine.units.cutting import RowCutting
-from offload.engine.units.find import UnitCandidate, describe_parameters, find_units, regions_of
-from offload.engine.units.row_blocks import RowBlocks
-from offload.engine.units.shared_attention import check_shared
+from offload.engine.units.attention import attention_for
+from offload.engine.units.candidates import SPLITTINGS, Splitting, UnitCandidate, regions_of
+from offload.engine.units.find import describe_parameters, find_units
 from offload.errors import ConfigError, DoesNotFitError
 from offload.files.sources import Fill
 from offload.layout.codecs import Codec
@@ -52,8 +50,8 @@ class Structure:
     """Regions: storage layout of the parameters."""
     units: list[UnitPlan]
     """Planning properties for each unit."""
-    cutting: RowCutting
-    """How to split units too large for the device."""
+    splitting: Splitting
+    """Split of layers too large for the device."""
 
     @classmethod
     def of(
@@ -71,15 +69,17 @@ class Structure:
         """
         disable_checkpointing(model)
         comm.group_of(settings.sequence_parallel)
-        check_shared(model, settings.sequence_parallel)
+        attention_for(settings.sequence_parallel).check_model(model, settings.sequence_parallel)
         infos = describe_parameters(
             model, settings.optimizer, settings.precision, settings.frozen_weights, quantized, settings.link_weights
         )
-        cutting = RowCutting() if share_bytes is None else RowCutting.of(model, infos, settings.optimizer, share_bytes)
-        candidates = find_units(model, infos, cutting)
+        splitting = Splitting()
+        if share_bytes is not None:
+            splitting = SPLITTINGS["rows"].of(model, infos, settings.optimizer, share_bytes)
+        candidates = find_units(model, infos, splitting)
         rules, sharding = settings.optimizer.parts, sharding_of(settings, comm)
         if settings.placement.experts == "streamed":
-            candidates = cut_experts(candidates, infos, settings.optimizer, sharding.num_replicas)
+            candidates = SPLITTINGS["experts"](candidates, infos, settings.optimizer, sharding.num_replicas)
         regions = build_regions(
             infos,
             {name: cargo for unit in candidates for name, cargo in unit.cargoes.items()},
@@ -90,12 +90,12 @@ class Structure:
             num_ranges=sharding.num_ranges,
             without_low=[number for number, rule in enumerate(rules) if not rule.has_low],
         )
-        uses = Counter[RowBlocks | None](cutting.blocks.values())
+        uses = Counter[Any](splitting.blocks.values())
         units = [
             UnitPlan(c.name, regions_of(c, regions), c.resident, bool(c.records), uses[c.blocks] if c.layer else 0)
             for c in candidates
         ]
-        return cls(infos, candidates, regions, units, cutting)
+        return cls(infos, candidates, regions, units, splitting)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class EnginePlan:
         if chosen.plan.fits_device:
             return cls.of(chosen.structure, chosen.settings, comm, machine, checks=checks)
         if refusal is not None:
-            reason = f"{refusal.reason}{chosen.structure.cutting.whole_description}"
+            reason = f"{refusal.reason}{chosen.structure.splitting.whole_description}"
             raise DoesNotFitError(reason, refusal.advice) from refusal
         return whole
 
@@ -252,7 +252,7 @@ def assemble(
         prepared.structure.infos,
         prepared.structure.candidates,
         prepared.structure.regions,
-        prepared.structure.cutting,
+        prepared.structure.splitting,
         prepared.plan,
         counters,
         comm,

@@ -298,12 +298,12 @@ class Engine:
     @property
     def compiled_graphs(self) -> int:
         """Number of graphs built by torch.compile so far, from blocks; 0 with `compile: never`."""
-        return self._state.runner.forwards.num_graphs
+        return self._state.runner.stages.num_graphs
 
     @property
     def compiled_classes(self) -> frozenset[type]:
         """Block classes that ran compiled, without a refusal."""
-        return self._state.runner.forwards.compiled
+        return self._state.runner.stages.compiled
 
     @property
     def pins(self) -> bool:
@@ -570,7 +570,7 @@ class Engine:
     @property
     def told_tiles(self) -> str:
         """Text about split units and sequence tiles due to little device memory; empty if none."""
-        return ".\n".join(filter(None, (self._state.cutting.description, self._state.runner.forwards.description)))
+        return ".\n".join(filter(None, (self._state.splitting.description, self._state.runner.stages.description)))
 
     @property
     def told_frozen_weights(self) -> str:

@@ -26,18 +26,16 @@ from offload.engine.units.activation_offload import (
     DiskActivationOffload,
     HostActivationOffload,
 )
-from offload.engine.units.cutting import RowCutting
+from offload.engine.units.attention import attention_for
+from offload.engine.units.candidates import Splitting, UnitCandidate
 from offload.engine.units.execution_mode import ExecutionMode
-from offload.engine.units.find import UnitCandidate
 from offload.engine.units.model_structure import ModelStructure
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership
 from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
-from offload.engine.units.shared_attention import open_attention
-from offload.engine.units.streamed_experts import ExpertStreams
-from offload.engine.units.tiled_forwards import open_forwards
+from offload.engine.units.stages import open_stages
 from offload.engine.units.unit import Unit, open_units, put_parameters
 from offload.errors import warn
 from offload.lanes.streams import open_lanes
@@ -69,7 +67,7 @@ class EngineState:
         infos: list[ParameterInfo],
         candidates: Sequence[UnitCandidate],
         regions: Sequence[Region],
-        cutting: RowCutting,
+        splitting: Splitting,
         plan: Plan,
         counters: Counters,
         comm: Comm,
@@ -80,6 +78,7 @@ class EngineState:
             ExecutionMode(),
             set[str](),
         )  # changed: frozen parameters changed since the start
+        self.counters = counters
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self._has_room_for_sums: bool | None = False  # None: an interrupt came during the change
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
@@ -172,7 +171,6 @@ class EngineState:
                 ),
                 self._activation_offload(placement.activations, counters, CHECKPOINTS),
             ),
-            open_forwards(settings.compile, settings.sequence_tile, plan.device_room_bytes),
             seed=settings.seed,
             comm=comm,
         )
@@ -182,12 +180,12 @@ class EngineState:
         self.router = Router(self.runner, self.recovery.recover)
         self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
-        self.experts = ExpertStreams(
-            self.units, self.runner, self.store, self.deferred_updates, self.lanes, counters, plan
+        self.runner.stages = open_stages(self, settings)
+        self.attention = attention_for(settings.sequence_parallel).open(
+            model, settings.sequence_parallel, comm, counters
         )
-        self.attention = open_attention(model, settings.sequence_parallel, comm, counters)
-        self.cutting = cutting
-        self.ownership = ModelOwnership(model, infos, self.units, self.device.torch_device, cutting.by_parameter)
+        self.splitting = splitting
+        self.ownership = ModelOwnership(model, infos, self.units, self.device.torch_device, splitting.functions)
         self.snapshot = ModelStructure(model, infos, self.units, self.ownership)
 
     def _activation_offload(
@@ -353,7 +351,7 @@ class EngineState:
                 put_parameters([place], parameters if restore else unit.placeholders)
             unit.forget_live()
         self.caches.restore()
-        self.experts.undo()
+        self.runner.stages.undo()
         self.attention.undo()
         if restore:
             self.ownership.release()

@@ -22,11 +22,9 @@ from offload.engine.loss.batch_agreement import PassInputs, agree_on_pass, host_
 from offload.engine.loss.group_loss import GroupLoss
 from offload.engine.loss.loss import LossFunction
 from offload.engine.loss.parts import Losses, sum_parts
-from offload.engine.loss.shared_rows import share_rows
 from offload.engine.methods.backward import Backward
 from offload.engine.methods.method import Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
-from offload.engine.recording.shared_trial import check_sharing
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
 from offload.engine.units.execution_mode import ExecutionMode
@@ -188,7 +186,7 @@ class Steps:
 
     def _agree(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassInputs:
         """Agree with the other ranks on a pass, and copy the batch to the device."""
-        batch, shared = share_rows(batch, loss_fn, self._state.attention.comm)
+        batch, shared = self._state.attention.share(batch, loss_fn)
         recording_status = partial(self.trial_runs.recording_status, batch, loss_fn)
         comm, modes = self._state.comm, self.trial_runs.modes
         if isinstance(loss_fn, GroupLoss):
@@ -221,8 +219,7 @@ class Steps:
                 self._check_equivalence(inputs)
                 form = BatchForm.of(inputs.batch, self.trial_runs.rows)  # the trial used another rank's sample
                 inputs = replace(inputs, form=form)
-            if is_recorded and inputs.shared is not None:
-                check_sharing(self._state, inputs, inputs.shared)
+            if is_recorded and self._state.attention.check(self._state, inputs):
                 self.trial_runs.forget_traffic()
             self._state.attention.begin_pass(needs_mask)
             self.trial_runs.is_complete = True

@@ -31,7 +31,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
                 state.keep(unit)
             elif not unit.in_records:
                 unit.route(state.router.call)
-        state.experts.divert()
+        state.runner.stages.divert()
         state.attention.divert()
         for region in state.regions:
             if len(region.units) > 1:

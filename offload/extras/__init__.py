@@ -7,7 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ENTRIES: Mapping[str, Mapping[str, str]] = {
+    "attention": {"shared": "offload.extras.large.shared_attention:SharedAttention"},
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
     "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
+    "splitting": {
+        "rows": "offload.extras.large.cutting:RowCutting",
+        "experts": "offload.extras.large.cut_experts:cut_experts",
+    },
+    "stage": {  # the innermost first
+        "compiled": "offload.extras.large.compiled_forwards:CompiledForwards",
+        "tiled": "offload.extras.large.tiled_forwards:TiledForwards",
+        "experts": "offload.extras.large.streamed_experts:ExpertStreams",
+    },
 }
 """For each door (`offload.doors`) the names and places of the objects from extras: "module:name"."""

@@ -12,8 +12,8 @@ from typing import Any
 from offload.config.config import Config
 from offload.config.rules import RULE_SETTINGS
 from offload.engine.units.activation_offload import GRAPHS
-from offload.engine.units.tiles import tile_rows
 from offload.errors import ConfigError, format_bytes
+from offload.extras.large.tiles import tile_rows
 from offload.forecast.forecast import Alternative, Forecast, Forecaster
 from offload.forecast.memory import KEPT
 from offload.hf.models import locate

@@ -374,7 +374,7 @@ class Forecaster:
         batch = BatchSpec(model_type, rows, length, not data.packing, is_isolated, shared_by)
         chunk_bytes = prepared.chunk_bytes
         options = settings.micro_batch_size, chunk_bytes, settings.precision, settings.device, settings.sequence_tile
-        key = batch, options, prepared.structure.cutting.share_bytes
+        key = batch, options, prepared.structure.splitting.share_bytes
         if key not in self._workloads:
             try:
                 self._workloads[key] = measure(self._model, batch, prepared)

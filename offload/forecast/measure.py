@@ -15,17 +15,18 @@ from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
 from offload.engine.loss.batch import Batch
-from offload.engine.loss.chunked_head import Chunk, ChunkedHead, RowBlockHead
+from offload.engine.loss.chunked_head import Chunk, ChunkedHead
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss, select_inputs
-from offload.engine.loss.shared_rows import SharedRows, over_whole_rows
 from offload.engine.units.arguments import deliver_result, receive_call
-from offload.engine.units.attention import UnsharedAttention, WholeRows
-from offload.engine.units.find import UnitCandidate
+from offload.engine.units.attention import Attention
+from offload.engine.units.candidates import UnitCandidate
 from offload.engine.units.offloaded_tensor import make_placeholder
-from offload.engine.units.row_blocks import RowBlocks
-from offload.engine.units.shared_attention import SharedAttention
 from offload.engine.units.unit import put_parameters
+from offload.extras.large.row_block_head import RowBlockHead
+from offload.extras.large.row_blocks import RowBlocks, blocks_of
+from offload.extras.large.shared_attention import SharedAttention
+from offload.extras.large.shared_rows import SharedRows, WholeRows
 from offload.forecast.op_counter import OpCounter, UnknownValueError
 from offload.forecast.tiled_uses import ROWS, TiledUses
 from offload.forecast.unit_use import UnitMeasurement, UnitMeasurements
@@ -209,7 +210,9 @@ class _WorkloadProbe:
                     assert parameter is not None
                     key, dtype = (info.index, parameter.shape), DTYPES[info.compute]
                     if key not in parameters and unit.is_cut:
-                        parameters[key] = make_placeholder(info, dtype, torch.device("meta"), _NoOwner(), unit.blocks)
+                        parameters[key] = make_placeholder(
+                            info, dtype, torch.device("meta"), _NoOwner(), unit.blocks.functions
+                        )
                     elif key not in parameters:
                         like = torch.empty_like(parameter, dtype=dtype, device="meta")
                         parameters[key] = nn.Parameter(like, requires_grad=info.trainable)
@@ -242,10 +245,8 @@ class _WorkloadProbe:
         attention = _attention(model, batch, self.counter)
         attention.divert()
         try:
-            with over_whole_rows(attention, batch.shared_rows(tensors), tensors, lambda tensor: tensor) as (
-                inputs,
-                labelled,
-            ):
+            shared = batch.shared_rows(tensors)
+            with attention.over(shared, tensors, lambda tensor: tensor) as (inputs, labelled):
                 return self._run_batch(model, inputs, labelled, chunk_bytes, batch)
         finally:
             attention.undo()
@@ -480,10 +481,10 @@ class _CountingRanks(SimulatedRanks):
         self._counter.exchange(sum(piece.nbytes for piece in pieces[1:]))
 
 
-def _attention(model: nn.Module, batch: BatchSpec, counter: OpCounter) -> UnsharedAttention:
+def _attention(model: nn.Module, batch: BatchSpec, counter: OpCounter) -> Attention:
     """Return the attention for the batch: sequence-parallel if several ranks share sequences."""
     if batch.shared_by == 1:
-        return UnsharedAttention()
+        return Attention()
     return SharedAttention(model, _CountingRanks(batch.shared_by, counter), Counters())
 
 
@@ -501,8 +502,7 @@ def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
 def _blocks_of_head(model: nn.Module) -> RowBlocks | None:
     """Return the row blocks of the output embedding; None: a whole head."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
-    blocks: RowBlocks | None = getattr(getattr(find(), "weight", None), "blocks", None)
-    return blocks
+    return blocks_of(getattr(find(), "weight", None))
 
 
 class _NoOwner:

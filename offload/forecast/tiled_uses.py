@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from offload.engine.units.arguments import Arguments, run_over_copies
-from offload.engine.units.find import UnitCandidate
-from offload.engine.units.row_trials import RowTrials
-from offload.engine.units.tiles import TiledForward, Tiles
+from offload.engine.units.candidates import UnitCandidate
+from offload.extras.large.row_trials import RowTrials
+from offload.extras.large.tiles import TiledForward, Tiles
 
 ROWS = 2
 """Batch rows in recorded uses."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments, run_over_copies
-from offload.engine.units.find import UnitCandidate
+from offload.engine.units.candidates import UnitCandidate
 from offload.engine.units.saved_graph import SMALLEST_BYTES, has_only_torch_nodes, is_number
-from offload.engine.units.tiles import TiledForward
+from offload.extras.large.tiles import TiledForward
 from offload.forecast.op_counter import OpCounter
 from offload.forecast.tiled_uses import TiledUses
 from offload.forecast.workload import NO_WORK, UnitWork

@@ -22,6 +22,7 @@ from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.extras.large.compiled_forwards import compile_modules
 from offload.hf.models import BuiltModel, attention_options, fill_all, is_pretrained, load_model_config, load_whole
 from offload.layout.planes import DTYPES
 from offload.machine.environment import memory
@@ -243,7 +244,7 @@ class _Sides:
             if self._resident is not None:
                 self._resident.lr = rate_at(step, self._run.config)
                 if not parity.steps:
-                    self._resident.compile(self._engine.compiled_classes)
+                    compile_modules(self._resident.blocks(self._engine.compiled_classes))
                 self._begin(step)
                 loss, norm = self._step_resident(self._batches(step))
                 norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from offload.engine.loss.loss import find_loss
-from offload.engine.units.compiled_forwards import compile_modules
 from offload.engine.units.find import describe_parameters, find_units
 from offload.errors import ConfigError
 from offload.layout.codecs import EXACT, decoded
@@ -129,9 +128,9 @@ class ResidentTrainer:
                 states[factor.name] = torch.zeros(factor.numel(info.shape), device=device)
         return states
 
-    def compile(self, classes: Collection[type]) -> None:
-        """Compile blocks with these classes like an engine."""
-        compile_modules(block for block in self._blocks if type(block) in classes)
+    def blocks(self, classes: Collection[type]) -> list[nn.Module]:
+        """Return the blocks with these classes."""
+        return [block for block in self._blocks if type(block) in classes]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, master weights), fp32 on the CPU, in torch's parameter order."""

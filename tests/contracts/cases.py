@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import LOMO, SGD, Adafactor, AdamW, Lion, MeZO, Muon
-from offload.engine.units import cut_experts
+from offload.extras.large import cut_experts
 from offload.layout import codecs
 from offload.planning import device_updates
 from tests.engine.families import bert, build, gemma2, gpt2, llama, mamba, mixtral, qwen3_moe, t5, tokens

@@ -15,9 +15,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from offload import Engine, MeZO, Placement
-from offload.engine.units import compiled_forwards as forwards
-from offload.engine.units.compiled_forwards import compile_modules
 from offload.errors import DoesNotFitError
+from offload.extras.large import compiled_forwards as forwards
+from offload.extras.large.compiled_forwards import compile_modules
 from tests.engine.compare import assert_weights, train_both
 from tests.engine.device import cpu_only
 from tests.engine.families import batches, build, gemma2, gpt2, llama, qwen3, tokens

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import Engine, Placement
-from offload.engine.units import compiled_forwards as forwards
 from offload.errors import ConfigError
+from offload.extras.large import compiled_forwards as forwards
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens

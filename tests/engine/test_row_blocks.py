@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from offload import Adafactor, AdamW, Engine, MeZO, Placement
 from offload.distributed.joining import open_comm
-from offload.engine.loss.chunked_head import RowBlockHead
-from offload.engine.units.row_blocks import RowBlock, RowBlocks
 from offload.errors import ConfigError, DoesNotFitError
+from offload.extras.large.row_block_head import RowBlockHead
+from offload.extras.large.row_blocks import RowBlock, RowBlocks
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both, weights
 from tests.engine.device import own_device
 from tests.engine.families import build, gpt2, llama

@@ -15,8 +15,8 @@ from offload import AdamW, Engine, MeZO, Muon, Placement
 from offload.distributed.joining import open_comm
 from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
-from offload.engine.units import cut_experts
 from offload.errors import ConfigError, DoesNotFitError
+from offload.extras.large import cut_experts
 from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from offload import Engine, Placement
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.units import compiled_forwards as forwards
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.tiles import RowModule, TiledForward
 from offload.errors import ConfigError
+from offload.extras.large import compiled_forwards as forwards
+from offload.extras.large.tiles import RowModule, TiledForward
 from offload.layout.regions import Piece
 from tests.engine.compare import PROPORTIONAL, train_both
 from tests.engine.families import build, gemma2, gpt2, gpt_neox, llama, mamba, mixtral, qwen3, tokens
@@ -35,7 +35,7 @@ def long(count: int, rows: int = 2) -> list[dict[str, Tensor]]:
 
 def modules(engine: Engine) -> dict[str, list[str]]:
     """Return the tiled modules by unit."""
-    found = {unit.name: unit.traits.tiles for unit in parts_of(engine).units}
+    found = {unit.name: unit.traits.learned.get("tiles") for unit in parts_of(engine).units}
     return {name: [rows.name for rows in tiles.modules] for name, tiles in found.items() if tiles and tiles.modules}
 
 
@@ -347,7 +347,7 @@ def test_an_own_loop_records_and_trains_over_tiles() -> None:
             assert bool(modules(engine)) == (tile != "none")
             assert bool(engine.told_tiles) == (tile != "none")
             if tile != "none":  # a few recorded tokens are enough
-                found = parts_of(engine).units[1].traits.tiles
+                found = parts_of(engine).units[1].traits.learned["tiles"]
                 assert {rows.name: rows.is_idle for rows in found.modules}["mlp"]
     assert losses[2:] == pytest.approx(losses[:2], rel=1e-6)
     assert losses[2] == losses[0]
@@ -370,7 +370,7 @@ def test_a_tile_that_is_no_number_of_tokens_is_refused(tile: Any) -> None:
 
 @pytest.mark.slow
 def test_auto_tiles_where_a_unit_would_not_fit_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.engine.units.tiles._FEWEST_ROWS", 32)
+    monkeypatch.setattr("offload.extras.large.tiles._FEWEST_ROWS", 32)
     batch, sizes = tokens(0, 1, 512), []
     for memory in (8 << 20, 1400 << 10):
         placement = Placement(parameters="cpu", device_memory=memory)
@@ -403,7 +403,7 @@ def test_a_recompute_makes_no_results_that_no_backward_reads(monkeypatch: pytest
 def test_a_norm_of_what_an_mlp_gives_reads_it() -> None:
     with Engine(build(gemma2), sequence_tile=8) as engine:
         engine.step(long(1)[0])
-        found = parts_of(engine).units[1].traits.tiles
+        found = parts_of(engine).units[1].traits.learned["tiles"]
         assert {rows.name: rows.is_idle for rows in found.modules}["mlp"] is False
 
 

@@ -12,7 +12,7 @@ from offload import AdamW, Engine, Placement
 from offload.config.config import Config
 from offload.distributed.comm import Comm
 from offload.engine.assemble import Structure
-from offload.engine.units import cut_experts
+from offload.extras.large import cut_experts
 from offload.forecast.forecast import Forecast, Forecaster
 from offload.forecast.routed import routed_experts
 from offload.forecast.workload import Workload

@@ -143,4 +143,4 @@ def test_layers_are_cut_for_the_device_where_the_host_is_short() -> None:
     """The forecast then has the cut that a run with more host memory makes, and no shortage of the device."""
     _, found = misfit(**{"offload.device_memory": "2560KiB", "offload.host_memory": "4MiB", "offload.optimizer": "cpu"})
     assert found.memory.shortfalls.keys() == {"cpu"}
-    assert "row blocks" in found.prepared.structure.cutting.description
+    assert "row blocks" in found.prepared.structure.splitting.description

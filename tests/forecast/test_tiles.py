@@ -98,7 +98,7 @@ def test_a_plan_that_is_told_none_names_tiles_as_the_fix() -> None:
 def test_a_plan_cuts_layers_that_the_device_does_not_hold() -> None:
     small = {"data__sequence_length": 32, "train__head_chunk_bytes": 1 << 18, "offload__device_memory": 16 << 20}
     found = forecast(config(model__preset="small", **small), Hardware.read("h100"))
-    cutting = found.prepared.structure.cutting
+    cutting = found.prepared.structure.splitting
     assert found.fits
     assert found.memory.total("device") <= 16 << 20
     assert max(each.weight_bytes for each in found.prepared.structure.regions) <= cutting.share_bytes

@@ -22,7 +22,6 @@ from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Pl
 from offload.distributed.comm import Comm
 from offload.engine.checkpoints import PendingCheckpoint
 from offload.engine.methods.result import ZerothOrderRecord
-from offload.engine.units import compiled_forwards as compiled
 from offload.engine.units import saved_graph
 from offload.errors import (
     CheckpointError,
@@ -34,6 +33,7 @@ from offload.errors import (
     RankLostError,
     TornError,
 )
+from offload.extras.large import compiled_forwards as compiled
 from offload.planning import device_updates, disk
 from tests.engine.inside import parts_of
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import Trainer
 
-from offload.engine.units import compiled_forwards as forwards
 from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError
+from offload.extras.large import compiled_forwards as forwards
 from tests.engine.test_compiled import backend
 from tests.integrations.plain import (
     LR,

@@ -9,9 +9,10 @@ import torch
 
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.recording.equivalence import PassComparator
-from offload.engine.units import call, router, snapshots, tiles
+from offload.engine.units import call, router, snapshots
 from offload.engine.units.activation_offload import HostActivationOffload
-from offload.engine.units.streamed_experts import StreamedExperts
+from offload.extras.large import tiles
+from offload.extras.large.streamed_experts import StreamedExperts
 from offload.hf import merge
 from offload.layout.codecs import IntegerCodec
 from offload.tiers.slots import Slots

@@ -13,7 +13,7 @@ from offload.distributed.comm import Comm
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, check_batch, has_equal_rows
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.loss.loss import LossFunction, LossRule, labels_of
-from offload.engine.loss.shared_rows import SharedRows
+from offload.engine.units.attention import SharedRows
 from offload.errors import ConfigError
 
 
@@ -188,7 +188,7 @@ def agree_on_pass(
             announcement = _announce(operation, batch, micro_rows, has_loss_function)
         if shared is not None:
             count = int((shared.targets != IGNORED).sum())
-            announcement = replace(announcement, targets=(count, count, count), needs_mask=shared.whole.needs_mask)
+            announcement = replace(announcement, targets=(count, count, count), needs_mask=shared.needs_mask)
         is_new, is_known = recording_status()
         announcement = replace(announcement, is_new=is_new, is_known=is_known, lr=lr, modes=modes)
     except ConfigError as error:

@@ -21,8 +21,8 @@ from offload.engine.loss.group_loss import log_probs
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss
 from offload.engine.state import EngineState
+from offload.engine.units.candidates import Splitting
 from offload.engine.units.rerouting import forward_replaced
-from offload.engine.units.row_blocks import RowBlocks
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(Chunk result, hidden state leaf [1, tokens, hidden], positions of counted tokens in the flattened rows.)"""
@@ -195,154 +195,17 @@ class ChunkedHead:
         return sum(float(loss) for loss, _, _ in self.losses(output, batch, chunks, tokens))
 
 
-@dataclass(frozen=True)
-class _Targets:
-    """The tokens in a chunk, with logit statistics.
-
-    chunk: the tokens.
-    labels: the next labels, int64 [n].
-    log_sums: log-sum-exp over all blocks so far, fp32 [n].
-    label_logits: label logits, fp32 [n].
-    """
-
-    chunk: Chunk
-    labels: torch.Tensor
-    log_sums: torch.Tensor
-    label_logits: torch.Tensor
-
-
-class RowBlockHead(ChunkedHead):
-    """Runs a head that is split into row blocks, block by block and chunk by chunk. No token has all logits at once.
-
-    A running log-sum-exp over the vocabulary goes from block to block (Milakov and Gimelshein, arXiv:1805.02867). The
-    backward recomputes the block logits and derives the softmax from the final log-sum-exp. The head's own code runs on
-    the rows of each block, so soft-capping, scaling and other elementwise code stays unchanged. The engine computes the
-    cross entropy.
-    """
-
-    def __init__(self, head: ChunkedHead, blocks: RowBlocks) -> None:
-        super().__init__(head._model, head._base, blocks.num_rows)
-        self._blocks, self.num_logits = blocks, blocks.most_rows
-
-    def mean_loss(
-        self,
-        state: EngineState,
-        output: Any,
-        batch: Batch,
-        chunks: Sequence[Chunk],
-        tokens: int,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor:
-        def mean(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return -values.sum() / tokens, torch.full_like(values, -1 / tokens) if torch.is_grad_enabled() else None
-
-        return self.loss_from_log_probs(state, output, batch, chunks, mean, gradient)
-
-    def loss_from_log_probs(
-        self,
-        state: EngineState,
-        output: Any,
-        batch: Batch,
-        chunks: Sequence[Chunk],
-        compute_loss: LogProbLoss,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor:
-        targets = self._targets(output, batch, chunks)
-        loss, slopes = compute_loss(self._label_log_probs(targets, batch))
-        if slopes is None:
-            return loss
-        total = None if gradient is None else torch.zeros_like(gradient, dtype=torch.float32).flatten(0, 1)
-        for number in reversed(range(len(self._blocks.blocks))):
-            regions = next(unit.regions for unit in state.units if unit.module is self._blocks.blocks[number])
-            with state.gradients.repeated(regions):
-                for each in targets:
-                    self._backward_over(number, state, output, batch, each, slopes, total)
-        if gradient is not None and total is not None:
-            gradient.copy_(total.view_as(gradient))
-        return loss
-
-    def trial_loss(self, output: Any, batch: Batch, chunks: Sequence[Chunk], tokens: int) -> float:
-        return -float(self._label_log_probs(self._targets(output, batch, chunks), batch).sum()) / tokens
-
-    def sums_over(self, number: int, output: Any, batch: Batch, chunk: Chunk) -> Iterator[Part]:
-        """Yield the log-sum-exp total of a chunk over one block, as costly as a part of the loss."""
-        logits, leaf = self._logits(output, batch, chunk, number)
-        yield logits.float().logsumexp(1).sum(), leaf, chunk.places
-
-    def _targets(self, output: Any, batch: Batch, chunks: Sequence[Chunk]) -> list[_Targets]:
-        """Return the statistics per chunk from a pass over all blocks, without a graph."""
-        labels, statistics = next_labels(batch).flatten(), []
-        for chunk in chunks:
-            log_sums = torch.full(chunk.places.shape, -torch.inf, dtype=torch.float32, device=labels.device)
-            chunk_labels = labels[chunk.places]
-            chunk_labels[chunk.num_targets :] = 0
-            statistics.append(_Targets(chunk, chunk_labels, log_sums, torch.zeros_like(log_sums)))
-        with torch.no_grad():
-            for number in range(len(self._blocks.blocks)):
-                for each in statistics:
-                    logits = self._logits(output, batch, each.chunk, number)[0].float()
-                    torch.logaddexp(each.log_sums, logits.logsumexp(1), out=each.log_sums)
-                    is_inside, column = self._blocks.inside(number, each.labels)
-                    each.label_logits.copy_(
-                        torch.where(is_inside, logits.gather(1, column[:, None])[:, 0], each.label_logits)
-                    )
-        return statistics
-
-    def _label_log_probs(self, targets: Sequence[_Targets], batch: Batch) -> torch.Tensor:
-        """Return next-label log-probabilities, fp32 [rows, tokens]; 0 without a target."""
-        label_log_probs = torch.zeros(batch["labels"].shape, dtype=torch.float32, device=batch["labels"].device)
-        for each in targets:
-            num = each.chunk.num_targets
-            label_log_probs.view(-1)[each.chunk.places[:num]] = (each.label_logits - each.log_sums)[:num]
-        return label_log_probs
-
-    def _backward_over(
-        self,
-        number: int,
-        state: EngineState,
-        output: Any,
-        batch: Batch,
-        targets: _Targets,
-        slopes: torch.Tensor,
-        total: torch.Tensor | None,
-    ) -> None:
-        """Recompute the chunk logits over one block and run the backward.
-
-        `slopes`: loss gradient with respect to the log-probabilities, [rows, tokens]. Adds to `total`, the hidden state
-        gradients [tokens, hidden].
-        """
-        num, places = targets.chunk.num_targets, targets.chunk.places
-        logits, leaf = self._logits(output, batch, targets.chunk, number)
-        if not logits.requires_grad:
-            return
-        gradient = (logits.detach().float() - targets.log_sums[:, None]).exp_().neg_()
-        is_inside, column = self._blocks.inside(number, targets.labels)
-        gradient.scatter_add_(1, column[:, None], is_inside[:, None].to(gradient.dtype))
-        gradient *= slopes.flatten()[places][:, None]
-        gradient[num:] = 0
-        state.backward(logits, gradient.to(logits.dtype), leaf)
-        if total is not None and leaf.grad is not None:
-            total[places[:num]] += leaf.grad[0, :num]
-
-    def _logits(self, output: Any, batch: Batch, chunk: Chunk, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chunk logits over one block [n, rows], and the hidden state leaf below."""
-        run, leaf, _, _ = next(self._runs(output, batch, [chunk]))
-        with self._blocks.only(number):
-            return run().logits[0], leaf
-
-
 def find_chunked_head(
     model: nn.Module,
     batch: Batch,
     run: Callable[[Batch], Any],
     output: Any = None,
-    row_blocks: Iterable[RowBlocks] = (),
+    splitting: Splitting | None = None,
 ) -> ChunkedHead | None:
     """Return the model head in chunks if a trial reproduces the full loss; else None.
 
     A trial is necessary because 13 families accept `shift_labels` and ignore it. `run`: the model on a batch. `output`:
-    base model output, if independent of the labels. `row_blocks`: weights in row blocks; a head with such a weight runs
-    block by block.
+    base model output, if independent of the labels. `splitting`: a head with a split weight runs part by part.
     """
     base, labels = find_base_model(model), batch.get("labels")
     if base is None or labels is None or "input_ids" not in batch or labels.dim() != 2 or labels.shape[1] < 4:
@@ -362,8 +225,7 @@ def find_chunked_head(
         chunks = build_chunks(next_labels(batch).cpu(), -(-tokens // 2), 2, lambda places: places.to(labels.device))
         vocabulary = int(outputs.logits.shape[-1])
         plain = ChunkedHead(model, base, vocabulary)
-        row_block_heads = [RowBlockHead(plain, blocks) for blocks in row_blocks if blocks.num_rows == vocabulary]
-        heads = [*reversed(row_block_heads), plain]  # reversed: an equally large embedding precedes the head
+        heads = [*(splitting or Splitting()).heads(plain), plain]
         is_fp32 = next(iter(model.parameters())).dtype == torch.float32
         tolerance = (1e-5 if is_fp32 else 1e-2) * max(1.0, abs(full_loss))
     except Exception:

@@ -17,7 +17,6 @@ from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import build_chunks
 from offload.engine.loss.group_loss import GroupLoss, TokenLoss
 from offload.engine.loss.loss import labels_of, run_loss, select_inputs
-from offload.engine.loss.shared_rows import over_whole_rows
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 
@@ -130,7 +129,7 @@ class Losses:
         )
         chunks = build_chunks(targets, size, max(1, -(-max_targets // size)), copy_to_device)
         self.num_chunks = len(chunks)
-        with over_whole_rows(state.attention, inputs.shared, batch, copy_to_device) as (model_batch, batch):
+        with state.attention.over(inputs.shared, batch, copy_to_device) as (model_batch, batch):
             output = head.base_output(lambda: self._model(**select_inputs(self._model, model_batch, inputs.loss_fn)))
             hidden = output["last_hidden_state"]
             gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None

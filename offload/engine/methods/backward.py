@@ -16,7 +16,7 @@ class Backward(Method):
     """Runs forward and backward, clips and updates. Own loops run both themselves, and call `begin` and `end` here."""
 
     def prepare(self) -> None:
-        self._splits, self._streams_experts = self._settings.splits, bool(self._state.experts)
+        self._splits, self._streams_experts = self._settings.splits, self._state.runner.stages.fetches_per_micro_batch
 
     def own_loop(self) -> Backward:
         return self

@@ -25,11 +25,11 @@ from torch.utils.hooks import RemovableHandle
 from offload.engine.recording.sketch import Sketch
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
-from offload.engine.units.forwards import Forward
 from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
 from offload.engine.units.snapshots import ModuleSnapshot, PassSnapshot, buffer_places
+from offload.engine.units.stages import Forward
 from offload.engine.units.state_snapshot import same_bits
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.unit import Unit
@@ -97,7 +97,7 @@ class Recording:
         self._runner.enter(unit)
         try:
             rows = self.rows if self._before is None else None
-            forward = self._runner.forwards.record(unit, self._runner, arguments, rows)
+            forward = self._runner.stages.record(unit, self._runner, arguments, rows)
             result_without_graph = None if self._before is None else self._run_without_graph(unit, arguments, forward)
             live = list(unit.live().values())
             self._written_addresses[:] = [

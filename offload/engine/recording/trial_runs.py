@@ -216,7 +216,7 @@ class TrialRuns:
             self._run_until_settled(lambda _: trials.learn(probe))
             rule = probe_loss(self._model, probe, trials, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
-                head = find_chunked_head(self._model, probe, trials, trials.output, self._state.cutting.row_blocks)
+                head = find_chunked_head(self._model, probe, trials, trials.output, self._state.splitting)
         self.forget_traffic()
         return rule, head
 
@@ -267,7 +267,7 @@ class TrialRuns:
     def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], check_equivalence: Callable[[], None]) -> None:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
         self.is_complete, self._roots, self._is_training = False, {"arguments": (args, kwargs)}, True
-        if self._state.runner.forwards.needs_short_recording:
+        if self._state.runner.stages.needs_short_recording:
             _record_few(self._state, self.samples.call_samples(args, kwargs)[:-1], self._record)
         self._record([(0, lambda: _call_on_copies(self._model, args, kwargs))] * 2)
         check_equivalence()
@@ -324,7 +324,7 @@ class TrialRuns:
             before = self._run_until_settled(record, rows, before)
             if self._is_training:
                 before.refuse_writes()
-        self._state.runner.forwards.check()
+        self._state.runner.stages.check()
         self._update_modes()
         self.forget_traffic()
 
@@ -396,7 +396,7 @@ def _record_few(
             is_known = False
     if state.comm.any(not is_known, "outcome of a sample call"):
         for variant in (variant for unit in state.units for variant in unit.variants.values()):
-            variant.tiles = None  # from another mode
+            variant.learned.clear()  # from another mode
 
 
 def _int_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:

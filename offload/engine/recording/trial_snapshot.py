@@ -51,7 +51,7 @@ class TrialSnapshot:
         state = self._state
         versions = state.slots.versions()
         try:
-            with state.runner.as_engine_calls(), state.runner.forwards.paused():
+            with state.runner.as_engine_calls(), state.runner.stages.paused():
                 yield
         finally:
             self.restore()

@@ -1,45 +1,50 @@
-"""Attention over whole rows on each rank. A subclass shares rows between ranks."""
+"""Attention of each rank over whole rows of the batch. A subclass shares rows between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from offload.distributed.comm import Comm
+from offload.doors import Door
+from offload.tiers.counters import Counters
+
+Batch = Mapping[str, Any]
+Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class WholeRows:
-    """Metadata for whole rows with tokens on several ranks."""
+class SharedRows(Protocol):
+    """Information about shared rows beyond this rank's tokens."""
 
-    length: int
-    """Row length in tokens over all ranks."""
-    positions: torch.Tensor
-    """Token positions, int64 [rows, length]."""
-    padding: torch.Tensor | None = None
-    """True for non-padding tokens, bool [rows, length]. None: unknown."""
-    documents: torch.Tensor | None = None
-    """Document number per token, int64 [rows, length]. None: one document per row."""
+    @property
+    def targets(self) -> torch.Tensor:
+        """Next label for each token on this rank, int64 [rows, own tokens]."""
+        ...
 
     @property
     def needs_mask(self) -> bool:
         """True if a token may not attend to all earlier tokens."""
-        return self.documents is not None or (self.padding is not None and not bool(self.padding.all()))
-
-    def to_device(self, copy_to_device: Callable[[torch.Tensor], torch.Tensor]) -> WholeRows:
-        """Return a device copy; `copy_to_device` copies one tensor."""
-        padding, documents = (t if t is None else copy_to_device(t) for t in (self.padding, self.documents))
-        return WholeRows(self.length, copy_to_device(self.positions), padding, documents)
+        ...
 
 
-class UnsharedAttention:
-    """No sequence parallelism: each rank has whole sequences."""
+class Attention:
+    """Each rank has whole rows. Base class of all objects behind the door `ATTENTIONS`."""
 
     comm = Comm()
-    """Communicator for the ranks in the group."""
+    """Communicator for the ranks with the same rows."""
+
+    @classmethod
+    def open(cls, model: nn.Module, size: int, comm: Comm, counters: Counters) -> Attention:  # noqa: ARG003
+        """Return the attention for groups of `size` ranks. Collective. Raises ConfigError."""
+        return cls()
+
+    @staticmethod
+    def check_model(model: nn.Module, size: int) -> None:
+        """Raise ConfigError if `size` ranks cannot share rows in this model, as far as the config shows."""
 
     def divert(self) -> None:
         """Redirect attention calls to this object."""
@@ -54,10 +59,37 @@ class UnsharedAttention:
         arguments have equal structure on all ranks.
         """
 
+    def share(self, batch: Batch, loss_fn: object) -> tuple[Batch, SharedRows | None]:  # noqa: ARG002
+        """Return this rank's part of a batch, and the shared row information. Collective. Raises ConfigError."""
+        return batch, None
+
     @contextmanager
-    def over(self, rows: WholeRows) -> Iterator[None]:  # noqa: ARG002
-        """Set the whole rows for attention during the context."""
-        yield
+    def over(
+        self,
+        shared: SharedRows | None,  # noqa: ARG002
+        batch: Batch,
+        copy_to_device: Copy,  # noqa: ARG002
+    ) -> Iterator[tuple[Batch, Batch]]:
+        """Let attention cover all tokens of shared rows during the context.
+
+        Yield (model batch, head batch with shifted labels). `copy_to_device` copies a tensor to the device.
+        """
+        yield batch, batch
+
+    def check(self, state: Any, inputs: Any) -> bool:  # noqa: ARG002
+        """Compare shared with whole rows in a trial of the `EngineState` over the `PassInputs`. True after a trial.
+
+        Collective. Raises ConfigError on all ranks for a difference.
+        """
+        return False
 
     def refuse_own_loop(self) -> None:
-        """Raise ConfigError if sequences are shared: a user training loop cannot call the model then."""
+        """Raise ConfigError if rows are shared: a user training loop cannot call the model then."""
+
+
+ATTENTIONS: Door[type[Attention]] = Door("attention", {"whole": Attention})
+
+
+def attention_for(size: int) -> type[Attention]:
+    """Return the attention class for groups of `size` ranks with the same rows."""
+    return ATTENTIONS["whole" if size == 1 else "shared"]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.forwards import Forward
 from offload.engine.units.recompute_policy import OFFLOADED
 from offload.engine.units.runner import UnitRunner, synchronized
 from offload.engine.units.saved_graph import (
@@ -24,6 +23,7 @@ from offload.engine.units.saved_graph import (
 )
 from offload.engine.units.saved_inputs import DeviceCopies
 from offload.engine.units.snapshots import PassSnapshot
+from offload.engine.units.stages import Forward, Use
 from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.traits import Rows
 from offload.engine.units.unit import Unit
@@ -100,7 +100,7 @@ class UnitCall:
     ) -> Arguments:
         """Run one micro-batch with a graph that is kept (in `graph_storage`) or dropped ("")."""
         unit, runner, saved = self.unit, self._runner, self._runner.saved
-        forward = runner.forwards.of(unit, runner, self._arguments, inputs, others, self._needs)
+        forward = runner.stages.of(unit, Use(runner, self._arguments, inputs, others, self._needs))
         snapshot = runner.snapshot(unit, not graph_storage or saved.policy.may_give_up(graph_storage))
         micro_batch = MicroBatch(rows, snapshot, forward)
         self._micro_batches.append(micro_batch)
@@ -261,7 +261,7 @@ class UnitCall:
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
             results = self._thread_state.run(
                 lambda: runner.run(
-                    unit, self._arguments, inputs, others, runner.forwards.for_recomputation(micro_batch.forward)
+                    unit, self._arguments, inputs, others, runner.stages.for_recomputation(micro_batch.forward)
                 )
             ).tensors
         dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
@@ -348,7 +348,7 @@ def run_part_alone(
     others: Sequence[Any],
 ) -> Arguments:
     """Run one micro-batch without a backward."""
-    forward = runner.forwards.of(unit, runner, arguments, tensors, others)
+    forward = runner.stages.of(unit, Use(runner, arguments, tensors, others))
     return runner.run(unit, arguments, tensors, others, forward)
 
 

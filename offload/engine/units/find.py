@@ -7,101 +7,22 @@ its modules become units; larger layers are cut into row blocks, each a unit.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from offload.engine.units.cutting import RowCutting
-from offload.engine.units.row_blocks import RowBlocks
+from offload.engine.units.candidates import ParameterPlace, Splitting, UnitCandidate
 from offload.errors import ConfigError, untrainable_error, warn
 from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, Codec
-from offload.layout.regions import ParameterInfo, Piece, Region
+from offload.layout.regions import ParameterInfo
 from offload.optim.rule import ParameterTraits, UpdateRule
 
 _FILTERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _RESIDENT_SHARE = 16
 """A module outside the blocks stays on the device if smaller than (largest block bytes) / this number."""
-
-
-@dataclass(frozen=True)
-class ParameterPlace:
-    """The place where a module holds a parameter."""
-
-    module: nn.Module
-    """Owner module."""
-    key: str
-    """Key in `module._parameters`."""
-    parameter: int
-    """Parameter index in the model."""
-
-
-@dataclass
-class UnitCandidate:
-    """A unit before memory allocation.
-
-    If the children of a module are separate units, the module's own unit keeps only the directly registered parameters
-    and stays on the device.
-    """
-
-    name: str
-    """Module name in the model."""
-    module: nn.Module
-    """Unit module."""
-    places: list[ParameterPlace]
-    """Places for all unit parameters."""
-    whole: bool
-    """True if the unit owns all module parameters, including child modules.
-
-    False for a parent whose children have separate units.
-    """
-    resident: bool
-    """True if the weights stay on the device."""
-    is_block: bool = False
-    """True if the module is an element of an outermost module list."""
-    records: tuple[tuple[Piece, ...], ...] = ()
-    """Streamed experts only: parameter pieces per record (experts fetched together).
-
-    Empty: the unit is fetched as a whole.
-    """
-    blocks: RowBlocks | None = None
-    """Row blocks, for a layer cut into rows and for each of the block units."""
-    layer: str = ""
-    """Row-block unit only: name of the cut layer; otherwise empty."""
-    rows: tuple[Piece, ...] = ()
-    """Row-block unit only: layer parameter pieces in this block."""
-
-    @property
-    def is_cut(self) -> bool:
-        """True for a layer cut into row blocks, without own weights."""
-        return self.blocks is not None and not self.layer
-
-    @property
-    def parameters(self) -> list[int]:
-        """Parameter indices in module order, without duplicates."""
-        return list(dict.fromkeys(place.parameter for place in self.places))
-
-    @property
-    def cargoes(self) -> dict[str, Sequence[int | Piece]]:
-        """Parameter indices or pieces fetched together, keyed by unit name as in `Region.units`.
-
-        One entry for the unit, or one per record; empty for a cut layer.
-        """
-        if self.is_cut:
-            return {}
-        if not self.records:
-            return {self.name: self.rows or self.parameters}
-        return {f"{self.name} [{number}]": pieces for number, pieces in enumerate(self.records)}
-
-
-def regions_of(unit: UnitCandidate, regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Return the regions with parameters of this unit."""
-    names = unit.cargoes.keys()
-    return tuple(region for region in regions if not names.isdisjoint(region.units))
 
 
 def describe_parameters(
@@ -224,12 +145,13 @@ def _check_quantized(
             )
 
 
-def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: RowCutting = RowCutting()) -> list[UnitCandidate]:  # noqa: B008 (frozen)
+def find_units(model: nn.Module, infos: list[ParameterInfo], splitting: Splitting | None = None) -> list[UnitCandidate]:
     """Split `model` into units, in module order.
 
-    Without module lists, every module with parameters becomes a unit. `cutting`: device memory limit for a unit and the
-    row blocks of larger layers.
+    Without module lists, every module with parameters becomes a unit. `splitting`: device memory limit for a unit and
+    the parts of larger layers.
     """
+    splitting = splitting or Splitting()
     index_of = {id(parameter): index for index, (_, parameter) in enumerate(model.named_parameters())}
     bytes_of = [info.numel * (4 if info.compute == "fp32" else 2) for info in infos]
     names = {id(module): name for name, module in model.named_modules()}
@@ -249,51 +171,38 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], cutting: RowCutting
     inside: set[int] = set()
     for block in _blocks(model):
         block_places = places(block.modules())
-        if id(block) not in inside and num_bytes(block_places) <= cutting.share_bytes:
+        if id(block) not in inside and num_bytes(block_places) <= splitting.share_bytes:
             units.append(
                 UnitCandidate(names[id(block)], block, block_places, whole=True, resident=False, is_block=True)
             )
             inside.update(id(module) for module in block.modules())
     largest = max((num_bytes(unit.places) for unit in units), default=0)
-    if not largest and cutting.blocks:
-        largest = int(cutting.share_bytes)
+    if not largest and splitting.blocks:
+        largest = int(splitting.share_bytes)
     for name, module in model.named_modules():
         if id(module) in inside:
             continue
         own = places(iter((module,)))
         if not own:
             continue
-        if module in cutting.blocks:
-            cut = cutting.blocks[module]
+        if module in splitting.blocks:
+            cut = splitting.blocks[module]
             is_first = all(unit.blocks is not cut for unit in units)
             units.append(UnitCandidate(name, module, own, whole=True, resident=False, blocks=cut))
-            units += _row_block_units(name, cut) if is_first else ()
+            units += splitting.units_of(name, cut) if is_first else ()
             continue
         submodules = [child for child in module.modules() if child is not module]
         is_small = num_bytes(own) * _RESIDENT_SHARE < largest
         whole = not any(parameter is not None for child in submodules for parameter in child._parameters.values())
         if not whole and not is_small and not any(id(child) in inside for child in submodules):
             block_places = places(module.modules())
-            if num_bytes(block_places) <= cutting.share_bytes:
+            if num_bytes(block_places) <= splitting.share_bytes:
                 # A table with an own norm, or an attention module with a projection, is one unit with all children.
                 own, whole = block_places, True
                 inside.update(id(child) for child in submodules)
         units.append(UnitCandidate(name or "(model)", module, own, whole, resident=not whole or is_small))
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return sorted(units, key=lambda unit: order.get(unit.layer or unit.name, 0))
-
-
-def _row_block_units(layer: str, cut: RowBlocks) -> Iterator[UnitCandidate]:
-    """Yield one candidate per row block."""
-    for number, block in enumerate(cut.blocks):
-        span, places = cut.span(number), [ParameterPlace(block, key, index) for key, index in cut.parameters.items()]
-        shapes = [tuple(parameter.shape) for parameter in block.parameters()]
-        rows = tuple(
-            Piece(place.parameter, span.start * math.prod(shape[1:]), shape)
-            for place, shape in zip(places, shapes, strict=True)
-        )
-        name = f"{layer}[{span.start}:{span.stop}]"
-        yield UnitCandidate(name, block, places, whole=True, resident=False, blocks=cut, layer=layer, rows=rows)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
-from offload.engine.units.row_blocks import RowBlocks
 from offload.layout.regions import ParameterInfo
 
 
@@ -59,8 +57,8 @@ class OffloadedTensor(torch.Tensor):
     place: torch.device
     values: Callable[[], torch.Tensor]
     """Returns a fresh copy on the device."""
-    blocks: RowBlocks | None = None
-    """Row blocks of a cut weight or bias. None: uncut."""
+    functions: Mapping[Any, Callable[..., torch.Tensor]] = {}
+    """Replacements for torch functions with this weight as second argument, called without the weight."""
     is_placeholder = False
     """True for the placeholder in the model. Gradients must not arrive there."""
 
@@ -68,10 +66,9 @@ class OffloadedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Handles only functions that bypass the torch dispatcher.
         kwargs = kwargs or {}
-        if func in _BY_BLOCKS:
-            weight = args[1] if len(args) > 1 else kwargs.get("weight")
-            if isinstance(weight, OffloadedTensor) and weight.blocks is not None:
-                return _BY_BLOCKS[func](weight.blocks, *args[:1], *args[2:], **_without_weight(kwargs))
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if isinstance(weight, OffloadedTensor) and func in weight.functions:
+            return weight.functions[func](*args[:1], *args[2:], **_without_weight(kwargs))
         if func in _WRITES and isinstance(args[0], OffloadedTensor):
             if args[1:] == (None,):
                 args[0].holder.check_drop(args[0].info)
@@ -165,17 +162,20 @@ class OffloadedTensor(torch.Tensor):
 
 
 def make_placeholder(
-    info: ParameterInfo, dtype: torch.dtype, device: torch.device, holder: Holder, blocks: RowBlocks | None = None
+    info: ParameterInfo,
+    dtype: torch.dtype,
+    device: torch.device,
+    holder: Holder,
+    functions: Mapping[Any, Callable[..., torch.Tensor]] | None = None,
 ) -> nn.Parameter:
     """Return the placeholder for a parameter, with the dtype and device of compute.
 
-    An arriving gradient would be lost and is refused. `blocks`: row blocks of a cut parameter, for the operations on
-    the weight.
+    An arriving gradient would be lost and is refused. `functions`: see `OffloadedTensor.functions`.
     """
     placeholder = _make_tensor(torch.empty(info.shape, dtype=dtype, device="meta"), device, info, holder)
     placeholder.values = lambda: holder.values_of(info).to(device)
     placeholder.is_placeholder = placeholder._is_param = True
-    placeholder.blocks = blocks
+    placeholder.functions = functions or {}
     if info.trainable:
         placeholder.requires_grad_()
         past_subclasses(placeholder.register_hook, lambda _: holder.refuse(info, "gradient"))
@@ -231,10 +231,6 @@ def _without_weight(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key != "weight"}
 
 
-_BY_BLOCKS: dict[Any, Callable[..., torch.Tensor]] = {
-    functional.linear: RowBlocks.linear,
-    functional.embedding: RowBlocks.embedding,
-}
 _GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 _SET_GRAD = vars(torch._C.TensorBase)["grad"].__set__
 _READS = {

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from offload.engine.units.offloaded_tensor import make_placeholder, past_subclasses
-from offload.engine.units.row_blocks import RowBlocks
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.layout.planes import DTYPES
@@ -148,13 +147,13 @@ class ModelOwnership:
         infos: Sequence[ParameterInfo],
         units: Sequence[Unit],
         device: torch.device,
-        row_blocks: Mapping[int, RowBlocks],
+        functions: Mapping[int, Mapping[Any, Callable[..., torch.Tensor]]],
     ) -> None:
-        """`row_blocks`: row blocks of cut parameters, by parameter index."""
+        """`functions`: see `Splitting.functions`."""
         self._queries: Callable[[], EngineQueries | None] = lambda: None
         self.engine: Any = None
         self.placeholders = [
-            make_placeholder(info, DTYPES[info.compute], device, self, row_blocks.get(info.index)) for info in infos
+            make_placeholder(info, DTYPES[info.compute], device, self, functions.get(info.index)) for info in infos
         ]
         self._units = [ref(unit) for unit in units]
         # Modules without weights may be shared: transformers reuses one activation module in several models.

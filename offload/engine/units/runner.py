@@ -17,12 +17,12 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.claims import Claim, Claims
-from offload.engine.units.expert_outputs import ExpertOutputs
-from offload.engine.units.forwards import Forward, OriginalForwards
+from offload.engine.units.kept_outputs import KeptOutputs
 from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.run_ahead import RunAhead
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.snapshots import PassSnapshot
+from offload.engine.units.stages import Forward, OriginalForward, Stage
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
@@ -53,13 +53,13 @@ class UnitRunner:
         executor: Executor,
         gradients: GradientFlow,
         saved: SavedInputs,
-        forwards: OriginalForwards,
         *,
         seed: int,
         comm: Comm,
     ) -> None:
         self.device, self.slots, self.gradients, self.saved = device, slots, gradients, saved
-        self.forwards, self.outputs = forwards, ExpertOutputs()
+        self.stages: Stage = OriginalForward()
+        self.outputs = KeptOutputs()
         self._lanes, self._executor, self._ahead = lanes, executor, RunAhead(device)
         self.anchor = torch.zeros((), requires_grad=True)
         self.step_number = 0

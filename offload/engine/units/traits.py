@@ -13,7 +13,6 @@ import torch
 
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.snapshots import BufferPlace
-from offload.engine.units.tiles import Tiles
 
 Rows = tuple[int, int, int]
 """A micro-batch as (begin, end, total): rows [begin, end) from `total` rows."""
@@ -118,8 +117,8 @@ class UnitTraits:
     """Graph properties for each gradient signature."""
     copied_bytes: int = 0
     """Bytes saved by the graph regardless of batch size (weight copies)."""
-    tiles: Tiles | None = None
-    """Inner modules allowed to run over sequence tiles. None: not examined yet."""
+    learned: dict[str, Any] = field(default_factory=dict)
+    """Properties learned by stages, keyed by stage name."""
 
     def copy(self) -> UnitTraits:
         """Return an independent copy of these traits."""

@@ -5,8 +5,6 @@ Labels are shifted before the split, so no target is lost at a border (ALST, arX
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +13,30 @@ from torch.nn.functional import pad
 from offload.distributed.agreement import digest
 from offload.distributed.comm import Comm
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
-from offload.engine.units.attention import UnsharedAttention, WholeRows
+from offload.engine.units.attention import Copy
 from offload.errors import ConfigError
 
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 2, 16
 """Rows, and tokens per rank, for the trial run with shared rows."""
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """Metadata for whole rows with tokens on several ranks."""
+
+    length: int
+    """Row length in tokens over all ranks."""
+    positions: torch.Tensor
+    """Token positions, int64 [rows, length]."""
+    padding: torch.Tensor | None = None
+    """True for non-padding tokens, bool [rows, length]. None: unknown."""
+    documents: torch.Tensor | None = None
+    """Document number per token, int64 [rows, length]. None: one document per row."""
+
+    def to_device(self, copy_to_device: Copy) -> WholeRows:
+        """Return a device copy; `copy_to_device` copies one tensor."""
+        padding, documents = (t if t is None else copy_to_device(t) for t in (self.padding, self.documents))
+        return WholeRows(self.length, copy_to_device(self.positions), padding, documents)
 
 
 @dataclass(frozen=True)
@@ -33,14 +50,18 @@ class SharedRows:
     sample: Batch
     """The first tokens of a few rows."""
 
+    @property
+    def needs_mask(self) -> bool:
+        """True if a token may not attend to all earlier tokens."""
+        padding = self.whole.padding
+        return self.whole.documents is not None or (padding is not None and not bool(padding.all()))
 
-def share_rows(batch: Batch, loss_fn: object, comm: Comm) -> tuple[Batch, SharedRows | None]:
+
+def share_rows(batch: Batch, loss_fn: object, comm: Comm) -> tuple[Batch, SharedRows]:
     """Return this rank's tokens from a batch given to all ranks in `comm`, and the shared row information.
 
-    With one rank: the batch and None. Collective. Raises ConfigError.
+    Collective. Raises ConfigError.
     """
-    if comm.size == 1:
-        return batch, None
     _check(batch, loss_fn, comm.size)
     digests = {key: digest(value.cpu().numpy().tobytes()) for key, value in sorted(batch.items())}
     comm.agree("the batch of ranks that share sequences", digests)
@@ -89,24 +110,3 @@ def _fill(batch: Batch, size: int) -> dict[str, torch.Tensor]:
     last = whole["position_ids"][:, -1:] + torch.arange(1, 1 + missing, device=labels.device)
     filled["position_ids"] = torch.cat([whole["position_ids"], last], 1)
     return {**filled, "labels": pad(labels, (0, missing), value=IGNORED)}
-
-
-@contextmanager
-def over_whole_rows(
-    attention: UnsharedAttention,
-    shared: SharedRows | None,
-    batch: Batch,
-    copy_to_device: Callable[[torch.Tensor], torch.Tensor],
-) -> Iterator[tuple[Batch, Batch]]:
-    """Within the context, attention covers all tokens of `shared` rows.
-
-    Yield (model batch, head batch with shifted labels). `copy_to_device` copies a tensor to the device.
-    """
-    if shared is None:
-        yield batch, batch
-        return
-    # The length of this mask tells the model the full row length. Attention inserts the actual mask.
-    ones = torch.ones((), dtype=torch.int64, device=batch["labels"].device)
-    carrier = ones.expand(len(batch["labels"]), shared.whole.length)
-    with attention.over(shared.whole.to_device(copy_to_device)):
-        yield {**batch, "attention_mask": carrier}, {**batch, "shift_labels": copy_to_device(shared.targets)}

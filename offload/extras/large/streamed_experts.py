@@ -7,7 +7,7 @@ with one choice per row and a stack with only this expert.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -17,16 +17,15 @@ from torch import nn
 
 from offload.distributed.comm import Comm
 from offload.engine.units.runner import UnitRunner
+from offload.engine.units.stages import Stage
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Piece, Region
 from offload.planning.memory import EXPERT_SLOT
-from offload.planning.plan import Plan
+from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
-from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.slots import Slots
-from offload.tiers.store import Store
 
 IMPLEMENTATION = "offload"
 """Name of this implementation in transformers."""
@@ -263,45 +262,36 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     return own(module, *args, **kwargs) if experts is None else experts.forward(*args, **kwargs)
 
 
-class ExpertStreams:
-    """Expert streaming for all layers of an engine. Empty if experts are fetched whole."""
+class ExpertStreams(Stage):
+    """Expert streaming for all layers of an engine. Left out if experts are fetched whole."""
 
-    def __init__(
-        self,
-        units: Iterable[Unit],
-        runner: UnitRunner,
-        store: Store,
-        deferred_updates: DeferredUpdates,
-        lanes: Lanes,
-        counters: Counters,
-        plan: Plan,
-    ) -> None:
-        """`plan`: has device memory for two records with overlap, else for one."""
-        slot_bytes = plan.of("device", EXPERT_SLOT).num_bytes
-        self._streamed: list[StreamedExperts] = []
-        self._original_implementations: list[tuple[Any, Any]] = []  # (config, previous implementation) pairs.
-        experts = [unit for unit in units if unit.in_records]
-        if experts:  # Experts may be stored on the device; then the slots take no memory.
-            slots = Slots(
-                store,
-                runner.device,
-                deferred_updates,
-                lanes,
-                counters,
-                slot_bytes=slot_bytes,
-                slot_name=EXPERT_SLOT,
-                decoder=runner.slots.weight_decoder,
-            )
-            stream = RecordStream(slots, lanes, counters, 2 if plan.overlap else 1)
-            self._streamed = [StreamedExperts(unit, runner, stream, store.comm) for unit in experts]
+    fetches_per_micro_batch = True
 
-    def __bool__(self) -> bool:
-        return bool(self._streamed)
+    def __init__(self, inner: Stage, experts: Sequence[Unit], state: Any) -> None:
+        """The device memory of the plan holds two records with overlap, else one. `state`: the `EngineState`."""
+        super().__init__(inner)
+        self._original_implementations: list[tuple[Any, Any]] = []  # (config, previous implementation) pairs
+        # Experts may be stored on the device; then the slots take no memory.
+        slots = Slots(
+            state.store,
+            state.device,
+            state.deferred_updates,
+            state.lanes,
+            state.counters,
+            slot_bytes=state.plan.of("device", EXPERT_SLOT).num_bytes,
+            slot_name=EXPERT_SLOT,
+            decoder=state.slots.weight_decoder,
+        )
+        stream = RecordStream(slots, state.lanes, state.counters, 2 if state.plan.overlap else 1)
+        self._streamed = [StreamedExperts(unit, state.runner, stream, state.comm) for unit in experts]
+
+    @classmethod
+    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
+        experts = [unit for unit in state.units if unit.in_records]
+        return cls(inner, experts, state) if experts else inner
 
     def divert(self) -> None:
-        """Redirect expert calls to this object."""
-        if not self._streamed:
-            return
+        super().divert()
         # Imported already by any model with these experts.
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -313,7 +303,7 @@ class ExpertStreams:
         _STREAMED.update((id(each.module), each) for each in self._streamed)
 
     def undo(self) -> None:
-        """Restore the original expert implementations."""
+        super().undo()
         for config, implementation in self._original_implementations:
             config._experts_implementation = implementation
         for each in self._streamed:

@@ -8,7 +8,7 @@ gradient is a sum over blocks, last to first, in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,11 @@ class RowBlocks:
         """`parameters`: model indices of weight and bias, by name. `borders`: row borders, one more than blocks."""
         self.name, self.parameters, self.blocks, self._borders = name, dict(parameters), tuple(blocks), tuple(borders)
         self._only_block: int | None = None
+        self.functions: Mapping[Any, Callable[..., torch.Tensor]] = {
+            functional.linear: self.linear,
+            functional.embedding: self.embedding,
+        }
+        """For `OffloadedTensor.functions` of weight and bias."""
 
     def span(self, number: int) -> slice:
         """Return the row range for a block."""
@@ -81,7 +86,7 @@ class RowBlocks:
     def linear(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 (torch's)
         """Compute `functional.linear` with the full weight."""
         numbers = range(len(self.blocks)) if self._only_block is None else [self._only_block]
-        sums, has_own = _GradientSum(len(numbers)), getattr(bias, "blocks", None) is self
+        sums, has_own = _GradientSum(len(numbers)), getattr(bias, "functions", None) is self.functions
         parts = [self.blocks[n](inputs=_SharedInput.apply(input, sums), has_bias=has_own) for n in numbers]
         output = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if bias is None or has_own:
@@ -115,6 +120,13 @@ class RowBlocks:
             output = part if output is None else torch.where(is_inside[..., None], part, output)
         assert output is not None
         return output
+
+
+def blocks_of(weight: Any) -> RowBlocks | None:
+    """Return the row blocks of a weight. None: not cut."""
+    function = getattr(weight, "functions", {}).get(functional.linear)
+    blocks: RowBlocks | None = None if function is None else function.__self__
+    return blocks
 
 
 class _GradientSum:

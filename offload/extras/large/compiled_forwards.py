@@ -7,15 +7,15 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine.units.arguments import Arguments
-from offload.engine.units.forwards import Forward, ForwardRunner, OriginalForwards
+from offload.engine.units.stages import Forward, Stage, Use
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError, warn
+from offload.planning.settings import Settings
 
 BACKEND = "inductor"
 _MOST_VARIANTS = 8
@@ -31,22 +31,7 @@ Values: (results, gradients), as a fraction of the norm from the original forwar
 """
 
 
-class _UseInputs(NamedTuple):
-    """One micro-batch of a unit use."""
-
-    runner: ForwardRunner
-    """The unit runner."""
-    arguments: Arguments
-    """Call arguments."""
-    tensors: Sequence[torch.Tensor]
-    """Micro-batch tensors."""
-    others: Sequence[Any]
-    """Non-tensor arguments."""
-    needs: Sequence[bool] | None
-    """requires_grad per tensor. None: the use has no backward."""
-
-
-class CompiledForwards(OriginalForwards):
+class CompiledForwards(Stage):
     """Blocks run compiled by torch.compile, with one function per variant (class, input shapes and so on).
 
     All equal layers share the graphs (one without gradients, one with), independent of the slot offset: weights are
@@ -56,35 +41,32 @@ class CompiledForwards(OriginalForwards):
     use.
     """
 
-    def __init__(self) -> None:
+    num_graphs = 0
+
+    def __init__(self, inner: Stage) -> None:
+        super().__init__(inner)
         self._functions: dict[type, dict[Hashable, Forward]] = {}
         self._choices: dict[tuple[int, Hashable], Forward | None] = {}
         self._refused: set[type] = set()
         self._failed: set[type] = set()
-        self.num_graphs = 0
 
-    def of(
-        self,
-        unit: Unit,
-        runner: ForwardRunner,
-        arguments: Arguments,
-        tensors: Sequence[torch.Tensor],
-        others: Sequence[Any],
-        needs: Sequence[bool] | None = None,
-    ) -> Forward:
-        if self._is_paused or not unit.is_block or type(unit.module) in self._failed:
-            return unit.forward
-        use = _UseInputs(runner, arguments, tensors, others, needs)
+    @classmethod
+    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
+        return cls(inner) if settings.compile == "auto" else inner
+
+    def of(self, unit: Unit, use: Use) -> Forward:
+        if self.is_paused or not unit.is_block or type(unit.module) in self._failed:
+            return self.inner.of(unit, use)
         key = unit.number, _variant_key(unit, use)
         if key not in self._choices:
             self._choices[key] = self._choose(unit, use, key[1])
-        return self._choices[key] or unit.forward
+        return self._choices[key] or self.inner.of(unit, use)
 
     @property
     def compiled(self) -> frozenset[type]:
         return frozenset(self._functions) - self._refused
 
-    def _choose(self, unit: Unit, use: _UseInputs, variant: Hashable) -> Forward | None:
+    def _choose(self, unit: Unit, use: Use, variant: Hashable) -> Forward | None:
         """Return the compiled forward of a unit, or None after a refusal with a warning."""
         owner = type(unit.module)
         if owner in self._refused:
@@ -131,7 +113,7 @@ class CompiledForwards(OriginalForwards):
         finally:
             self.num_graphs += _num_graphs() - before
 
-    def _find_difference(self, unit: Unit, use: _UseInputs, function: Forward) -> str:
+    def _find_difference(self, unit: Unit, use: Use, function: Forward) -> str:
         """Return the reason against compilation; empty if compiled and original results match."""
         has_graph = use.needs is not None
         results, gradients = _run_trial(unit, use, unit.forward, has_graph)
@@ -168,7 +150,7 @@ def compile_modules(modules: Iterable[nn.Module]) -> None:
         module.forward = partial(compiled[owner], module)
 
 
-def _variant_key(unit: Unit, use: _UseInputs) -> Hashable:
+def _variant_key(unit: Unit, use: Use) -> Hashable:
     """Return the variant key: uses with an equal key share one compiled function."""
     tensors = tuple([(t.shape, t.dtype) for t in use.tensors])
     others = tuple([value if isinstance(value, bool | int | float | str) else type(value) for value in use.others])
@@ -178,7 +160,7 @@ def _variant_key(unit: Unit, use: _UseInputs) -> Hashable:
 
 
 def _run_trial(
-    unit: Unit, use: _UseInputs, forward: Forward, has_graph: bool
+    unit: Unit, use: Use, forward: Forward, has_graph: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the results of a use, and the gradients for the loss 0.5 * sum(results ** 2)."""
     with use.runner.restoring(unit), _buffers_restored(unit), torch.set_grad_enabled(has_graph):

@@ -20,7 +20,7 @@ from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.rerouting import forwards_replaced
 from offload.engine.units.rng_state import RngState
 from offload.engine.units.state_snapshot import StateSnapshot
-from offload.engine.units.tiles import RowModule, TiledForward, Tiles
+from offload.extras.large.tiles import RowModule, TiledForward, Tiles
 
 _MOST_ROWS = 16
 """Maximum rows from a recorded call. The trial triples them, so modules with a reach beyond a few rows are detected."""

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from offload.distributed.comm import Comm
-from offload.engine.units.attention import UnsharedAttention, WholeRows
+from offload.engine.units.attention import Attention, Batch, Copy
 from offload.errors import ConfigError
+from offload.extras.large.shared_rows import SharedRows, WholeRows, share_rows
+from offload.extras.large.shared_trial import check_sharing
 from offload.tiers.counters import Counters
 
 IMPLEMENTATION = "offload_shared"
@@ -28,7 +30,7 @@ _HEADS, _TOKENS = 1, 2
 """Axes in queries, keys and values."""
 
 
-class SharedAttention(UnsharedAttention):
+class SharedAttention(Attention):
     """The ranks of `comm` share sequences, split in rank order."""
 
     def __init__(self, model: nn.Module, comm: Comm, counters: Counters) -> None:
@@ -37,6 +39,29 @@ class SharedAttention(UnsharedAttention):
         self._own = {key: config._attn_implementation for key, config in self._configs.items()}
         self._rows: WholeRows | None = None
         self._needs_mask = False
+
+    @classmethod
+    def open(cls, model: nn.Module, size: int, comm: Comm, counters: Counters) -> Attention:
+        return cls(model, comm.neighbours(size), counters)
+
+    @staticmethod
+    def check_model(model: nn.Module, size: int) -> None:
+        configs = _configs(model)
+        if not configs:
+            raise ConfigError(
+                f"train.sequence_parallel is {size}, but {type(model).__name__} has no transformers configuration, "
+                "through which the engine replaces attention: set --train.sequence_parallel 1."
+            )
+        for config in configs:
+            if config._attn_implementation not in ("sdpa", "eager"):
+                raise ConfigError(
+                    f"train.sequence_parallel is {size}, but attention is computed by {config._attn_implementation}; "
+                    "ranks can share only sdpa or eager: build the model with attn_implementation='sdpa', or set "
+                    "--train.sequence_parallel 1."
+                )
+            num = getattr(config, "num_attention_heads", None)
+            if isinstance(num, int):
+                check_heads(size, num, getattr(config, "num_key_value_heads", None) or num)
 
     def divert(self) -> None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -62,13 +87,27 @@ class SharedAttention(UnsharedAttention):
     def begin_pass(self, needs_mask: bool) -> None:
         self._needs_mask = needs_mask
 
+    def share(self, batch: Batch, loss_fn: object) -> tuple[Batch, SharedRows]:
+        return share_rows(batch, loss_fn, self.comm)
+
     @contextmanager
-    def over(self, rows: WholeRows) -> Iterator[None]:
-        before, self._rows = self._rows, rows
+    def over(self, shared: Any, batch: Batch, copy_to_device: Copy) -> Iterator[tuple[Batch, Batch]]:
+        if shared is None:
+            yield batch, batch
+            return
+        # The length of this mask tells the model the full row length. `mask` inserts the actual mask.
+        ones = torch.ones((), dtype=torch.int64, device=batch["labels"].device)
+        carrier = ones.expand(len(batch["labels"]), shared.whole.length)
+        before, self._rows = self._rows, shared.whole.to_device(copy_to_device)
         try:
-            yield
+            yield {**batch, "attention_mask": carrier}, {**batch, "shift_labels": copy_to_device(shared.targets)}
         finally:
             self._rows = before
+
+    def check(self, state: Any, inputs: Any) -> bool:
+        if inputs.shared is not None:
+            check_sharing(state, inputs, inputs.shared)
+        return inputs.shared is not None
 
     def mask(self, config: Any, **options: Any) -> Any:
         """Return the mask from the model's own mask function, for whole rows inside `over`."""
@@ -209,28 +248,6 @@ def _configs(model: nn.Module) -> list[Any]:
     ]
 
 
-def check_shared(model: nn.Module, size: int) -> None:
-    """Raise ConfigError if `size` ranks cannot share sequences, as far as the config shows."""
-    if size == 1:
-        return
-    configs = _configs(model)
-    if not configs:
-        raise ConfigError(
-            f"train.sequence_parallel is {size}, but {type(model).__name__} has no transformers configuration, through "
-            "which the engine replaces attention: set --train.sequence_parallel 1."
-        )
-    for config in configs:
-        if config._attn_implementation not in ("sdpa", "eager"):
-            raise ConfigError(
-                f"train.sequence_parallel is {size}, but attention is computed by {config._attn_implementation}; ranks "
-                "can share only sdpa or eager: build the model with attn_implementation='sdpa', or set "
-                "--train.sequence_parallel 1."
-            )
-        num = getattr(config, "num_attention_heads", None)
-        if isinstance(num, int):
-            check_heads(size, num, getattr(config, "num_key_value_heads", None) or num)
-
-
 def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
     """Raise ConfigError if heads cannot be divided evenly over `size` ranks."""
     if num_heads % size == 0 and (num_key_value_heads % size == 0 or size % num_key_value_heads == 0):
@@ -244,8 +261,3 @@ def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
         "attention cannot be divided evenly among the ranks: set --train.sequence_parallel to one of "
         f"{', '.join(map(str, fitting))}."
     )
-
-
-def open_attention(model: nn.Module, size: int, comm: Comm, counters: Counters) -> UnsharedAttention:
-    """Return the attention for groups of `size` ranks. Collective. Raises ConfigError."""
-    return UnsharedAttention() if size == 1 else SharedAttention(model, comm.neighbours(size), counters)

@@ -9,10 +9,10 @@ import torch
 from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.loss import select_inputs
-from offload.engine.loss.shared_rows import SharedRows, over_whole_rows, share_rows
 from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
 from offload.errors import ConfigError, OffloadError
+from offload.extras.large.shared_rows import SharedRows, share_rows
 from offload.modules import in_eval_mode
 
 _ROUNDING_OF_ONE = 4
@@ -43,13 +43,12 @@ def check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows) ->
     with TrialSnapshot(state, {"": state.model}).isolated(), in_eval_mode(state.model), torch.no_grad():
         copy_to_device = state.device.copy_to_device
         own_sample, shared_sample = share_rows(shared.sample, None, comm)
-        assert shared_sample is not None
-        state.attention.begin_pass(shared_sample.whole.needs_mask)
+        state.attention.begin_pass(shared_sample.needs_mask)
         try:
             with state.runner.as_engine_calls():
                 whole_sample, own_sample = (map_tensors(copy_to_device, each) for each in (shared.sample, own_sample))
                 expected = hidden_states(whole_sample)
-                with over_whole_rows(state.attention, shared_sample, own_sample, copy_to_device) as (model_batch, _):
+                with state.attention.over(shared_sample, own_sample, copy_to_device) as (model_batch, _):
                     actual = hidden_states(model_batch)
             expected = expected[:, comm.rank * actual.shape[1] :][:, : actual.shape[1]]  # without filler tokens
             actual = actual[:, : expected.shape[1]]

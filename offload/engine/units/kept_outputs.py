@@ -1,4 +1,4 @@
-"""Streamed expert outputs from a forward, reused in the recomputation."""
+"""Outputs inside a unit, kept from a forward for the recomputation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 
-class ExpertOutputs:
-    """Expert outputs from one micro-batch in call order.
+class KeptOutputs:
+    """Outputs from one micro-batch in call order, such as outputs of streamed experts.
 
     With saved outputs, experts are fetched twice per step (forward and backward), not three times.
     """

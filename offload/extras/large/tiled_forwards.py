@@ -2,76 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.compiled_forwards import CompiledForwards
-from offload.engine.units.forwards import Forward, ForwardRunner, OriginalForwards
-from offload.engine.units.row_trials import RowTrials, is_near
-from offload.engine.units.tiles import ComparedForward, TiledForward, Tiles, tile_rows
+from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, warn
+from offload.extras.large.row_trials import RowTrials, is_near
+from offload.extras.large.tiles import ComparedForward, TiledForward, Tiles, tile_rows
+from offload.planning.settings import Settings
 
 _GRADIENTS_SHARE = 1.5
 """Backward memory (with gradients) as a multiple of the saved graph bytes."""
 
 
-class TiledForwards(OriginalForwards):
+class TiledForwards(Stage):
     """Runs row-wise block modules over tiles of `size` rows.
 
-    With `size` None, only units above `room_bytes` are tiled, with a suitable size. Untiled units use `others`.
+    With `size` None, only units above `room_bytes` are tiled, with a suitable size. Untiled units use `inner`.
     """
 
     needs_short_recording = True
 
-    def __init__(self, size: int | None, room_bytes: int | None, others: OriginalForwards) -> None:
-        self._size, self._room_bytes, self._others = size, room_bytes, others
+    def __init__(self, inner: Stage, size: int | None, room_bytes: int | None) -> None:
+        super().__init__(inner)
+        self._size, self._room_bytes = size, room_bytes
         self._tiles: dict[str, Tiles] = {}
         self._sizes: dict[str, int] = {}
         self._has_warned = False
 
-    @property
-    def num_graphs(self) -> int:  # type: ignore[override]
-        return self._others.num_graphs
+    @classmethod
+    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
+        tile, room_bytes = settings.sequence_tile, state.plan.device_room_bytes
+        if tile == "none" or (tile == "auto" and room_bytes is None):
+            return inner
+        return cls(inner, tile if isinstance(tile, int) else None, room_bytes)
 
-    @property
-    def compiled(self) -> frozenset[type]:
-        return self._others.compiled
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        with super().paused(), self._others.paused():
-            yield
-
-    def of(
-        self,
-        unit: Unit,
-        runner: ForwardRunner,
-        arguments: Arguments,
-        tensors: Sequence[torch.Tensor],
-        others: Sequence[Any],
-        needs: Sequence[bool] | None = None,
-    ) -> Forward:
-        tiled = None if self._is_paused else self._tiled(unit, tensors)
-        if tiled is not None and self._compare(unit, runner, arguments, tensors, others):
-            tiled = self._tiled(unit, tensors)
-        return tiled or self._others.of(unit, runner, arguments, tensors, others, needs)
+    def of(self, unit: Unit, use: Use) -> Forward:
+        tiled = None if self.is_paused else self._tiled(unit, use.tensors)
+        if tiled is not None and self._compare(unit, use):
+            tiled = self._tiled(unit, use.tensors)
+        return tiled or self.inner.of(unit, use)
 
     def for_recomputation(self, forward: Forward) -> Forward:
         return (
-            forward.for_recomputation()
-            if isinstance(forward, TiledForward)
-            else self._others.for_recomputation(forward)
+            forward.for_recomputation() if isinstance(forward, TiledForward) else self.inner.for_recomputation(forward)
         )
 
     def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:
         """Find the row-wise modules of a block."""
-        known_tiles = unit.traits.tiles
+        known_tiles = _tiles_of(unit)
         if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
 
             def run(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -81,9 +65,8 @@ class TiledForwards(OriginalForwards):
             with runner.restoring(unit):
                 trials = RowTrials(unit.module, run, runner.is_weight, runner.device.random_state)
                 tiles = trials.find(unit.forward, arguments.tensors, rows)
-            unit.traits.tiles = tiles
-            self._tiles[unit.name] = tiles
-        return self._tiled(unit, arguments.tensors) or unit.forward
+            self._learn(unit, tiles)
+        return self._tiled(unit, arguments.tensors) or self.inner.record(unit, runner, arguments, rows)
 
     def check(self) -> None:
         if self._size is not None and self._tiles and not any(tiles.modules for tiles in self._tiles.values()):
@@ -119,22 +102,18 @@ class TiledForwards(OriginalForwards):
                     names.append(name)
         return "; ".join(f"{', '.join(filter(None, names)) or 'all'} ({reason})" for reason, names in reasons.items())
 
-    def _compare(
-        self,
-        unit: Unit,
-        runner: ForwardRunner,
-        arguments: Arguments,
-        tensors: Sequence[torch.Tensor],
-        others: Sequence[Any],
-    ) -> bool:
+    def _learn(self, unit: Unit, tiles: Tiles) -> None:
+        unit.traits.learned["tiles"] = self._tiles[unit.name] = tiles
+
+    def _compare(self, unit: Unit, use: Use) -> bool:
         """Compare tiled and whole results, without gradients, in a use longer than all before.
 
         Returns True if a comparison ran. Recording saw only a few rows, and a module may behave differently or reach
         farther on long sequences.
         """
-        tiles = unit.traits.tiles
+        tiles = _tiles_of(unit)
         assert tiles is not None
-        unit_input = tensors[tiles.input]
+        unit_input = use.tensors[tiles.input]
         length = unit_input.shape[tiles.axis]
         if length <= tiles.tried_rows:
             return False
@@ -143,13 +122,12 @@ class TiledForwards(OriginalForwards):
             row_bytes = tiles.saved_bytes * unit_input.numel() / unit_input.shape[-1] / length
             most = max(2 * size, int(self._room_bytes / row_bytes))
         compared = ComparedForward(unit.forward, tiles.modules, size, unit_input.device.type, most, is_near)
-        with runner.restoring(unit), torch.no_grad():
-            runner.run(unit, arguments, [t.clone() for t in tensors], others, compared)
+        with use.runner.restoring(unit), torch.no_grad():
+            use.runner.run(unit, use.arguments, [t.clone() for t in use.tensors], use.others, compared)
         reason = f"over {min(length, most)} rows its results differ from those over tiles of {size}"
         modules = tuple(rows for rows in tiles.modules if rows.name not in compared.differing)
         whole = tuple((name, reason) for name in sorted(compared.differing))
-        self._tiles[unit.name] = replace(tiles, modules=modules, whole=(*tiles.whole, *whole), tried_rows=length)
-        unit.traits.tiles = self._tiles[unit.name]
+        self._learn(unit, replace(tiles, modules=modules, whole=(*tiles.whole, *whole), tried_rows=length))
         if not modules:
             del self._sizes[unit.name]
         if whole and not self._has_warned:
@@ -162,7 +140,7 @@ class TiledForwards(OriginalForwards):
 
     def _tiled(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> TiledForward | None:
         """Return the tiled unit forward. None: untiled."""
-        tiles = unit.traits.tiles
+        tiles = _tiles_of(unit)
         if tiles is None or not tiles.modules:
             return None
         unit_input = tensors[tiles.input]
@@ -177,13 +155,7 @@ class TiledForwards(OriginalForwards):
         return TiledForward(unit.forward, tiles.modules, size, unit_input.device.type)
 
 
-def open_forwards(mode: str, tile: int | str, room_bytes: int | None) -> OriginalForwards:
-    """Return the forwards for unit uses.
-
-    `mode`: compilation, "never" or "auto". `tile`: rows per sequence tile, "none" or "auto". `room_bytes`: device
-    memory for a computing unit; None: unlimited.
-    """
-    forwards = CompiledForwards() if mode == "auto" else OriginalForwards()
-    if tile == "none" or (tile == "auto" and room_bytes is None):
-        return forwards
-    return TiledForwards(tile if isinstance(tile, int) else None, room_bytes, forwards)
+def _tiles_of(unit: Unit) -> Tiles | None:
+    """Return the inner modules allowed to run over sequence tiles. None: not examined yet."""
+    tiles: Tiles | None = unit.traits.learned.get("tiles")
+    return tiles

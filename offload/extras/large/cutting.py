@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine.units.row_blocks import RowBlock, RowBlocks
+from offload.engine.loss.chunked_head import ChunkedHead
+from offload.engine.units.candidates import ParameterPlace, Splitting, UnitCandidate
 from offload.errors import format_bytes
+from offload.extras.large.row_block_head import RowBlockHead
+from offload.extras.large.row_blocks import RowBlock, RowBlocks
 from offload.layout.codecs import EXACT
 from offload.layout.planes import DTYPES, PARAMETER_ALIGNMENT
-from offload.layout.regions import ParameterInfo, align
+from offload.layout.regions import ParameterInfo, Piece, align
 from offload.optim.rule import UpdateRule
 
 _ROWS = 128
@@ -29,13 +33,13 @@ _MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class RowCutting:
-    """Row cutting for models with units larger than the device memory limit."""
+class RowCutting(Splitting):
+    """Row cutting for models with units larger than the device memory limit.
 
-    share_bytes: float = math.inf
-    """Maximum weight bytes of a unit, as far as parameters can be cut. Infinity: whole units."""
+    `blocks`: row blocks per oversized linear layer or embedding.
+    """
+
     blocks: Mapping[nn.Module, RowBlocks] = field(default_factory=dict)
-    """Row blocks per oversized linear layer or embedding. Modules with a shared weight have the same RowBlocks."""
     whole: Mapping[str, str] = field(default_factory=dict)
     """Oversized parameters left whole: name and reason."""
 
@@ -76,16 +80,28 @@ class RowCutting:
         """Each cut weight once."""
         return list(dict.fromkeys(self.blocks.values()))
 
+    def units_of(self, layer: str, block: RowBlocks) -> Iterator[UnitCandidate]:
+        for number, part in enumerate(block.blocks):
+            span = block.span(number)
+            places = [ParameterPlace(part, key, index) for key, index in block.parameters.items()]
+            shapes = [tuple(parameter.shape) for parameter in part.parameters()]
+            rows = tuple(
+                Piece(place.parameter, span.start * math.prod(shape[1:]), shape)
+                for place, shape in zip(places, shapes, strict=True)
+            )
+            name = f"{layer}[{span.start}:{span.stop}]"
+            yield UnitCandidate(name, part, places, whole=True, resident=False, blocks=block, layer=layer, rows=rows)
+
     @property
-    def by_parameter(self) -> dict[int, RowBlocks]:
-        """Row blocks by parameter index."""
-        return {index: cut for cut in self.blocks.values() for index in cut.parameters.values()}
+    def functions(self) -> dict[int, Mapping[Any, Callable[..., torch.Tensor]]]:
+        return {index: cut.functions for cut in self.blocks.values() for index in cut.parameters.values()}
+
+    def heads(self, whole: ChunkedHead) -> list[ChunkedHead]:
+        # reversed: an equally large embedding precedes the head
+        return [RowBlockHead(whole, cut) for cut in reversed(self.row_blocks) if cut.num_rows == whole.vocabulary]
 
     @property
     def description(self) -> str:
-        """Report text about cut layers. Empty: whole units."""
-        if math.isinf(self.share_bytes):
-            return ""
         text = (
             f"device memory allows {format_bytes(int(self.share_bytes))} per unit: larger blocks are split into modules"
         )
@@ -100,7 +116,6 @@ class RowCutting:
 
     @property
     def whole_description(self) -> str:
-        """Report sentence about oversized parameters left whole, with reasons. Empty if none."""
         shown = [f"{name} is not, because {reason}" for name, reason in self.whole.items()]
         more = f"; {len(shown) - _MOST_SHOWN} others are not" if len(shown) > _MOST_SHOWN else ""
         text = f" Layers that are too large are split into row blocks, but {'; '.join(shown[:_MOST_SHOWN])}{more}."

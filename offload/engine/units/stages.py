@@ -1,0 +1,191 @@
+"""Stages: objects around the module forward in each use of a unit. The last stage is the forward itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from offload.doors import Door
+from offload.engine.units.arguments import Arguments
+from offload.engine.units.unit import Unit
+from offload.planning.settings import Settings
+from offload.tiers.device import Device
+
+Forward = Callable[..., Any]
+
+
+class ForwardRunner(Protocol):
+    """Runs modules over weights in device memory."""
+
+    @property
+    def device(self) -> Device:
+        """The compute device."""
+        ...
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor over weights on the device."""
+        ...
+
+    def run(
+        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], forward: Forward
+    ) -> Arguments:
+        """Run `forward` as the unit forward, with `tensors` and `others` in place of the argument leaves."""
+        ...
+
+    def restoring(self, unit: Unit) -> AbstractContextManager[None]:
+        """Restore random generators and mutable module attributes after the context."""
+        ...
+
+
+class Use(NamedTuple):
+    """One micro-batch of a unit use. The unit weights are on the device."""
+
+    runner: ForwardRunner
+    """The unit runner."""
+    arguments: Arguments
+    """Call arguments."""
+    tensors: Sequence[torch.Tensor]
+    """Micro-batch tensors."""
+    others: Sequence[Any]
+    """Non-tensor arguments."""
+    needs: Sequence[bool] | None = None
+    """requires_grad per tensor. None: the use has no backward."""
+
+
+class Stage:
+    """A stage around `inner`. Each method here passes on to `inner`; a subclass overrides some of them.
+
+        class Timed(Stage):
+            @classmethod
+            def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
+                return cls(inner)
+
+            def of(self, unit: Unit, use: Use) -> Forward:
+                forward = self.inner.of(unit, use)
+                return forward if self.is_paused else partial(print_time, unit.name, forward)
+
+        STAGES.register("timed", Timed)
+
+    Later engines then time each unit, the recomputation included.
+    """
+
+    is_paused = False
+    """True in trials: units run the original forwards."""
+
+    def __init__(self, inner: Stage) -> None:
+        self.inner = inner
+
+    @classmethod
+    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
+        """Return a stage around `inner` for an `EngineState`, or `inner` if the settings leave this stage out."""
+        return inner
+
+    def of(self, unit: Unit, use: Use) -> Forward:
+        """Return the forward for a use, with the signature of the module forward. The recomputation has the same."""
+        return self.inner.of(unit, use)
+
+    def for_recomputation(self, forward: Forward) -> Forward:
+        """Return the recomputation function for a use run with `forward`."""
+        return self.inner.for_recomputation(forward)
+
+    def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:
+        """Learn about a unit during a recorded use and return the forward to run.
+
+        The unit weights are on the device. `rows`: batch rows in the first of several passes (0: unknown), None: learn
+        nothing.
+        """
+        return self.inner.record(unit, runner, arguments, rows)
+
+    def check(self) -> None:
+        """Check the result after all units were recorded. Raises ConfigError if no unit can run as configured."""
+        self.inner.check()
+
+    def divert(self) -> None:
+        """Redirect calls inside units to the stages. `undo` ends this."""
+        self.inner.divert()
+
+    def undo(self) -> None:
+        """Undo `divert`."""
+        self.inner.undo()
+
+    @property
+    def description(self) -> str:
+        """Report text about changed forwards, except compilation. Empty if all are original."""
+        return self.inner.description
+
+    @property
+    def compiled(self) -> frozenset[type]:
+        """Module classes running compiled, without refused classes."""
+        return self.inner.compiled
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of compiled graphs so far."""
+        return self.inner.num_graphs
+
+    @property
+    def needs_short_recording(self) -> bool:
+        """True if recording with a few tokens can find properties missed with many tokens."""
+        return self.inner.needs_short_recording
+
+    @property
+    def fetches_per_micro_batch(self) -> bool:
+        """True if some weights are fetched once per micro-batch, not once per use."""
+        return self.inner.fetches_per_micro_batch
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the original forwards in trials during the context."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            with self.inner.paused():
+                yield
+        finally:
+            self.is_paused = before
+
+
+class OriginalForward(Stage):
+    """The last stage: the forward of the module."""
+
+    num_graphs = 0
+    needs_short_recording = fetches_per_micro_batch = False
+    description, compiled = "", frozenset[type]()
+
+    def __init__(self) -> None:
+        super().__init__(self)
+
+    def of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
+        return unit.forward
+
+    def for_recomputation(self, forward: Forward) -> Forward:
+        return forward
+
+    def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:  # noqa: ARG002
+        return unit.forward
+
+    def check(self) -> None:
+        """Accept all."""
+
+    def divert(self) -> None:
+        """Redirect nothing."""
+
+    def undo(self) -> None:
+        """Restore nothing."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
+
+
+STAGES: Door[type[Stage]] = Door("stage", {})
+
+
+def open_stages(state: Any, settings: Settings) -> Stage:
+    """Return the stages of an `EngineState`, the outermost first."""
+    stage: Stage = OriginalForward()
+    for each in STAGES.values():
+        stage = each.over(stage, state, settings)
+    return stage
