@@ -21,8 +21,9 @@ from offload.engine.units.candidates import SPLITTINGS, Splitting, UnitCandidate
 from offload.engine.units.find import describe_parameters, find_units
 from offload.errors import ConfigError, DoesNotFitError
 from offload.files.sources import Fill
+from offload.layout.build_regions import build_regions
 from offload.layout.codecs import Codec
-from offload.layout.regions import ParameterInfo, Region, build_regions
+from offload.layout.regions import ParameterInfo, Region
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
 from offload.planning.plan import Plan, describe_frozen_weights, describe_links, make_plan, sharding_of

@@ -110,7 +110,7 @@ class EquivalenceChecks:
         def run_engine() -> list[torch.Tensor]:
             total = loss()
             if total.requires_grad:
-                self._state.backward(total, None, *own)
+                self._state.runner.backward(total, None, *own)
             return [total]
 
         return PassPair(

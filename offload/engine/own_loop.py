@@ -27,8 +27,7 @@ class OwnLoop:
         self._state, self._recovery, self._steps = state, state.recovery, steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
-        measures = state.gradients.measures
-        self._lent = LentGradients(state.store, state.infos, state.updates, measures, state.units, state.lanes)
+        self._lent: LentGradients | None = None
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def has_gradients(self) -> bool:
@@ -67,6 +66,10 @@ class OwnLoop:
         if not self.has_gradients():
             return None
         with self._recovery.working():
+            if self._lent is None:
+                state = self._state
+                measures = state.gradients.measures
+                self._lent = LentGradients(state.store, state.infos, state.updates, measures, state.units, state.lanes)
             return self._lent.lend(info)
 
     def grad_norm(self) -> float:
@@ -74,7 +77,7 @@ class OwnLoop:
         self._require_gradients("grad_norm")
         agree_on_pass(self._state.comm, "grad_norm")
         with self._recovery.ending():
-            self._lent.measure_changed()
+            self._measure_changed()
             return self._state.updates.measure()
 
     def update(self, max_grad_norm: float | None = None) -> StepResult:
@@ -92,7 +95,7 @@ class OwnLoop:
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
         state.updates.steer(lr, max_grad_norm)
         with self._recovery.ending():
-            self._lent.measure_changed()
+            self._measure_changed()
             result = self._steps.method.own_loop().end(loss, None, "own loop")
             self.forget()
             return result
@@ -100,8 +103,15 @@ class OwnLoop:
     def forget(self) -> None:
         """Reset the loop: the step was completed or given up."""
         self.losses.clear()
-        self._lent.forget()
         self.is_open = False
+        if self._lent is not None:
+            self._lent.forget()
+            self._lent = None
+
+    def _measure_changed(self) -> None:
+        """Measure gradients again after a change by the script."""
+        if self._lent is not None:
+            self._lent.measure_changed()
 
     def _require_gradients(self, operation: str) -> None:
         self._steps.method.own_loop()
@@ -156,8 +166,9 @@ class OwnLoop:
             self._open_step()
 
     def _open_step(self) -> None:
-        self._state.accumulate()
+        method = self._steps.method.own_loop()
+        method.make_room()
         if not self.is_open:
             self._state.spare_memory.give_back()
-            self._steps.method.own_loop().begin("own loop", waits=True)
+            method.begin("own loop", waits=True)
             self.is_open = True

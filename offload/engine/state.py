@@ -12,9 +12,10 @@ from torch import nn
 from offload.accelerators import own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
+from offload.engine.gradients.device_updates import open_place
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.update_place import InPlaceUpdates, UpdatePlace, open_place
+from offload.engine.gradients.update_place import InPlaceUpdates, UpdatePlace
 from offload.engine.gradients.updates import Updates
 from offload.engine.moved_buffers import MovedBuffers
 from offload.engine.recovery import Recovery
@@ -80,7 +81,7 @@ class EngineState:
         )  # changed: frozen parameters changed since the start
         self.counters = counters
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
-        self._has_room_for_sums: bool | None = False  # None: an interrupt came during the change
+        self.has_room_for_sums: bool | None = False  # None: an interrupt came during the change
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
         self._staged_regions = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
         self._keeps_gradients, self._splits = keeps_gradients, settings.splits
@@ -153,6 +154,7 @@ class EngineState:
             self.store, infos, self.gradients, self.slots, self.deferred_updates, self.lanes, settings, place, workspace
         )
         self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_addresses)
+        self.units: list[Unit] = []
         self.runner = UnitRunner(
             self.device,
             self.lanes,
@@ -171,10 +173,10 @@ class EngineState:
                 ),
                 self._activation_offload(placement.activations, counters, CHECKPOINTS),
             ),
+            self.units,
             seed=settings.seed,
             comm=comm,
         )
-        self.units: list[Unit] = []
         self.read_outside: set[str] = set()  # names of units with weights read from outside
         self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units, comm)
         self.router = Router(self.runner, self.recovery.recover)
@@ -244,17 +246,6 @@ class EngineState:
         assert nvme is not None
         return nvme
 
-    def backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, *leaves: torch.Tensor) -> None:
-        """Run the backward. In a trial or a norm-only pass, only `leaves` outside the model receive gradients.
-
-        Hooks of other tensors could have any side effects.
-        """
-        inputs = None
-        if self.gradients.discards_gradients:
-            live = [parameter for unit in self.units if unit.resident for parameter in unit.live().values()]
-            inputs = [t for t in (self.runner.anchor, *leaves, *live) if t.requires_grad]
-        torch.autograd.backward(tensor, gradient, inputs=inputs)
-
     @contextmanager
     def with_placeholders(self) -> Iterator[None]:
         """Context with the stand-ins in all modules, also for resident units. Reads no weights."""
@@ -311,9 +302,7 @@ class EngineState:
         """Make room for gradient sums over several backward passes, or with False return to one pass, between two
         steps. The return makes a step independent from earlier steps.
         """
-        if self._has_room_for_sums is accumulates:
-            return
-        self._has_room_for_sums = None
+        self.has_room_for_sums = None
         if accumulates and any("gradients" in self.plan.layout.of(region) for region in self.regions):
             warn(
                 "gradients summed over several backward passes are stored in host memory, in fp32, although "
@@ -324,7 +313,7 @@ class EngineState:
         self.gradients.accumulate(
             accumulates, self._stage(self.regions if accumulates else self._staged_regions, accumulates=accumulates)
         )
-        self._has_room_for_sums = accumulates
+        self.has_room_for_sums = accumulates
 
     def _stage(self, regions: Sequence[Region], accumulates: bool = False) -> torch.Tensor:
         """Return memory on the tier of the states, for these regions' gradients on their way to the update."""

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.distributed.ranks import SimulatedRanks
+from offload.engine.gradients.device_updates import open_place
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import CopySquares, Measures
-from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace, open_place
+from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace
 from offload.engine.gradients.updates import Updates
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
@@ -29,9 +30,10 @@ from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
+from offload.tiers.accelerator_device import AcceleratorDevice
 from offload.tiers.counters import Counters
 from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
-from offload.tiers.device import AcceleratorDevice, CpuDevice
+from offload.tiers.device import CpuDevice
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import ModelFiles

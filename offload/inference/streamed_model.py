@@ -26,8 +26,9 @@ from offload.files.sources import Source
 from offload.hf.sources import FusedSource
 from offload.lanes.streams import open_lanes
 from offload.lanes.throttle import Throttle
+from offload.layout.build_regions import build_regions
 from offload.layout.planes import DTYPES
-from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
+from offload.layout.regions import DiskLayout, ParameterInfo
 from offload.schedule.execute import Executor
 from offload.tiers.counters import Counters
 from offload.tiers.deferred_updates import DeferredUpdates

@@ -25,7 +25,7 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
 from offload.lanes.thread_lane import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
-from offload.tiers.device import AcceleratorDevice, _Staging
+from offload.tiers.accelerator_device import AcceleratorDevice, _Staging
 from offload.tiers.pinning import HostMapping, Pinning
 from offload.tiers.slots import Slots
 from tests.accelerator.control import Control

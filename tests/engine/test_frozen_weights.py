@@ -19,8 +19,9 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.throttle import parse_throttle
+from offload.layout.build_regions import build_regions
 from offload.layout.codecs import CODECS, decoded
-from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
+from offload.layout.regions import DiskLayout, ParameterInfo
 from offload.machine.hardware import Hardware
 from offload.planning.estimates import weight_seconds
 from offload.planning.machines import Speeds

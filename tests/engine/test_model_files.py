@@ -21,7 +21,8 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError
 from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, simulate
 from offload.hf.models import BuiltModel, build_model
-from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
+from offload.layout.build_regions import build_regions
+from offload.layout.regions import DiskLayout, ParameterInfo
 from offload.planning import disk
 from offload.planning.settings import Settings
 from tests.engine.compare import assert_same, weights

@@ -22,8 +22,9 @@ from offload.forecast.measure import BatchSpec, measure
 from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.forecast.workload import UnitWork
 from offload.lanes.throttle import Throttle
+from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane
-from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding, build_regions
+from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
 from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.memory import BUFFER, SLOT, UnitPlan, plan_memory

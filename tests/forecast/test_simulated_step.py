@@ -14,8 +14,9 @@ from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, Simula
 from offload.lanes.lane import Lane
 from offload.lanes.simulated import SimulatedLanes
 from offload.lanes.ticket import Ticket
+from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane
-from offload.layout.regions import DiskLayout, ParameterInfo, Region, build_regions
+from offload.layout.regions import DiskLayout, ParameterInfo, Region
 from offload.planning.settings import Settings
 from offload.tiers.ring import Ring, RingSlice
 from tests.matrix import matrix

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.layout.build_regions import build_regions
 from offload.layout.codecs import EXACT, INT8
 from offload.layout.planes import Factor
-from offload.layout.regions import DiskLayout, ParameterInfo, Sharding, align, build_regions
+from offload.layout.regions import DiskLayout, ParameterInfo, Sharding, align
 from offload.optim.adamw import AdamW
 
 MOMENTS = [AdamW().moments]

@@ -9,17 +9,9 @@ from functools import partial
 
 import torch
 
+from offload.engine.gradients.early_policies import DelayedPolicy, ImmediatePolicy, NormOnlyPolicy, SpeculativePolicy
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.gradients.policies import (
-    DeferredPolicy,
-    DelayedPolicy,
-    ImmediatePolicy,
-    NormOnlyPolicy,
-    SpeculativePolicy,
-    UpdatePolicy,
-    UpdateResult,
-    refuse_gradients,
-)
+from offload.engine.gradients.policies import DeferredPolicy, UpdatePolicy, UpdateResult, refuse_gradients
 from offload.engine.gradients.tile_updates import RegionGradients, TileUpdates
 from offload.engine.gradients.update_place import UpdatePlace
 from offload.errors import ConfigError

@@ -185,7 +185,7 @@ class ChunkedHead:
         with state.gradients.repeated(state.regions):
             for loss, leaf, places in parts:
                 if loss.requires_grad:  # the head may be the only trainable part, or frozen above trainable units
-                    state.backward(loss, None, leaf)
+                    state.runner.backward(loss, None, leaf)
                 if gradient is not None and leaf.grad is not None:
                     gradient.view(-1, gradient.shape[-1])[places] = leaf.grad[0, : len(places)]
                 yield loss.detach()

@@ -140,7 +140,7 @@ class Losses:
                 else:
                     total = head.mean_loss(state, output, batch, chunks, inputs.num_targets, gradient)
             if gradient is not None:
-                state.backward(hidden, gradient)
+                state.runner.backward(hidden, gradient)
         return total
 
     def _loss_and_gradient(

@@ -25,11 +25,15 @@ class Backward(Method):
         self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
         # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
         copies_per_micro_batch = self._losses.is_plain or self._streams_experts
-        self._state.accumulate(self._state.plan.sums_gradients_on_host or (self._splits and copies_per_micro_batch))
+        self.make_room(self._state.plan.sums_gradients_on_host or (self._splits and copies_per_micro_batch))
         if self._state.updates.learns_first:
             return self._learn_and_step(parts, tokens, schedule_key)
         self.begin(schedule_key)
         return self.end(self._passes(parts), tokens, schedule_key)
+
+    def make_room(self, accumulates: bool = True) -> None:
+        if self._state.has_room_for_sums is not accumulates:
+            self._state.accumulate(accumulates)
 
     def trial(self, parts: LossParts) -> list[torch.Tensor]:
         return [self._passes(parts)]
@@ -39,7 +43,7 @@ class Backward(Method):
 
         def backward(part: torch.Tensor) -> None:
             if part.requires_grad:
-                self._state.backward(part)
+                self._state.runner.backward(part)
 
         return sum_parts(parts(), self._state.device.torch_device, backward)
 

@@ -27,6 +27,9 @@ LossParts = Callable[[], Generator[torch.Tensor, None, None]]
 class OwnSteps(Protocol):
     """Begins and ends steps for own loops. The loops run forward and backward themselves."""
 
+    def make_room(self, accumulates: bool = ...) -> None:
+        """Make room for gradient sums over several backward passes, or return to one pass."""
+
     def begin(self, schedule_key: Hashable, waits: bool = ..., learns: bool = ...) -> None:
         """Begin a step; gradients may arrive from now on. `waits`: from several backwards."""
 

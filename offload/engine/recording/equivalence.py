@@ -197,7 +197,7 @@ class PassComparator:
                     install(unit)
                 loss = passes.run_plain()
                 if passes.has_backward and loss.requires_grad:
-                    state.backward(loss, None, *plain.weights.values(), *passes.leaves)
+                    state.runner.backward(loss, None, *plain.weights.values(), *passes.leaves)
                 observations.losses.append(float(loss.detach()))
                 del loss
         return self._conclude(observations, snapshot)

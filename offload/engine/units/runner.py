@@ -53,11 +53,12 @@ class UnitRunner:
         executor: Executor,
         gradients: GradientFlow,
         saved: SavedInputs,
+        units: Sequence[Unit],
         *,
         seed: int,
         comm: Comm,
     ) -> None:
-        self.device, self.slots, self.gradients, self.saved = device, slots, gradients, saved
+        self.device, self.slots, self.gradients, self.saved, self._units = device, slots, gradients, saved, units
         self.stages: Stage = OriginalForward()
         self.outputs = KeptOutputs()
         self._lanes, self._executor, self._ahead = lanes, executor, RunAhead(device)
@@ -191,6 +192,17 @@ class UnitRunner:
                 yield
         finally:
             before.put_back()
+
+    def backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, *leaves: torch.Tensor) -> None:
+        """Run the backward. In a trial or a norm-only pass, only `leaves` outside the model receive gradients.
+
+        Hooks of other tensors could have any side effects.
+        """
+        inputs = None
+        if self.gradients.discards_gradients:
+            live = [parameter for unit in self._units if unit.resident for parameter in unit.live().values()]
+            inputs = [t for t in (self.anchor, *leaves, *live) if t.requires_grad]
+        torch.autograd.backward(tensor, gradient, inputs=inputs)
 
     def finish(self, claim: Claim) -> None:
         """End a use after the backward, or without one."""

@@ -139,7 +139,7 @@ class RowBlockHead(ChunkedHead):
         gradient.scatter_add_(1, column[:, None], is_inside[:, None].to(gradient.dtype))
         gradient *= slopes.flatten()[places][:, None]
         gradient[num:] = 0
-        state.backward(logits, gradient.to(logits.dtype), leaf)
+        state.runner.backward(logits, gradient.to(logits.dtype), leaf)
         if total is not None and leaf.grad is not None:
             total[places[:num]] += leaf.grad[0, :num]
 

@@ -1,0 +1,176 @@
+"""Updates computed on the device for states in host memory, through a ring of device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace
+from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Fence, Ticket
+from offload.layout.planes import CODES
+from offload.layout.regions import Region, align
+from offload.planning.device_updates import PLANE_ALIGNMENT, UPDATE_RING
+from offload.tiers.counters import Counters
+from offload.tiers.device import Device, copy_planes
+from offload.tiers.ring import Ring
+
+
+class DeviceUpdates:
+    """Updates host states on the device, through a ring buffer.
+
+    Three lanes (H2D copy, update, D2H copy) work beside each other and beside compute.
+    """
+
+    def __init__(
+        self, memory: torch.Tensor, num_regions: int, lanes: Lanes, device: Device, counters: Counters
+    ) -> None:
+        """`memory`: flat uint8 device memory."""
+        self._ring, self._lanes, self._device, self._counters = Ring(memory, UPDATE_RING), lanes, device, counters
+        self._start_tickets: Sequence[Ticket] = ()
+        self._counts: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}  # non-finite weight counts
+        self._host_counts, self._counts_fence = device.host_memory(num_regions, torch.int64), Fence("counts")
+
+    def begin_step(self) -> None:
+        """Start new counts; a lane still checks the previous step's counts."""
+        self._counts = {}
+        self._start_tickets = (
+            self._lanes.mark()
+        )  # compute has cleared the memory, or loaded resident planes from a checkpoint
+
+    def submit(self, tile: TileUpdate) -> Ticket:
+        """Submit the H2D copy, the update and the D2H copy of a tile, in the order of `InPlaceUpdates.submit`."""
+        host_planes = {name: flat for name, flat in tile.planes.items() if name not in tile.stays}
+        sizes = [align(flat.nbytes, PLANE_ALIGNMENT) for flat in host_planes.values()]
+        stretch = self._ring.take(sum(sizes))
+        assert stretch is not None, "the ring was planned for the largest tile"
+        places = stretch.flat.split(sizes)
+        device_planes = {
+            name: place[: flat.nbytes].view(flat.dtype)
+            for place, (name, flat) in zip(places, host_planes.items(), strict=True)
+        }
+        changed = {name: flat for name, flat in host_planes.items() if name != "gradients"}
+        copied = {name: flat for name, flat in device_planes.items() if name != CODES}
+
+        up_bytes = sum(flat.nbytes for flat in copied.values())
+        up = self._lanes.update_up.submit(
+            partial(copy_planes, self._device, copied, host_planes),
+            reads=(*tile.fence.before_read(), *tile.lease.reads, *self._start_tickets),
+            fills=stretch.fills,
+            name=tile.name,
+            num_bytes=up_bytes,
+        )
+        stretch.fence.fill(up)
+        tile.fence.read(up)
+        updated = self._lanes.update_on_device.submit(
+            partial(self._run, tile, {**tile.planes, **device_planes}, self._counts),
+            reads=stretch.fence.before_read(),
+            name=tile.name,
+            num_bytes=tile.num_bytes,
+        )
+        stretch.fence.fill(updated)
+        down_bytes = sum(flat.nbytes for flat in changed.values())
+        down = self._lanes.update_down.submit(
+            partial(copy_planes, self._device, changed, device_planes),
+            reads=stretch.fence.before_read(),
+            fills=tile.lease.fills,
+            name=tile.name,
+            num_bytes=down_bytes,
+        )
+        stretch.fence.read(down)
+        stretch.close()
+        tile.lease.done_writing(down)
+        self._counters.count("h2d_bytes", up_bytes)
+        self._counters.count("d2h_bytes", down_bytes)
+        return down
+
+    @staticmethod
+    def _run(
+        tile: TileUpdate,
+        device_planes: Mapping[str, torch.Tensor],
+        counts: dict[Region, tuple[TileUpdate, torch.Tensor]],
+    ) -> None:
+        count = tile.run(device_planes)
+        if count is not None and tile.region in counts:
+            counts[tile.region][1].add_(count)
+        elif count is not None:
+            counts[tile.region] = tile, count
+
+    def check(self) -> None:
+        """Let a lane check the accelerator's counts after all updates are submitted. Does not wait."""
+        if self._device.torch_device.type == "cpu":
+            return
+        counts, host_counts = self._counts, self._host_counts
+
+        def copy_to_host() -> None:
+            if counts:
+                self._device.copy(host_counts[: len(counts)], torch.stack([count for _, count in counts.values()]))
+
+        def refuse() -> None:
+            for (tile, _), num_wrong in zip(counts.values(), host_counts.tolist(), strict=False):
+                if num_wrong:
+                    tile.refuse(num_wrong)
+
+        copied = self._lanes.update_on_device.submit(copy_to_host, fills=self._counts_fence.before_fill(), name="check")
+        self._counts_fence.fill(copied)
+        checked = self._lanes.update.submit(refuse, reads=self._counts_fence.before_read(), name="check")
+        self._counts_fence.read(checked)
+
+    def reset(self) -> None:
+        """Take back all stretches after a step was given up."""
+        self._ring.reset()
+
+    def free(self) -> None:
+        self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
+
+
+class UpdatesByRegion:
+    """Updates some regions on the device and, at the same time, the others in place."""
+
+    def __init__(self, on_device: DeviceUpdates, in_place: InPlaceUpdates, streamed: Collection[int]) -> None:
+        """`streamed`: indices of regions updated on the device."""
+        self._places: Mapping[bool, UpdatePlace] = {True: on_device, False: in_place}
+        self._streamed = streamed
+
+    def begin_step(self) -> None:
+        for place in self._places.values():
+            place.begin_step()
+
+    def submit(self, tile: TileUpdate) -> Ticket:
+        """Submit a tile update to the region's place."""
+        return self._places[tile.region.index in self._streamed].submit(tile)
+
+    def check(self) -> None:
+        for place in self._places.values():
+            place.check()
+
+    def reset(self) -> None:
+        for place in self._places.values():
+            place.reset()
+
+    def free(self) -> None:
+        for place in self._places.values():
+            place.free()
+
+
+def open_place(
+    in_place: InPlaceUpdates,
+    memory: torch.Tensor | None,
+    streamed: Collection[int],
+    regions: Sequence[Region],
+    lanes: Lanes,
+    device: Device,
+    counters: Counters,
+) -> UpdatePlace:
+    """Return the update place for all regions.
+
+    `streamed`: indices of regions updated on the device, through the device `memory` (None: no such regions). All
+    others are updated in place.
+    """
+    if memory is None:
+        return in_place
+    on_device = DeviceUpdates(memory, len(regions), lanes, device, counters)
+    has_others = any(region.trainable and region.index not in streamed for region in regions)
+    return UpdatesByRegion(on_device, in_place, streamed) if has_others else on_device
