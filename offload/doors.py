@@ -39,7 +39,8 @@ class Door(Mapping[str, T], Generic[T]):
             if name not in self._places:
                 raise ConfigError(f"there is no {self._kind} {name!r}{nearest(name, self)}.")
             module, _, attribute = self._places[name].partition(":")
-            self._objects[name] = getattr(import_module(module), attribute)
+            place: Any = import_module(module)
+            self._objects[name] = getattr(place, attribute) if attribute else place
         return self._objects[name]
 
     def __contains__(self, name: Any) -> bool:

@@ -18,7 +18,7 @@ def test_each_entry_is_there(kind: str) -> None:
     door = Door[object](kind, {})
     assert set(door) == set(ENTRIES[kind])
     for name, place in ENTRIES[kind].items():
-        assert getattr(door[name], "__name__", None) == place.partition(":")[2]
+        assert getattr(door[name], "__name__", None) in (place, place.partition(":")[2])
 
 
 def test_an_unused_extra_is_not_imported() -> None:

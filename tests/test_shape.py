@@ -31,7 +31,7 @@ def test_imports_go_inward() -> None:
     ]
 
 
-MOST_VIOLATIONS = {"core": 5, "application": 39, "extras": 21}
+MOST_VIOLATIONS = {"core": 1, "application": 39, "extras": 21}
 """Imports against the rings, by the importing ring. A number may fall, never rise."""
 
 

@@ -17,12 +17,13 @@ from offload.checkpoint.reader import Reader
 from offload.checkpoint.stored_model import REFERENCE, StoredParameter
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
+from offload.files.model_format import SHARD_BYTES
 from offload.hf.adapters import CONFIG, INITIAL, Adaptation, write_adapter
 from offload.hf.base_mark import load_base_config, mark_base
 from offload.hf.merge import MergedWeights, fill_adapter
 from offload.hf.models import BuiltModel, build_model, empty_model, folder_config, is_pretrained, locate
 from offload.hf.residual import subtract_products
-from offload.hf.write import SHARD_BYTES, ExportResult, write_model
+from offload.hf.write import ExportResult, write_model
 from offload.layout.codecs import CODECS, EXACT, Codec
 from offload.layout.planes import DTYPES as COMPUTED
 from offload.telemetry.byte_progress import byte_progress

@@ -20,12 +20,13 @@ from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.reader import Reader
 from offload.config.sections import ModelSection
 from offload.errors import ConfigError
+from offload.files.model_format import SHARD_BYTES
 from offload.files.sources import ReopenFile
 from offload.hf.adapters import CONFIG
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.models import attention_options, folder_config, model_kind
 from offload.hf.names import Shape, apply_conversions, recompute_buffers, stays_fp32
-from offload.hf.write import SHARD_BYTES, ExportResult, write_model
+from offload.hf.write import ExportResult, write_model
 from offload.native import kernels
 from offload.telemetry.byte_progress import byte_progress
 

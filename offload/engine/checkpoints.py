@@ -29,8 +29,7 @@ from offload.engine.kept_errors import error_planes, error_spans, fill_error
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
-from offload.hf.names import CannotStream, describe_conversions
-from offload.hf.write import write_configuration
+from offload.files.model_format import FORMAT, FORMATS
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import EXACT, Codec
 from offload.layout.planes import CODES, MASTER, STALE
@@ -85,7 +84,11 @@ class PendingCheckpoint:
         steps = ((state.region.parameters, state.steps) for state in engine.store.states)
         updates = {engine.infos[index].name: count for each in steps for index, count in zip(*each, strict=True)}
         own = {**decided, "step": engine.runner.step_number, "updates": updates}
-        own |= {"built_in": _built_dtypes(engine), "conversions": _conversions(engine), "rule": _rule_titles(engine)}
+        own |= {
+            "built_in": _built_dtypes(engine),
+            "conversions": FORMATS[FORMAT].conversions(engine.model),
+            "rule": _rule_titles(engine),
+        }
         if codec != EXACT.name:
             own["frozen_weights"] = codec
             own["coded"] = {info.name: info.compute for info in engine.infos if info.codec is not EXACT}
@@ -427,18 +430,10 @@ def _built_dtypes(engine: EngineState) -> dict[str, Any]:
     return {"main": main, "others": {name: dtype for name, dtype in dtypes.items() if dtype != main}}
 
 
-def _conversions(engine: EngineState) -> dict[str, Any]:
-    """Return the state-dict key conversions that an export needs in addition to the model configuration."""
-    try:
-        return describe_conversions(engine.model)
-    except CannotStream:  # an export then uses the model family's default rules; the checkpoint is good
-        return {}
-
-
 def _configuration(engine: EngineState) -> dict[str, bytes]:
     """Return the files that describe the original model configuration, by name."""
     with TemporaryDirectory() as folder, engine.caches.with_original_flags():
-        write_configuration(engine.model, Path(folder))
+        FORMATS[FORMAT].write_configuration(engine.model, Path(folder))
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 

@@ -34,9 +34,9 @@ from offload.engine.steps import Steps
 from offload.engine.units.activation_offload import GRAPHS
 from offload.engine.units.residency import refuse_copy, refuse_owned, refuse_sparse
 from offload.errors import ConfigError, nearest, warn
+from offload.files.model_format import SHARD_BYTES
 from offload.files.safetensors_file import tensor_reader
 from offload.files.sources import Fill
-from offload.hf.write import SHARD_BYTES
 from offload.lanes.timeline import Span
 from offload.layout.codecs import EXACT, Codec
 from offload.layout.regions import ParameterInfo

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 ENTRIES: Mapping[str, Mapping[str, str]] = {
     "attention": {"shared": "offload.extras.large.shared_attention:SharedAttention"},
+    "format": {"huggingface": "offload.hf.write"},
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
     "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
     "splitting": {
@@ -20,4 +21,4 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "experts": "offload.extras.large.streamed_experts:ExpertStreams",
     },
 }
-"""For each door (`offload.doors`) the names and places of the objects from extras: "module:name"."""
+"""For each door (`offload.doors`) the names and places of the objects from extras: "module:name", or a module."""

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +30,12 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from offload.errors import ConfigError, DiskError, OffloadError, errno_text, warn
 from offload.files.atomic_folder import clear, replace_folder
+from offload.files.model_format import SHARD_BYTES, ReadValues
 from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, TensorFileWriter, WrittenFile, tensor_reader
-from offload.hf.names import Conversion, drop_tied, plan_writing, stays_fp32
+from offload.hf.names import CannotStream, Conversion, describe_conversions, drop_tied, plan_writing, stays_fp32
 from offload.native.io import sync_path
 from offload.tiers.host import trim_heap
 
-ReadValues = Callable[[str, int, int], torch.Tensor]
-SHARD_BYTES = 5 << 30
 _EXPORT_ENTRIES = re.compile(
     r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
 )
@@ -191,6 +190,14 @@ def _convert_group(group: Conversion, plan: _ExportPlan, get: ReadValues) -> Ite
             plan.reader(source, get)(0, math.prod(shape)).view(shape).to(dtype)
             for source, shape in zip(group.sources, shapes, strict=True)
         ).items()
+
+
+def conversions(model: nn.Module) -> dict[str, Any]:
+    """Return `describe_conversions`, or no conversions: an export then uses the default rules of the model family."""
+    try:
+        return describe_conversions(model)
+    except CannotStream:
+        return {}
 
 
 def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:

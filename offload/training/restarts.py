@@ -19,12 +19,12 @@ from offload.config.sections import LoraSection
 from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
+from offload.files.model_format import ReadValues
 from offload.files.sources import ReopenFile
 from offload.hf.lora_layers import LoraLayers
 from offload.hf.merge import MergedWeights, fill_adapter
 from offload.hf.models import BuiltModel, ModelKind
 from offload.hf.names import Shape
-from offload.hf.write import ReadValues
 from offload.training.trainable import AdapterOverBase, WholeModel, buffers_of
 
 
