@@ -39,6 +39,7 @@ from offload.engine.units.shared_attention import open_attention
 from offload.engine.units.streamed_experts import ExpertStreams
 from offload.engine.units.tiled_forwards import open_forwards
 from offload.engine.units.unit import Unit, open_units, put_parameters
+from offload.engine.units.weight_writes import refuse_writes
 from offload.errors import warn
 from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
@@ -251,6 +252,7 @@ class EngineState:
 
         Hooks of other tensors could have any side effects.
         """
+        self.check_writes()
         inputs = None
         if self.gradients.discards_gradients:
             live = [parameter for unit in self.units if unit.resident for parameter in unit.live().values()]
@@ -301,6 +303,13 @@ class EngineState:
         self.executor.forget()
         self.runner.forget_forwards()
         self.slots.refresh(regions, always=True)
+
+    def check_writes(self) -> None:
+        """Check after the forwards of a pass, before updates. Raises ConfigError if a forward changed weights."""
+        unit = self.runner.writes.find()
+        if unit is not None:
+            self.weights_changed()
+            refuse_writes(unit)
 
     def _forget_addresses(self) -> None:
         """Forget device addresses of weights before the slot memory is replaced."""

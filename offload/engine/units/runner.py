@@ -25,6 +25,7 @@ from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
+from offload.engine.units.weight_writes import WeightWrites
 from offload.errors import OffloadError
 from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
@@ -59,7 +60,7 @@ class UnitRunner:
         comm: Comm,
     ) -> None:
         self.device, self.slots, self.gradients, self.saved = device, slots, gradients, saved
-        self.forwards, self.outputs = forwards, ExpertOutputs()
+        self.forwards, self.outputs, self.writes = forwards, ExpertOutputs(), WeightWrites()
         self._lanes, self._executor, self._ahead = lanes, executor, RunAhead(device)
         self.anchor = torch.zeros((), requires_grad=True)
         self.step_number = 0
@@ -166,6 +167,8 @@ class UnitRunner:
         module_forward: Forward,
     ) -> Arguments:
         """Run the unit module by `module_forward`; return (result, container changes)."""
+        if unit in self.writes.parameters:
+            module_forward = self.writes.checked(unit, module_forward)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._is_in_model = True
@@ -349,11 +352,13 @@ class UnitRunner:
         self.saved.begin_step()
         self.gradients.begin_step()
         self.slots.settle()
+        self.writes.begin()
 
     def forget_forwards(self) -> None:
         """Mark all open claims as belonging to old weights."""
         self.claims.mark_stale()
         self._uses.clear()
+        self.writes.forget()
 
     def end_step(self) -> int:
         """End a step; return the peak device memory in bytes."""
@@ -371,6 +376,7 @@ class UnitRunner:
         self.claims.reset()
         self.saved.reset()
         self._uses.clear()
+        self.writes.forget()
         self._current_unit = self._batch = None
         self.gradients.begin_step()
         self._is_in_model = self.has_failed = False
