@@ -170,7 +170,7 @@ class Engine:
         self._own_loop.refuse_during_step("engine.replay")
         with self.counters.preserve():
             self._steps.replay(records)
-            self._state.weights_changed()
+            self._state.runner.weights_changed()
 
     def backward(self, loss: torch.Tensor) -> None:
         """For own loops: add the gradients of `loss`, without scaling."""
@@ -434,7 +434,7 @@ class Engine:
                 state.lanes.drain_updates()  # a disk failure is raised here
                 if not info.trainable:
                     state.changed.add(info.name)
-                state.weights_changed(region for region in state.regions if info.index in region.parameters)
+                state.runner.weights_changed(region for region in state.regions if info.index in region.parameters)
 
     @property
     def moments_bytes(self) -> int:
@@ -678,7 +678,7 @@ class Engine:
             with share_failure(self.comm, "reading of the checkpoint"):
                 decided, meta = load_states(self._state, reader, anew=anew)
                 self._state.lanes.drain_updates()  # a failed disk write fails the load
-            self._state.weights_changed()
+            self._state.runner.weights_changed()
             self._state.slots.settle()
         self._steps.restore_decisions(decided)
         self._state.lanes.settle()
@@ -694,7 +694,7 @@ class Engine:
         self._settle("catch_up")
         with self._recovery.working(), self.counters.preserve():
             self._state.updates.catch_up()
-            self._state.weights_changed()
+            self._state.runner.weights_changed()
 
     # -- the end ---------------------------------------------------------------------------------------------
 

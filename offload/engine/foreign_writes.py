@@ -42,7 +42,7 @@ class ForeignWrites:
         with self._counters.preserve():
             written = self._find()
         if written is not None:
-            self._state.weights_changed()
+            self._state.runner.weights_changed()
             raise ConfigError(
                 f"{written} was changed on the device between steps, and the next update would overwrite the change "
                 "with the engine's own weights. Change weights with engine.edit(), which yields each parameter and "

@@ -95,6 +95,7 @@ class OwnLoop:
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
         state.updates.steer(lr, max_grad_norm)
         with self._recovery.ending():
+            state.runner.check_writes()
             self._measure_changed()
             result = self._steps.method.own_loop().end(loss, None, "own loop")
             self.forget()

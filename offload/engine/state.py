@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -281,15 +281,6 @@ class EngineState:
             self.gradients.make_lasting(region)
         unit.keep_on_device()
         unit.install(unit.live())
-
-    def weights_changed(self, regions: Iterable[Region] | None = None) -> None:
-        """Discard device copies and saved graphs after weights were written other than by an update.
-
-        `regions`: the written regions; None: all.
-        """
-        self.executor.forget()
-        self.runner.forget_forwards()
-        self.slots.refresh(regions, always=True)
 
     def _forget_addresses(self) -> None:
         """Forget device addresses of weights before the slot memory is replaced."""

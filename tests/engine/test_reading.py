@@ -408,6 +408,24 @@ def test_writes_are_refused(trained: Trained) -> None:
     assert same_bits(parameter.detach().clone(), trained.plain.get_parameter(MIDDLE).detach())
 
 
+NUMPY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda p: p.numpy(),
+    "of a view": lambda p: p[1:].numpy(),
+    "asarray": lambda p: np.asarray(p),
+}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@pytest.mark.parametrize("read", NUMPY)
+def test_a_numpy_array_of_an_offloaded_parameter_is_read_only(read: str) -> None:
+    """In plain torch the array shares the memory of the weight. Here the array is a copy: a write would be lost."""
+    with Engine(build(Stack), device="cpu", precision="fp32") as engine:
+        parameter = engine.model.blocks[1].up.weight.detach()
+        with pytest.raises(ValueError, match="read-only"):
+            NUMPY[read](parameter).__imul__(0.5)
+        assert NUMPY[read](parameter * 2).flags.writeable
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "half": (lambda model: model.half(), ANEW),
     "to a dtype": (lambda model: model.to(torch.float64), ANEW),

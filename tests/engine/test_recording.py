@@ -346,3 +346,32 @@ def test_a_write_that_changes_nothing_is_told_and_the_bits_are_those_of_the_mode
     model = build(lambda: Stack(WritesOwn) if is_own else WritesFromAbove())
     with pytest.warns(UserWarning, match="writes to weights of unit blocks"):
         train_both(model, [words(0), words(1)], loss_fn=cross_entropy, count=count_labels)
+
+
+def loops(engine: Engine, batch: dict[str, Tensor]) -> None:
+    engine.backward(cross_entropy(engine.model(batch["x"]), batch))
+    engine.update()
+
+
+RUNS: dict[str, Callable[[Engine, dict[str, Tensor]], Any]] = {
+    "step": lambda engine, batch: engine.step(batch, cross_entropy),
+    "evaluate": lambda engine, batch: engine.evaluate(batch, cross_entropy),
+    "own loop": loops,
+}
+
+
+@pytest.mark.filterwarnings("ignore:unit blocks.1 is read from outside", "ignore:the model's forward writes")
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_write_that_changes_values_only_after_an_update_is_refused(run: str, is_own: bool) -> None:
+    """A clamp within bounds, until an update moves weights beyond."""
+    model = build(lambda: Stack(WritesOwn) if is_own else WritesFromAbove())
+    bound = max(block.up.weight.abs().max().item() for block in model.blocks)
+    (WritesOwn if is_own else WritesFromAbove).write = staticmethod(lambda weight: weight.data.clamp_(-bound, bound))
+    with Engine(model, SGD(lr=50.0), max_grad_norm=None) as engine:
+        RUNS["own loop" if run == "own loop" else "step"](engine, words())
+        before = weights(engine)
+        assert before["blocks.1.up.weight"].abs().max() > bound
+        with pytest.raises(ConfigError, match=r"forward writes to weights of unit blocks\.[012]"):
+            RUNS[run](engine, words(1))
+        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())

@@ -133,6 +133,8 @@ class Losses:
             output = head.base_output(lambda: self._model(**select_inputs(self._model, model_batch, inputs.loss_fn)))
             hidden = output["last_hidden_state"]
             gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None
+            if gradient is not None:
+                state.runner.check_writes()
             with state.runner.whole_batch():
                 if isinstance(inputs.loss_fn, TokenLoss):
                     compute_loss = partial(self._loss_and_gradient, inputs, inputs.loss_fn)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -33,7 +33,8 @@ from offload.engine.units.stages import Forward
 from offload.engine.units.state_snapshot import same_bits
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.unit import Unit
-from offload.errors import ConfigError, warn
+from offload.engine.units.weight_writes import refuse_writes
+from offload.errors import ConfigError
 
 
 class RestartRecording(Exception):
@@ -109,9 +110,8 @@ class Recording:
                 result = self._runner.run(unit, arguments, inputs, arguments.others, forward)
             _refuse_reentrant(f"unit {unit.name}", result.tensors)
             if self._num_writes(live) != writes_before or contents.is_rewritten():
-                self._refuse_writes(unit)
-            if self._writes_to(live):
-                _warn_of_writes(unit)
+                refuse_writes(unit)
+            self._note_idle_writes(unit)
             self._refuse_buffers_with_graphs(unit)
             outputs = self._detach_outputs(unit, arguments, inputs, result)
             own = [*leaves, *live]
@@ -254,11 +254,10 @@ class Recording:
     def note_writes(self) -> None:
         """Record after a run the resident weights with changes by the model."""
         for unit, before in self._resident_contents:
-            live = unit.live().values()
             if before.has_changed():
-                self.written[unit] = _Contents(live)
-            elif self._writes_to(live):
-                _warn_of_writes(unit)
+                self.written[unit] = _Contents(unit.live().values())
+            else:
+                self._note_idle_writes(unit)
 
     def refuse_writes(self) -> None:
         """Check the restored weights after a run. Raises ConfigError for changed weights.
@@ -267,20 +266,14 @@ class Recording:
         """
         for unit, after in self.written.items():
             if after.has_changed():
-                self._refuse_writes(unit)
+                refuse_writes(unit)
 
-    def _writes_to(self, weights: Iterable[torch.Tensor]) -> bool:
-        """True if an operation of this run wrote to one of these weights."""
-        spans = [range(weight.data_ptr(), weight.data_ptr() + weight.nbytes) for weight in weights]
-        return any(address in span for address in self._written_addresses for span in spans)
-
-    def _refuse_writes(self, unit: Unit) -> NoReturn:
-        raise ConfigError(
-            f"the model's forward writes to weights of unit {unit.name}. The engine stores weights elsewhere and would "
-            "lose the change. Compute with a changed copy (functional.normalize(self.weight)), or change weights "
-            "between steps with engine.edit(). nn.Embedding with max_norm writes to its own weights in forward: build "
-            "it without max_norm."
-        )
+    def _note_idle_writes(self, unit: Unit) -> None:
+        """Let later passes check the weights of `unit` that an operation of this run wrote without a new value."""
+        spans = {i: range(weight.data_ptr(), weight.data_ptr() + weight.nbytes) for i, weight in unit.live().items()}
+        written = {i for i, span in spans.items() if any(address in span for address in self._written_addresses)}
+        if written:
+            self._runner.writes.add(unit, written)
 
     def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
         for module, key in buffer_places(unit.modules):
@@ -311,15 +304,6 @@ class Recording:
                     "holds), and its gradient would be lost while the unit is offloaded. Return the tensor, put it "
                     "into a list or dict among the unit's arguments, or turn off the code that collects it."
                 )
-
-
-def _warn_of_writes(unit: Unit) -> None:
-    """Warn about a write without a changed value so far, e.g. a clamp within bounds."""
-    warn(
-        f"the model's forward writes to weights of unit {unit.name}, although no value changed in a trial run. A later "
-        "write with new values would affect only that forward: the engine stores weights elsewhere. Clamp weights "
-        "between steps with engine.edit()."
-    )
 
 
 class _UseDetector(WatchingMode):

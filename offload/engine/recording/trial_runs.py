@@ -344,7 +344,7 @@ class TrialRuns:
                 with self._state.ownership.watched(), recording.watch_reads():
                     result = run(recording)
             except ConfigError:
-                self._state.weights_changed()
+                self._state.runner.weights_changed()
                 raise
             except Exception:  # NaN replaced the weights, so any error is possible
                 if not recording.outside_readers:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -86,7 +87,10 @@ class OffloadedTensor(torch.Tensor):
                     own.info, "write", f"become {list(converted.shape)} of {converted.dtype} on {converted.device}"
                 )
         if func in _READS:
-            args, kwargs = tree_map(_copy, (args, kwargs))
+            result = past_subclasses(func, *tree_map(_copy, args), **tree_map(_copy, kwargs))
+            if isinstance(result, np.ndarray):  # shares memory with the copy: numpy then refuses writes
+                result.flags.writeable = False
+            return result
         return past_subclasses(func, *args, **kwargs)
 
     @classmethod

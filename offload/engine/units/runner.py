@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.stages import Forward, OriginalForward, Stage
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
+from offload.engine.units.weight_writes import WeightWrites, refuse_writes
 from offload.errors import OffloadError
 from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
@@ -60,7 +61,7 @@ class UnitRunner:
     ) -> None:
         self.device, self.slots, self.gradients, self.saved, self._units = device, slots, gradients, saved, units
         self.stages: Stage = OriginalForward()
-        self.outputs = KeptOutputs()
+        self.outputs, self.writes = KeptOutputs(), WeightWrites()
         self._lanes, self._executor, self._ahead = lanes, executor, RunAhead(device)
         self.anchor = torch.zeros((), requires_grad=True)
         self.step_number = 0
@@ -167,6 +168,8 @@ class UnitRunner:
         module_forward: Forward,
     ) -> Arguments:
         """Run the unit module by `module_forward`; return (result, container changes)."""
+        if unit in self.writes.parameters:
+            module_forward = self.writes.checked(unit, module_forward)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._is_in_model = True
@@ -198,11 +201,27 @@ class UnitRunner:
 
         Hooks of other tensors could have any side effects.
         """
+        self.check_writes()
         inputs = None
         if self.gradients.discards_gradients:
             live = [parameter for unit in self._units if unit.resident for parameter in unit.live().values()]
             inputs = [t for t in (self.anchor, *leaves, *live) if t.requires_grad]
         torch.autograd.backward(tensor, gradient, inputs=inputs)
+
+    def check_writes(self) -> None:
+        """Check after the forwards of a pass, before updates. Raises ConfigError if a forward changed weights."""
+        if self.writes.parameters and (unit := self.writes.find()) is not None:
+            self.weights_changed()
+            refuse_writes(unit)
+
+    def weights_changed(self, regions: Iterable[Region] | None = None) -> None:
+        """Discard device copies and saved graphs after weights were written other than by an update.
+
+        `regions`: the written regions; None: all.
+        """
+        self._executor.forget()
+        self.forget_forwards()
+        self.slots.refresh(regions, always=True)
 
     def finish(self, claim: Claim) -> None:
         """End a use after the backward, or without one."""
@@ -361,11 +380,15 @@ class UnitRunner:
         self.saved.begin_step()
         self.gradients.begin_step()
         self.slots.settle()
+        if self.writes.parameters:
+            self.writes.begin()
 
     def forget_forwards(self) -> None:
         """Mark all open claims as belonging to old weights."""
         self.claims.mark_stale()
         self._uses.clear()
+        if self.writes.parameters:
+            self.writes.forget()
 
     def end_step(self) -> int:
         """End a step; return the peak device memory in bytes."""
@@ -383,6 +406,7 @@ class UnitRunner:
         self.claims.reset()
         self.saved.reset()
         self._uses.clear()
+        self.writes.forget()
         self._current_unit = self._batch = None
         self.gradients.begin_step()
         self._is_in_model = self.has_failed = False
