@@ -18,6 +18,7 @@ from offload.data.source_rows import SourceRows, SourceSummary, names_of
 from offload.data.sources import Source, SourceFile, both_names, hash_text
 from offload.data.storage import Mark
 from offload.data.tokenizer import UNKNOWN
+from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
 from offload.files.user_cache import default_cache_dir
 
@@ -449,9 +450,3 @@ def _check_pairs(sources: Sequence[SourceFiles], *, pairs: bool) -> None:
         raise ConfigError(
             f"{other.source.setting} {other.source} has the format {formats}, and train.method {method}: {fix}."
         )
-
-
-def share(num_rows: int, rank: int, world_size: int, group: int = 1) -> slice:
-    """Return this rank's rows as a slice. Shares are contiguous and differ by at most one row group."""
-    number = num_rows // group
-    return slice(number * rank // world_size * group, number * (rank + 1) // world_size * group)

@@ -1,5 +1,5 @@
 """Extras: features outside the core and the application, each in a folder. An extra may import the core and the
-application; only `ENTRIES` names extras in the other direction.
+application, and the extras in its line of `NEEDS`; only `ENTRIES` names extras in the other direction.
 """
 
 from __future__ import annotations
@@ -11,3 +11,11 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
 }
 """For each door (`offload.doors`) the names and places of the objects from extras: "module:name"."""
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "data": ("tools",),  # the HTML page
+    "generate": ("adapters", "data"),
+    "plan": ("adapters", "large", "quant"),
+    "prefs": ("data",),
+    "zeroth": ("adapters",),
+}
+"""For each extra the other extras with imported modules. Other extras import the core and the application alone."""

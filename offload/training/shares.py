@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.config.config import Config
-from offload.data.dataset import Dataset, share
+from offload.data.dataset import Dataset
 from offload.distributed.comm import Comm
+from offload.distributed.share import share
 from offload.errors import ConfigError
 from offload.training.objectives import Batch, Objective
 
