@@ -49,7 +49,7 @@ RINGS = {
     "quant": "offload.hf.quantized offload.layout.quantized offload.native.codes",
     "adapters": "offload.checkpoint.stored_adapter offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "
     "offload.hf.loftq offload.hf.lora_layers offload.hf.merge offload.hf.residual offload.training.restarts",
-    "prefs": "offload.training.preferences offload.training.reference offload.training.reference_key",
+    "prefs": "offload.extras.prefs",
     "data": "offload.data offload.look offload.reporting.data_page offload.training.data_view",
     "plan": "offload.forecast offload.plan",
     "tools": "offload.bench offload.benches offload.doctor offload.parity offload.report offload.reporting "

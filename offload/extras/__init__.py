@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 ENTRIES: Mapping[str, Mapping[str, str]] = {
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
+    "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
     "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
 }
 """For each door (`offload.doors`) the names and places of the objects from extras: "module:name"."""

@@ -46,11 +46,10 @@ from offload.machine.network import measure_network
 from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
 from offload.training.isolation import check_isolation, isolation_error
-from offload.training.objectives import Objective
+from offload.training.objectives import OBJECTIVES, Objective
 from offload.training.parts import (
     build_data,
     build_engine,
-    build_objective,
     describe_data,
     describe_length,
     grow_vocabulary,
@@ -198,7 +197,7 @@ def make_run(
         )
 
     with share_failure(comm, "making of the model"):
-        objective = build_objective(config, kind, data, vocabulary)
+        objective = OBJECTIVES[config.train.method].of(config, kind.name, data.tokenizer, vocabulary)
         for text in (*describe_data(data, objective), *describe_length(config, data)):
             say(text)
         files = as_files(data.tokenizer if data.pictures is None else data.pictures.processor) if comm.rank == 0 else {}

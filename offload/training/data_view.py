@@ -9,7 +9,8 @@ from offload.config.config import Config
 from offload.data.view import DataView
 from offload.hf.models import vocab_size
 from offload.training.build import RunSetup
-from offload.training.parts import build_data, build_objective, describe_data, stages
+from offload.training.objectives import OBJECTIVES
+from offload.training.parts import build_data, describe_data, stages
 from offload.training.resume import ResumePoint
 
 _ISOLATION_NOTE = (
@@ -29,7 +30,7 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     config, architecture, model_kind, _, _ = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
     vocabulary = vocab_size(architecture)
     data = build_data(config, model_kind, vocabulary, stages(say, lambda: None))
-    objective = build_objective(config, model_kind, data, vocabulary)
+    objective = OBJECTIVES[config.train.method].of(config, model_kind.name, data.tokenizer, vocabulary)
     description = list(describe_data(data, objective))
     if data.train.packing == "isolated" and config.data.packing_isolated == "auto":
         description.append(_ISOLATION_NOTE)

@@ -19,8 +19,7 @@ from offload.errors import ConfigError, counted, ratio
 from offload.hf.models import ModelKind, locate, vocab_size
 from offload.optim.lr import learning_rate, restart_factor
 from offload.planning.from_config import make_settings
-from offload.training.objectives import Objective, choose_objective
-from offload.training.preferences import choose_preferences
+from offload.training.objectives import Objective
 
 
 def build_engine(config: Config, built: Any, comm: Comm) -> Engine:
@@ -105,13 +104,6 @@ def _no_pictures(config: Config, model_kind: ModelKind) -> str:
         if getattr(config.data, key) is True and config.origin(f"data.{key}") not in ("default", "resolved"):
             return f"data.{key} is true, but rows with pictures are not packed. Leave data.{key} out."
     return ""
-
-
-def build_objective(config: Config, model_kind: ModelKind, data: Dataset, vocabulary: int) -> Objective:
-    """Return the training objective for a model kind and vocabulary. Raises ConfigError."""
-    if config.train.method != "sft":
-        return choose_preferences(config.train, labels_prompt=config.data.train_on_prompt)
-    return choose_objective(model_kind.name, tokenizer=data.tokenizer, vocab_size=vocabulary, seed=config.run.seed)
 
 
 def _isolated(data: DataSection, model_kind: ModelKind) -> bool | None:
