@@ -51,7 +51,7 @@ RINGS = {
     "offload.hf.loftq offload.hf.lora_layers offload.hf.merge offload.hf.residual offload.training.restarts",
     "prefs": "offload.extras.prefs",
     "data": "offload.data offload.look offload.reporting.data_page offload.training.data_view",
-    "plan": "offload.forecast offload.plan",
+    "plan": "offload.extras.plan offload.forecast offload.plan",
     "tools": "offload.bench offload.benches offload.doctor offload.parity offload.report offload.reporting "
     "offload.training.parity_check",
     "integrations": "offload.integrations",

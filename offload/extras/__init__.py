@@ -9,6 +9,8 @@ from collections.abc import Mapping
 ENTRIES: Mapping[str, Mapping[str, str]] = {
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
     "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
+    "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
+    "report": {"page": "offload.reporting.page:report_run"},
     "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
 }
 """For each door (`offload.doors`) the names and places of the objects from extras: "module:name"."""

@@ -22,8 +22,6 @@ from offload.distributed.comm import Comm
 from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten, untrainable_error
-from offload.forecast.forecast import Forecast
-from offload.forecast.run_forecast import describe_forecast, describe_misfit, forecast_run, planned_advice
 from offload.hf.adapters import Adaptation
 from offload.hf.base_mark import mark_base
 from offload.hf.model_object import ModelObject
@@ -56,6 +54,7 @@ from offload.training.parts import (
     stages,
     trains_tokenizer,
 )
+from offload.training.planner import PLANNERS, RunForecast, planned_advice
 from offload.training.ranks import rank_0_first
 from offload.training.restarts import RestartingAdapter
 from offload.training.resume import ResumePoint, no_intact_checkpoint
@@ -97,7 +96,7 @@ class Run:
     meta: Mapping[str, Any] | None
     trainable: TrainablePart
     build_base: Callable[[], BuiltModel]
-    forecast: Forecast | None
+    forecast: RunForecast | None
     misfit: str
     disk_needs: DiskNeeds
 
@@ -219,7 +218,7 @@ def make_run(
     if forecast is not None and data.pictures is not None:
         note("the memory forecast covers text only: images need more.")
     if forecast is not None:
-        say(f"plan: at most {describe_forecast(forecast)}")
+        say(f"plan: at most {forecast.description}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name, description = trainable.name(built.model), list(trainable.describe(built.model))
     own_files = trainable.files(built.model)
@@ -319,12 +318,12 @@ def choose_trainable_part(
 
 def _decide_placement(
     config: Config, architecture: PreTrainedConfig, comm: Comm, say: Say, note: Say, note_later: Say
-) -> tuple[Config, Forecast | None, str]:
+) -> tuple[Config, RunForecast | None, str]:
     """Decide the placement of states, on rank 0 for all ranks.
 
-    Return the configuration, the forecast and the shortage, see `describe_misfit`. The forecast exists on rank 0 only.
-    None: unknown. `note_later` receives the reason for a missing forecast. The
-    caller shows the reason only if the engine starts, because an engine error would say the same. Collective.
+    Return the configuration, the forecast and the shortage (`RunForecast.misfit`). The forecast exists on rank 0 only.
+    None: unknown. `note_later` receives the reason for a missing forecast. The caller shows the reason only if the
+    engine starts, because an engine error would say the same. Collective.
     """
     network = None
     if comm.size != comm.local_size:
@@ -334,10 +333,10 @@ def _decide_placement(
         network = measure_network(comm)
     machine = ThisMachine(own_accelerator(config.offload.device))
     machine = replace(machine, agreed_memory=machine.free_memory(comm))
-    forecast, resolved = None, config
+    forecast = None
     if comm.rank == 0:
         try:
-            resolved, forecast = forecast_run(config, architecture, comm.local_size, machine, say, network)
+            forecast = PLANNERS["forecast"](config, architecture, comm.local_size, machine, say, network)
         except (OffloadError, OSError) as error:  # no forecast is needed, and the engine reports errors better
             note_later(f"there is no memory forecast: {error}")
         except Exception as error:
@@ -349,11 +348,11 @@ def _decide_placement(
                 f"there is no memory forecast, because of a defect in the forecast ({cause}): training continues "
                 f"without one{hint}."
             )
-    misfit = "" if forecast is None else describe_misfit(forecast)
-    if misfit:
-        note(misfit)
-    resolved, misfit = comm.gather_objects((resolved, misfit), "placement")[0]
-    return resolved, forecast, misfit
+    decided = (config, "") if forecast is None else (forecast.config, forecast.misfit)
+    if decided[1]:
+        note(decided[1])
+    config, misfit = comm.gather_objects(decided, "placement")[0]
+    return config, forecast, misfit
 
 
 def _no_weights(_name: str, _module: nn.Module) -> None:

@@ -22,7 +22,6 @@ from offload.distributed.outcome import share_failure, share_outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import InterruptedRun, OffloadError, common, counted, is_common
-from offload.forecast.run_forecast import planned_advice
 from offload.machine.environment import describe_untested
 from offload.native.io import disk_error
 from offload.telemetry.progress import Progress, make_progress
@@ -34,6 +33,7 @@ from offload.training.finish import begin_export, export_or_save, load_best
 from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
 from offload.training.parts import rate_at, with_decisions
+from offload.training.planner import planned_advice
 from offload.training.progress import Best, RunProgress
 from offload.training.ranks import Notes, RankExit, tally
 from offload.training.records import Records, describe_coarse, describe_streaming, describe_tiers, step_fields
