@@ -47,10 +47,10 @@ RINGS = {
     "offload.engine.units.tiled_forwards offload.engine.units.tiles",
     "zeroth": "offload.extras.zeroth offload.replay",
     "quant": "offload.hf.quantized offload.layout.quantized offload.native.codes",
-    "adapters": "offload.checkpoint.stored_adapter offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "
-    "offload.hf.loftq offload.hf.lora_layers offload.hf.merge offload.hf.residual offload.training.restarts",
+    "adapters": "offload.extras.adapters offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "
+    "offload.hf.loftq offload.hf.lora_layers offload.hf.merge offload.hf.residual",
     "prefs": "offload.extras.prefs",
-    "data": "offload.data offload.look offload.reporting.data_page offload.training.data_view",
+    "data": "offload.data offload.extras.data offload.look offload.reporting.data_page",
     "plan": "offload.extras.plan offload.forecast offload.plan",
     "tools": "offload.bench offload.benches offload.doctor offload.parity offload.report offload.reporting "
     "offload.training.parity_check",

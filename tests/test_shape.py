@@ -40,7 +40,7 @@ def test_each_need_of_an_extra_is_an_import_and_needs_form_no_circle() -> None:
     TopologicalSorter(NEEDS).prepare()  # raises CycleError
 
 
-MOST_VIOLATIONS = {"core": 24, "application": 24}
+MOST_VIOLATIONS = {"core": 24, "application": 5}
 """Imports against the rings, by the importing ring. A number may fall, never rise."""
 
 

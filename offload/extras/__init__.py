@@ -7,11 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ENTRIES: Mapping[str, Mapping[str, str]] = {
+    "exporter": {"adapter": "offload.extras.adapters.export:export_checkpoint"},
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
     "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
     "report": {"page": "offload.reporting.page:report_run"},
     "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
+    "task": {"rows": "offload.extras.data.rows:FileRows"},
+    "trainable": {
+        "adapter": "offload.extras.adapters.over_base:AdapterOverBase",
+        "restarts": "offload.extras.adapters.restarts:RestartingAdapter",
+    },
 }
 """For each door (`offload.doors`) the names and places of the objects from extras: "module:name"."""
 NEEDS: Mapping[str, tuple[str, ...]] = {
