@@ -49,7 +49,7 @@ class Exporter(Protocol):
 
     A copy of all files:
 
-        def copy(folder, out, **options):
+        def copy(folder, out, dtype, shard_bytes, **merge):
             shutil.copytree(folder, out)
             return f"{out}: the files of the checkpoint."
 
@@ -57,26 +57,16 @@ class Exporter(Protocol):
     """
 
     def __call__(
-        self,
-        folder: Path,
-        out: Path,
-        *,
-        dtype: torch.dtype | None,
-        shard_bytes: int | None,
-        merge: bool,
-        base: str | None,
-        onto_original: bool,
+        self, folder: Path, out: Path, dtype: torch.dtype | None, shard_bytes: int | None, **merge: Any
     ) -> str:
         """Write the folder, and return a line for the user. Raises CheckpointError, ConfigError and DiskError.
 
-        dtype: None for the training dtype. shard_bytes: maximum bytes per weight file; None for one file. merge, base,
-        onto_original: options of the same names, for an adapter.
+        dtype: None for the training dtype. shard_bytes: maximum bytes per weight file; None for one file. merge: for an
+        adapter, `merge`, `base` and `onto_original` as in the options.
         """
 
 
-def _export_whole(
-    folder: Path, out: Path, *, dtype: torch.dtype | None, shard_bytes: int | None, **_options: Any
-) -> str:
+def _export_whole(folder: Path, out: Path, dtype: torch.dtype | None, shard_bytes: int | None, **_merge: Any) -> str:
     from offload.checkpoint.stored_model import export_stored
 
     return export_stored(folder, out, dtype, shard_bytes).describe()
@@ -113,17 +103,8 @@ def main(words: list[str]) -> int:
                 f"{flag} is given without --merge, but writing only the adapter needs no base: leave it out."
             )
     exporter = EXPORTERS["adapter" if is_adapter else "whole"]
-    print(
-        exporter(
-            folder,
-            out,
-            dtype=DTYPES[options.dtype],
-            shard_bytes=shard_bytes,
-            merge=options.merge,
-            base=options.base,
-            onto_original=options.onto == "original",
-        )
-    )
+    merge = {"merge": options.merge, "base": options.base, "onto_original": options.onto == "original"}
+    print(exporter(folder, out, DTYPES[options.dtype], shard_bytes, **merge))
     return 0
 
 

@@ -17,6 +17,7 @@ from offload.engine.loss.group_loss import GroupLoss
 from offload.errors import ConfigError
 
 Batch = dict[str, torch.Tensor]
+Say = Callable[[str], None]
 
 
 class Objective:
@@ -54,17 +55,11 @@ class Objective:
         return choose_objective(model_kind, tokenizer=tokenizer, vocab_size=vocab_size, seed=config.run.seed)
 
     def prepare(
-        self,
-        config: Config,  # noqa: ARG002
-        engine: Engine,  # noqa: ARG002
-        data: Any,
-        comm: Comm,  # noqa: ARG002
-        folders: Sequence[Path],  # noqa: ARG002
-        say: Callable[[str], None],  # noqa: ARG002
+        self, _config: Config, _engine: Engine, data: Any, _comm: Comm, _folders: Sequence[Path], _say: Say, /
     ) -> tuple[Any, Mapping[str, bytes]]:
         """Compute values for the loss before the first step. Return the data with these values, and checkpoint files.
 
-        `folders`: the checkpoints of a resumed run, newest first; empty for a new run. Collective. Raises ConfigError
+        Folders: the checkpoints of a resumed run, newest first; empty for a new run. Collective. Raises ConfigError
         and DiskError.
         """
         return data, {}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,18 +32,11 @@ _NON_TOKENIZER_FILES = (CONFIG, INITIAL, REFERENCE, "config.json", "generation_c
 
 
 def export_checkpoint(
-    folder: Path,
-    out: Path,
-    *,
-    dtype: torch.dtype | None,
-    shard_bytes: int | None,
-    merge: bool,
-    base: str | None,
-    onto_original: bool,
+    folder: Path, out: Path, dtype: torch.dtype | None, shard_bytes: int | None, *, merge: bool, **options: Any
 ) -> str:
     """Write the adapter, or with `merge` the model with the adapter merged in. See `Exporter` in offload/export.py."""
     if merge:
-        return export_merged(folder, out, base, dtype, shard_bytes, onto_original=onto_original).describe()
+        return export_merged(folder, out, dtype=dtype, shard_bytes=shard_bytes, **options).describe()
     if dtype is not None:
         raise ConfigError(
             "--dtype is given, but an adapter keeps the dtype in which it was trained: leave it out, or merge with "
