@@ -120,7 +120,7 @@ class Task(Protocol):
 class TaskKind(Protocol):
     """Makes the task of a run from its configuration. Door: an object under a name in `TASKS`.
 
-    Importing a kind must not import torch: names are checked before the long imports.
+    The import of a kind must not import numpy or torch: names are checked before the slow imports.
     """
 
     def check_names(self, config: Config) -> None:

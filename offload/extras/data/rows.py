@@ -1,4 +1,4 @@
-"""Rows from files as the task of a run. The import is fast: names are checked before the import of torch."""
+"""Rows from files as the task of a run. Slow imports are in functions: names are checked before them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from offload.config.config import Config
 from offload.config.sections import DataSection
-from offload.data.dataset import Dataset, build_dataset
 from offload.data.python_rows import write_rows
 from offload.data.sources import Source, check_exists
-from offload.data.tokenizer import grown_vocabulary, preload_tokenizer, tokenizer_folder
 from offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from offload.data.dataset import Dataset
     from offload.hf.models import ModelKind
 
 _NO_ANSWERS = (
@@ -41,7 +40,7 @@ class FileRows:
     @staticmethod
     def trains_tokenizer(config: Config) -> bool:
         """Return whether the tokenizer is trained from the data, because neither configuration nor model has one."""
-        return config.data.tokenizer is None and tokenizer_folder(_model_folder(config)) is None
+        return config.data.tokenizer is None and _model_tokenizer(config) is None
 
     @staticmethod
     def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:
@@ -51,10 +50,11 @@ class FileRows:
         """
         if config.model.init != "pretrained" or FileRows.trains_tokenizer(config):
             return False
+        from offload.data.tokenizer import grown_vocabulary, preload_tokenizer
         from offload.hf.models import vocab_size
 
         num_rows = vocab_size(architecture)
-        path = config.data.tokenizer or tokenizer_folder(_model_folder(config))
+        path = config.data.tokenizer or _model_tokenizer(config)
         is_given = config.data.tokenizer is not None
         needed = num_rows if path is None else grown_vocabulary(preload_tokenizer(path), num_rows, is_given)
         architecture.get_text_config().vocab_size = needed
@@ -65,6 +65,8 @@ class FileRows:
         config: Config, model_kind: ModelKind, vocabulary: int, progress: Callable[[str, float], None]
     ) -> Dataset:
         """Return the dataset for a resolved configuration, model kind and vocabulary. Raises ConfigError."""
+        from offload.data.dataset import build_dataset
+
         data, has_pairs = config.data, config.train.group > 1
         if has_pairs:
             data = data.model_copy(update={"format": "preference"})
@@ -114,6 +116,13 @@ def _model_folder(config: Config) -> str | None:
 
     folder = locate(config.model)
     return None if folder is None else str(folder)
+
+
+def _model_tokenizer(config: Config) -> str | None:
+    """Return the folder or hub name of the model's tokenizer. None: the model has none."""
+    from offload.data.tokenizer import tokenizer_folder
+
+    return tokenizer_folder(_model_folder(config))
 
 
 def _no_pictures(config: Config, model_kind: ModelKind) -> str:
