@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
 from offload.config.command_line import parse_options, run_command, say
-from offload.errors import ConfigError, counted, format_bytes
+from offload.doors import Door
+from offload.errors import ConfigError
 from offload.sizes import parse_size
+
+if TYPE_CHECKING:
+    import torch
 
 DESCRIPTION = (
     "Write a checkpoint as a Hugging Face folder: sharded safetensors, configuration and tokenizer, as save_pretrained "
@@ -40,15 +44,48 @@ class Options:
     """show tracebacks"""
 
 
+class Exporter(Protocol):
+    """Writes the contents of a checkpoint to a new folder. Door: a function under a name in `EXPORTERS`.
+
+    A copy of all files:
+
+        def copy(folder, out, dtype, shard_bytes, **merge):
+            shutil.copytree(folder, out)
+            return f"{out}: the files of the checkpoint."
+
+        EXPORTERS.register("copy", copy)
+    """
+
+    def __call__(
+        self, folder: Path, out: Path, dtype: torch.dtype | None, shard_bytes: int | None, **merge: Any
+    ) -> str:
+        """Write the folder, and return a line for the user. Raises CheckpointError, ConfigError and DiskError.
+
+        dtype: None for the training dtype. shard_bytes: maximum bytes per weight file; None for one file. merge: for an
+        adapter, `merge`, `base` and `onto_original` as in the options.
+        """
+
+
+def _export_whole(folder: Path, out: Path, dtype: torch.dtype | None, shard_bytes: int | None, **_merge: Any) -> str:
+    from offload.checkpoint.stored_model import export_stored
+
+    return export_stored(folder, out, dtype, shard_bytes).describe()
+
+
+EXPORTERS: Door[Exporter] = Door("exporter", {"whole": _export_whole})
+"""Exporters by the contents of a checkpoint."""
+
+
 def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.export", description=DESCRIPTION)
     shard_bytes = parse_size(options.shard_size, "--shard-size")
     checkpoint_path, out = Path(options.checkpoint).expanduser(), Path(options.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give a new or empty folder for the export.")
+    from transformers.utils import ADAPTER_CONFIG_NAME
+
     from offload.checkpoint.folder import choose_checkpoint  # imports torch
-    from offload.checkpoint.stored_adapter import export_adapter, export_merged, has_adapter
-    from offload.checkpoint.stored_model import DTYPES, export_stored
+    from offload.checkpoint.stored_model import DTYPES
     from offload.hf.models import quiet_transformers
 
     quiet_transformers()
@@ -57,7 +94,7 @@ def main(words: list[str]) -> int:
         raise ConfigError(
             f"{out} lies in the checkpoint {folder}, which must not hold other files; give another folder."
         )
-    dtype, is_adapter = DTYPES[options.dtype], has_adapter(folder)
+    is_adapter = (folder / ADAPTER_CONFIG_NAME).is_file()
     if options.merge and not is_adapter:
         raise ConfigError(f"--merge is given, but {folder} has a whole model and no adapter: leave it out.")
     for flag, is_given in (("--base", options.base is not None), ("--onto", options.onto != "trained")):
@@ -65,23 +102,9 @@ def main(words: list[str]) -> int:
             raise ConfigError(
                 f"{flag} is given without --merge, but writing only the adapter needs no base: leave it out."
             )
-    if is_adapter and not options.merge:
-        if dtype is not None:
-            raise ConfigError(
-                "--dtype is given, but an adapter keeps the dtype in which it was trained: leave it out, or merge with "
-                "--merge."
-            )
-        num_bytes = export_adapter(folder, out)
-        print(f"{out}: an adapter of {format_bytes(num_bytes)}, read back and unchanged.")
-        return 0
-    if options.merge:
-        exported = export_merged(
-            folder, out, options.base, dtype, shard_bytes, onto_original=options.onto == "original"
-        )
-    else:
-        exported = export_stored(folder, out, dtype, shard_bytes)
-    files = counted(len(exported.files), "file")
-    print(f"{exported.folder}: {format_bytes(exported.num_bytes)} of weights in {files}, read back and unchanged.")
+    exporter = EXPORTERS["adapter" if is_adapter else "whole"]
+    merge = {"merge": options.merge, "base": options.base, "onto_original": options.onto == "original"}
+    print(exporter(folder, out, DTYPES[options.dtype], shard_bytes, **merge))
     return 0
 
 

@@ -43,9 +43,9 @@ def main(words: list[str]) -> int:
 
     check_names(config)
     with importing():
+        from offload.extras.data.run_view import look_at_data
         from offload.reporting.data_page import write_data_page
         from offload.reporting.html import check_path
-        from offload.training.data_view import look_at_data
     if page is not None:
         check_path(page, "--page")
     view = look_at_data(config, num_ranks, num_samples, say)

@@ -86,7 +86,7 @@ def _show(prediction: Forecast) -> None:
     from rich.table import Table
 
     from offload.forecast.forecast import TIER_NAMES
-    from offload.forecast.run_forecast import describe_budget
+    from offload.training.planner import describe_budget
 
     console = Console(highlight=False, markup=False)
     # No line breaks, so a flag can be copied with the value.
@@ -115,7 +115,7 @@ def _show(prediction: Forecast) -> None:
 
 def describe_run(prediction: Forecast) -> Iterator[str]:
     """Yield the heading: model, hardware, and the placement chosen by `train`."""
-    from offload.forecast.run_forecast import describe_placement
+    from offload.extras.plan.run_forecast import describe_placement
 
     machines, ranks = prediction.hardware.num_machines, ""
     if prediction.total_ranks > 1:
@@ -136,7 +136,7 @@ def describe_run(prediction: Forecast) -> Iterator[str]:
 
 def describe_times(prediction: Forecast) -> Iterator[str]:
     """Yield the step time and the alternatives."""
-    from offload.forecast.run_forecast import describe_hiding
+    from offload.extras.plan.run_forecast import describe_hiding
 
     if (timing := prediction.timing) is not None:
         busy = ", ".join(f"{name} {seconds:.3g}" for name, seconds in timing.lane_seconds.items())
@@ -172,8 +172,8 @@ def _alternative(prediction: Forecast, other: Alternative) -> str:
 
 def describe_fit(prediction: Forecast) -> Iterator[str]:
     """Yield whether the run fits, and if not, the changes to make."""
+    from offload.extras.plan.run_forecast import describe_fix
     from offload.forecast.forecast import TIER_NAMES
-    from offload.forecast.run_forecast import describe_fix
 
     if prediction.fits:
         yield "it fits."

@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+from offload.data.dataset import Dataset
 from offload.doors import Door
 from offload.engine.steps import METHODS
 from offload.errors import ConfigError
 from offload.extras import ENTRIES
+from offload.training.task import TASKS, Task, TaskKind
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
@@ -19,6 +21,12 @@ def test_each_entry_is_there(kind: str) -> None:
     assert set(door) == set(ENTRIES[kind])
     for name, place in ENTRIES[kind].items():
         assert getattr(door[name], "__name__", None) in (place, place.partition(":")[2])
+
+
+@pytest.mark.parametrize(("contract", "own"), [(Task, Dataset), (TaskKind, TASKS["rows"])])
+def test_rows_from_files_have_all_members_of_a_task(contract: type, own: type) -> None:
+    members = {name for name in vars(contract) if not name.startswith("_")}
+    assert members <= {*dir(own), *getattr(own, "__dataclass_fields__", ())}
 
 
 def test_an_unused_extra_is_not_imported() -> None:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import GenerationConfig
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from offload.checkpoint.folder import suggesting_alternative
 from offload.checkpoint.manifest import DTYPE_OF, without_moved
@@ -22,7 +23,6 @@ from offload.config.sections import ModelSection
 from offload.errors import ConfigError
 from offload.files.model_format import SHARD_BYTES
 from offload.files.sources import ReopenFile
-from offload.hf.adapters import CONFIG
 from offload.hf.deferred_init import DeferredInit
 from offload.hf.models import attention_options, folder_config, model_kind
 from offload.hf.names import Shape, apply_conversions, recompute_buffers, stays_fp32
@@ -139,7 +139,7 @@ def read_stored(
     """
     with ExitStack() as opened:
         reader = opened.enter_context(Reader(folder, in_part=in_part))
-        if CONFIG in reader.attached:
+        if ADAPTER_CONFIG_NAME in reader.attached:
             raise ConfigError(
                 f"{folder} has an adapter without its base model: `python -m offload.export {folder} OUT` writes it to "
                 "OUT as PEFT saves it, for `python -m offload.generate BASE --adapter OUT`, and with --merge the whole "

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from offload.data.excerpt import Excerpt, excerpt_of
 from offload.data.groups import Batching, LengthBatching, MixedBatching
 from offload.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
 from offload.data.packing import IGNORE, Layout
@@ -17,7 +18,8 @@ from offload.data.prepare import Preparation, SourceFiles
 from offload.data.source_rows import SourceRows, SourceSummary, names_of
 from offload.data.sources import Source, SourceFile, both_names, hash_text
 from offload.data.storage import Mark
-from offload.data.tokenizer import UNKNOWN
+from offload.data.tokenizer import UNKNOWN, as_files
+from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
 from offload.files.user_cache import default_cache_dir
 
@@ -47,6 +49,18 @@ LEFT_OUT: Mapping[str, str] = {
 """Arguments of `build_dataset` absent from the token cache key, each with the reason."""
 _EVAL_SEED = 0
 """Fixed shuffle seed for eval rows. The first few batches are a fair sample, equal in all runs."""
+
+
+class Targets(Protocol):
+    """Target selection; the objectives of a run implement this."""
+
+    name: str
+
+    def tokens_and_targets(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the model's input tokens for a step's batch, and a target mask, both [rows, tokens]."""
+
+    def share(self, labelled: float) -> float:
+        """Return the approximate share of targets among all tokens, given the labelled share in the data."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +123,28 @@ class Dataset:
         return {**held_out, **self.named_evals}
 
     @property
+    def eval_sizes(self) -> dict[str, int]:
+        """Rows of each eval set, by name."""
+        return {name: rows.num_rows for name, rows in self.evals.items()}
+
+    @property
     def num_eval_rows(self) -> int:
-        return sum(rows.num_rows for rows in self.evals.values())
+        return sum(self.eval_sizes.values())
+
+    @property
+    def is_isolated(self) -> bool:
+        """True if the documents in a packed row are computed apart from each other."""
+        return self.train.packing == "isolated"
+
+    @property
+    def by_length(self) -> bool:
+        """True if the rows of a batch have about the same length."""
+        return self.batching.by_length
+
+    @property
+    def has_pictures(self) -> bool:
+        """True if batches have picture tensors."""
+        return self.pictures is not None
 
     @property
     def has_one_picture_per_row(self) -> bool:
@@ -130,13 +164,26 @@ class Dataset:
     @property
     def layout_description(self) -> str:
         """Row layout, in words."""
-        if self.train.packing == "isolated":
+        if self.is_isolated:
             return "packed, each document apart, with positions of its own"
         if self.train.packing:
             return "packed, so that a row may begin and end within a document and its documents see each other"
         if self.group > 1:
             return "a row for the chosen answer, and one for the rejected one"
-        return f"a document a row{', those of a batch of about one length' if self.batching.by_length else ''}"
+        return f"a document a row{', those of a batch of about one length' if self.by_length else ''}"
+
+    def describe(self, objective: Targets) -> Iterator[str]:
+        """Yield lines about a run: notes, sources, rows."""
+        yield from (f"note: {text}" for text in self.notes)
+        for word, each in [*(("data", one) for one in self.sources), *(("eval", one) for one in self.eval_sources)]:
+            done = "trained on" if word == "data" else "evaluated on"
+            share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
+            yield f"{word}: {', '.join([each.contents, share, *each.more])}"
+        yield f"{self.rows_description}; objective: {objective.name}"
+
+    def files(self) -> dict[str, bytes]:
+        """Return the tokenizer or processor files, by name."""
+        return as_files(self.tokenizer if self.pictures is None else self.pictures.processor)
 
     def num_steps(self, epochs: float) -> int:
         """Return the batch count for `epochs` passes over the training rows.
@@ -202,6 +249,14 @@ class Dataset:
         """Return this rank's share in rows [begin, end) from one of `row_sets`, in storage order."""
         return self._read(name, np.arange(begin, end), rank, world_size)
 
+    def probe(self) -> Batch:
+        """Return one group of eval rows, or of training rows without an eval set."""
+        return next(self.eval_batches(self.group, 1), None) or self.batch_of("train", 0, self.group)
+
+    def excerpt(self) -> Excerpt | None:
+        """Return an excerpt of the first eval row, or of the first training row."""
+        return excerpt_of(next(iter(self.evals.values()), self.train), 0)
+
     def _read(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
         """Read this rank's share in `indices`.
 
@@ -247,7 +302,7 @@ class Dataset:
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
-        if self.batching.by_length:  # absent in checkpoints from earlier versions
+        if self.by_length:  # absent in checkpoints from earlier versions
             settings["group_by_length"] = True
         return {**settings, "fingerprint": hash_text(repr(settings))}
 
@@ -449,9 +504,3 @@ def _check_pairs(sources: Sequence[SourceFiles], *, pairs: bool) -> None:
         raise ConfigError(
             f"{other.source.setting} {other.source} has the format {formats}, and train.method {method}: {fix}."
         )
-
-
-def share(num_rows: int, rank: int, world_size: int, group: int = 1) -> slice:
-    """Return this rank's rows as a slice. Shares are contiguous and differ by at most one row group."""
-    number = num_rows // group
-    return slice(number * rank // world_size * group, number * (rank + 1) // world_size * group)

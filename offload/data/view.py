@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from offload.data.dataset import Dataset
+from offload.data.dataset import Dataset, Targets
 from offload.data.mixture import Mixture
 from offload.data.source_rows import SourceRows
 from offload.errors import counted, ratio
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 PieceKind = Literal["context", "trained", "padding"]
 _PIECE_KINDS: tuple[PieceKind, ...] = ("context", "trained", "padding")
@@ -24,18 +24,6 @@ _MOST_BATCHES = 1000
 _MANY = 4
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 """Printable replacements for control characters, which a terminal would execute."""
-
-
-class Targets(Protocol):
-    """Target selection; the objectives of a run implement this."""
-
-    name: str
-
-    def tokens_and_targets(self, batch: dict[str, torch.Tensor], step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the model's input tokens for a step's batch, and a target mask, both [rows, tokens]."""
-
-    def share(self, labelled: float) -> float:
-        """Return the approximate share of targets among all tokens, given the labelled share in the data."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Extras: features outside the core and the application, each in a folder. An extra may import the core and the
-application; only `ENTRIES` names extras in the other direction.
+application, and the extras in its line of `NEEDS`; only `ENTRIES` names extras in the other direction.
 """
 
 from __future__ import annotations
@@ -8,8 +8,12 @@ from collections.abc import Mapping
 
 ENTRIES: Mapping[str, Mapping[str, str]] = {
     "attention": {"shared": "offload.extras.large.shared_attention:SharedAttention"},
+    "exporter": {"adapter": "offload.extras.adapters.export:export_checkpoint"},
     "format": {"huggingface": "offload.hf.write"},
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
+    "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
+    "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
+    "report": {"page": "offload.reporting.page:report_run"},
     "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
     "splitting": {
         "rows": "offload.extras.large.cutting:RowCutting",
@@ -20,5 +24,19 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "tiled": "offload.extras.large.tiled_forwards:TiledForwards",
         "experts": "offload.extras.large.streamed_experts:ExpertStreams",
     },
+    "task": {"rows": "offload.extras.data.rows:FileRows"},
+    "trainable": {
+        "adapter": "offload.extras.adapters.over_base:AdapterOverBase",
+        "restarts": "offload.extras.adapters.restarts:RestartingAdapter",
+    },
 }
 """For each door (`offload.doors`) the names and places of the objects from extras: "module:name", or a module."""
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "data": ("tools",),  # the HTML page
+    "generate": ("adapters", "data"),
+    "plan": ("adapters", "large", "quant"),
+    "prefs": ("data",),
+    "tools": ("large",),
+    "zeroth": ("adapters",),
+}
+"""For each extra the other extras with imported modules. Other extras import the core and the application alone."""

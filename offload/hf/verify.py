@@ -6,9 +6,10 @@ import json
 from contextlib import closing
 from pathlib import Path
 
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
+
 from offload.errors import ConfigError, counted, format_bytes
 from offload.files.safetensors_file import TensorFile
-from offload.hf.adapters import CONFIG, WEIGHTS
 from offload.hf.models import folder_config, model_kind
 from offload.hf.names import CannotStream
 from offload.hf.read import read_model, weight_files
@@ -20,7 +21,7 @@ def verify_folder(folder: Path) -> str:
     Checked: headers, sizes, NaN values, the index, and shapes against the configuration. Raises ConfigError or
     DiskError for the first fault.
     """
-    if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
+    if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / "config.json").is_file():
         return _verify_adapter(folder)
     file_by_tensor: dict[str, Path] = {}
     num_bytes = 0
@@ -38,14 +39,14 @@ def verify_folder(folder: Path) -> str:
 def _verify_adapter(folder: Path) -> str:
     """Check an adapter file in PEFT's format and its configuration. Raises ConfigError."""
     try:
-        adapter_type = str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["peft_type"])
+        adapter_type = str(json.loads((folder / ADAPTER_CONFIG_NAME).read_text(encoding="utf-8"))["peft_type"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{folder / CONFIG} is not a valid adapter configuration ({type(error).__name__}: {error})."
+            f"{folder / ADAPTER_CONFIG_NAME} is not a valid adapter configuration ({type(error).__name__}: {error})."
         ) from None
-    if not (folder / WEIGHTS).is_file():
-        raise ConfigError(f"{folder} has no {WEIGHTS}.")
-    with TensorFile(folder / WEIGHTS) as file:
+    if not (folder / ADAPTER_SAFE_WEIGHTS_NAME).is_file():
+        raise ConfigError(f"{folder} has no {ADAPTER_SAFE_WEIGHTS_NAME}.")
+    with TensorFile(folder / ADAPTER_SAFE_WEIGHTS_NAME) as file:
         num_bytes = sum(entry.end - entry.begin for entry in file.entries.values())
         summary = f"{counted(len(file.entries), 'tensor')}, {format_bytes(num_bytes)}"
         file.check_values()

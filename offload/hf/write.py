@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.dynamic_module_utils import custom_object_save
 
-from offload.errors import ConfigError, DiskError, OffloadError, errno_text, warn
+from offload.errors import ConfigError, DiskError, OffloadError, counted, errno_text, format_bytes, warn
 from offload.files.atomic_folder import clear, replace_folder
 from offload.files.model_format import SHARD_BYTES, ReadValues
 from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, TensorFileWriter, WrittenFile, tensor_reader
@@ -49,6 +49,11 @@ class ExportResult:
     files: tuple[Path, ...]
     num_bytes: int
     hashes: dict[str, str]
+
+    def describe(self) -> str:
+        """Return a line for the user."""
+        files = counted(len(self.files), "file")
+        return f"{self.folder}: {format_bytes(self.num_bytes)} of weights in {files}, read back and unchanged."
 
 
 def write_model(

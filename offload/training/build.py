@@ -16,16 +16,10 @@ from xxhash import xxh3_64_hexdigest
 from offload.accelerators import own_accelerator
 from offload.checkpoint.stored_model import rebuild_model
 from offload.config.config import Config
-from offload.data.dataset import Dataset
-from offload.data.tokenizer import as_files
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten, untrainable_error
-from offload.forecast.forecast import Forecast
-from offload.forecast.run_forecast import describe_forecast, describe_misfit, forecast_run, planned_advice
-from offload.hf.adapters import Adaptation
-from offload.hf.base_mark import mark_base
 from offload.hf.model_object import ModelObject
 from offload.hf.models import (
     BuiltModel,
@@ -46,29 +40,14 @@ from offload.machine.network import measure_network
 from offload.planning.machines import ThisMachine
 from offload.training.disk_needs import DiskNeeds
 from offload.training.isolation import check_isolation, isolation_error
-from offload.training.objectives import Objective
-from offload.training.parts import (
-    build_data,
-    build_engine,
-    build_objective,
-    describe_data,
-    describe_length,
-    grow_vocabulary,
-    stages,
-    trains_tokenizer,
-)
+from offload.training.objectives import OBJECTIVES, Objective
+from offload.training.parts import build_engine, describe_length, stages
+from offload.training.planner import PLANNERS, RunForecast, planned_advice
 from offload.training.ranks import rank_0_first
-from offload.training.restarts import RestartingAdapter
 from offload.training.resume import ResumePoint, no_intact_checkpoint
 from offload.training.run_folder import LONG_BYTES
-from offload.training.trainable import (
-    AdapterOverBase,
-    CustomModule,
-    TrainablePart,
-    WholeModel,
-    load_architecture,
-    refuse_growth,
-)
+from offload.training.task import TASKS, Task
+from offload.training.trainable import TrainablePart, load_architecture, refuse_growth, trainable_class
 
 Say = Callable[[str], None]
 
@@ -90,7 +69,7 @@ class Run:
 
     config: Config
     model_kind: ModelKind
-    data: Dataset
+    data: Task
     objective: Objective
     engine: Engine
     files: Mapping[str, bytes]
@@ -98,7 +77,7 @@ class Run:
     meta: Mapping[str, Any] | None
     trainable: TrainablePart
     build_base: Callable[[], BuiltModel]
-    forecast: Forecast | None
+    forecast: RunForecast | None
     misfit: str
     disk_needs: DiskNeeds
 
@@ -132,7 +111,7 @@ class RunSetup(NamedTuple):
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
         trainable, num_rows = choose_trainable_part(config, architecture, kind, start), vocab_size(architecture)
         has_weights = bool(start.folders) and not config.adapts  # the checkpoint has all weights
-        grows = not has_weights and user_model is None and grow_vocabulary(config, architecture)
+        grows = not has_weights and user_model is None and TASKS["rows"].grow_vocabulary(config, architecture)
         if config.adapts:
             refuse_growth(vocab_size(architecture), num_rows)
         return cls(config, architecture, kind, trainable, grows)
@@ -163,8 +142,8 @@ def make_run(
     config, architecture, kind, trainable, grows = setup
     vocabulary = vocab_size(architecture)
 
-    def build(alive: Callable[[], object]) -> Dataset:
-        return build_data(config, kind, vocabulary, stages(say, alive))
+    def build(alive: Callable[[], object]) -> Task:
+        return TASKS["rows"].build(config, kind, vocabulary, stages(say, alive))
 
     if first and config.data.packing_isolated == "auto":  # as at the start, whatever auto means now
         cut = start.data.get("packing", True)
@@ -173,8 +152,8 @@ def make_run(
         config = config.with_resolved(data__group_by_length=bool(start.data.get("group_by_length")))
     data = rank_0_first(comm, "preparation of the data", build)
     requires_isolation = config.data.packing_isolated is True
-    config = config.with_resolved(data__packing_isolated=data.train.packing == "isolated")
-    if data.pictures is not None:
+    config = config.with_resolved(data__packing_isolated=data.is_isolated)
+    if data.has_pictures:
         config = config.with_resolved(data__packing=False)
     comm.agree("the training data", data.state_dict())
     if first:
@@ -198,11 +177,11 @@ def make_run(
         )
 
     with share_failure(comm, "making of the model"):
-        objective = build_objective(config, kind, data, vocabulary)
-        for text in (*describe_data(data, objective), *describe_length(config, data)):
+        objective = OBJECTIVES[config.train.method].of(config, kind.name, data.tokenizer, vocabulary)
+        for text in (*data.describe(objective), *describe_length(config, data)):
             say(text)
-        files = as_files(data.tokenizer if data.pictures is None else data.pictures.processor) if comm.rank == 0 else {}
-        if whole is None and config.model.init == "random" and trains_tokenizer(config):
+        files = data.files() if comm.rank == 0 else {}
+        if whole is None and config.model.init == "random" and TASKS["rows"].trains_tokenizer(config):
             architecture.bos_token_id = data.tokenizer.bos_token_id
             architecture.eos_token_id = data.tokenizer.eos_token_id
         if kind.name == "reward":  # the model finds the last token in a row by this id
@@ -217,10 +196,10 @@ def make_run(
         built.model.train()
     late_notes: list[str] = []
     config, forecast, misfit = _decide_placement(config, architecture, comm, say, note, late_notes.append)
-    if forecast is not None and data.pictures is not None:
+    if forecast is not None and data.has_pictures:
         note("the memory forecast covers text only: images need more.")
     if forecast is not None:
-        say(f"plan: at most {describe_forecast(forecast)}")
+        say(f"plan: at most {forecast.description}")
     num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
     name, description = trainable.name(built.model), list(trainable.describe(built.model))
     own_files = trainable.files(built.model)
@@ -258,7 +237,7 @@ def make_run(
             f"{config.train.sequence_tile} tokens: gradients differ by the order of their sums."
         )
     meta = load_start(start, engine, say)
-    if data.train.packing == "isolated" and (why := check_isolation(engine, data.tokenizer, vocabulary, comm)):
+    if data.is_isolated and (why := check_isolation(engine, data.tokenizer, vocabulary, comm)):
         if first or requires_isolation:
             engine.close()
             raise common(ConfigError(isolation_error(why)))
@@ -269,7 +248,7 @@ def make_run(
             train__steps=again.train.steps, optimizer__warmup_steps=again.optimizer.warmup_steps
         )
         say(f"note: {why}: conversations are not packed. {data.rows_description}")
-    config = config.with_resolved(data__group_by_length=data.batching.by_length)
+    config = config.with_resolved(data__group_by_length=data.by_length)
     doing("trying the model, and taking the first step")
     return Run(
         config, kind, data, objective, engine, files, extra_files, meta, trainable, build_base, forecast, misfit, needs
@@ -306,26 +285,17 @@ def choose_trainable_part(
         quantization = quantization_settings(architecture)
         if quantization is not None and is_pretrained(config.model, locate(config.model)):
             raise untrainable_error(f"model.path is {config.model.path}, which", quantization_method(quantization))
-        if kind.auto is None:
-            return CustomModule(kind, config.optimizer.freeze)
-        return WholeModel(kind, config.optimizer.freeze)
-    base, first = mark_base(config.model, architecture, config.run.seed), next(iter(start.folders), None)
-    if first is not None:
-        base.check(start.base, first)
-    adaptation = Adaptation.of(config.lora, kind.name) if first is None else Adaptation.from_checkpoint(first)
-    rests = config.offload.frozen_weights, config.offload.parameters
-    own = adaptation, base, config.run.seed, str(config.train.precision), *rests
-    return RestartingAdapter(*own, kind, config.lora) if config.lora.restart_every else AdapterOverBase(*own)
+    return trainable_class(config).of(config, architecture, kind, start)
 
 
 def _decide_placement(
     config: Config, architecture: PreTrainedConfig, comm: Comm, say: Say, note: Say, note_later: Say
-) -> tuple[Config, Forecast | None, str]:
+) -> tuple[Config, RunForecast | None, str]:
     """Decide the placement of states, on rank 0 for all ranks.
 
-    Return the configuration, the forecast and the shortage, see `describe_misfit`. The forecast exists on rank 0 only.
-    None: unknown. `note_later` receives the reason for a missing forecast. The
-    caller shows the reason only if the engine starts, because an engine error would say the same. Collective.
+    Return the configuration, the forecast and the shortage (`RunForecast.misfit`). The forecast exists on rank 0 only.
+    None: unknown. `note_later` receives the reason for a missing forecast. The caller shows the reason only if the
+    engine starts, because an engine error would say the same. Collective.
     """
     network = None
     if comm.size != comm.local_size:
@@ -335,10 +305,10 @@ def _decide_placement(
         network = measure_network(comm)
     machine = ThisMachine(own_accelerator(config.offload.device))
     machine = replace(machine, agreed_memory=machine.free_memory(comm))
-    forecast, resolved = None, config
+    forecast = None
     if comm.rank == 0:
         try:
-            resolved, forecast = forecast_run(config, architecture, comm.local_size, machine, say, network)
+            forecast = PLANNERS["forecast"](config, architecture, comm.local_size, machine, say, network)
         except (OffloadError, OSError) as error:  # no forecast is needed, and the engine reports errors better
             note_later(f"there is no memory forecast: {error}")
         except Exception as error:
@@ -350,11 +320,11 @@ def _decide_placement(
                 f"there is no memory forecast, because of a defect in the forecast ({cause}): training continues "
                 f"without one{hint}."
             )
-    misfit = "" if forecast is None else describe_misfit(forecast)
-    if misfit:
-        note(misfit)
-    resolved, misfit = comm.gather_objects((resolved, misfit), "placement")[0]
-    return resolved, forecast, misfit
+    decided = (config, "") if forecast is None else (forecast.config, forecast.misfit)
+    if decided[1]:
+        note(decided[1])
+    config, misfit = comm.gather_objects(decided, "placement")[0]
+    return config, forecast, misfit
 
 
 def _no_weights(_name: str, _module: nn.Module) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from offload.config.config import Config
 from offload.config.sections import PYTHON_PREFIX
-from offload.data.sources import check_exists
 from offload.hf.model_path import find_model
+from offload.training.task import TASKS
 
 
 def check_names(config: Config) -> None:
@@ -20,6 +20,4 @@ def check_names(config: Config) -> None:
         return
     if config.model.path is not None and not config.model.path.startswith(PYTHON_PREFIX):
         find_model(config.model.path)
-    for setting in ("source", "sources", "eval_source"):
-        for each in getattr(config.data, setting):
-            check_exists(each if isinstance(each, str) else each["path"], f"data.{setting}")
+    TASKS["rows"].check_names(config)

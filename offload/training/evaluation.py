@@ -96,7 +96,7 @@ class Evaluations:
     def evaluate(self, engine: Engine) -> dict[str, Any]:
         """Evaluate all sources. Return the metrics.jsonl fields; empty without eval rows. Collective."""
         begin, progress = time.perf_counter(), self._progress
-        evaluations = [each for name in self._data.evals if (each := self._evaluate(engine, name)) is not None]
+        evaluations = [each for name in self._data.eval_sizes if (each := self._evaluate(engine, name)) is not None]
         if not evaluations:
             return {}
         progress.record_evaluation(evaluations[0].loss)
@@ -128,7 +128,7 @@ class Evaluations:
         data, objective, comm, batch_size = self._data, self._objective, self._comm, self._train.num_rows
         own = self._share
         most = None if self._train.eval_batches == "all" else int(self._train.eval_batches)
-        num_rows = data.evals[name].num_rows
+        num_rows = data.eval_sizes[name]
         num_done = num_rows if most is None else min(num_rows, most * batch_size)
         num_counted, total, sums = 0, 0.0, Counter[str]()
         for index, rows in enumerate(data.eval_batches(batch_size, most, own.number, own.num_shares, name)):

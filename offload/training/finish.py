@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from offload.checkpoint.manifest import MANIFEST
 from offload.config.config import Config
-from offload.data.excerpt import excerpt_of
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import DiskError, common, format_bytes, is_common, shorten
@@ -68,9 +67,7 @@ class Export:
 
     def probe_batch(self) -> Batch:
         """Return eval rows as a model batch, or training rows without an eval set."""
-        data = self._data
-        rows = next(data.eval_batches(data.group, 1), None) or data.batch_of("train", 0, data.group)
-        return self._objective.inputs(self._objective.apply(rows, 0))
+        return self._objective.inputs(self._objective.apply(self._data.probe(), 0))
 
     def check(self) -> None:
         """Load the folder with its target library, and compare logits with the engine's.
@@ -89,24 +86,25 @@ class Export:
             comparison = reload.check_logits(model, self._probe, self._precision)
         library = self._trainable.library
         self._say(f"reloaded: by {library}, from {self.path}: {comparison}")
-        if self._model_kind.name == "causal" and tokenizer is not None and self._data.pictures is None:
+        if self._model_kind.name == "causal" and tokenizer is not None and not self._data.has_pictures:
             self._say_sample(model, tokenizer)
 
     def _say_sample(self, model: Any, tokenizer: Any) -> None:
         """Print a model continuation for the beginning of a row, and the data's answer if there is one."""
-        rows = next(iter(self._data.evals.values()), self._data.train)
-        cut, limit = excerpt_of(rows, 0), max_positions(model.config)
-        num_tokens = reload.SAMPLE_TOKENS if limit is None or cut is None else limit - len(cut.prompt)
-        if cut is None or num_tokens < 1:
+        cut, limit = self._data.excerpt(), max_positions(model.config)
+        if cut is None:
             return
-        num_tokens = min(num_tokens, reload.SAMPLE_TOKENS)
-        prompt = torch.from_numpy(cut.prompt)[None]
-        text = reload.sample_text(model, tokenizer, prompt, seed=self._seed, num_tokens=num_tokens)
+        prompt, answer = cut
+        num_tokens = reload.SAMPLE_TOKENS if limit is None else min(reload.SAMPLE_TOKENS, limit - len(prompt))
+        if num_tokens < 1:
+            return
+        ids = torch.from_numpy(prompt)[None]
+        text = reload.sample_text(model, tokenizer, ids, seed=self._seed, num_tokens=num_tokens)
         reference = ""
-        if cut.answer is not None:
-            answer = tokenizer.decode(cut.answer[: reload.SAMPLE_TOKENS], skip_special_tokens=True)
-            reference = f"; in the data: {answer!r}"
-        self._say(f"sample: {shorten(repr(tokenizer.decode(cut.prompt)))} -> {text!r}{reference}")
+        if answer is not None:
+            wanted = tokenizer.decode(answer[: reload.SAMPLE_TOKENS], skip_special_tokens=True)
+            reference = f"; in the data: {wanted!r}"
+        self._say(f"sample: {shorten(repr(tokenizer.decode(prompt)))} -> {text!r}{reference}")
 
 
 def _describe_weights(folder: Path) -> str:

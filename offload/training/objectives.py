@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.config.config import Config
 from offload.distributed.comm import Comm
+from offload.doors import Door
+from offload.engine.engine import Engine
 from offload.engine.loss.batch import IGNORED
 from offload.engine.loss.group_loss import GroupLoss
 from offload.errors import ConfigError
 
 Batch = dict[str, torch.Tensor]
+Say = Callable[[str], None]
 
 
 class Objective:
@@ -19,6 +25,20 @@ class Objective:
 
     The dataset batch has input_ids, labels and optionally attention_mask, each int64 [rows, tokens]. For causal
     language models nothing changes: the model shifts the labels.
+
+    This is a door: `train.method` is the name of an objective in `OBJECTIVES`, with a loss of its own if it has one.
+
+        class Short(Objective):
+            name = "the first tokens"
+
+            @classmethod
+            def of(cls, config, model_kind, tokenizer, vocab_size):
+                return cls()
+
+            def apply(self, batch, step, first_row=0, num_rows=None, /):
+                return {key: value[:, :16] for key, value in batch.items()}
+
+        OBJECTIVES.register("short", Short)
     """
 
     name = "next token"
@@ -28,6 +48,21 @@ class Objective:
     """Unit for `count`."""
     loss: GroupLoss | None = None
     """Loss function. None: the model's own."""
+
+    @classmethod
+    def of(cls, config: Config, model_kind: str, tokenizer: Any, vocab_size: int) -> Objective:
+        """Return the objective for a configuration and a model kind. Raises ConfigError."""
+        return choose_objective(model_kind, tokenizer=tokenizer, vocab_size=vocab_size, seed=config.run.seed)
+
+    def prepare(
+        self, _config: Config, _engine: Engine, data: Any, _comm: Comm, _folders: Sequence[Path], _say: Say, /
+    ) -> tuple[Any, Mapping[str, bytes]]:
+        """Compute values for the loss before the first step. Return the data with these values, and checkpoint files.
+
+        Folders: the checkpoints of a resumed run, newest first; empty for a new run. Collective. Raises ConfigError
+        and DiskError.
+        """
+        return data, {}
 
     def apply(self, batch: Batch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> Batch:
         """Return the model batch for a step. Deterministic per step.
@@ -150,3 +185,7 @@ def choose_objective(model_kind: str, *, tokenizer: Any, vocab_size: int, seed: 
             f"fill the model's vocabulary of {vocab_size}; set --data.tokenizer to one with a mask token."
         )
     return MaskedTokens(mask_id, num_tokens, seed)
+
+
+OBJECTIVES: Door[type[Objective]] = Door("objective", {"sft": Objective})
+"""Objectives by the names of `train.method`."""

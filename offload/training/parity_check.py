@@ -16,9 +16,9 @@ import torch
 
 from offload.accelerators import open_accelerator, own_accelerator
 from offload.config.config import Config
-from offload.data.dataset import share
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import share_failure
+from offload.distributed.share import share
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, DoesNotFitError, format_bytes

@@ -10,19 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from offload.config.config import Config
+from offload.doors import Door
 from offload.engine.engine import Engine
 from offload.engine.gradients.policies import COARSE_RATIO
 from offload.engine.methods.result import StepResult
 from offload.errors import format_bytes
-from offload.forecast.forecast import Forecast
-from offload.forecast.run_forecast import describe_budget
 from offload.machine.environment import describe_environment
 from offload.telemetry.loggers import Loggers
 from offload.telemetry.metrics import MetricsLog
 from offload.telemetry.trace import Trace
 from offload.training.parts import with_decisions
+from offload.training.planner import RunForecast, describe_budget
 from offload.training.progress import RunProgress
 from offload.training.run_folder import RunFolder
+
+REPORTS: Door[Callable[[Path, Callable[[str], None]], None]] = Door("report", {})
+"""Reports by name, written at the end of a run. Door, called with the run folder and a function that prints a line:
+
+    def total(folder, say):
+        say(f"{(folder / 'metrics.jsonl').stat().st_size} bytes of metrics")
+
+    REPORTS.register("total", total)
+"""
 
 
 class Records:
@@ -45,7 +54,7 @@ class Records:
         result: StepResult,
         pids: Sequence[int],
         last_step: int,
-        forecast: Forecast | None,
+        forecast: RunForecast | None,
     ) -> None:
         """Write configuration, plan and environment, after the first step has succeeded.
 
@@ -55,7 +64,7 @@ class Records:
             return
         self._folder.write_config(config)
         usage = tiers(engine, config)
-        plan = {"fits": True, "tiers": usage} if forecast is None else forecast.to_dict()
+        plan = {"fits": True, "tiers": usage} if forecast is None else forecast.document
         self._folder.write_json("plan.json", {**plan, "held": usage})
         self._folder.write_json(
             "env.json",
@@ -122,11 +131,10 @@ class Records:
             self._loggers.close()
 
     def report(self, say: Callable[[str], None]) -> None:
-        """Write the report page, also after a failure. `say` receives the path, or the reason for a missing page."""
+        """Write the reports, also after a failure. `say` receives the path, or the reason for a missing page."""
         if self._folder is not None and self._metrics is not None:
-            from offload.reporting.page import report_run
-
-            report_run(self._folder.path, say)
+            for write in REPORTS.values():
+                write(self._folder.path, say)
 
 
 def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.config.config import Config
-from offload.data.dataset import Dataset, share
 from offload.distributed.comm import Comm
+from offload.distributed.share import share
 from offload.errors import ConfigError
 from offload.training.objectives import Batch, Objective
+from offload.training.task import Task
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Share:
 
 
 def next_share(
-    data: Dataset, objective: Objective, comm: Comm, own: Share, step: int, num_rows: int
+    data: Task, objective: Objective, comm: Comm, own: Share, step: int, num_rows: int
 ) -> tuple[Batch | None, Exception | None]:
     """Return this rank's rows for a step (None: data exhausted), and an exception.
 

@@ -5,41 +5,37 @@ Defines checkpoint contents and export.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Protocol
 
-import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedConfig
 
+from offload.config.config import Config
 from offload.config.sections import ModelSection
-from offload.distributed.outcome import share_failure
+from offload.doors import Door
 from offload.engine.engine import Engine
-from offload.engine.units.find import describe_parameters
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError
 from offload.hf import reload
-from offload.hf.adapters import CONFIG, INITIAL, WEIGHTS, Adaptation, config_bytes, describe_adapter, write_adapter
-from offload.hf.base_mark import BaseMark, load_base_config
 from offload.hf.freeze import freeze
-from offload.hf.loftq import initialize_loftq
-from offload.hf.models import BuiltModel, ModelKind, fill_all, load_model_config, to_scorer_config
-from offload.hf.residual import to_bytes
-from offload.hf.sources import RemovedProduct
-from offload.hf.write import write_configuration
-from offload.layout.codecs import EXACT
-from offload.layout.planes import DTYPES
-from offload.optim.adamw import AdamW
-from offload.training.resident import as_computed, master_of
+from offload.hf.models import BuiltModel, ModelKind, load_model_config, to_scorer_config
 from offload.training.resume import ResumePoint
 
 
 class TrainablePart(Protocol):
-    """The trainable part of a run."""
+    """The trainable part of a run. Door: a class under a name in `TRAINABLE`.
+
+    A part like the whole model, without the embeddings:
+
+        class Blocks(WholeModel):
+            def prepare(self, built):
+                freeze(built.model, ("*embed*",))
+                return built
+
+        TRAINABLE.register("blocks", Blocks)
+    """
 
     trained_only: ClassVar[bool]
     """True if checkpoints lack frozen weights."""
@@ -47,6 +43,14 @@ class TrainablePart(Protocol):
     """File present in every export."""
     library: ClassVar[str]
     """Library to load the export with; empty: none."""
+
+    @classmethod
+    def architecture(cls, start: ResumePoint) -> PreTrainedConfig:
+        """Return the architecture for a new or resumed run. Raises ConfigError."""
+
+    @classmethod
+    def of(cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint) -> TrainablePart:
+        """Return the part for a configuration, or from the checkpoint of a resumed run. Raises ConfigError."""
 
     def prepare(self, built: BuiltModel) -> BuiltModel:
         """Return the model prepared for training. It may be unfilled. Raises ConfigError."""
@@ -115,6 +119,18 @@ class WholeModel(TrainablePart):
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
 
+    @classmethod
+    def architecture(cls, start: ResumePoint) -> PreTrainedConfig:
+        """Return the architecture, from the checkpoint of a resumed run: the original folder may have changed."""
+        first = next(iter(start.folders), None)
+        section = start.config.model if first is None else ModelSection(path=str(first / "config.json"))
+        return load_model_config(section)
+
+    @classmethod
+    def of(cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint) -> WholeModel:  # noqa: ARG003
+        """Return the whole model, from transformers or not."""
+        return (WholeModel if kind.auto is not None else CustomModule)(kind, config.optimizer.freeze)
+
     def prepare(self, built: BuiltModel) -> BuiltModel:
         """Return the model with the frozen parameters set."""
         freeze(built.model, self.frozen)
@@ -176,141 +192,20 @@ class CustomModule(WholeModel):
     library: ClassVar[str] = ""
 
 
-@dataclass(frozen=True)
-class AdapterOverBase(TrainablePart):
-    """A PEFT adapter over a frozen base. Checkpoints lack the base."""
+TRAINABLE: Door[type[TrainablePart]] = Door("trainable", {"whole": WholeModel})
+"""Trainable parts by name."""
 
-    adaptation: Adaptation
-    """Adapter configuration and initial weights."""
-    base: BaseMark
-    """Base fingerprint."""
-    seed: int
-    """Seed for the adapter's initial values."""
-    precision: str
-    """Compute precision."""
-    frozen_weights: str
-    """Storage format for the base."""
-    parameters: str
-    """Memory tier of the base."""
-    removed: dict[str, RemovedProduct] = field(default_factory=dict, kw_only=True)
-    """Products subtracted from base weights by the initialization, by name. Filled in `prepare`."""
-    trained_only: ClassVar[bool] = True
-    main_file: ClassVar[str] = CONFIG
-    library: ClassVar[str] = "peft"
 
-    def prepare(self, built: BuiltModel) -> BuiltModel:
-        """Put the adapter over the base."""
-        self.adaptation.check_tier(self.parameters)
-        names = {parameter: name for name, parameter in built.model.named_parameters()}
-        adapted = self.adaptation.apply_to(built, self.seed)
-        if self.adaptation.loftq_rounds:
-            rule, rests = AdamW(), (self.precision, self.frozen_weights)
-            infos = describe_parameters(adapted.model, rule, *rests, adapted.quantized)
-            codes = {
-                parameter: (info.codec, DTYPES[info.compute])
-                for info, parameter in zip(infos, adapted.model.parameters(), strict=True)
-                if info.codec is not EXACT and parameter not in adapted.quantized
-            }
-            initialize_loftq(adapted, names, codes, self.adaptation.loftq_rounds)
-        self.removed.update(adapted.removed)
-        return adapted
-
-    def name(self, model: Any) -> str:
-        """Return the base class name."""
-        return type(model.get_base_model()).__name__
-
-    def describe(self, model: Any) -> Iterator[str]:
-        """Yield the adapter summary and the base name."""
-        yield f"adapter: {describe_adapter(model)}; frozen: {self.base.name}"
-
-    def num_saved(self, model: nn.Module) -> int:
-        """Return the trained parameter count."""
-        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-    def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:  # noqa: ARG002
-        """Return the bytes of trained parameters; the export is fp32."""
-        return 4 * self.num_saved(model)
-
-    def base_bytes(self, model: Any) -> int:
-        """Return an upper limit for the base bytes (fp32)."""
-        return sum(4 * parameter.numel() for parameter in model.parameters())
-
-    def metadata(self) -> Mapping[str, Any]:
-        """Return the base fingerprint."""
-        return {"base": self.base.to_dict()}
-
-    def files(self, model: Any) -> Mapping[str, bytes]:
-        """Return the base and adapter configurations, and the products removed from the base."""
-        with TemporaryDirectory() as folder:
-            write_configuration(model.get_base_model(), Path(folder))
-            configuration = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
-        initial = {INITIAL: to_bytes(self.removed)} if self.removed else {}
-        return {**configuration, CONFIG: config_bytes(model), **initial}
-
-    def write(
-        self,
-        engine: Engine,
-        folder: Path,
-        files: Mapping[str, bytes],
-        build_base: Callable[[], BuiltModel],  # noqa: ARG002
-    ) -> None:
-        """Write the adapter in PEFT's format."""
-        values = dict(engine.named_parameters(trained_only=True))
-        with share_failure(engine.comm, "export"):
-            if engine.rank == 0:
-                values = {**buffers_of(engine.model), **values}
-                with engine.answering(values):
-                    write_adapter(engine.model, values, folder, files, self.removed, replace=True)
-
-    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
-        """Load the adapter with PEFT over the base, with weights as the run used them."""
-        from peft import PeftModel, set_peft_model_state_dict
-
-        base: Any = fill_all(build_base())
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
-        except Exception as error:
-            raise OffloadError(
-                f"the exported adapter {folder} cannot be loaded again: {type(error).__name__}: {error}"
-            ) from error
-        infos = describe_parameters(model, AdamW(), self.precision, self.frozen_weights)
-        for parameter in model.parameters():  # a module trained as a copy has the base dtype
-            parameter.data = parameter.detach().float() if parameter.requires_grad else parameter.detach()
-        set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
-        removed_by_id = {
-            id(model.get_base_model().get_parameter(name)): each for name, each in self._reduced_weights(model)
-        }
-        for info, parameter in zip(infos, model.parameters(), strict=True):  # use the values from the run
-            removed, value = removed_by_id.get(id(parameter)), parameter.detach()
-            value = value if removed is None else removed.subtract_from(value)
-            master = master_of(info, value).to(torch.float32).reshape(-1)
-            value = as_computed(info, master).view(parameter.shape)
-            parameter.data = value if removed is None else (value + removed.product()).to(value.dtype)
-        return model
-
-    def _reduced_weights(self, model: Any) -> Iterator[tuple[str, RemovedProduct]]:
-        """Yield (name under the adapter, removed product) for reduced weights."""
-        names = dict(model.get_base_model().named_parameters())
-        for name, each in self.removed.items():
-            below = f"{name.rpartition('.')[0]}.base_layer.weight"
-            yield below if below in names else name, each
+def trainable_class(config: Config) -> type[TrainablePart]:
+    """Return the class of the trainable part."""
+    if not config.adapts:
+        return TRAINABLE["whole"]
+    return TRAINABLE["restarts" if config.lora.restart_every else "adapter"]
 
 
 def load_architecture(start: ResumePoint) -> PreTrainedConfig:
-    """Return the architecture for a new or resumed run. Raises ConfigError.
-
-    A resumed run uses the configuration in the checkpoint, because the original folder may have changed. For an
-    adapter, the checkpoint lacks the base, so the base is located again.
-    """
-    first = next(iter(start.folders), None)
-    if first is None:
-        architecture = load_model_config(start.config.model)
-    elif start.config.adapts:
-        architecture = load_base_config(start.config.model, start.base, first)
-    else:
-        architecture = load_model_config(ModelSection(path=str(first / "config.json")))
+    """Return the architecture for a new or resumed run. Raises ConfigError."""
+    architecture = trainable_class(start.config).architecture(start)
     return to_scorer_config(architecture) if start.config.train.method == "reward" else architecture
 
 

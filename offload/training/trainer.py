@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from offload.distributed.outcome import share_failure, share_outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import InterruptedRun, OffloadError, common, counted, is_common
-from offload.forecast.run_forecast import planned_advice
 from offload.machine.environment import describe_untested
 from offload.native.io import disk_error
 from offload.telemetry.progress import Progress, make_progress
@@ -34,10 +33,10 @@ from offload.training.finish import begin_export, export_or_save, load_best
 from offload.training.interrupts import StopSignals
 from offload.training.objectives import Batch
 from offload.training.parts import rate_at, with_decisions
+from offload.training.planner import planned_advice
 from offload.training.progress import Best, RunProgress
 from offload.training.ranks import Notes, RankExit, tally
 from offload.training.records import Records, describe_coarse, describe_streaming, describe_tiers, step_fields
-from offload.training.reference import add_reference
 from offload.training.resume import open_run
 from offload.training.run_folder import RunFolder
 from offload.training.shares import Share, next_share
@@ -138,7 +137,9 @@ class Trainer:
         run = make_run(start, comm, self._say, self._notes.add, self._user_model, self._progress.show_activity)
         self.config, self._objective, self._trainable = run.config, run.objective, run.trainable
         self._engine = run.engine
-        run = add_reference(run, start, comm, self._say)
+        folders = () if run.meta is None else start.folders
+        data, files = run.objective.prepare(run.config, run.engine, run.data, comm, folders, self._say)
+        run = replace(run, data=data, extra_files={**run.extra_files, **files})
         self._data, self._files = run.data, run.extra_files
         self._forecast, self._misfit = run.forecast, run.misfit
         self._notes.exchange()

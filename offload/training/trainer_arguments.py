@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from offload.config.config import Config
-from offload.data.python_rows import write_rows
 from offload.errors import ConfigError
 from offload.hf.model_object import ModelObject
+from offload.training.task import TASKS
 
 
 def merge_arguments(config: Any, model: Any, data: Any, eval_data: Any) -> tuple[Config, ModelObject | None]:
@@ -39,9 +39,9 @@ def merge_arguments(config: Any, model: Any, data: Any, eval_data: Any) -> tuple
     if data is not None:
         if config.data.sources:
             raise ConfigError("data is given, and data.sources is set too: leave one of them out.")
-        _put(config, "data.source", [write_rows(data, "data")])
+        _put(config, "data.source", [TASKS["rows"].store(data, "data")])
     if eval_data is not None:
-        _put(config, "data.eval_source", [write_rows(eval_data, "eval_data")])
+        _put(config, "data.eval_source", [TASKS["rows"].store(eval_data, "eval_data")])
     return config, user_model
 
 

@@ -18,12 +18,12 @@ from offload.config.command_line import parse_config
 from offload.data.dataset import Dataset
 from offload.data.view import Piece, Sample, _text, histogram
 from offload.errors import ConfigError
+from offload.extras.data.rows import FileRows
 from offload.hf.models import vocab_size
 from offload.look import main
 from offload.train import main as train
 from offload.training.build import RunSetup
 from offload.training.objectives import Objective, choose_objective
-from offload.training.parts import build_data
 from offload.training.resume import ResumePoint
 
 Told = Callable[..., tuple[dict[str, Any], Dataset, Objective]]
@@ -72,7 +72,7 @@ def told(here: Path, capsys: pytest.CaptureFixture[str]) -> Told:
         config, architecture, kind, *_ = RunSetup.read(
             ResumePoint(parse_config(given, prog="", description="")), has_accelerator=False
         )
-        data = build_data(config, kind, vocab_size(architecture), lambda *_: None)
+        data = FileRows.build(config, kind, vocab_size(architecture), lambda *_: None)
         size = vocab_size(architecture)
         return found, data, choose_objective(kind.name, tokenizer=data.tokenizer, vocab_size=size, seed=config.run.seed)
 

@@ -79,7 +79,7 @@ def test_a_defect_of_the_forecast_is_told_as_one(
         def fail(*_: Any) -> Any:
             raise error
 
-        monkeypatch.setattr(build, "forecast_run", fail)
+        monkeypatch.setattr(build, "PLANNERS", {"forecast": fail})
         notes: list[str] = []
         config = Config.load(None, {"offload.device": "cpu", "run.debug": debug})
         decided = build._decide_placement(config, LlamaConfig(), comm, notes.append, notes.append, later.append)

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from offload.data.cache import load_or_build
-from offload.data.dataset import Dataset, build_dataset, share
+from offload.data.dataset import Dataset, build_dataset
+from offload.distributed.share import share
 from offload.errors import ConfigError
 from tests.data.asked import source_of
 

@@ -10,10 +10,10 @@ import pytest
 from benchmarks.plan_memory import CASES, Case, actual, compare, planned
 from offload.config.config import Config
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
+from offload.extras.plan.run_forecast import note_slow_precision
 from offload.forecast.alternatives import forecast, place
 from offload.forecast.forecast import Forecaster
 from offload.forecast.memory import StepMemory
-from offload.forecast.run_forecast import note_slow_precision
 from offload.forecast.timing import PlannedStep
 from offload.forecast.workload import Workload
 from offload.machine.hardware import Hardware

@@ -13,8 +13,8 @@ from offload.data.chat import ChatRenderer
 from offload.data.dataset import Dataset
 from offload.data.isolated import IsolatedRows
 from offload.data.packing import IGNORE, Rows
+from offload.extras.prefs.losses import DPO
 from offload.training.objectives import MaskedTokens
-from offload.training.preferences import DPO
 from tests.mutations import mutation
 
 

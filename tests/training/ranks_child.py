@@ -21,9 +21,9 @@ def happen(way: str, rank: int) -> None:
     """Patch the function in which the accident `way` happens."""
     from offload.data.dataset import Dataset
     from offload.engine.engine import Engine
-    from offload.training import build as run
+    from offload.extras.data.rows import FileRows
 
-    make_batch, make_step, build = Dataset.batch, Engine.step, run.build_data
+    make_batch, make_step, build = Dataset.batch, Engine.step, FileRows.build
     num_steps = 0
 
     def batch(self: Dataset, step: int, *which: int) -> Any:
@@ -54,7 +54,7 @@ def happen(way: str, rank: int) -> None:
             print(f"rank {rank} makes the data", flush=True)
         return build(*args)
 
-    Dataset.batch, Engine.step, run.build_data = batch, step, build_data  # type: ignore[method-assign]
+    Dataset.batch, Engine.step, FileRows.build = batch, step, staticmethod(build_data)  # type: ignore[method-assign]
     if way == "asks":
         from offload.training import trainer
 

@@ -28,7 +28,7 @@ from offload.training.parts import describe_length
 )
 def test_a_run_prints_its_passes(steps: int | None, source: str, group: int, lines: list[str]) -> None:
     config = Config.load(None, {"data.source": [source], "model.preset": "tiny"}).with_resolved(train__steps=steps)
-    data: Any = SimpleNamespace(batch_size=8, num_train_rows=5, train=SimpleNamespace(group=group))
+    data: Any = SimpleNamespace(batch_size=8, num_train_rows=5, group=group)
     said = list(describe_length(config, data))
     assert len(said) == len(lines)
     assert all(text.startswith(line) for text, line in zip(said, lines, strict=True))

@@ -17,7 +17,8 @@ from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.engine.loss.group_loss import GroupLoss
 from offload.errors import ConfigError
-from offload.training.preferences import DPO, ORPO, LogProbs, Preferences, Reward
+from offload.extras.prefs.losses import DPO, ORPO, LogProbs, Reward
+from offload.extras.prefs.preferences import Preferences
 from tests.integrations.plain import letters, llama, needs
 from tests.matrix import quick
 from tests.training.conftest import SHAPES

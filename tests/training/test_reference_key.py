@@ -12,7 +12,13 @@ import torch
 from offload import Placement
 from offload.config.config import Config
 from offload.engine.engine import Engine
-from offload.training.reference_key import LEFT_OUT, LEFT_OUT_NAMES, describe_model, describe_settings, reference_key
+from offload.extras.prefs.reference_key import (
+    LEFT_OUT,
+    LEFT_OUT_NAMES,
+    describe_model,
+    describe_settings,
+    reference_key,
+)
 from tests.integrations.plain import llama, needs
 
 needs("peft")

@@ -25,9 +25,9 @@ from offload.planning.from_config import make_update_rule
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 from offload.training.build import choose_trainable_part
-from offload.training.parts import grow_vocabulary
 from offload.training.resume import ResumePoint
 from offload.training.run_folder import RunFolder
+from offload.training.task import TASKS
 from offload.training.trainable import buffers_of, load_architecture
 
 
@@ -114,7 +114,7 @@ def _build_whole(base: Path, config: Config) -> BuiltModel:
     section = config.model.model_copy(update={"path": str(base), "preset": None, "init": "pretrained"})
     torch.manual_seed(config.run.seed)
     architecture = load_architecture(ResumePoint(config.with_resolved(model__path=str(base), model__preset=None)))
-    grows = config.model.path is not None and grow_vocabulary(config, architecture)
+    grows = config.model.path is not None and TASKS["rows"].grow_vocabulary(config, architecture)
     dtype = COMPUTED[str(config.train.precision)]
     return build_model(section, seed=config.run.seed, config=architecture, grow=grows, dtype=dtype)
 

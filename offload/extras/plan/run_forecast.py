@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from offload.config.config import Config
-from offload.errors import DoesNotFitError, format_bytes
+from offload.errors import format_bytes
 from offload.forecast.alternatives import (
     apply_change,
     has_open_placement,
@@ -25,6 +23,7 @@ from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit
 from offload.machine.network import Network
 from offload.planning.machines import ThisMachine
+from offload.training.planner import RunForecast, describe_budget
 
 _UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
 _MUCH_FASTER = 0.5
@@ -38,12 +37,11 @@ def forecast_run(
     machine: ThisMachine,
     say: Callable[[str], None],
     network: Network | None = None,
-) -> tuple[Config, Forecast]:
+) -> RunForecast:
     """Resolve open placement options by search, then forecast memory and step time for a run on this machine.
 
     The machine is measured only if no cached rates exist and a placement decision depends on them; `say` announces the
-    measurement. With `network`, the forecast covers all machines. Returns the resolved config and the forecast. Raises
-    ConfigError.
+    measurement. With `network`, the forecast covers all machines. Raises ConfigError.
     """
     forecaster = Forecaster(config, num_ranks, architecture, machine)
     try:
@@ -57,7 +55,13 @@ def forecast_run(
     prediction = place_or_fix(forecaster, prediction, lambda text: say(f"by the plan {text}"))
     for text in (*describe_placement(prediction), *note_slow_precision(forecaster, prediction)):
         say(text)
-    return (prediction.config if prediction.placement_flags else config), prediction
+    return RunForecast(
+        prediction.config if prediction.placement_flags else config,
+        describe_forecast(prediction),
+        describe_misfit(prediction),
+        prediction.num_replicas,
+        prediction.to_dict(),
+    )
 
 
 def _with_network(network: Network | None, hardware: Hardware) -> Hardware:
@@ -118,22 +122,6 @@ def describe_misfit(prediction: Forecast) -> str:
     return f"by the plan {prediction.shortage} {fix[0].upper()}{fix[1:]}"
 
 
-@contextmanager
-def planned_advice(misfit: str) -> Iterator[None]:
-    """Replace the advice in an error about memory by the planned change.
-
-    The error knows only the first allocation without room, and its advice was not tried.
-
-    misfit: `describe_misfit` of the plan. Empty: the plan fits or is unknown, and the advice stays.
-    """
-    try:
-        yield
-    except DoesNotFitError as error:
-        if misfit:
-            error.advise(f"{misfit[0].upper()}{misfit[1:]}")
-        raise
-
-
 def describe_forecast(prediction: Forecast) -> str:
     """Return the forecast in one line: peak bytes per tier, step time and bottleneck."""
     parts = []
@@ -151,16 +139,3 @@ def describe_hiding(timing: Timing) -> str:
     tokens = round(timing.tokens_per_second * timing.step_seconds)
     least = timing.hides_from_tokens
     return "" if least is None else f"compute hides transfers above {least:,} tokens a step; this step has {tokens:,}"
-
-
-def describe_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:
-    """Return the budget part of a message (" of 24 GiB"), empty without a budget.
-
-    Pinned and pageable host memory share one budget.
-    """
-    both = [tiers[each] for each in ("pinned", "cpu") if each in tiers]
-    budget, is_shared = tiers[tier]["budget_bytes"], tiers[tier] in both and len(both) > 1
-    if budget is None or (is_shared and tier == "pinned"):
-        return ""
-    together = f", with pinned memory {format_bytes(sum(each['bytes'] for each in both))}" if is_shared else ""
-    return f"{together} of {format_bytes(budget)}"

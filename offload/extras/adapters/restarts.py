@@ -13,19 +13,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from xxhash import xxh3_64_intdigest
 
+from offload.config.config import Config
 from offload.config.sections import LoraSection
 from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
+from offload.extras.adapters.over_base import AdapterOverBase
 from offload.files.model_format import ReadValues
 from offload.files.sources import ReopenFile
 from offload.hf.lora_layers import LoraLayers
 from offload.hf.merge import MergedWeights, fill_adapter
 from offload.hf.models import BuiltModel, ModelKind
 from offload.hf.names import Shape
-from offload.training.trainable import AdapterOverBase, WholeModel, buffers_of
+from offload.training.resume import ResumePoint
+from offload.training.trainable import WholeModel, buffers_of
 
 
 def seed_of(seed: int, number: int) -> int:
@@ -43,6 +47,14 @@ class RestartingAdapter(AdapterOverBase):
     """Restart settings."""
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
+
+    @classmethod
+    def of(
+        cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint
+    ) -> RestartingAdapter:
+        """Return the adapter, see `AdapterOverBase.of`."""
+        adapter = AdapterOverBase.of(config, architecture, kind, start)
+        return cls(**vars(adapter), model_kind=kind, section=config.lora)
 
     def prepare(self, built: BuiltModel) -> BuiltModel:
         """Put the adapter over the base. Raises ConfigError for an adapted weight stored quantized."""

@@ -1,7 +1,4 @@
-"""Preference training: pairs of a chosen and a rejected answer, in neighbouring rows of a batch.
-
-Contains the DPO, ORPO and reward losses, and the objective for their batches.
-"""
+"""Losses over pairs of a chosen and a rejected answer, in neighbouring rows of a batch: DPO, ORPO, reward."""
 
 from __future__ import annotations
 
@@ -11,11 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from offload.config.sections import TrainSection
 from offload.engine.loss.batch import IGNORED, Batch
-from offload.engine.loss.group_loss import GroupLoss, TokenLoss, has_target
-from offload.training.objectives import Batch as OwnBatch
-from offload.training.objectives import Objective
+from offload.engine.loss.group_loss import GroupLoss, TokenLoss
 
 
 class LogProbs(TokenLoss):
@@ -138,38 +132,3 @@ def _log1mexp(values: torch.Tensor) -> torch.Tensor:
     is_small = values > -math.log(2)
     near = torch.log(-torch.expm1(torch.where(is_small, values, -1.0)))
     return torch.where(is_small, near, torch.log1p(-torch.exp(torch.where(is_small, -1.0, values))))
-
-
-class Preferences(Objective):
-    """Objective over answer pairs, scored by a loss. `labels_prompt`: prompt labels count in ORPO's first term."""
-
-    count_unit = "pairs"
-
-    def __init__(self, method: str, loss: GroupLoss, labels_prompt: bool) -> None:
-        self.name = f"the chosen answer rather than the rejected one ({method})"
-        self.loss, self._group, self._labels_prompt = loss, loss.group, labels_prompt
-
-    def apply(self, batch: OwnBatch, _step: int, _first_row: int = 0, _num_rows: int | None = None, /) -> OwnBatch:
-        if not self._labels_prompt:
-            return batch
-        labels, is_answer = batch["input_ids"], (batch["labels"] != IGNORED).long()
-        if "attention_mask" in batch:
-            labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
-        labels = labels.masked_fill(~has_target(batch["labels"])[:, None], IGNORED)  # empty row on a rank without data
-        return {**batch, "labels": labels, "answers": is_answer}
-
-    def count(self, batch: OwnBatch) -> int:
-        """Return the pairs in a batch."""
-        return int(has_target(batch["labels"]).sum()) // self._group
-
-
-def choose_preferences(train: TrainSection, *, labels_prompt: bool) -> Preferences:
-    """Return the objective for a training method other than sft."""
-    loss: GroupLoss
-    if train.method == "dpo":
-        loss = DPO(train.beta, train.loss_type)
-    elif train.method == "orpo":
-        loss = ORPO(train.beta)
-    else:
-        loss = Reward(train.center_rewards_coefficient)
-    return Preferences(train.method, loss, labels_prompt and train.method == "orpo")

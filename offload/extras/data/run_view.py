@@ -7,9 +7,11 @@ from collections.abc import Callable
 from offload.accelerators import own_accelerator
 from offload.config.config import Config
 from offload.data.view import DataView
+from offload.extras.data.rows import FileRows
 from offload.hf.models import vocab_size
 from offload.training.build import RunSetup
-from offload.training.parts import build_data, build_objective, describe_data, stages
+from offload.training.objectives import OBJECTIVES
+from offload.training.parts import stages
 from offload.training.resume import ResumePoint
 
 _ISOLATION_NOTE = (
@@ -28,10 +30,10 @@ def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable
     has_accelerator = own_accelerator(config.offload.device) is not None
     config, architecture, model_kind, _, _ = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
     vocabulary = vocab_size(architecture)
-    data = build_data(config, model_kind, vocabulary, stages(say, lambda: None))
-    objective = build_objective(config, model_kind, data, vocabulary)
-    description = list(describe_data(data, objective))
-    if data.train.packing == "isolated" and config.data.packing_isolated == "auto":
+    data = FileRows.build(config, model_kind, vocabulary, stages(say, lambda: None))
+    objective = OBJECTIVES[config.train.method].of(config, model_kind.name, data.tokenizer, vocabulary)
+    description = list(data.describe(objective))
+    if data.is_isolated and config.data.packing_isolated == "auto":
         description.append(_ISOLATION_NOTE)
     num_steps = int(config.resolve_steps(data.num_steps).train.steps or 0)
     return DataView.of(data, objective, description, num_steps=num_steps, num_samples=num_samples)

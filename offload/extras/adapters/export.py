@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from offload.checkpoint.folder import suggesting_alternative
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.stored_model import REFERENCE, StoredParameter
 from offload.config.sections import ModelSection
-from offload.errors import ConfigError
+from offload.errors import ConfigError, format_bytes
 from offload.files.model_format import SHARD_BYTES
 from offload.hf.adapters import CONFIG, INITIAL, Adaptation, write_adapter
 from offload.hf.base_mark import load_base_config, mark_base
@@ -31,9 +32,19 @@ from offload.telemetry.byte_progress import byte_progress
 _NON_TOKENIZER_FILES = (CONFIG, INITIAL, REFERENCE, "config.json", "generation_config.json")
 
 
-def has_adapter(folder: Path) -> bool:
-    """Tell whether a checkpoint contains an adapter."""
-    return (folder / CONFIG).is_file()
+def export_checkpoint(
+    folder: Path, out: Path, dtype: torch.dtype | None, shard_bytes: int | None, *, merge: bool, **options: Any
+) -> str:
+    """Write the adapter, or with `merge` the model with the adapter merged in. See `Exporter` in offload/export.py."""
+    if merge:
+        return export_merged(folder, out, dtype=dtype, shard_bytes=shard_bytes, **options).describe()
+    if dtype is not None:
+        raise ConfigError(
+            "--dtype is given, but an adapter keeps the dtype in which it was trained: leave it out, or merge with "
+            "--merge."
+        )
+    num_bytes = export_adapter(folder, out)
+    return f"{out}: an adapter of {format_bytes(num_bytes)}, read back and unchanged."
 
 
 def export_adapter(folder: Path, out: Path) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,39 +17,38 @@ import numpy as np
 
 from offload.checkpoint.spread import broadcast_value
 from offload.checkpoint.stored_model import REFERENCE
+from offload.config.config import Config
 from offload.data.dataset import Dataset
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import share_failure
+from offload.engine.engine import Engine
 from offload.errors import ConfigError
+from offload.extras.prefs.losses import LogProbs
+from offload.extras.prefs.reference_key import reference_key
 from offload.files.user_cache import default_cache_dir
 from offload.native.io import disk_error
-from offload.training.build import Run
-from offload.training.preferences import LogProbs
-from offload.training.reference_key import reference_key
-from offload.training.resume import ResumePoint
 
 _PRINT_INTERVAL_S = 30.0
 Say = Callable[[str], None]
 
 
-def add_reference(run: Run, start: ResumePoint, comm: Comm, say: Say) -> Run:
-    """Return a run with `reference` in its batches, as required by the DPO loss. Other runs are unchanged.
+def add_reference(
+    config: Config, engine: Engine, data: Dataset, comm: Comm, folders: Sequence[Path], say: Say
+) -> tuple[Dataset, Mapping[str, bytes]]:
+    """Return a data set with `reference` in its batches, and the checkpoint file with the values.
 
-    A resumed run reads the reference from the checkpoint, a new run measures with the initial weights. Collective.
-    Raises ConfigError and DiskError.
+    A resumed run reads the reference from its checkpoints, `folders`; a new run measures with the initial weights.
+    Collective. Raises ConfigError and DiskError.
     """
-    if run.config.train.method != "dpo":
-        return run
-    sizes = {name: rows.num_distinct for name, rows in run.data.row_sets.items()}
-    if run.meta is not None:
+    sizes = {name: rows.num_distinct for name, rows in data.row_sets.items()}
+    if folders:
         with share_failure(comm, "reading of the reference"):
-            values = _read_stored(start.folders, sum(sizes.values()))
+            values = _read_stored(folders, sum(sizes.values()))
     else:
-        values = _measure(run, comm, say)
+        values = _measure(config, engine, data, comm, say)
     ends = np.cumsum(list(sizes.values()))[:-1]
     by_name = {name: {"reference": part} for name, part in zip(sizes, np.split(values, ends), strict=True)}
-    reference = {REFERENCE: values.astype("<f4").tobytes()}
-    return replace(run, data=replace(run.data, values=by_name), extra_files={**run.extra_files, **reference})
+    return replace(data, values=by_name), {REFERENCE: values.astype("<f4").tobytes()}
 
 
 def _read_stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
@@ -67,13 +66,12 @@ def _read_stored(folders: Sequence[Path], num_rows: int) -> np.ndarray:
     return values
 
 
-def _measure(run: Run, comm: Comm, say: Say) -> np.ndarray:
+def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say) -> np.ndarray:
     """Return the log-probabilities for all rows with the engine's current weights.
 
     Values measured by an interrupted run, or by a run with the same `reference_key`, are reused.
     """
-    data, engine = run.data, run.engine
-    key = reference_key(run.config, engine, data)
+    key = reference_key(config, engine, data)
     spans = list(_batch_spans(data))
     num_rows = sum(end - begin for _, begin, end in spans)
     with _open_cache(default_cache_dir() / "reference" / f"{key}.f32", comm) as cache:

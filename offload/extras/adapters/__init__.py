@@ -1,0 +1,1 @@
+"""PEFT adapters over a frozen base: training, restarts, export."""

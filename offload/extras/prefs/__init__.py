@@ -1,0 +1,1 @@
+"""Training on preferences between answers: DPO, ORPO, reward models."""
