@@ -45,9 +45,9 @@ RINGS = {
     "offload.engine.units.shared_attention offload.engine.units.streamed_experts "
     "offload.engine.units.tiled_forwards offload.engine.units.tiles",
     "zeroth": "offload.extras.zeroth offload.replay",
-    "quant": "offload.hf.loftq offload.hf.quantized offload.hf.residual offload.layout.quantized offload.native.codes",
+    "quant": "offload.extras.quant",
     "adapters": "offload.checkpoint.stored_adapter offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "
-    "offload.hf.lora_layers offload.hf.merge offload.training.restarts",
+    "offload.hf.loftq offload.hf.lora_layers offload.hf.merge offload.hf.residual offload.training.restarts",
     "prefs": "offload.training.preferences offload.training.reference",
     "data": "offload.config.data_sources offload.data offload.training.data_view",
     "plan": "offload.forecast offload.plan",

@@ -31,7 +31,7 @@ def test_imports_go_inward() -> None:
     ]
 
 
-MOST_VIOLATIONS = {"core": 24, "application": 39, "extras": 19}
+MOST_VIOLATIONS = {"core": 23, "application": 34, "extras": 14}
 """Imports against the rings, by the importing ring. A number may fall, never rise."""
 
 

@@ -186,12 +186,12 @@ class Region:
     @property
     def travels(self) -> Codec:
         """Weight format in copies."""
-        return self.codec if self.link is EXACT else self.link
+        return self.link if CODES in self.by_name else self.codec
 
     @cached_property
     def travelling(self) -> Plane:
         """Plane for H2D copies and for the gather among ranks."""
-        return self.plane("weights" if self.link is EXACT else CODES)
+        return self.plane(CODES if CODES in self.by_name else "weights")
 
     @cached_property
     def travelling_bytes(self) -> int:
@@ -285,8 +285,8 @@ def build_regions(
         suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
         suffix += f" (rule {rule + 1})" if rule else ""
         if not trainable:
-            suffix += " (frozen)" if codec is EXACT else f" (frozen, {codec.name})"
-        suffix += "" if link is EXACT else f" ({link.name})"
+            suffix += f" ({', '.join(filter(None, ('frozen', codec.title)))})"
+        suffix += f" ({link.title})" if link.title else ""
         regions.append(
             Region(
                 index=len(regions),

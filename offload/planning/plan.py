@@ -154,8 +154,8 @@ def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Re
         )
     regions_by_codec: dict[str, list[Region]] = {}
     for region in regions:
-        if region.codec is not EXACT:
-            regions_by_codec.setdefault(region.codec.name, []).append(region)
+        regions_by_codec.setdefault(region.codec.name, []).append(region)
+    regions_by_codec.pop(EXACT.name, None)
     if not regions_by_codec:
         return files
     parts = [
@@ -181,14 +181,17 @@ def gradient_codec(settings: Settings, comm: Comm) -> Codec:
 
     Raises ConfigError for quantized gradients if the update rule has no gradients, or if one replica spans machines.
     """
-    if settings.link_gradients != EXACT.name and not settings.optimizer.has_gradients:
+    codec = GRADIENT_CODECS[settings.link_gradients]
+    if codec is EXACT:
+        return codec
+    if not settings.optimizer.has_gradients:
         raise ConfigError(
             f"offload.link_gradients is {settings.link_gradients}, but {type(settings.optimizer).__name__} has no "
             "gradients to send: set --offload.link_gradients exact."
         )
     if num_replicas(settings, comm) > 1:
-        return GRADIENT_CODECS[settings.link_gradients]
-    if settings.link_gradients != EXACT.name and len(set(comm.machines)) > 1:
+        return codec
+    if len(set(comm.machines)) > 1:
         raise ConfigError(
             f"offload.link_gradients is {settings.link_gradients}, but one replica of the model is sharded over "
             f"{len(set(comm.machines))} machines, and gradients within a replica are summed exactly: set "

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.layout.codecs import EXACT, INT8
+from offload.extras.quant.codecs import INT8
+from offload.layout.codecs import EXACT
 from offload.layout.planes import Factor
 from offload.layout.regions import DiskLayout, ParameterInfo, Sharding, align, build_regions
 from offload.optim.adamw import AdamW

@@ -12,8 +12,8 @@ from offload.engine.recording.equivalence import PassComparator
 from offload.engine.units import call, router, snapshots, tiles
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.engine.units.streamed_experts import StreamedExperts
+from offload.extras.quant.codecs import IntegerCodec
 from offload.hf import merge
-from offload.layout.codecs import IntegerCodec
 from offload.tiers.slots import Slots
 from tests.mutations import as_it_is, enter_as, mutation, replaced
 

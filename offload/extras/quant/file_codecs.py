@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.extras.quant.codecs import Nf4Codec, nf4_levels
 from offload.layout import codecs
-from offload.layout.codecs import EncodedPieces, Nf4Codec, QuantizedCodec, nf4_levels
+from offload.layout.codecs import EncodedPieces, QuantizedCodec
 
 
 class FileCodec(QuantizedCodec, ABC):
