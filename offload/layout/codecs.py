@@ -51,6 +51,11 @@ class Codec:
     def __repr__(self) -> str:
         return self.name
 
+    @property
+    def unsaved_reason(self) -> str:
+        """Reason against frozen weights in a full checkpoint, for messages; empty if there is none."""
+        return ""
+
     def storage_format(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
         """Return the storage dtype for weights used in `dtype`, and the storage elements per record."""
         return dtype, 1
@@ -105,6 +110,10 @@ class QuantizedCodec(Codec, ABC):
     def title(self) -> str:  # type: ignore[override]
         """Name in region names."""
         return self.name
+
+    @property
+    def unsaved_reason(self) -> str:
+        return f"offload.frozen_weights is {self.name}, so frozen weights are stored quantized"
 
     def storage_format(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:  # noqa: ARG002
         return torch.uint8, self.record_bytes

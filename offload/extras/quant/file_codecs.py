@@ -34,6 +34,10 @@ class FileCodec(QuantizedCodec, ABC):
     def fields(self) -> tuple[int, ...]:
         """Bytes per record part, in order."""
 
+    @property
+    def unsaved_reason(self) -> str:
+        return f"the model's files store frozen weights as {self.name}"
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return flat records, joined from parts uint8 [n, bytes] and padded."""
         padding = parts[0].new_zeros(len(parts[0]), self.record_bytes - sum(self.fields))
