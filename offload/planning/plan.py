@@ -210,9 +210,7 @@ def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
             sum(r.travelling_bytes for r in quantized),
             sum(r.weight_bytes for r in quantized),
         )
-        num_quantized, num_trainable = (
-            sum(len(region.parameters) for region in some_regions) for some_regions in (quantized, trainable)
-        )
+        num_quantized, num_trainable = (sum(len(r.parameters) for r in some) for some in (quantized, trainable))
         notes.append(
             f"{num_quantized} of {num_trainable} trainable parameters are copied in {quantized[0].link.name}, "
             f"{format_bytes(quantized_bytes)} instead of {format_bytes(exact_bytes)}, and the run computes with the "

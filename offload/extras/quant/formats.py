@@ -73,6 +73,10 @@ class SharedPart:
         return self.values.view(1, -1).expand(last - first, -1)
 
 
+Assembly = tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]
+"""Shape, codec and record parts of a weight."""
+
+
 @dataclass
 class RecordTensor(QuantizedTensor):
     """A quantized weight with one tensor per record part."""
@@ -127,13 +131,8 @@ class TensorFormat(Format):
     """Weight name suffix."""
 
     @abstractmethod
-    def assemble(
-        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
-        """Return shape, codec and record parts for a weight.
-
-        Arguments: the tensors by name suffix, and the model dtype. Raises ConfigError, DiskError.
-        """
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
+        """Return one weight, given the tensors by name suffix and the model dtype. Raises ConfigError, DiskError."""
 
     def readers(self, files: Mapping[str, TensorFile], folder: Path) -> dict[str, TensorFile | QuantizedTensor]:
         readers: dict[str, TensorFile | QuantizedTensor] = dict(files)
@@ -163,9 +162,7 @@ class BlockFp8(TensorFormat):
     title = "block-wise fp8 as DeepSeek-V3's (fp8)"
     marker, members = ".weight_scale_inv", (".weight", ".weight_scale_inv")
 
-    def assemble(
-        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
         codes, scales = tensors[".weight"], tensors[".weight_scale_inv"]
         block = self._quantization.get("weight_block_size")
         return _assemble_grid("block fp8", codec.FLOAT8, codes, codes.shape, scales, block, (dtype,))
@@ -177,9 +174,7 @@ class GptOss(TensorFormat):
     title = "mxfp4 as gpt-oss's"
     marker, members, weight = "_blocks", ("_blocks", "_scales"), ""
 
-    def assemble(
-        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
         codes, exponents = tensors["_blocks"], tensors["_scales"]
         if len(codes.shape) != 4 or codes.shape[3] != 16 or codes.shape[:3] != exponents.shape:
             raise _unsupported_error(codes, f"has shape {list(codes.shape)}, not [experts, columns, blocks, 16]")
@@ -209,9 +204,7 @@ class BitsAndBytes(TensorFormat):
         if quant_type != "nf4":
             raise ConfigError(f"as {quant_type} of bitsandbytes")
 
-    def assemble(
-        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
         codes, state = tensors[".weight"], json.loads(bytes(tensors[self.marker].value().tolist()))
         shape = tuple(state["shape"])
         rounds = rounding(getattr(torch, state["dtype"]), dtype)
@@ -222,18 +215,12 @@ class BitsAndBytes(TensorFormat):
         if sizes != (64, 256) or not all(
             torch.allclose(member.value(), table, rtol=1e-6, atol=1e-9) for member, table in tables
         ):
-            raise _unsupported_error(
-                codes,
-                f"has blocks of {sizes[0]} and {sizes[1]} values, where only 64 and 256 with QLoRA's tables are "
-                "supported",
-            )
+            problem = f"has blocks of {sizes[0]} and {sizes[1]} values, where only 64 and 256 with QLoRA's tables are"
+            raise _unsupported_error(codes, f"{problem} supported")
         if len(tables) == 1:
             grid = TiledCodec("nf4", codec.NF4, 256, 64, (1, 64), torch.float32, rounds)
-            return (
-                shape,
-                grid,
-                [RecordPart(tensors[".weight.absmax"], grid.fields[0]), RecordPart(codes, grid.fields[1])],
-            )
+            scales = RecordPart(tensors[".weight.absmax"], grid.fields[0])
+            return shape, grid, [scales, RecordPart(codes, grid.fields[1])]
         members = codes, tensors[".weight.absmax"], tensors[".weight.nested_absmax"]
         nested = BitsandbytesNf4Codec(rounds)
         parts = [RecordPart(member, size) for member, size in zip(members, nested.fields[:3], strict=True)]
@@ -264,9 +251,7 @@ class CompressedTensors(TensorFormat):
                 feature = "with actorder" if weights.get("actorder") else f"with {weights['num_bits']} bits"
                 raise ConfigError(f"{feature} of compressed-tensors")
 
-    def assemble(
-        self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
         scales = tensors[self.marker]
         if ".weight_zero_point" in tensors and tensors[".weight_zero_point"].value().any():
             raise _unsupported_error(tensors[".weight_zero_point"], "has a zero point other than 0")
@@ -302,7 +287,7 @@ def _assemble_grid(
     scales: MemberTensor,
     block: Sequence[int] | None,
     rounds: Sequence[torch.dtype],
-) -> tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]:
+) -> Assembly:
     """Return the same triple as `Format.assemble`, for codes [.., rows, columns] and one scale per tile.
 
     `block`: rows and columns per tile in the configuration; they need not divide the matrix. None: equal tiles.
