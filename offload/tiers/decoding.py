@@ -35,7 +35,8 @@ class Decoder:
     def __init__(self, regions: Iterable[Region], device: Device, lanes: Lanes) -> None:
         regions = list(regions)
         self._device, num_bytes = device, decoding_bytes(regions)
-        self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+        self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else nothing
         # codecs without tables may share the workspace with another codec
         tables = max((region.travels.tables for region in regions), key=len, default=self._workspace[:0])
         self._table_bytes = len(tables)
