@@ -145,8 +145,8 @@ void round_bf16(float* x, int64_t n, Execution how);
 template <class T>  // T here and below: float, or uint16_t for bfloat16
 void accumulate(float* sum, const T* x, int64_t n, Execution how);
 
-// Weights in records of codes and scales: offload/layout/codecs.py. Weights (T: float, or uint16_t for bfloat16) may be
-// decoded over their own records, where these end with them: by one thread.
+// Weights in records of codes and scales: offload/extras/quant/codecs.py. Weights (T: float, or uint16_t for bfloat16)
+// may be decoded over their own records, where these end with them: by one thread.
 constexpr int64_t kInt8Block = 128;
 constexpr int64_t whole_record(int bits) { return kInt8Block * bits / 8 + 4; }  // of whole numbers of 8 or 4 bits
 constexpr int64_t kInt8Record = whole_record(8);

@@ -42,7 +42,7 @@ RINGS = {
     "offload.planning.from_config offload.telemetry offload.train offload.training offload.verify",
     "large": "offload.extras.large",
     "zeroth": "offload.extras.zeroth offload.replay",
-    "quant": "offload.hf.quantized offload.layout.quantized offload.native.codes",
+    "quant": "offload.extras.quant",
     "adapters": "offload.extras.adapters offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "
     "offload.hf.loftq offload.hf.lora_layers offload.hf.merge offload.hf.residual",
     "prefs": "offload.extras.prefs",

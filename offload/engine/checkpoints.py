@@ -29,9 +29,9 @@ from offload.engine.kept_errors import error_planes, error_spans, fill_error
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
-from offload.files.model_format import FORMAT, FORMATS
+from offload.files.model_format import FORMAT, MODEL_FORMATS
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.codecs import EXACT, Codec
+from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, MASTER, STALE
 from offload.layout.regions import Region
 from offload.machine.environment import memory
@@ -86,7 +86,7 @@ class PendingCheckpoint:
         own = {**decided, "step": engine.runner.step_number, "updates": updates}
         own |= {
             "built_in": _built_dtypes(engine),
-            "conversions": FORMATS[FORMAT].conversions(engine.model),
+            "conversions": MODEL_FORMATS[FORMAT].conversions(engine.model),
             "rule": _rule_titles(engine),
         }
         if codec != EXACT.name:
@@ -337,26 +337,15 @@ def _check_frozen(reader: Reader, wanted: Contents, saved: Contents) -> None:
 
 def _frozen_codec(engine: EngineState) -> str:
     """Return the codec name for frozen weights from the settings."""
-    names = (info.codec.name for info in engine.infos if info.codec not in (EXACT, *_quantized_codecs(engine)))
-    return next(names, EXACT.name)
-
-
-def _quantized_codecs(engine: EngineState) -> list[Codec]:
-    """Return the codecs for weights already quantized in the model files."""
-    return [info.codec for info in engine.infos if info.codec.is_from_files]
+    codecs = (info.codec for info in engine.infos)
+    return next((codec.name for codec in codecs if codec is not EXACT and not codec.is_from_files), EXACT.name)
 
 
 def _trained_only_reason(engine: EngineState) -> str:
     """Say which weights cannot be in a checkpoint; empty if all can."""
-    if (codec := _frozen_codec(engine)) != EXACT.name:
-        return f"offload.frozen_weights is {codec}, so frozen weights are stored quantized"
-    if codecs := _quantized_codecs(engine):
-        return f"the model's files store frozen weights as {codecs[0].name}"
-    return (
-        ("offload.parameters is files, so frozen weights stay in the model's own files")
-        if engine.files is not None
-        else ""
-    )
+    reasons = (info.codec.unsaved_reason for info in engine.infos)
+    in_files = "offload.parameters is files, so frozen weights stay in the model's own files"
+    return next(filter(None, reasons), in_files if engine.files is not None else "")
 
 
 def _rule_titles(engine: EngineState) -> str:
@@ -433,7 +422,7 @@ def _built_dtypes(engine: EngineState) -> dict[str, Any]:
 def _configuration(engine: EngineState) -> dict[str, bytes]:
     """Return the files that describe the original model configuration, by name."""
     with TemporaryDirectory() as folder, engine.caches.with_original_flags():
-        FORMATS[FORMAT].write_configuration(engine.model, Path(folder))
+        MODEL_FORMATS[FORMAT].write_configuration(engine.model, Path(folder))
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 

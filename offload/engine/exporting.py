@@ -13,7 +13,7 @@ from torch import nn
 from offload.distributed.outcome import share_outcome
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
-from offload.files.model_format import FORMAT, FORMATS, ReadValues
+from offload.files.model_format import FORMAT, MODEL_FORMATS, ReadValues
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _END = -1
@@ -69,7 +69,7 @@ def export_model(
             (state.model, get) if derived_model is None else (derived_model.model, derived_model.get_reader(get))
         )
         with state.caches.with_original_flags(), state.with_placeholders():
-            write_model = FORMATS[FORMAT].write_model
+            write_model = MODEL_FORMATS[FORMAT].write_model
             write_model(model, get_weights, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
     except Exception as error:
         if is_reading or comm.size == 1:  # the other ranks are in another collective

@@ -10,6 +10,15 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "attention": {"shared": "offload.extras.large.shared_attention:SharedAttention"},
     "exporter": {"adapter": "offload.extras.adapters.export:export_checkpoint"},
     "format": {"huggingface": "offload.hf.write"},
+    "codec": {"int8": "offload.extras.quant.codecs:INT8", "nf4": "offload.extras.quant.codecs:NF4"},
+    "link codec": {"int8": "offload.extras.quant.codecs:INT8"},
+    "gradient codec": {"int8": "offload.extras.quant.codecs:INT8", "int4": "offload.extras.quant.codecs:INT4"},
+    "quantized format": {
+        "fp8": "offload.extras.quant.formats:BlockFp8",
+        "mxfp4": "offload.extras.quant.formats:GptOss",
+        "bitsandbytes": "offload.extras.quant.formats:BitsAndBytes",
+        "compressed-tensors": "offload.extras.quant.formats:CompressedTensors",
+    },
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
     "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
@@ -34,7 +43,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "data": ("tools",),  # the HTML page
     "generate": ("adapters", "data"),
-    "plan": ("adapters", "large", "quant"),
+    "plan": ("adapters", "large"),
     "prefs": ("data",),
     "tools": ("large",),
     "zeroth": ("adapters",),

@@ -41,6 +41,6 @@ class ModelFormat(Protocol):
         """Return the key conversions that an export needs in addition to the model configuration, as JSON."""
 
 
-FORMATS: Door[ModelFormat] = Door("format", {})
+MODEL_FORMATS: Door[ModelFormat] = Door("format", {})
 FORMAT = "huggingface"
 """Format of exports, and of the configuration in checkpoints."""

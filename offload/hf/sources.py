@@ -15,7 +15,7 @@ from offload.files.safetensors_file import TensorFile
 from offload.files.sources import ReopenFile, Source
 from offload.hf.names import Conversion, Shape
 from offload.hf.quantized import QuantizedTensor
-from offload.layout.quantized import FileCodec
+from offload.layout.codecs import QuantizedCodec
 
 _BLOCK_NUMEL = 1 << 22  # elements converted, compared or averaged at once
 
@@ -48,7 +48,7 @@ class QuantizedTensorSource(TensorSource):
     file: QuantizedTensor
 
     @property
-    def codec(self) -> FileCodec:
+    def codec(self) -> QuantizedCodec:
         return self.file.codec
 
     def records(self, begin: int, end: int) -> torch.Tensor:
@@ -151,7 +151,7 @@ class StackedSource:
 class QuantizedStackedSource(StackedSource):
     """A parameter stacked from quantized weights. Records are combined the same way as weight rows."""
 
-    codec: FileCodec
+    codec: QuantizedCodec
     _partial_records: Mapping[int, torch.Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
     @classmethod

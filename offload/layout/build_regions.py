@@ -69,8 +69,8 @@ def build_regions(
         suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
         suffix += f" (rule {rule + 1})" if rule else ""
         if not trainable:
-            suffix += " (frozen)" if codec is EXACT else f" (frozen, {codec.name})"
-        suffix += "" if link is EXACT else f" ({link.name})"
+            suffix += f" ({', '.join(filter(None, ('frozen', codec.title)))})"
+        suffix += f" ({link.title})" if link.title else ""
         regions.append(
             Region(
                 index=len(regions),

@@ -133,10 +133,11 @@ def table(
     used = DTYPES[compute]
     stored_dtype, width = codec.storage_format(used)
     codes_dtype, link_width = link.storage_format(used)
+    codes = () if link is EXACT else (Plane(CODES, codes_dtype, "parameters", link.block, link_width),)
     planes = (
         *([Plane(STALE, used, "parameters")] if delays else ()),
-        *([Plane(CODES, codes_dtype, "parameters", link.block, link_width)] if link is not EXACT else ()),
-        Plane("weights", stored_dtype, "parameters" if link is EXACT else "optimizer", codec.block, width),
+        *codes,
+        Plane("weights", stored_dtype, "optimizer" if codes else "parameters", codec.block, width),
         Plane("low", torch.int16),
         *moments,
         Plane("gradients", used, "gradients"),

@@ -183,12 +183,12 @@ class Region:
     @property
     def travels(self) -> Codec:
         """Weight format in copies."""
-        return self.codec if self.link is EXACT else self.link
+        return self.link if CODES in self.by_name else self.codec
 
     @cached_property
     def travelling(self) -> Plane:
         """Plane for H2D copies and for the gather among ranks."""
-        return self.plane("weights" if self.link is EXACT else CODES)
+        return self.plane(CODES if CODES in self.by_name else "weights")
 
     @cached_property
     def travelling_bytes(self) -> int:

@@ -154,8 +154,8 @@ def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Re
         )
     regions_by_codec: dict[str, list[Region]] = {}
     for region in regions:
-        if region.codec is not EXACT:
-            regions_by_codec.setdefault(region.codec.name, []).append(region)
+        regions_by_codec.setdefault(region.codec.name, []).append(region)
+    regions_by_codec.pop(EXACT.name, None)
     if not regions_by_codec:
         return files
     parts = [
@@ -181,14 +181,17 @@ def gradient_codec(settings: Settings, comm: Comm) -> Codec:
 
     Raises ConfigError for quantized gradients if the update rule has no gradients, or if one replica spans machines.
     """
-    if settings.link_gradients != EXACT.name and not settings.optimizer.has_gradients:
+    codec = GRADIENT_CODECS[settings.link_gradients]
+    if codec is EXACT:
+        return codec
+    if not settings.optimizer.has_gradients:
         raise ConfigError(
             f"offload.link_gradients is {settings.link_gradients}, but {type(settings.optimizer).__name__} has no "
             "gradients to send: set --offload.link_gradients exact."
         )
     if num_replicas(settings, comm) > 1:
-        return GRADIENT_CODECS[settings.link_gradients]
-    if settings.link_gradients != EXACT.name and len(set(comm.machines)) > 1:
+        return codec
+    if len(set(comm.machines)) > 1:
         raise ConfigError(
             f"offload.link_gradients is {settings.link_gradients}, but one replica of the model is sharded over "
             f"{len(set(comm.machines))} machines, and gradients within a replica are summed exactly: set "
@@ -207,9 +210,7 @@ def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
             sum(r.travelling_bytes for r in quantized),
             sum(r.weight_bytes for r in quantized),
         )
-        num_quantized, num_trainable = (
-            sum(len(region.parameters) for region in some_regions) for some_regions in (quantized, trainable)
-        )
+        num_quantized, num_trainable = (sum(len(r.parameters) for r in some) for some in (quantized, trainable))
         notes.append(
             f"{num_quantized} of {num_trainable} trainable parameters are copied in {quantized[0].link.name}, "
             f"{format_bytes(quantized_bytes)} instead of {format_bytes(exact_bytes)}, and the run computes with the "

@@ -15,7 +15,7 @@ from offload.accelerators import parse_device
 from offload.arguments import check_types
 from offload.errors import ConfigError, shorten
 from offload.lanes.throttle import Throttle, parse_throttle
-from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, INT8
+from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 from offload.sizes import parse_chunks
@@ -173,7 +173,7 @@ class Settings:
                 "weights, and the model's files are read unchanged. Set --offload.parameters cpu (or nvme), or "
                 "--offload.frozen_weights exact."
             )
-        _check(self.link_weights, (EXACT.name, INT8.name), "offload.link_weights")
+        _check(self.link_weights, tuple(LINK_CODECS), "offload.link_weights")
         if self.link_weights != EXACT.name and (reason := self._exact_links_reason):
             raise ConfigError(
                 f"offload.link_weights is {self.link_weights}, but {reason} --offload.link_weights exact."

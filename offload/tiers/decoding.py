@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from offload.lanes.lanes import Lanes
-from offload.layout.codecs import EXACT, QuantizedCodec
+from offload.layout.codecs import QuantizedCodec
 from offload.layout.regions import Region
 from offload.tiers.device import Device
 
@@ -17,22 +17,16 @@ DECODING = "decoding"
 
 def decoding_bytes(regions: Iterable[Region]) -> int:
     """Return the decoding workspace bytes for these regions."""
-    needs = [
-        (codec.tables.nbytes, codec.workspace_bytes(region.numel))
-        for region in regions
-        if isinstance(codec := region.travels, QuantizedCodec)
-    ]
+    needs = [(region.travels.tables.nbytes, region.travels.workspace_bytes(region.numel)) for region in regions]
     table_bytes = max((tables for tables, _ in needs), default=0)
     return table_bytes + max((num_bytes - tables for tables, num_bytes in needs), default=0)
 
 
 def stored_view(region: Region, weights: torch.Tensor) -> torch.Tensor:
-    """Return the copy target for a region's stored data: `weights` for exact weights. For quantized weights, the end of
-    `weights`: records then need no extra memory.
+    """Return the copy target for a region's stored data: the end of `weights`, so records need no extra memory. Exact
+    weights fill the whole of `weights`.
     """
-    if region.travels is EXACT:
-        return weights
-    return weights.view(torch.uint8)[-region.travelling_bytes :]
+    return weights.view(torch.uint8)[-region.travelling_bytes :].view(region.travelling.dtype)
 
 
 class Decoder:
@@ -41,10 +35,10 @@ class Decoder:
     def __init__(self, regions: Iterable[Region], device: Device, lanes: Lanes) -> None:
         regions = list(regions)
         self._device, num_bytes = device, decoding_bytes(regions)
-        self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-        tables_by_region = (region.travels.tables for region in regions if isinstance(region.travels, QuantizedCodec))
-        # int8 has no tables and may share the workspace with another codec
-        tables = max(tables_by_region, key=len, default=self._workspace[:0])
+        nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+        self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else nothing
+        # codecs without tables may share the workspace with another codec
+        tables = max((region.travels.tables for region in regions), key=len, default=self._workspace[:0])
         self._table_bytes = len(tables)
         if len(tables):
             device.copy(self._workspace[: len(tables)], tables)

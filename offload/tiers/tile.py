@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from offload.lanes.ticket import Fence
-from offload.layout.codecs import Int8Codec
+from offload.layout.codecs import QuantizedCodec
 from offload.layout.planes import CODES, STALE
 from offload.layout.regions import Region
 from offload.tiers.lease import NOTHING, Lease
@@ -111,7 +111,7 @@ def encode(region: Region, planes: Mapping[str, torch.Tensor], span: slice) -> N
     parameter or tile start.
     """
     if CODES in planes:
-        assert isinstance(region.link, Int8Codec)
+        assert isinstance(region.link, QuantizedCodec)
         low = planes["low"][span] if "low" in planes else None
         region.link.encode(planes["weights"][span], low, planes[CODES][region.plane(CODES).cut(span)])
 

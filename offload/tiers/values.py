@@ -12,7 +12,6 @@ from offload.distributed.comm import Comm
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
-from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, MASTER, Plane
 from offload.layout.regions import ParameterInfo, Piece, Region, Sharding, align
 from offload.native import kernels
@@ -58,7 +57,7 @@ class Values:
         region = self.region(parameter)
         plane, travels = region.plane("weights"), region.travelling
         for begin, end, stored in region.codec.encoded(self._parts(parameter, read, dtype, source)):
-            codes = None if region.link is EXACT else _codes(region, stored)
+            codes = _codes(region, stored) if CODES in region.by_name else None
             tiles = self.open_tiles(parameter, CODES, *MASTER, begin=begin, end=end, changes=True, of_all=True)
             for planes, in_tile, in_piece in tiles:
                 if "weights" in planes:
@@ -284,8 +283,7 @@ def _put(planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, i
 
 def _codes(region: Region, piece: torch.Tensor) -> torch.Tensor:
     """Return CPU records for copies of a piece, made from the master weights."""
-    ((*_, codes),) = region.link.encoded([piece if region.has_low else piece.to(region.dtype)])
-    return codes
+    return region.link.records(piece if region.has_low else piece.to(region.dtype))
 
 
 def _threshold(values: torch.Tensor, share: float) -> float:

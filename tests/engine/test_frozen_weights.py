@@ -7,6 +7,8 @@ tests/layout/test_codecs.py checks the dequantized values themselves.
 from __future__ import annotations
 
 import copy
+import inspect
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.throttle import parse_throttle
+from offload.layout import codecs
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import CODECS, decoded
 from offload.layout.regions import DiskLayout, ParameterInfo
@@ -281,3 +284,15 @@ def test_ranks_exchange_codes_and_decode_them(stage: int, place: str, tmp_path: 
         assert steps == plain_steps
         assert_same(found, plain)
         assert list(given.values()) == (shares if stage == 3 else [])
+
+
+def test_the_example_of_a_codec_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example in the docstring of `Codec`: training equals training over the dequantized weights."""
+    example = inspect.getdoc(codecs.Codec).partition("in a door:\n")[2].partition("    Engine(")[0]
+    monkeypatch.setattr(CODECS, "_objects", {**CODECS})
+    exec(textwrap.dedent(example), {**vars(codecs)})
+    engine = Engine(build(adapted), frozen_weights="float8")
+    plain = Engine(dequantised(build(adapted), "float8"))
+    assert engine.step(tokens()).loss == plain.step(tokens()).loss
+    assert "frozen parameters are stored in float8" in engine.told_frozen_weights
+    assert_same(weights(engine), weights(plain))

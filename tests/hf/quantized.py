@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
-from offload.layout.codecs import Nf4Codec, dynamic_map, nf4_levels
+from offload.extras.quant.codecs import Nf4Codec, dynamic_map, nf4_levels
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

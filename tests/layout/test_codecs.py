@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.extras.quant import codecs as quant_codecs
+from offload.extras.quant.codecs import Nf4Codec
 from offload.layout import codecs
-from offload.layout.codecs import CODECS, Nf4Codec, QuantizedCodec, decoded
+from offload.layout.codecs import CODECS, QuantizedCodec, decoded
 from offload.layout.planes import table
 from tests.layout.dequantised import PLAIN
 
@@ -123,7 +125,7 @@ def test_a_mean_is_the_same_by_any_number_of_threads() -> None:
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            found.add(codecs._mean(values).item())
+            found.add(quant_codecs._mean(values).item())
     finally:
         torch.set_num_threads(threads)
     assert len(found) == 1
@@ -155,7 +157,7 @@ def test_what_rests_has_the_bytes_of_its_records(name: str, bits: float) -> None
 
 
 def test_no_table_hangs_on_what_torch_makes_by_default() -> None:
-    tables = codecs.nf4_levels, codecs.dynamic_map, codecs._nf4_tables
+    tables = quant_codecs.nf4_levels, quant_codecs.dynamic_map, quant_codecs._nf4_tables
     known = [make().clone() for make in tables]
     for make in tables:
         make.cache_clear()

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from offload.layout import codecs
-from offload.layout.quantized import (
+from offload.extras.quant.file_codecs import (
     FLOAT8,
     INT4,
     INT8,
@@ -19,6 +18,7 @@ from offload.layout.quantized import (
     TiledCodec,
     rounding,
 )
+from offload.layout import codecs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CODECS: dict[str, FileCodec] = {

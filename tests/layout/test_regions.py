@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.extras.quant.codecs import INT8
 from offload.layout.build_regions import build_regions
-from offload.layout.codecs import EXACT, INT8
+from offload.layout.codecs import EXACT
 from offload.layout.planes import Factor
 from offload.layout.regions import DiskLayout, ParameterInfo, Sharding, align
 from offload.optim.adamw import AdamW

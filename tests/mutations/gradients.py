@@ -15,8 +15,8 @@ from offload.engine.gradients.transfer import GradientTransfer
 from offload.engine.loss import parts as losses
 from offload.engine.units import call
 from offload.engine.units.runner import UnitRunner
+from offload.extras.quant.codecs import IntegerCodec
 from offload.lanes.ticket import Fence
-from offload.layout.codecs import IntegerCodec
 from offload.layout.regions import Piece
 from tests.mutations import enter_as, mutation, replaced
 

@@ -13,8 +13,8 @@ from offload.engine.units import call, router, snapshots
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.extras.large import tiles
 from offload.extras.large.streamed_experts import StreamedExperts
+from offload.extras.quant.codecs import IntegerCodec
 from offload.hf import merge
-from offload.layout.codecs import IntegerCodec
 from offload.tiers.slots import Slots
 from tests.mutations import as_it_is, enter_as, mutation, replaced
 

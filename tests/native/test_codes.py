@@ -14,16 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.layout.codecs import (
-    CODECS,
-    GRADIENT_CODECS,
-    IntegerCodec,
-    QuantizedCodec,
-    _borders,
-    dynamic_map,
-    nf4_levels,
-)
-from offload.native import codes, kernels
+from offload.extras.quant import kernels as codes
+from offload.extras.quant.codecs import IntegerCodec, _borders, dynamic_map, nf4_levels
+from offload.layout.codecs import CODECS, GRADIENT_CODECS, QuantizedCodec
+from offload.native import kernels
 from tests.native.states import ISAS
 
 NAMES = ["int8", "int4", "nf4"]
@@ -47,7 +41,7 @@ def values(numel: int, seed: int, kind: str = "normal") -> Tensor:
 
 
 def codec_of(name: str) -> QuantizedCodec:
-    codec = (CODECS | GRADIENT_CODECS)[name]
+    codec = {**CODECS, **GRADIENT_CODECS}[name]
     assert isinstance(codec, QuantizedCodec)
     return codec
 

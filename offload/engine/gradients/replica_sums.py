@@ -13,7 +13,7 @@ import torch
 
 from offload.distributed.comm import Comm, pieces_of
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.codecs import IntegerCodec
+from offload.layout.codecs import QuantizedCodec
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BETWEEN
@@ -30,7 +30,7 @@ Measure = Callable[[torch.Tensor], None]
 class Residual:
     """Quantizes a shard's gradients, after adding each weight's error from earlier quantizations."""
 
-    def __init__(self, codec: IntegerCodec, error: torch.Tensor, keeps: bool) -> None:
+    def __init__(self, codec: QuantizedCodec, error: torch.Tensor, keeps: bool) -> None:
         """`error`: plane `ERROR` for the whole shard.
 
         `keeps`: update the errors; False if the sum is discarded after measuring.
@@ -101,7 +101,7 @@ class QuantizedSums(ExactSums):
     """
 
     def __init__(
-        self, between: Comm, device: Device, scratch: torch.Tensor, codec: IntegerCodec, shares_sums: bool
+        self, between: Comm, device: Device, scratch: torch.Tensor, codec: QuantizedCodec, shares_sums: bool
     ) -> None:
         super().__init__(between, device, scratch)
         self._codec, self._shares_sums = codec, shares_sums
@@ -153,7 +153,7 @@ class ReplicaSums:
         memory = store.stage(BETWEEN, sum(sizes))
         self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
         self._sums = ExactSums(store.between, device, scratch)
-        if isinstance(codec, IntegerCodec):
+        if isinstance(codec, QuantizedCodec):
             self._sums = QuantizedSums(store.between, device, scratch, codec, not store.sharding.spreads)
 
     def begin_step(self) -> None:

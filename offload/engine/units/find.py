@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.engine.units.candidates import ParameterPlace, Splitting, UnitCandidate
 from offload.errors import ConfigError, untrainable_error, warn
-from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, Codec
+from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, LINK_CODECS, Codec
 from offload.layout.regions import ParameterInfo
 from offload.optim.rule import ParameterTraits, UpdateRule
 
@@ -88,7 +88,7 @@ def describe_parameters(
                 weight_decay=choice.weight_decay,
                 rule=choice.rule,
                 codec=quantized.get(parameter, CODECS[frozen_weights] if is_quantized else EXACT),
-                link=CODECS[link_weights] if parameter.requires_grad and is_matrix else EXACT,
+                link=LINK_CODECS[link_weights] if parameter.requires_grad and is_matrix else EXACT,
             )
         )
     if frozen_weights != EXACT.name and all(info.codec is EXACT for info in infos):

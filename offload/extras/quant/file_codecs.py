@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.extras.quant.codecs import Nf4Codec, nf4_levels
 from offload.layout import codecs
-from offload.layout.codecs import EncodedPieces, Nf4Codec, QuantizedCodec, nf4_levels
+from offload.layout.codecs import EncodedPieces, QuantizedCodec
 
 
 class FileCodec(QuantizedCodec, ABC):
@@ -32,6 +33,10 @@ class FileCodec(QuantizedCodec, ABC):
     @abstractmethod
     def fields(self) -> tuple[int, ...]:
         """Bytes per record part, in order."""
+
+    @property
+    def unsaved_reason(self) -> str:
+        return f"the model's files store frozen weights as {self.name}"
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return flat records, joined from parts uint8 [n, bytes] and padded."""

@@ -1,5 +1,5 @@
-"""C++ kernels for quantized weights. `offload/layout/codecs.py` defines records, codes and scales, and has the same
-operations in torch, equal to the bit, for other devices and dtypes and for installations without C++.
+"""C++ kernels for quantized weights. `codecs.py` defines records, codes and scales, and has the same operations in
+torch, equal to the bit, for other devices and dtypes and for installations without C++.
 
 Tensors are contiguous, flat and on the CPU. Every function takes `threads` and `isa` (None: default). Results do not
 depend on either.

@@ -1,0 +1,324 @@
+"""Formats of quantized model folders: the file tensors in one weight."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.extras.quant import file_codecs as codec
+from offload.extras.quant.codecs import dynamic_map, nf4_levels
+from offload.extras.quant.file_codecs import BitsandbytesNf4Codec, FileCodec, TiledCodec, rounding
+from offload.files.safetensors_file import TensorEntry, TensorFile
+from offload.files.sources import ReopenFile
+from offload.hf.quantized import Format, QuantizedTensor, known_formats, model_dtype
+
+_ROWS = 16  # rows in a record if every row has a separate scale: aligned for any even width
+
+
+@dataclass(frozen=True)
+class MemberTensor:
+    """One tensor in a file, holding a part of a quantized weight."""
+
+    file: TensorFile
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.entries[self.key].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.file.entries[self.key].dtype
+
+    def value(self) -> torch.Tensor:
+        """Return the whole tensor. Raises DiskError."""
+        return self.file.read(self.key).view(self.shape)
+
+
+@dataclass(frozen=True)
+class RecordPart:
+    """A tensor as a sequence of equal byte groups, one group for each record."""
+
+    tensor: MemberTensor
+    num_bytes: int
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Return the bytes for records `first` to `last`, uint8 [n, num_bytes], zero-padded past the tensor end.
+
+        Raises DiskError.
+        """
+        width = self.tensor.dtype.itemsize
+        begin, end = (min(each * self.num_bytes // width, math.prod(self.tensor.shape)) for each in (first, last))
+        values = self.tensor.file.read(self.tensor.key, begin, end).view(torch.uint8)
+        num_missing = (last - first) * self.num_bytes - len(values)
+        return torch.nn.functional.pad(values, (0, num_missing)).view(-1, self.num_bytes)
+
+
+@dataclass(frozen=True)
+class SharedPart:
+    """Bytes shared by all records."""
+
+    values: torch.Tensor
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Return the bytes for records `first` to `last`, uint8 [n, num_bytes]."""
+        return self.values.view(1, -1).expand(last - first, -1)
+
+
+Assembly = tuple[tuple[int, ...], FileCodec, Sequence[RecordPart | SharedPart]]
+"""Shape, codec and record parts of a weight."""
+
+
+@dataclass
+class RecordTensor(QuantizedTensor):
+    """A quantized weight with one tensor per record part."""
+
+    codec: FileCodec
+    parts: Sequence[RecordPart | SharedPart]
+    entries: dict[str, TensorEntry]
+    """Weight name -> dtype and shape."""
+    _cache: tuple[tuple[int, int], torch.Tensor] | None = field(default=None, repr=False)
+
+    def records(self, begin: int, end: int) -> torch.Tensor:
+        first, last = begin // self.codec.block, -(-end // self.codec.block)
+        return self.codec.join([part.read(first, last) for part in self.parts])
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        # Dequantized records stay cached until a read reaches their end: a weight is read in consecutive pieces.
+        entry, block = self.entries[name], self.codec.block
+        numel = math.prod(entry.shape)
+        end = numel if end is None else end
+        first, last = begin // block, -(-end // block)
+        low, high = first * block, min(last * block, numel)
+        if self._cache is None or self._cache[0] != (low, high):
+            self._cache = (low, high), self.codec.read(self.records(low, high), slice(0, high - low), entry.dtype)
+        values = self._cache[1][begin - low : end - low].clone()
+        if end == high:
+            self._cache = None
+        return values
+
+    def reopen_files(self, reopen: ReopenFile) -> RecordTensor:
+        parts = [
+            RecordPart(MemberTensor(reopen(part.tensor.file), part.tensor.key), part.num_bytes)
+            if isinstance(part, RecordPart)
+            else part
+            for part in self.parts
+        ]
+        return RecordTensor(self.codec, parts, self.entries)
+
+    def close(self) -> None:
+        for part in self.parts:
+            if isinstance(part, RecordPart):
+                part.tensor.file.close()
+
+
+class TensorFormat(Format):
+    """Format with several file tensors per weight."""
+
+    marker: str
+    """Tensor name suffix found for every quantized weight."""
+    members: tuple[str, ...]
+    """Name suffixes for all tensors in a weight."""
+    weight = ".weight"
+    """Weight name suffix."""
+
+    @abstractmethod
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
+        """Return one weight, given the tensors by name suffix and the model dtype. Raises ConfigError, DiskError."""
+
+    def readers(self, files: Mapping[str, TensorFile], folder: Path) -> dict[str, TensorFile | QuantizedTensor]:
+        readers: dict[str, TensorFile | QuantizedTensor] = dict(files)
+        stems = [name.removesuffix(self.marker) for name in files if name.endswith(self.marker)]
+        members_by_stem = {
+            stem: {end: MemberTensor(files[stem + end], stem + end) for end in self.members if stem + end in files}
+            for stem in stems
+        }
+        for member in (member for members in members_by_stem.values() for member in members.values()):
+            del readers[member.key]
+        dtype = model_dtype(folder, readers)
+        for stem, members in members_by_stem.items():
+            try:
+                shape, codec_, parts = self.assemble(members, dtype)
+            except KeyError as error:
+                raise ConfigError(
+                    f"{folder} has {stem}{self.marker} but no {stem}{error.args[0]}: download the folder again."
+                ) from None
+            name = stem + self.weight
+            readers[name] = RecordTensor(codec_, parts, {name: TensorEntry(dtype, shape, 0, 0)})
+        return readers
+
+
+class BlockFp8(TensorFormat):
+    """fp8 with a scale for each matrix block, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3)."""
+
+    title = "block-wise fp8 as DeepSeek-V3's (fp8)"
+    marker, members = ".weight_scale_inv", (".weight", ".weight_scale_inv")
+
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
+        codes, scales = tensors[".weight"], tensors[".weight_scale_inv"]
+        block = self._quantization.get("weight_block_size")
+        return _assemble_grid("block fp8", codec.FLOAT8, codes, codes.shape, scales, block, (dtype,))
+
+
+class GptOss(TensorFormat):
+    """mxfp4 for all experts in a layer at once, with each matrix transposed."""
+
+    title = "mxfp4 as gpt-oss's"
+    marker, members, weight = "_blocks", ("_blocks", "_scales"), ""
+
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
+        codes, exponents = tensors["_blocks"], tensors["_scales"]
+        if len(codes.shape) != 4 or codes.shape[3] != 16 or codes.shape[:3] != exponents.shape:
+            raise _unsupported_error(codes, f"has shape {list(codes.shape)}, not [experts, columns, blocks, 16]")
+        num, columns, blocks, _ = codes.shape
+        mxfp4 = codec.Mxfp4Codec(32 * blocks, columns, rounding(dtype))
+        parts = [RecordPart(member, size) for member, size in zip((exponents, codes), mxfp4.fields, strict=True)]
+        return (num, mxfp4.rows, columns), mxfp4, parts
+
+
+class BitsAndBytes(TensorFormat):
+    """nf4 (QLoRA, arXiv:2305.14314), with block magnitudes quantized (double quantization) or in fp32."""
+
+    title = "nf4 as bitsandbytes saves it"
+    marker = ".weight.quant_state.bitsandbytes__nf4"
+    members = (
+        ".weight",
+        ".weight.absmax",
+        ".weight.quant_map",
+        ".weight.nested_absmax",
+        ".weight.nested_quant_map",
+        marker,
+    )
+
+    def __init__(self, quantization: Mapping[str, Any]) -> None:
+        super().__init__(quantization)
+        quant_type = quantization.get("bnb_4bit_quant_type", "fp4") if quantization.get("load_in_4bit") else "int8"
+        if quant_type != "nf4":
+            raise ConfigError(f"as {quant_type} of bitsandbytes")
+
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
+        codes, state = tensors[".weight"], json.loads(bytes(tensors[self.marker].value().tolist()))
+        shape = tuple(state["shape"])
+        rounds = rounding(getattr(torch, state["dtype"]), dtype)
+        sizes = state["blocksize"], state.get("nested_blocksize", 256)
+        tables = [(tensors[".weight.quant_map"], nf4_levels())]
+        if ".weight.nested_quant_map" in tensors:
+            tables.append((tensors[".weight.nested_quant_map"], dynamic_map()))
+        if sizes != (64, 256) or not all(
+            torch.allclose(member.value(), table, rtol=1e-6, atol=1e-9) for member, table in tables
+        ):
+            problem = f"has blocks of {sizes[0]} and {sizes[1]} values, where only 64 and 256 with QLoRA's tables are"
+            raise _unsupported_error(codes, f"{problem} supported")
+        if len(tables) == 1:
+            grid = TiledCodec("nf4", codec.NF4, 256, 64, (1, 64), torch.float32, rounds)
+            scales = RecordPart(tensors[".weight.absmax"], grid.fields[0])
+            return shape, grid, [scales, RecordPart(codes, grid.fields[1])]
+        members = codes, tensors[".weight.absmax"], tensors[".weight.nested_absmax"]
+        nested = BitsandbytesNf4Codec(rounds)
+        parts = [RecordPart(member, size) for member, size in zip(members, nested.fields[:3], strict=True)]
+        offset = torch.tensor([state["nested_offset"]], dtype=torch.float32).view(torch.uint8)
+        return shape, nested, [*parts, SharedPart(offset)]
+
+
+class CompressedTensors(TensorFormat):
+    """Integers or fp8 with a scale for each row group, row, block or matrix."""
+
+    title = "pack-quantized int4, int-quantized int8 and float-quantized fp8 of compressed-tensors"
+    marker = ".weight_scale"
+    members = (".weight", ".weight_packed", ".weight_shape", ".weight_zero_point", marker)
+
+    def __init__(self, quantization: Mapping[str, Any]) -> None:
+        super().__init__(quantization)
+        groups = quantization.get("config_groups") or {}
+        self._blocks = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
+        formats = {group.get("format") or quantization.get("format") for group in groups.values()}
+        for format_ in sorted(map(str, formats or {quantization.get("format")})):
+            if format_ not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
+                raise ConfigError(f"as {format_} of compressed-tensors")
+        for group in groups.values():
+            weights = group.get("weights") or {}
+            if not weights.get("symmetric", True):
+                raise ConfigError("as integers with zero points (asymmetric) of compressed-tensors")
+            if weights.get("num_bits", 8) not in (4, 8) or weights.get("actorder"):
+                feature = "with actorder" if weights.get("actorder") else f"with {weights['num_bits']} bits"
+                raise ConfigError(f"{feature} of compressed-tensors")
+
+    def assemble(self, tensors: Mapping[str, MemberTensor], dtype: torch.dtype) -> Assembly:
+        scales = tensors[self.marker]
+        if ".weight_zero_point" in tensors and tensors[".weight_zero_point"].value().any():
+            raise _unsupported_error(tensors[".weight_zero_point"], "has a zero point other than 0")
+        rounds = scales.dtype, dtype
+        if ".weight_packed" not in tensors:
+            codes = tensors[".weight"]
+            numbers: codec.NumberFormat = codec.FLOAT8 if codes.dtype == torch.float8_e4m3fn else codec.INT8
+            if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+                raise _unsupported_error(
+                    codes, f"has dtype {codes.dtype} with a scale, where only int8 and float8_e4m3fn are supported"
+                )
+            block = next(filter(None, self._blocks), None)
+            return _assemble_grid(
+                f"{numbers.label} (compressed-tensors)", numbers, codes, codes.shape, scales, block, rounds
+            )
+        codes, shape = tensors[".weight_packed"], tuple(tensors[".weight_shape"].value().tolist())
+        bits = 32 * codes.shape[-1] // shape[-1]
+        if shape[-1] % 8 or bits not in (4, 8):
+            raise _unsupported_error(
+                codes,
+                f"has rows of {shape[-1]} values in {codes.shape[-1]} words, where only 4 or 8 bits a value are "
+                "supported",
+            )
+        numbers = codec.INT4 if bits == 4 else codec.PACKED8
+        return _assemble_grid(f"{numbers.label} (compressed-tensors)", numbers, codes, shape, scales, None, rounds)
+
+
+def _assemble_grid(
+    label: str,
+    numbers: codec.NumberFormat,
+    codes: MemberTensor,
+    shape: tuple[int, ...],
+    scales: MemberTensor,
+    block: Sequence[int] | None,
+    rounds: Sequence[torch.dtype],
+) -> Assembly:
+    """Return the same triple as `Format.assemble`, for codes [.., rows, columns] and one scale per tile.
+
+    `block`: rows and columns per tile in the configuration; they need not divide the matrix. None: equal tiles.
+    """
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    is_per_matrix = math.prod(scales.shape) == 1
+    grid = (1, 1) if is_per_matrix else (math.prod(scales.shape[:-1]), scales.shape[-1])
+    tile = (_ROWS, width) if is_per_matrix else (rows // grid[0], width // grid[1])
+    if block and not is_per_matrix and (-(-rows // block[0]), -(-width // block[1])) == grid:
+        tile = block[0], block[1]
+    elif not is_per_matrix and (rows % grid[0] or width % grid[1]):
+        raise _unsupported_error(
+            scales,
+            f"has shape {list(scales.shape)} for a weight of shape {list(shape)}, not one for each of equal blocks",
+        )
+    if width % 2 or (len(shape) > 2 and shape[-2] % tile[0]):
+        raise _unsupported_error(
+            codes, f"has shape {list(shape)}, where only an even width and whole blocks in each matrix are supported"
+        )
+    record = tile[0] * -(-_ROWS // tile[0])
+    codec_grid = TiledCodec(label, numbers, record, width, tile, scales.dtype, rounding(*rounds))
+    scale_part = (
+        SharedPart(scales.value().view(-1).view(torch.uint8))
+        if is_per_matrix
+        else RecordPart(scales, codec_grid.fields[0])
+    )
+    return shape, codec_grid, [scale_part, RecordPart(codes, codec_grid.fields[1])]
+
+
+def _unsupported_error(member: MemberTensor, problem: str) -> ConfigError:
+    return ConfigError(
+        f"the quantized tensor {member.key} in {member.file.path} {problem}. Supported: {known_formats()}. Give "
+        "the folder of the unquantized model."
+    )
