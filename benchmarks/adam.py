@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks.alone import main_of
-from offload.benches.report import Result, spread
-from offload.config.command_line import run_command
+from offload.app.config.command_line import run_command
 from offload.errors import ConfigError
+from offload.extras.tools.benches.report import Result, spread
 from offload.native import kernels
 from offload.sizes import parse_size
 

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine, Placement
-from offload.benches import step
-from offload.benches.blocks import Contender, do_nothing, measure, summarise
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches import step
+from offload.extras.tools.benches.blocks import Contender, do_nothing, measure, summarise
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 from offload.layout.codecs import CODECS
 
 RECOMPUTE, LR = "never", 1e-4

@@ -18,11 +18,11 @@ from typing import Any
 
 from benchmarks.ideal import Unit, Use, Work, ideal
 from benchmarks.plan_models import MODELS
-from offload.config.config import Config
-from offload.forecast.alternatives import apply_change
-from offload.forecast.forecast import Forecast, Forecaster
-from offload.forecast.timing import PlannedStep
-from offload.hf.models import quiet_transformers
+from offload.app.config.config import Config
+from offload.app.hf.models import quiet_transformers
+from offload.extras.plan.alternatives import apply_change
+from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.timing import PlannedStep
 from offload.layout.regions import Region, Sharding
 from offload.machine.hardware import Hardware
 from offload.planning.estimates import update_bytes

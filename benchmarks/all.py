@@ -15,17 +15,17 @@ from typing import Any
 
 from benchmarks.alone import main_of
 from benchmarks.limits import product_name
-from offload.benches.report import BenchmarkOutput, Result
-from offload.config.command_line import run_command, say
+from offload.app.config.command_line import run_command, say
 from offload.errors import ConfigError, nearest
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 SUMMARY = "limits, adam, nvme and step, shorter, in one table"
 PARTS = {
     "limits": ("benchmarks.limits", ""),
     "adam": ("benchmarks.adam", "--n 8Mi --reps 5"),
-    "nvme": ("offload.benches.nvme", "--size 256MiB --pairs 5"),
+    "nvme": ("offload.extras.tools.benches.nvme", "--size 256MiB --pairs 5"),
     "step": (
-        "offload.benches.step",
+        "offload.extras.tools.benches.step",
         "--hidden 256 --layers 6 --vocabulary 4096 --sequence 128 --steps 4 --pairs 5",
     ),
 }

@@ -32,10 +32,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
-from offload.benches.blocks import rotate
-from offload.benches.nvme import run_fio
-from offload.benches.report import BenchmarkOutput, Result
 from offload.checkpoint.manifest import CHUNK_BYTES
+from offload.extras.tools.benches.blocks import rotate
+from offload.extras.tools.benches.nvme import run_fio
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 13, "vocab_size": 8192}
 DIRECT = ["--ioengine=io_uring", "--iodepth=4", "--direct=1"]

@@ -32,9 +32,9 @@ from transformers import (
 )
 
 from offload import Engine
-from offload.benches.blocks import rotate
-from offload.benches.report import BenchmarkOutput, Result
 from offload.extras.large.compiled_forwards import compile_modules
+from offload.extras.tools.benches.blocks import rotate
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 ROUNDS, WARM_STEPS, ROWS, LENGTH, WORDS = 9, 3, 4, 256, 512
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import AdamW, Engine, Placement
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 from offload.layout.regions import Sharding
 from offload.planning.estimates import update_bytes
 from tests.engine.inside import parts_of

@@ -31,11 +31,11 @@ from typing import Any
 
 from benchmarks.plan_models import MODELS as PLANNED
 from benchmarks.plan_models import SETTINGS
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.hf.models import quiet_transformers
 from offload.errors import OffloadError
-from offload.forecast.alternatives import place
-from offload.forecast.forecast import Forecast, Forecaster
-from offload.hf.models import quiet_transformers
+from offload.extras.plan.alternatives import place
+from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.machine.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent

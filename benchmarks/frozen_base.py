@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 MIB = 1 << 20
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 23, "num_attention_heads": 32}
@@ -126,7 +126,7 @@ def make_model(folder: Path, shape: Mapping[str, int]) -> Path:
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from offload.data.tokenizer import train_bpe
+    from offload.extras.data.tokenizer import train_bpe
 
     folder.mkdir()
     config = LlamaConfig(**shape, vocab_size=VOCABULARY, tie_word_embeddings=True, dtype="bfloat16")

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload.benches.report import BenchmarkOutput, Result
-from offload.hf.models import folder_config, model_kind
-from offload.hf.read import read_model
-from offload.inference.streamed_model import StreamedModel
+from offload.app.hf.models import folder_config, model_kind
+from offload.app.hf.read import read_model
+from offload.extras.generate.streamed_model import StreamedModel
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 from offload.lanes.throttle import Throttle
 
 LAYERS, WIDTH, PROMPT = 12, 512, 256

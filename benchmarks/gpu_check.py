@@ -26,8 +26,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from offload.benches.report import Result, machine, versions
 from offload.errors import OffloadError
+from offload.extras.tools.benches.report import Result, machine, versions
 
 FIRST = ("build", "copies", "updates", "tests", "sync", "run-ahead", "profiled-3b", "8b", "compiled-block")
 OWN = (*FIRST, "3b", "small", "1b", "14b", "sanitizer")

@@ -30,11 +30,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from benchmarks import lanes
 from offload import AdamW, Engine, Lion, Placement
 from offload.accelerators import Accelerator, own_accelerator
-from offload.benches import step as step_bench
-from offload.benches.report import Result
 from offload.engine.units.run_ahead import RunAhead
 from offload.errors import DoesNotFitError
 from offload.extras.large import compiled_forwards as forwards
+from offload.extras.tools.benches import step as step_bench
+from offload.extras.tools.benches.report import Result
 from offload.machine.environment import memory
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +138,7 @@ class Check:
         """Return a Llama without weights, and a function that fills a unit with random weights, by fast copies."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from offload.hf.deferred_init import DeferredInit
+        from offload.app.hf.deferred_init import DeferredInit
 
         for name in ("hidden_size", "intermediate_size", "vocab_size"):
             shape[name] = max(DRY_WIDTH, shape[name] // DRY_SCALE) if self.is_dry else shape[name]

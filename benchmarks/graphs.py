@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
-from offload.benches.blocks import rotate
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.blocks import rotate
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 ROUNDS, WARM_STEPS = 15, 3
 LINK = {name: {"bandwidth": 2e9} for name in ("h2d", "d2h")}

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 MIB = 1 << 20
 SHAPE = {
@@ -58,7 +58,7 @@ def make_source(folder: Path) -> int:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from offload.hf.write import write_model
+    from offload.app.hf.write import write_model
 
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
@@ -76,8 +76,8 @@ def measure(placement: str, folder: Path) -> dict[str, float]:
     from transformers import LlamaForCausalLM  # noqa: F401 - with torch, and what both of them import
 
     from offload import Engine, Placement
-    from offload.config.sections import ModelSection
-    from offload.hf.models import build_model
+    from offload.app.config.sections import ModelSection
+    from offload.app.hf.models import build_model
 
     found = {"peak after the imports of Python": _peak()}
     begin = time.perf_counter()

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.plan_memory import Alive
 from offload import SGD, Engine, Placement
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 CHUNK_BYTES = 32 << 20
 

@@ -34,7 +34,7 @@ from benchmarks.gpu_parts import (
     seconds_by_purpose,
 )
 from offload import AdamW, Engine, Placement
-from offload.benches.report import Result
+from offload.extras.tools.benches.report import Result
 from offload.layout.codecs import CODECS
 from offload.native import kernels
 

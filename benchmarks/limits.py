@@ -9,8 +9,8 @@ import argparse
 import sys
 
 from benchmarks.alone import main_of
-from offload.benches.report import Result
-from offload.config.command_line import run_command
+from offload.app.config.command_line import run_command
+from offload.extras.tools.benches.report import Result
 from offload.native import kernels
 
 SUMMARY = "what matrix products, memory and links of this machine reach at most"

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 from benchmarks.states import last_line
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 LINKS = {"link_weights": ("exact", "int8"), "link_gradients": ("exact", "int8", "int4")}
 ON_HOST = ["--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.prefetch", "0"]

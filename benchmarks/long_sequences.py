@@ -25,7 +25,7 @@ from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 
 from benchmarks.plan_memory import Alive
 from offload import AdamW, Engine, Placement
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 BUDGET_BYTES = 6 << 30
 TILE, WINDOW = 4096, 128

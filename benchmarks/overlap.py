@@ -3,7 +3,7 @@
 Throttles make h2d, d2h and update each take a given share of the step's compute. An engine without throttle and
 prefetch measures the compute, in turns with the throttled engine, so a busy machine slows both. The ideal knows the
 throttles, the sizes and the measured seconds of every use, and nothing of the engine. Times are those of step blocks
-with no pending work at the start and end (`offload/benches/blocks.py`).
+with no pending work at the start and end (`offload/extras/tools/benches/blocks.py`).
 
     python -m benchmarks.overlap --json > benchmarks/results/overlap.json     # about twelve minutes
 """
@@ -22,9 +22,9 @@ from typing import Any
 
 from benchmarks.alone import main_of
 from benchmarks.ideal import Ideal, Unit, Use, Work, ideal, serial_seconds
-from offload.benches import step
-from offload.benches.report import Result
-from offload.config.command_line import run_command
+from offload.app.config.command_line import run_command
+from offload.extras.tools.benches import step
+from offload.extras.tools.benches.report import Result
 
 SUMMARY = "a training step whose lanes are throttled, on one thread, against an ideal schedule"
 SIZES = {"hidden": 256, "layers": 16, "vocabulary": 512, "sequence": 128, "batch": 4}

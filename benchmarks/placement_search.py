@@ -23,10 +23,10 @@ import torch
 
 from benchmarks.step_times import Case, block_seconds, compute_of, work_of
 from offload import AdamW, Engine, Placement
-from offload.benches.report import BenchmarkOutput, Result
 from offload.errors import OffloadError
-from offload.forecast.search import PlacementCandidate, PlacementSearch, placements, search
-from offload.forecast.workload import Workload
+from offload.extras.plan.search import PlacementCandidate, PlacementSearch, placements, search
+from offload.extras.plan.workload import Workload
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 from offload.machine.hardware import Hardware, Rates
 from offload.native import kernels
 from offload.planning.machines import ThisMachine

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.hf.models import quiet_transformers
 from offload.errors import format_bytes
-from offload.forecast.alternatives import apply_change, find_fix, place, to_flags
-from offload.forecast.forecast import Forecast, Forecaster
-from offload.hf.models import quiet_transformers
+from offload.extras.plan.alternatives import apply_change, find_fix, place, to_flags
+from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.machine.hardware import Hardware
 
 _LLAMA = {

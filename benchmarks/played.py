@@ -33,8 +33,8 @@ import torch
 
 from benchmarks import lanes
 from offload import AdamW, Engine, Placement
-from offload.benches.blocks import rotate
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.blocks import rotate
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 from offload.native import kernels
 from tests import accelerator
 from tests.accelerator.control import H200, RTX_4090, Control, Cost

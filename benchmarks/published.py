@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan_models import MODELS
-from offload.config.config import Config
-from offload.forecast.alternatives import apply_change, place
-from offload.forecast.forecast import Forecast, Forecaster
-from offload.hf.models import quiet_transformers
+from offload.app.config.config import Config
+from offload.app.hf.models import quiet_transformers
+from offload.extras.plan.alternatives import apply_change, place
+from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.machine.hardware import Hardware
 
 SEQUENCE, MICRO_ROWS = 4096, (8, 4, 2, 1)

@@ -17,11 +17,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.plan_models import MODELS, SETTINGS
-from offload.config.config import Config
-from offload.config.presets import PRESETS
-from offload.forecast.alternatives import apply_change, place
-from offload.forecast.forecast import Forecast, Forecaster
-from offload.hf.models import quiet_transformers
+from offload.app.config.config import Config
+from offload.app.config.presets import PRESETS
+from offload.app.hf.models import quiet_transformers
+from offload.extras.plan.alternatives import apply_change, place
+from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.machine.hardware import Hardware
 
 SYSTEM_GIB = 4

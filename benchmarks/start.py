@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.benches.blocks import rotate
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.blocks import rotate
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 SHAPE = {
     "hidden_size": 128,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 ARMS = {
     "fp32": [],

@@ -22,9 +22,9 @@ import torch
 from benchmarks.ideal import Use
 from benchmarks.overlap import compute_uses
 from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
-from offload.forecast.measure import BatchSpec, measure
-from offload.forecast.timing import PlannedStep, Timing
-from offload.forecast.workload import UnitWork, Workload
+from offload.extras.plan.measure import BatchSpec, measure
+from offload.extras.plan.timing import PlannedStep, Timing
+from offload.extras.plan.workload import UnitWork, Workload
 from offload.layout.regions import Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.estimates import update_bytes

@@ -31,8 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload.benches.blocks import rotate
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.blocks import rotate
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 from offload.machine.cores import usable_cores
 
 VOCABULARY = 16384
@@ -44,8 +44,8 @@ OURS, REFERENCES = "offload", ("encode_batch", "encode_batch_fast")
 CHILD = """
 import re, sys
 from pathlib import Path
-from offload.data.dataset import build_dataset
-from offload.data.sources import Source
+from offload.extras.data.dataset import build_dataset
+from offload.extras.data.sources import Source
 built = build_dataset(sources=[Source((sys.argv[1],))], tokenizer=sys.argv[2], vocab_size=int(sys.argv[3]),
                       sequence_length=1024, batch_size=1, cache_dir=Path(sys.argv[4]))
 peak = re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]  # getrusage's counts what began it
@@ -113,7 +113,7 @@ def write_chats(path: Path, megabytes: int) -> Path:
 
 def train_tokenizer(folder: Path, text: Path) -> None:
     """Train a tokenizer on a text and save it."""
-    from offload.data.tokenizer import train_bpe
+    from offload.extras.data.tokenizer import train_bpe
 
     train_bpe(text.read_text(encoding="utf-8").splitlines(keepends=True), VOCABULARY).save_pretrained(folder)
 
@@ -171,8 +171,8 @@ def texts_of(path: Path) -> tuple[list[list[str]], int]:
     """Return the texts in a file's records, in batches, and their total bytes."""
     from dataclasses import replace
 
-    from offload.data.formats import Text, detect_format, read_records
-    from offload.data.sources import Source, find_files
+    from offload.extras.data.formats import Text, detect_format, read_records
+    from offload.extras.data.sources import Source, find_files
 
     (file,) = find_files(Source((str(path),)))
     records = read_records(replace(file, format=detect_format(file)), VOCABULARY)
@@ -195,8 +195,8 @@ def ids_by(encode: Callable[..., Any], batches: list[list[str]]) -> list[list[in
 
 def built(path: Path, tokenizer: Any, folder: Path, num_workers: int) -> object:
     """Tokenize a file with an empty cache."""
-    from offload.data.prepare import Preparation, SourceFiles
-    from offload.data.sources import Source
+    from offload.extras.data.prepare import Preparation, SourceFiles
+    from offload.extras.data.sources import Source
 
     source_files = SourceFiles(Source((str(path),)), VOCABULARY, eval_share=0.0, on_bad_row="error")
     with tempfile.TemporaryDirectory(dir=folder) as cache:

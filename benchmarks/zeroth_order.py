@@ -28,7 +28,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, MeZO, Placement
-from offload.benches.report import BenchmarkOutput, Result
+from offload.extras.tools.benches.report import BenchmarkOutput, Result
 from offload.extras.zeroth.directions import NoiseRange, descend, perturb
 from offload.optim.rule import parameter_key
 from tests.engine.inside import parts_of

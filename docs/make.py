@@ -6,7 +6,7 @@ python docs/make.py --check     # exits with 1 if a page, a table, or a quote of
 python docs/make.py --picture   # also docs/images/first-run.svg, from a real run
 python docs/make.py --site      # also the site, into build/site; needs the extra `docs`
 
-Each text has one source: settings in `offload/config/sections.py`, options in the command, calls in the docstring,
+Each text has one source: settings in `offload/app/config/sections.py`, options in the command, calls in the docstring,
 numbers of the README in `benchmarks/results`.
 """
 
@@ -89,10 +89,10 @@ errors.
 
 def settings_page() -> str:
     """Return the page with all settings for `train`."""
-    from offload.config.config import Config
-    from offload.config.options import format_value, value_hint
+    from offload.app.config.config import Config
+    from offload.app.config.options import format_value, value_hint
 
-    page = [MADE.format("offload/config/sections.py"), SETTINGS]
+    page = [MADE.format("offload/app/config/sections.py"), SETTINGS]
     for name, section in Config.SECTIONS.items():
         page.append(f"## {name}\n\n{section.__doc__}\n\n")
         for field_name, field in section.model_fields.items():
@@ -106,7 +106,7 @@ def settings_page() -> str:
 def commands_page() -> str:
     """Return the page with all commands, from the help texts."""
     from offload.__main__ import COMMANDS
-    from offload.config.config import Config
+    from offload.app.config.config import Config
 
     page = [MADE.format("the commands' help"), COMMANDS_INTRO]
     for name, summary in COMMANDS.items():
@@ -139,10 +139,10 @@ def _help(command: str, sections: Any) -> str:
 def api_page() -> str:
     """Return the page about the Python interface, from signatures and docstrings."""
     import offload
+    from offload.app.training import callbacks, trainer
     from offload.engine.methods.result import StepResult
     from offload.integrations import accelerate, transformers
     from offload.integrations.wrap import WrappedOptimizer
-    from offload.training import callbacks, trainer
 
     page = [MADE.format("the docstrings"), API]
     page.extend(_class(each) for each in (offload.wrap, WrappedOptimizer))

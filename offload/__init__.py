@@ -10,7 +10,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.config.config import Config as Config
+    from offload.app.config.config import Config as Config
+    from offload.app.training.trainer import Trainer as Trainer
     from offload.engine.engine import Engine as Engine
     from offload.extras.zeroth.mezo import MeZO as MeZO
     from offload.integrations.wrap import wrap as wrap
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from offload.optim.sgd import SGD as SGD
     from offload.planning.settings import Settings as Settings
     from offload.tiers.placement import Placement as Placement
-    from offload.training.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ): 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 _HOMES = {
-    "Config": "offload.config.config",
+    "Config": "offload.app.config.config",
     "Engine": "offload.engine.engine",
     "AdaLomo": "offload.optim.factored",
     "Adafactor": "offload.optim.factored",
@@ -49,7 +49,7 @@ _HOMES = {
     "SGD": "offload.optim.sgd",
     "Placement": "offload.tiers.placement",
     "Settings": "offload.planning.settings",
-    "Trainer": "offload.training.trainer",
+    "Trainer": "offload.app.training.trainer",
     "wrap": "offload.integrations.wrap",
 }
 __all__ = [*_HOMES, "native"]

@@ -6,7 +6,7 @@ import importlib
 import types
 import typing
 
-from offload.config.command_line import run_command
+from offload.app.config.command_line import run_command
 from offload.errors import ConfigError, nearest, shorten
 
 COMMANDS = {
@@ -22,7 +22,6 @@ COMMANDS = {
     "replay": "rebuild the final weights of a run without gradients from its log",
     "bench": "measure offload on this machine against hardware limits and other libraries",
 }
-_MODULES = {"data": "look"}  # other commands have the module name; offload.data is a package
 
 GREETING = """\
 offload trains a Hugging Face model that does not fit the device, as if it did.
@@ -54,7 +53,7 @@ def main(words: list[str]) -> int | None:
 
 def module_of(name: str) -> types.ModuleType:
     """Return the module for a command; `main` in the module takes the remaining words."""
-    return importlib.import_module(f"offload.{_MODULES.get(name, name)}")
+    return importlib.import_module(f"offload.{name}")
 
 
 def run() -> typing.NoReturn:

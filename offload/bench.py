@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from offload.benches.report import BenchmarkOutput
-from offload.config.command_line import run_command
+from offload.app.config.command_line import run_command
+from offload.extras.tools.benches.report import BenchmarkOutput
 
 NAMES = ("step", "nvme", "sweep", "compare")
-"""Modules in offload.benches. Each has a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which returns a list
-of Result, or a BenchmarkOutput.
+"""Modules in offload.extras.tools.benches. Each has a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which
+returns a list of Result, or a BenchmarkOutput.
 """
 
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m offload.bench", description=__doc__)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name in NAMES:
-        module = importlib.import_module(f"offload.benches.{name}")
+        module = importlib.import_module(f"offload.extras.tools.benches.{name}")
         declare(names.add_parser(name, help=module.SUMMARY, description=module.SUMMARY + "."), module)
     return parser
 

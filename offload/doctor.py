@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from offload.config.command_line import run_command
+from offload.app.config.command_line import run_command
 from offload.errors import format_bytes
 
 DESCRIPTION = (
@@ -17,7 +17,7 @@ DESCRIPTION = (
 
 def main(words: list[str]) -> int:
     arguments = _parser().parse_args(words)
-    from offload.machine.diagnosis import diagnose  # imports torch
+    from offload.extras.tools.diagnosis import diagnose  # imports torch
 
     diagnosis = diagnose(arguments.nvme_dir, probes=arguments.probe or arguments.refresh, refresh=arguments.refresh)
     if arguments.json:

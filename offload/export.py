@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
 
-from offload.config.command_line import parse_options, run_command, say
+from offload.app.config.command_line import parse_options, run_command, say
 from offload.doors import Door
 from offload.errors import ConfigError
 from offload.sizes import parse_size
@@ -67,7 +67,7 @@ class Exporter(Protocol):
 
 
 def _export_whole(folder: Path, out: Path, dtype: torch.dtype | None, shard_bytes: int | None, **_merge: Any) -> str:
-    from offload.checkpoint.stored_model import export_stored
+    from offload.app.stored_model import export_stored
 
     return export_stored(folder, out, dtype, shard_bytes).describe()
 
@@ -84,9 +84,9 @@ def main(words: list[str]) -> int:
         raise ConfigError(f"{out} is there already; give a new or empty folder for the export.")
     from transformers.utils import ADAPTER_CONFIG_NAME
 
-    from offload.checkpoint.folder import choose_checkpoint  # imports torch
-    from offload.checkpoint.stored_model import DTYPES
-    from offload.hf.models import quiet_transformers
+    from offload.app.checkpoint_folder import choose_checkpoint  # imports torch
+    from offload.app.hf.models import quiet_transformers
+    from offload.app.stored_model import DTYPES
 
     quiet_transformers()
     folder = choose_checkpoint(checkpoint_path, say)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from offload.config.command_line import as_utf8, parse_options, run_command, say
+from offload.app.config.command_line import as_utf8, parse_options, run_command, say
 from offload.errors import ConfigError, counted, format_bytes
 from offload.sizes import parse_size
 
@@ -86,10 +86,10 @@ def main(words: list[str]) -> int:
     prompt = as_utf8(sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt, "--prompt")
 
     from offload.accelerators import own_accelerator
-    from offload.checkpoint.folder import choose_model
-    from offload.checkpoint.stored_model import DTYPES
-    from offload.hf.models import quiet_transformers
-    from offload.inference.sampler import Sampler, SamplingOptions, free_memory
+    from offload.app.checkpoint_folder import choose_model
+    from offload.app.hf.models import quiet_transformers
+    from offload.app.stored_model import DTYPES
+    from offload.extras.generate.sampler import Sampler, SamplingOptions, free_memory
 
     quiet_transformers()
     own = own_accelerator(None if options.device == "auto" else options.device, flag="--device")

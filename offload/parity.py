@@ -10,13 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offload import __version__
-from offload.config.command_line import CommandOption, importing, is_on, parse_command, run_command, say, take_gpus
-from offload.distributed.launch import end_with_launcher, launch
+from offload.app.config.command_line import CommandOption, importing, is_on, parse_command, run_command, say, take_gpus
+from offload.app.launch import end_with_launcher, launch
 from offload.errors import ConfigError, counted, shorten
 
 if TYPE_CHECKING:
-    from offload.config.config import Config
-    from offload.training.parity_check import ParityResult
+    from offload.app.config.config import Config
+    from offload.extras.tools.parity_check import ParityResult
 
 DESCRIPTION = (
     "Train the first steps of a run twice, offloaded as the settings of train say and resident in plain PyTorch, and "
@@ -87,9 +87,9 @@ def compare(config: Config, num_steps: int, *, same_order: bool, show_line: Show
 
     Raises OffloadError, one on every rank.
     """
+    from offload.app.training.ranks import RankExit
     from offload.distributed.joining import open_comm
-    from offload.training.parity_check import check_parity
-    from offload.training.ranks import RankExit
+    from offload.extras.tools.parity_check import check_parity
 
     comm = open_comm(config.offload.device)
     rank_exit = RankExit(comm)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.config.command_line import CommandOption, importing, is_on, parse_command, run_command, take_gpus
+from offload.app.config.command_line import CommandOption, importing, is_on, parse_command, run_command, take_gpus
 from offload.errors import ConfigError, DoesNotFitError, allocation_name, counted, format_bytes
 
 if TYPE_CHECKING:
-    from offload.forecast.forecast import Alternative, Forecast
+    from offload.extras.plan.forecast import Alternative, Forecast
     from offload.machine.hardware import Hardware
 
 DESCRIPTION = (
@@ -42,8 +42,8 @@ def main(words: list[str]) -> int:
     num_ranks, words = take_gpus(words)
     config, own = parse_command(words, prog="python -m offload.plan", description=DESCRIPTION, own=OPTIONS)
     with importing():
-        from offload.forecast.alternatives import forecast, this_hardware
-        from offload.hf.models import quiet_transformers
+        from offload.app.hf.models import quiet_transformers
+        from offload.extras.plan.alternatives import forecast, this_hardware
         from offload.machine.hardware import Hardware
     quiet_transformers()
     described = own["hardware"]
@@ -85,8 +85,8 @@ def _show(prediction: Forecast) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from offload.forecast.forecast import TIER_NAMES
-    from offload.training.planner import describe_budget
+    from offload.app.training.planner import describe_budget
+    from offload.extras.plan.forecast import TIER_NAMES
 
     console = Console(highlight=False, markup=False)
     # No line breaks, so a flag can be copied with the value.
@@ -172,8 +172,8 @@ def _alternative(prediction: Forecast, other: Alternative) -> str:
 
 def describe_fit(prediction: Forecast) -> Iterator[str]:
     """Yield whether the run fits, and if not, the changes to make."""
+    from offload.extras.plan.forecast import TIER_NAMES
     from offload.extras.plan.run_forecast import describe_fix
-    from offload.forecast.forecast import TIER_NAMES
 
     if prediction.fits:
         yield "it fits."

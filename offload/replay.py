@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from offload.config.command_line import parse_options, run_command, say
+from offload.app.config.command_line import parse_options, run_command, say
 from offload.errors import ConfigError, counted
 
 DESCRIPTION = (

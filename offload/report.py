@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from offload.config.command_line import parse_options, run_command
+from offload.app.config.command_line import parse_options, run_command
 from offload.errors import ConfigError
 
 DESCRIPTION = (
@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.report", description=DESCRIPTION)
     if not options.runs:
         raise ConfigError("no run is given; name its folder, the --run.dir of train: offload report RUN.")
-    from offload.reporting.page import as_json, read_views, write_page
+    from offload.extras.tools.reporting.page import as_json, read_views, write_page
 
     views = read_views([Path(each).expanduser() for each in options.runs])
     if options.json:

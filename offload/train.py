@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from offload import __version__
-from offload.config.command_line import importing, parse_config, run_command, take_gpus
-from offload.distributed.launch import end_with_launcher, launch
+from offload.app.config.command_line import importing, parse_config, run_command, take_gpus
+from offload.app.launch import end_with_launcher, launch
 
 DESCRIPTION = (
     "Train a Hugging Face model whose states stream through the device. Without arguments: a small Llama on the "
@@ -19,7 +19,7 @@ def main(words: list[str]) -> int:
     is_launched = end_with_launcher()
     num_ranks, words = take_gpus(words)
     config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
-    from offload.training.early_checks import check_names  # late import: an interrupt now meets a working exit path
+    from offload.app.training.early_checks import check_names  # late import: an interrupt now meets a working exit path
 
     check_names(config)
     if num_ranks > 1:
@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
     with importing():  # only after the configuration is valid
         import transformers.modeling_utils  # noqa: F401 - shared by all models, half of the load time
 
-        from offload.training.trainer import Trainer
+        from offload.app.training.trainer import Trainer
 
     Trainer(config).run()
     return 0

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from offload.config.command_line import parse_options, run_command
+from offload.app.config.command_line import parse_options, run_command
 from offload.errors import ConfigError, OffloadError
 
 DESCRIPTION = (
@@ -35,8 +35,8 @@ def main(words: list[str]) -> int:
     path = Path(options.path).expanduser()
     if not path.is_dir():
         raise ConfigError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; give a folder to verify.")
-    from offload.checkpoint.folder import checkpoints_of, is_checkpoint  # imports torch
-    from offload.hf.models import quiet_transformers
+    from offload.app.checkpoint_folder import checkpoints_of, is_checkpoint  # imports torch
+    from offload.app.hf.models import quiet_transformers
 
     quiet_transformers()
     report = _Report(options.json)
@@ -66,8 +66,8 @@ class _Report:
 
     def check(self, folder: Path, is_stored: bool) -> None:
         """Check one folder."""
-        from offload.checkpoint.folder import verify_with_progress
-        from offload.hf.verify import verify_folder
+        from offload.app.checkpoint_folder import verify_with_progress
+        from offload.app.hf.verify import verify_folder
 
         try:
             description, is_whole = verify_with_progress(folder) if is_stored else verify_folder(folder), True

@@ -258,14 +258,7 @@ def _preload() -> None:
     import transformers.models.mixtral.modeling_mixtral
     import transformers.tokenization_utils_tokenizers  # noqa: F401
 
-    import offload.checkpoint.folder
-    import offload.distributed.launch
-    import offload.doctor
-    import offload.engine.engine
-    import offload.inference.sampler
-    import offload.reporting.page
-    import offload.training.trainer  # noqa: F401
-    from offload.config.command_line import parse_config
+    from offload.app.config.command_line import parse_config
 
     torch.set_num_threads(1)
     parse_config([], prog="", description="")  # loads the lazy imports and builds the section classes

@@ -37,21 +37,17 @@ RINGS = {
     "offload.doors offload.engine offload.errors offload.extras offload.files offload.interrupts "
     "offload.lanes offload.layout offload.machine offload.modules offload.native offload.optim "
     "offload.planning offload.schedule offload.sizes offload.tiers",
-    APPLICATION: "offload.__main__ offload.checkpoint.folder offload.checkpoint.stored_model offload.config "
-    "offload.export offload.hf offload.machine.diagnosis offload.machine.network "
-    "offload.planning.from_config offload.telemetry offload.train offload.training offload.verify",
+    APPLICATION: "offload.__main__ offload.app offload.export offload.train offload.verify",
     "large": "offload.extras.large",
     "zeroth": "offload.extras.zeroth offload.replay",
     "quant": "offload.extras.quant",
-    "adapters": "offload.extras.adapters offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "
-    "offload.hf.loftq offload.hf.lora_layers offload.hf.merge offload.hf.residual",
+    "adapters": "offload.extras.adapters",
     "prefs": "offload.extras.prefs",
-    "data": "offload.data offload.extras.data offload.look offload.reporting.data_page",
-    "plan": "offload.extras.plan offload.forecast offload.plan",
-    "tools": "offload.bench offload.benches offload.doctor offload.parity offload.report offload.reporting "
-    "offload.training.parity_check",
+    "data": "offload.extras.data offload.data",
+    "plan": "offload.extras.plan offload.plan",
+    "tools": "offload.extras.tools offload.bench offload.doctor offload.parity offload.report",
     "integrations": "offload.integrations",
-    "generate": "offload.generate offload.inference",
+    "generate": "offload.extras.generate offload.generate",
 }
 """Modules by ring. A package includes all submodules except those named in another line.
 
@@ -143,7 +139,7 @@ def _definitions(modules: Mapping[str, str], *kinds: type[ast.stmt]) -> list[int
 
 def num_settings() -> int:
     """Return the number of command-line settings."""
-    from offload.config.config import Config
+    from offload.app.config.config import Config
 
     sections = (field.annotation for field in Config.model_fields.values())
     return sum(len(section.model_fields) for section in sections)  # type: ignore[union-attr]
@@ -228,7 +224,6 @@ def shape() -> dict[str, Any]:
         **warm_step(),
         "settings": num_settings(),
         "prose": {name: round(Measure(ROOT / name).relative, 1) for name in ("offload", "docs", "tests")},
-        "violations_of": dict(Counter(CORE if ring_of(one) == CORE else ring_of(one) for one, _ in wrong)),
         "extras": {name: lines[name] for name in RINGS if name not in (CORE, APPLICATION)},
         "asks": asks(core),
         "nvme": len(re.findall(r"['\"]nvme['\"]", everything)),
@@ -245,7 +240,6 @@ def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "lines of the core, the application, the extras", " / ".join(f"{n:,}" for n in found["rings"])
     yield "  of each extra", ", ".join(f"{name} {n:,}" for name, n in found["extras"].items())
     yield "imports against the rings", str(found["violations"])
-    yield "  from", ", ".join(f"{name} {n}" for name, n in found["violations_of"].items())
     yield "a warm step: lines executed / opened (files)", "{executed:,} / {opened:,} ({files})".format(**found)
     yield "tests in the core about", ", ".join(f"{name} {n}" for name, n in found["asks"].items())
     yield '"nvme" as a literal; comm.size; comm.any', f"{found['nvme']}; {found['comm_size']}; {found['comm_any']}"

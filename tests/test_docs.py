@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.plan_models import MODELS, SETTINGS, planned_cells
 from offload import plan
-from offload.config.config import Config
-from offload.forecast.forecast import Forecaster
+from offload.app.config.config import Config
+from offload.extras.plan.forecast import Forecaster
 from tests import forks
 from tests.forks import MINUTES, ROOT
 from tests.integrations import test_examples

@@ -8,12 +8,12 @@ from importlib import import_module
 
 import pytest
 
-from offload.data.dataset import Dataset
+from offload.app.training.task import TASKS, Task, TaskKind
 from offload.doors import Door
 from offload.engine.steps import METHODS
 from offload.errors import ConfigError
 from offload.extras import ENTRIES
-from offload.training.task import TASKS, Task, TaskKind
+from offload.extras.data.dataset import Dataset
 
 
 @pytest.mark.parametrize("kind", ENTRIES)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks import gpu_check
-from offload.benches.report import Result
+from offload.extras.tools.benches.report import Result
 from tests import forks
 from tests.lanes.patience import eventually
 

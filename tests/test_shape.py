@@ -21,15 +21,15 @@ def test_each_module_has_a_ring_and_each_name_of_the_table_a_module() -> None:
 
 def test_imports_go_inward() -> None:
     modules = {
-        "offload.engine.step": "from offload.telemetry import loggers\nimport offload.lanes.lane\n",
-        "offload.training.trainer": "def f():\n    from offload.data import rows\nfrom offload.engine import step\n",
-        "offload.data.rows": "from offload.forecast import search\nfrom offload.data import cache\nimport offload.hf\n",
-        "offload.inference.sampler": "from offload.data import tokenizer\n",
+        "offload.engine.step": "from offload.app.telemetry import loggers\nimport offload.lanes.lane\n",
+        "offload.app.trainer": "def f():\n    from offload.extras.data import rows\nfrom offload.engine import step\n",
+        "offload.extras.data.rows": "from offload.extras.plan import search\nimport offload.app.hf\n",
+        "offload.extras.generate.sampler": "from offload.extras.data import tokenizer\n",
     }
     assert shape.violations(modules) == [
-        ("offload.engine.step", "offload.telemetry"),
-        ("offload.training.trainer", "offload.data.rows"),
-        ("offload.data.rows", "offload.forecast"),
+        ("offload.engine.step", "offload.app.telemetry"),
+        ("offload.app.trainer", "offload.extras.data.rows"),
+        ("offload.extras.data.rows", "offload.extras.plan"),
     ]
 
 

@@ -11,7 +11,7 @@ import transformers as t
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-from offload.data.tokenizer import train_bpe
+from offload.extras.data.tokenizer import train_bpe
 
 COLOURS = ("red", "green", "blue", "white")
 QUESTION = "What colour is the square?"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 ENTRIES: Mapping[str, Mapping[str, str]] = {
     "attention": {"shared": "offload.extras.large.shared_attention:SharedAttention"},
     "exporter": {"adapter": "offload.extras.adapters.export:export_checkpoint"},
-    "format": {"huggingface": "offload.hf.write"},
+    "format": {"huggingface": "offload.app.hf.write"},
     "codec": {"int8": "offload.extras.quant.codecs:INT8", "nf4": "offload.extras.quant.codecs:NF4"},
     "link codec": {"int8": "offload.extras.quant.codecs:INT8"},
     "gradient codec": {"int8": "offload.extras.quant.codecs:INT8", "int4": "offload.extras.quant.codecs:INT4"},
@@ -22,7 +22,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
     "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
-    "report": {"page": "offload.reporting.page:report_run"},
+    "report": {"page": "offload.extras.tools.reporting.page:report_run"},
     "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
     "splitting": {
         "rows": "offload.extras.large.cutting:RowCutting",
@@ -33,7 +33,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "tiled": "offload.extras.large.tiled_forwards:TiledForwards",
         "experts": "offload.extras.large.streamed_experts:ExpertStreams",
     },
-    "task": {"rows": "offload.extras.data.rows:FileRows"},
+    "task": {"rows": "offload.extras.data.task:FileRows"},
     "trainable": {
         "adapter": "offload.extras.adapters.over_base:AdapterOverBase",
         "restarts": "offload.extras.adapters.restarts:RestartingAdapter",

@@ -18,12 +18,13 @@ from torch.nn.functional import cross_entropy
 
 from offload import AdamW, Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.training.trainer import Trainer
 from offload.distributed.comm import Comm
 from offload.engine.gradients import norms
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.errors import DoesNotFitError, NonFiniteError, TornError
-from offload.inference.streamed_model import StreamedModel
+from offload.extras.generate.streamed_model import StreamedModel
 from offload.lanes.streams import StreamLanes, open_lanes
 from offload.lanes.waiting import wait_until_done
 from offload.machine import probe
@@ -34,7 +35,6 @@ from offload.tiers.device import open_device
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
 from offload.tiers.pinning import Pinning
-from offload.training.trainer import Trainer
 from tests.accelerator.control import H200
 from tests.engine import families
 from tests.engine.device import twin

@@ -15,8 +15,8 @@ import pytest
 from benchmarks import all as together
 from benchmarks import limits
 from benchmarks.alone import main_of
-from offload.benches.report import Result, spread
 from offload.errors import ConfigError
+from offload.extras.tools.benches.report import Result, spread
 
 
 @pytest.fixture

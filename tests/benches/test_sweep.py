@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from offload import bench
-from offload.benches import sweep
-from offload.benches.sweep import Point, Steps
 from offload.errors import ConfigError, DiskError, DoesNotFitError
+from offload.extras.tools.benches import sweep
+from offload.extras.tools.benches.sweep import Point, Steps
 from tests import forks
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.hf.read import FolderWeights, read_model
+from offload.app.hf.read import FolderWeights, read_model
 from tests.zoo.families import UNBUILDABLE, families
 
 QUICK = (

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from offload.app.checkpoint_folder import Checkpoints
 from offload.checkpoint import writer
-from offload.checkpoint.folder import Checkpoints
 from offload.files import atomic_folder
 from tests.checkpoint.states import save
 

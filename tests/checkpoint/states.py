@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from offload.checkpoint.folder import Checkpoints
+from offload.app.checkpoint_folder import Checkpoints
 from offload.checkpoint.manifest import Contents, Entry
 from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import Reader

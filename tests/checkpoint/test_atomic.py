@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.checkpoint import folder as folders
+from offload.app import checkpoint_folder as folders
+from offload.app.checkpoint_folder import Checkpoints
 from offload.checkpoint import publish, writer
-from offload.checkpoint.folder import Checkpoints
 from offload.checkpoint.manifest import MANIFEST, Entry
 from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import verify

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from offload.app.checkpoint_folder import Checkpoints, suggesting_alternative
 from offload.checkpoint import reader as reading
-from offload.checkpoint.folder import Checkpoints, suggesting_alternative
 from offload.checkpoint.manifest import MANIFEST, Manifest, checksum
 from offload.checkpoint.reader import Reader, verify
 from offload.errors import CheckpointError

@@ -21,9 +21,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.app.checkpoint_folder import Checkpoints
 from offload.checkpoint import reader as reading
 from offload.checkpoint import writer as writing
-from offload.checkpoint.folder import Checkpoints
 from offload.checkpoint.manifest import Contents, Entry
 from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import Reader, set_direct, verify

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offload import Engine
-from offload.checkpoint import stored_model
-from offload.checkpoint.stored_model import export_stored, read_stored
+from offload.app import stored_model
+from offload.app.stored_model import export_stored, read_stored
 from offload.errors import ConfigError, DiskError
 from tests.checkpoint.folders import same
 from tests.checkpoint.trained import tensors_of, train

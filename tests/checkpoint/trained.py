@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload import Engine
-from offload.data.tokenizer import train_bpe
+from offload.extras.data.tokenizer import train_bpe
 from offload.files.safetensors_file import TensorFile
 
 TEXT = "the weights of a block are fetched, used and given back; then the next block is fetched. "

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload import export, generate, verify
 from offload.errors import CheckpointError, ConfigError
-from offload.inference.sampler import GeneratedTokens, Sampler
+from offload.extras.generate.sampler import GeneratedTokens, Sampler
 from tests import forks
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.cli.conftest import ROOT

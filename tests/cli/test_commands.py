@@ -15,7 +15,7 @@ import pytest
 
 from offload import __main__ as offload
 from offload import __version__
-from offload.config.command_line import as_utf8, run_command
+from offload.app.config.command_line import as_utf8, run_command
 from offload.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +27,9 @@ def test_the_commands_are_listed_and_are_there(capsys: Any) -> None:
         shown = capsys.readouterr().out
         assert not [name for name in offload.COMMANDS if f"\n  {name} " not in shown]
     runnable = {path.stem for path in (ROOT / "offload").glob("*.py") if "run_command(main)" in path.read_text()}
-    assert runnable - {"__main__", "look"} | {"data"} == set(offload.COMMANDS)
+    assert runnable - {"__main__"} == set(offload.COMMANDS)
     for name in offload.COMMANDS:
-        assert importlib.util.find_spec(f"offload.{name}.__main__" if name == "data" else f"offload.{name}")
+        assert importlib.util.find_spec(f"offload.{name}")
         assert callable(offload.module_of(name).main)
 
 
@@ -69,7 +69,7 @@ def test_what_is_printed_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep the signal handlers
-    monkeypatch.setattr("offload.config.command_line._ignore_sigterm", lambda: None)
+    monkeypatch.setattr("offload.app.config.command_line._ignore_sigterm", lambda: None)
     with pytest.raises(SystemExit) as left:
         run_command(lambda _words: [print("三 \ud83d", file=stream) for stream in streams] and 0, [])
     assert left.value.code == 0

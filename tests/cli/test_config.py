@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config.command_line import parse_config
-from offload.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
-from offload.config.rules import RULE_SETTINGS
-from offload.config.sections import OffloadSection
+from offload.app.config.command_line import parse_config
+from offload.app.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
+from offload.app.config.rules import RULE_SETTINGS
+from offload.app.config.sections import OffloadSection
 from offload.errors import ConfigError, counted
-from offload.forecast.alternatives import to_flags
+from offload.extras.plan.alternatives import to_flags
 from offload.sizes import parse_size, written_size
 
 

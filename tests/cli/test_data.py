@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from offload import look
-from offload.config.command_line import parse_config
-from offload.data.dataset import Dataset
-from offload.data.view import Piece, Sample, _text, histogram
+from offload.app.config.command_line import parse_config
+from offload.app.hf.models import vocab_size
+from offload.app.training.build import RunSetup
+from offload.app.training.objectives import Objective, choose_objective
+from offload.app.training.resume import ResumePoint
+from offload.data import _row, main
 from offload.errors import ConfigError
-from offload.extras.data.rows import FileRows
-from offload.hf.models import vocab_size
-from offload.look import main
+from offload.extras.data.dataset import Dataset
+from offload.extras.data.task import FileRows
+from offload.extras.data.view import Piece, Sample, _text, histogram
 from offload.train import main as train
-from offload.training.build import RunSetup
-from offload.training.objectives import Objective, choose_objective
-from offload.training.resume import ResumePoint
 
 Told = Callable[..., tuple[dict[str, Any], Dataset, Objective]]
 CHATS = [
@@ -153,7 +152,7 @@ def test_what_is_trained_is_what_the_batches_label(told: Told, layout: tuple[str
 
 def test_a_terminal_shows_the_first_documents_of_a_row() -> None:
     pieces = [Piece(f"document {number}", "trained", False, True, 1) for number in range(35)]
-    shown = look._row(Sample(1, 1, "", "chats", 35, 0, 35, (), tuple(pieces)), False).plain
+    shown = _row(Sample(1, 1, "", "chats", 35, 0, 35, (), tuple(pieces)), False).plain
     assert "document 3⟧" in shown
     assert "document 4" not in shown
     assert shown.endswith("[... 31 documents more, which --page shows ...]")

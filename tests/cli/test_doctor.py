@@ -12,8 +12,9 @@ import pytest
 
 from offload import doctor
 from offload.errors import ConfigError
+from offload.extras.tools import diagnosis
 from offload.files import directories
-from offload.machine import diagnosis, limits
+from offload.machine import limits
 from offload.machine.hardware import Hardware
 from offload.machine.probe import Sizes, probe
 from offload.native import io as native_io

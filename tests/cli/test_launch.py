@@ -16,11 +16,11 @@ import psutil
 import pytest
 import torch
 
-from offload.checkpoint.folder import Checkpoints
-from offload.config.command_line import parse_config, take_gpus
-from offload.distributed.launch import exit_code, launch
+from offload.app.checkpoint_folder import Checkpoints
+from offload.app.config.command_line import parse_config, take_gpus
+from offload.app.launch import exit_code, launch
+from offload.app.training.trainer import Trainer
 from offload.errors import ConfigError, RankLostError
-from offload.training.trainer import Trainer
 from tests.cli.conftest import EITHER
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]

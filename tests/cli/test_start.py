@@ -101,7 +101,7 @@ def test_torch_is_imported_without_the_collector_which_works_again_afterwards() 
     """The collector is off during the import. A process with torch already imported is unchanged."""
     program = (
         "import gc, sys\n"
-        "from offload.config.command_line import importing\n"
+        "from offload.app.config.command_line import importing\n"
         "with importing():\n"
         "    assert not gc.isenabled()\n"
         "    sys.modules['torch'] = kept = []\n"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from offload.config.command_line import parse_config
-from offload.config.config import all_keys
-from offload.config.other_trainers import EQUIVALENT_SETTINGS
+from offload.app.config.command_line import parse_config
+from offload.app.config.config import all_keys
+from offload.app.config.other_trainers import EQUIVALENT_SETTINGS
 from offload.errors import ConfigError
 from tests.matrix import quick
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.training import build
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
-from offload.training import build
 
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 SLOW_LINK = ("--offload.device_memory", "512KiB", "--offload.throttle", "{h2d: 1000000}")

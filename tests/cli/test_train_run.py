@@ -16,8 +16,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from offload.checkpoint.folder import Checkpoints
-from offload.config.config import Config, all_keys
+from offload.app.checkpoint_folder import Checkpoints
+from offload.app.config.config import Config, all_keys
 from offload.lanes.throttle import LANES
 from tests.cli.conftest import EITHER
 from tests.telemetry.reader import read_trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from offload.data.sources import Source, SourceFile, find_files
+from offload.extras.data.sources import Source, SourceFile, find_files
 
 
 def files_of(source: str | Sequence[str], data_format: str = "auto", **more: Any) -> list[SourceFile]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload.data.tokenizer import train_bpe
+from offload.extras.data.tokenizer import train_bpe
 
 PROSE = (
     "The quick brown fox jumps over the lazy dog. A streamed block is fetched, computed and freed.\n"

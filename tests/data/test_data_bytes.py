@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
-from offload.data.dataset import Dataset, build_dataset
-from offload.data.encode import _byte_counts
+from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.encode import _byte_counts
 from tests.data.asked import source_of
 
 ASCII = [f"Row {number} of a text is as long as its {'numbers ' * (number % 5)}say.\n" for number in range(40)]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.data.encode import EncodedDocument, Encoder
-from offload.data.formats import Chat, Pair, Preference, Record, Text
-from offload.data.rows import BadRow, BadRows
-from offload.data.tokenizer import load_tokenizer
 from offload.errors import ConfigError
+from offload.extras.data.encode import EncodedDocument, Encoder
+from offload.extras.data.formats import Chat, Pair, Preference, Record, Text
+from offload.extras.data.rows import BadRow, BadRows
+from offload.extras.data.tokenizer import load_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be kind."},
@@ -172,9 +172,9 @@ def test_plain_text_is_all_trained_and_ends_in_eos(bpe: Any) -> None:
 
 def test_a_long_row_is_tokenized_in_pieces(bpe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row stays one document. Pieces end at line ends, and few pieces are tokenized at a time."""
-    monkeypatch.setattr("offload.data.formats._LONG_CHARS", 64)
-    monkeypatch.setattr("offload.data.formats._PIECE_CHARS", 32)
-    monkeypatch.setattr("offload.data.encode._BATCH_CHARS", 50)
+    monkeypatch.setattr("offload.extras.data.formats._LONG_CHARS", 64)
+    monkeypatch.setattr("offload.extras.data.formats._PIECE_CHARS", 32)
+    monkeypatch.setattr("offload.extras.data.encode._BATCH_CHARS", 50)
     lines, word = "The fox is quick.\n" * 9, "x" * 200
     parts = encode(bpe, Text("x", lines), Text("y", word), Text("z", "It is."))
     assert len(parts) > 12

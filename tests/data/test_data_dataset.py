@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from offload.data.cache import load_or_build
-from offload.data.dataset import Dataset, build_dataset
 from offload.distributed.share import share
 from offload.errors import ConfigError
+from offload.extras.data.cache import load_or_build
+from offload.extras.data.dataset import Dataset, build_dataset
 from tests.data.asked import source_of
 
 Build = Callable[..., Dataset]
@@ -430,7 +430,8 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
 
 
 def test_importing_is_cheap() -> None:
-    code = "import sys, offload.data.dataset; print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    names = "{'torch', 'transformers', 'tokenizers'}"
+    code = f"import sys, offload.extras.data.dataset; print(sorted({names} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

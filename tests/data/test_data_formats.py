@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.data import formats
-from offload.data.formats import Chat, Ids, Pair, Record, Text, detect_format, read_records
-from offload.data.rows import BadRow
 from offload.errors import ConfigError
+from offload.extras.data import formats
+from offload.extras.data.formats import Chat, Ids, Pair, Record, Text, detect_format, read_records
+from offload.extras.data.rows import BadRow
 from tests.data.asked import files_of
 
 USER = {"role": "user", "content": "Hi"}

@@ -19,8 +19,8 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from offload.data.dataset import Dataset, build_dataset
 from offload.errors import ConfigError
+from offload.extras.data.dataset import Dataset, build_dataset
 from tests.data.asked import source_of
 
 Rows = list[dict[str, Any]]
@@ -433,7 +433,7 @@ def test_a_damaged_row_group_and_a_long_line(load: Load, tmp_path: Path, monkeyp
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"row group 2 \(rows 20 to 29\) is damaged, from row 20 on"):
         load(path)
-    monkeypatch.setattr("offload.data.rows._MAX_ROW_BYTES", 64)
+    monkeypatch.setattr("offload.extras.data.rows._MAX_ROW_BYTES", 64)
     lines = [{"text": "ok"}, {"text": "x" * 300}, {"text": "fine"}]
     with pytest.raises(ConfigError, match=r"a\.jsonl:2 is longer than 64 bytes"):
         load(_jsonl(tmp_path / "a.jsonl", lines))
@@ -450,7 +450,7 @@ def test_a_damaged_row_group_and_a_long_line(load: Load, tmp_path: Path, monkeyp
 def test_a_long_array_is_read_in_pieces(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = rows_of(load(_jsonl(tmp_path / "a.jsonl", ROWS["messages"])))
     for block in (1, 7, 64):
-        monkeypatch.setattr("offload.data.rows._BLOCK_CHARS", block)
+        monkeypatch.setattr("offload.extras.data.rows._BLOCK_CHARS", block)
         found = load(_json(tmp_path / f"a{block}.json", ROWS["messages"]))
         assert rows_of(found) == expected
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.data.dataset import Dataset, build_dataset
-from offload.data.groups import LengthBatching, MixedBatching
-from offload.data.packing import Rows
 from offload.errors import ConfigError
+from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.groups import LengthBatching, MixedBatching
+from offload.extras.data.packing import Rows
 from tests.data.asked import source_of
 from tests.data.test_data_packing import PAD, stored
 from tests.matrix import examples

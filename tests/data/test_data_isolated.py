@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.data.isolated import IsolatedRows, best_fit
-from offload.data.packing import IGNORE
+from offload.extras.data.isolated import IsolatedRows, best_fit
+from offload.extras.data.packing import IGNORE
 from tests.data.test_data_packing import PAD, documents_strategy, stored
 from tests.matrix import examples
 

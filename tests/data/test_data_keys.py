@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from offload.data import dataset, prepare, sources, tokenizer
-from offload.data.dataset import build_dataset
-from offload.data.sources import SourceFile, hash_files
-from offload.data.storage import LocalFile, RemoteFile
-from offload.data.tokenizer import hash_tokenizer
+from offload.extras.data import dataset, prepare, sources, tokenizer
+from offload.extras.data.dataset import build_dataset
+from offload.extras.data.sources import SourceFile, hash_files
+from offload.extras.data.storage import LocalFile, RemoteFile
+from offload.extras.data.tokenizer import hash_tokenizer
 from tests.data.asked import files_of, source_of
 
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.data.dataset import Dataset, build_dataset
-from offload.data.mixture import quotas
-from offload.data.source_rows import names_of
-from offload.data.sources import Source
 from offload.errors import ConfigError
+from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.mixture import quotas
+from offload.extras.data.source_rows import names_of
+from offload.extras.data.sources import Source
 from tests.data.asked import source_of
 from tests.matrix import examples
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.data.order import rows_at, shuffled
+from offload.extras.data.order import rows_at, shuffled
 from tests.matrix import examples
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.data import packing
-from offload.data.packing import IGNORE, Rows
-from offload.data.store import TokenStore, TokenWriter
+from offload.extras.data import packing
+from offload.extras.data.packing import IGNORE, Rows
+from offload.extras.data.store import TokenStore, TokenWriter
 from tests.matrix import examples
 
 PAD = 60_000

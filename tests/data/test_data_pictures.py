@@ -15,13 +15,13 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from offload.data.dataset import Dataset, build_dataset
-from offload.data.encode import EncodeRequest
-from offload.data.formats import read_records
-from offload.data.picture_encoder import PictureEncoder, load_processor
-from offload.data.view import DataView
+from offload.app.training.objectives import Objective
 from offload.errors import ConfigError
-from offload.training.objectives import Objective
+from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.encode import EncodeRequest
+from offload.extras.data.formats import read_records
+from offload.extras.data.picture_encoder import PictureEncoder, load_processor
+from offload.extras.data.view import DataView
 from tests.data.asked import files_of, source_of
 from tests.vision import COLOURS, about, model_folder, rows_file, square
 

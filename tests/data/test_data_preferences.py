@@ -13,12 +13,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offload.data.dataset import Dataset, build_dataset
-from offload.data.encode import Encoder
-from offload.data.formats import Chat, Pair, Preference, read_records
-from offload.data.mixture import Mixture
-from offload.data.rows import BadRow
 from offload.errors import ConfigError
+from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.encode import Encoder
+from offload.extras.data.formats import Chat, Pair, Preference, read_records
+from offload.extras.data.mixture import Mixture
+from offload.extras.data.rows import BadRow
 from tests.data.asked import files_of, source_of
 
 ASKED = {"role": "user", "content": "What is two and two?"}

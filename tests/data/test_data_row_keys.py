@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.data.encode import Encoder
-from offload.data.formats import Ids, detect_format, read_records
-from offload.data.row_keys import MARKS, ROW_KEYS, TEMPLATE_KEYS, columns_for, refused_in
-from offload.data.rows import BadRow
 from offload.errors import ConfigError
+from offload.extras.data.encode import Encoder
+from offload.extras.data.formats import Ids, detect_format, read_records
+from offload.extras.data.row_keys import MARKS, ROW_KEYS, TEMPLATE_KEYS, columns_for, refused_in
+from offload.extras.data.rows import BadRow
 from tests.data.asked import files_of
 
 PLAIN = (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from offload.data.docstrings import docstring_chats
-from offload.data.sources import SourceFile, hash_files, held_out_files, split_hash
-from offload.data.storage import LocalFile
 from offload.errors import ConfigError
+from offload.extras.data.docstrings import docstring_chats
+from offload.extras.data.sources import SourceFile, hash_files, held_out_files, split_hash
+from offload.extras.data.storage import LocalFile
 from tests.data.asked import files_of
 
 

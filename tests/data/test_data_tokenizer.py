@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload.data.tokenizer import (
+from offload.errors import ConfigError
+from offload.extras.data.tokenizer import (
     check_vocabulary,
     grown_vocabulary,
     hash_tokenizer,
@@ -18,7 +19,6 @@ from offload.data.tokenizer import (
     tokenizer_folder,
     train_bpe,
 )
-from offload.errors import ConfigError
 
 
 def silent(stage: str, fraction: float) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.data.encode import Encoder
-from offload.data.formats import Chat, Ids, Pair, Record, Text
-from offload.data.rows import BadRows
-from offload.data.tokenizer import load_tokenizer
-from offload.data.workers import encode_ahead
 from offload.errors import ConfigError
+from offload.extras.data.encode import Encoder
+from offload.extras.data.formats import Chat, Ids, Pair, Record, Text
+from offload.extras.data.rows import BadRows
+from offload.extras.data.tokenizer import load_tokenizer
+from offload.extras.data.workers import encode_ahead
 from tests.data.test_data_chat import MISTRAL
 
 
@@ -69,7 +69,7 @@ def test_a_process_that_ends_is_told_and_one_that_is_not_needed_ends() -> None:
 @pytest.mark.slow
 def test_processes_encode_as_this_one_does(bpe_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents, masks, counts and errors for every record type."""
-    monkeypatch.setattr("offload.data.encode._BATCH_RECORDS", 3)
+    monkeypatch.setattr("offload.extras.data.encode._BATCH_RECORDS", 3)
     tokenizer = load_tokenizer(bpe_folder(MISTRAL))
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
     records: list[Record] = [
@@ -104,8 +104,8 @@ def test_processes_encode_as_this_one_does(bpe_folder: Callable[..., str], monke
 def test_the_setting_reaches_the_tokenizing(
     tmp_path: Path, bpe_folder: Callable[..., str], write_lines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.data import prepare
-    from offload.data.dataset import build_dataset
+    from offload.extras.data import prepare
+    from offload.extras.data.dataset import build_dataset
     from tests.data.asked import source_of
 
     asked = []

@@ -198,12 +198,10 @@ def child_that_never_closes(folder: str, how: str) -> None:
 
 def child_command(module: str, words: Sequence[str], uid: int = 0) -> None:
     """Run `python -m MODULE WORDS`, as user `nobody` if `uid` is set."""
-    import offload.doctor
-    import offload.training.trainer  # noqa: F401  user nobody may lack the right to read the file
 
     if uid:
         become_nobody()
-    from offload.config.command_line import run_command
+    from offload.app.config.command_line import run_command
 
     run_command(sys.modules[module].main, words)
 
@@ -220,10 +218,6 @@ def serve() -> None:
     torch.set_num_threads(1)
     import tokenizers  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
-
-    import offload.doctor
-    import offload.train
-    import offload.training.trainer  # noqa: F401
 
     deep()  # for the imports
     gc.collect()

@@ -55,8 +55,8 @@ def largest_and_total(model: nn.Module) -> tuple[int, int]:
 
 
 def filled(folder: Path) -> dict[str, Any]:
-    from offload.config.sections import ModelSection
-    from offload.hf.models import build_model
+    from offload.app.config.sections import ModelSection
+    from offload.app.hf.models import build_model
 
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
     section = ModelSection(path=str(folder / "config.json"), init="random")
@@ -75,8 +75,8 @@ DEVICE_BYTES, HOST_BYTES = 96 << 20, 64 << 20
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    from offload.config.sections import ModelSection
-    from offload.hf.models import build_model
+    from offload.app.config.sections import ModelSection
+    from offload.app.hf.models import build_model
 
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DISK_SHAPE}))
     section = ModelSection(path=str(folder / "config.json"), init="random")
@@ -94,8 +94,8 @@ def disk(folder: Path) -> dict[str, Any]:
 
 
 def coded(folder: Path) -> dict[str, Any]:
-    from offload.config.sections import ModelSection
-    from offload.hf.models import build_model
+    from offload.app.config.sections import ModelSection
+    from offload.app.hf.models import build_model
 
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DISK_SHAPE | {"num_hidden_layers": 24}}))
     built = build_model(ModelSection(path=str(folder / "config.json"), init="random"), seed=0)
@@ -119,8 +119,8 @@ def made(folder: Path) -> dict[str, Any]:
 
 
 def files(folder: Path) -> dict[str, Any]:
-    from offload.config.sections import ModelSection
-    from offload.hf.models import build_model
+    from offload.app.config.sections import ModelSection
+    from offload.app.hf.models import build_model
 
     built = build_model(ModelSection(path=str(folder), init="pretrained"), seed=0)
     for name, parameter in built.model.named_parameters():

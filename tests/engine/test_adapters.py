@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload import Engine, Placement
-from offload.config.sections import LoraSection, ModelSection
+from offload.app.config.sections import LoraSection, ModelSection
+from offload.app.hf.models import BuiltModel, build_model, fill_all
+from offload.app.hf.sources import TensorSource
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, MissingLibraryError
-from offload.hf.adapters import Adaptation, describe_adapter
-from offload.hf.models import BuiltModel, build_model, fill_all
-from offload.hf.sources import TensorSource
+from offload.extras.adapters.adapters import Adaptation, describe_adapter
 from tests.engine import families
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both
 from tests.engine.inside import parts_of, resident_names

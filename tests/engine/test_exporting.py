@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from offload import Engine, Placement
-from offload.config.sections import ModelSection
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import BuiltModel, build_model
+from offload.app.hf.names import CannotStream
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError
 from offload.files import safetensors_file as tensor_file
-from offload.hf.models import BuiltModel, build_model
-from offload.hf.names import CannotStream
 from offload.tiers import values
 from offload.tiers.values import Values
 from tests.engine.compare import same_bits
@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_written_by_parts_is_an_error(tmp_path: Path, mon
         raise CannotStream("other rules")
 
     engine = Engine(build(llama))
-    monkeypatch.setattr("offload.hf.write.write_model", refuse)
+    monkeypatch.setattr("offload.app.hf.write.write_model", refuse)
     with pytest.raises(CannotStream, match="other rules"):
         engine.export(tmp_path / "out")
     engine.step(tokens())

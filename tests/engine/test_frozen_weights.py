@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine, Placement
+from offload.app.training.resident import ResidentTrainer
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
-from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.throttle import parse_throttle
 from offload.layout import codecs
 from offload.layout.build_regions import build_regions
@@ -29,7 +30,6 @@ from offload.machine.hardware import Hardware
 from offload.planning.estimates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.planning.settings import Settings
-from offload.training.resident import ResidentTrainer
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.device import LATE_BYTES, LEDGER
 from tests.engine.families import build, llama, tokens

@@ -20,7 +20,7 @@ from offload.distributed.comm import Comm
 from offload.engine.assemble import prepare
 from offload.engine.loss.batch import next_labels
 from offload.engine.loss.chunked_head import build_chunks, find_chunked_head
-from offload.forecast.measure import BatchSpec, measure
+from offload.extras.plan.measure import BatchSpec, measure
 from offload.planning import settings as planning_settings
 from offload.planning.settings import Settings
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights

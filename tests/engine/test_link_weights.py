@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import SGD, AdamW, Engine, MeZO, Placement
+from offload.app.training.resident import ResidentTrainer, using_link_weights
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.lanes.throttle import parse_throttle
@@ -22,7 +23,6 @@ from offload.machine.hardware import Hardware
 from offload.planning.estimates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.tiers.slots import Slots
-from offload.training.resident import ResidentTrainer, using_link_weights
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of

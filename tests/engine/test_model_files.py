@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from offload import Engine, Placement
-from offload.config.sections import ModelSection
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import BuiltModel, build_model
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError
-from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, simulate
-from offload.hf.models import BuiltModel, build_model
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, simulate
 from offload.layout.build_regions import build_regions
 from offload.layout.regions import DiskLayout, ParameterInfo
 from offload.planning import disk

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from offload import Engine, Placement
-from offload.config.sections import LoraSection, ModelSection
+from offload.app.config.sections import LoraSection, ModelSection
+from offload.app.hf.models import BuiltModel, build_model, fill_all
+from offload.app.hf.sources import MemorySource
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
+from offload.extras.adapters.adapters import Adaptation
 from offload.extras.quant.file_codecs import FileCodec
-from offload.hf.adapters import Adaptation
-from offload.hf.models import BuiltModel, build_model, fill_all
-from offload.hf.sources import MemorySource
 from tests.engine import families
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.inside import parts_of

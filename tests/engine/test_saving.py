@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from offload import Engine, Placement
+from offload.app.stored_model import read_stored
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored_model import read_stored
 from offload.engine.recording.equivalence import PassComparator
 from offload.errors import CheckpointError, ConfigError, TornError
 from offload.lanes.ticket import Ticket

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from offload.config.sections import ModelSection
-from offload.data.file_types import check_file
-from offload.data.storage import LocalFile
-from offload.data.tokenizer import load_tokenizer
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import load_model_config
 from offload.errors import ConfigError
+from offload.extras.data.file_types import check_file
+from offload.extras.data.storage import LocalFile
+from offload.extras.data.tokenizer import load_tokenizer
 from offload.files.safetensors_file import TensorFile
-from offload.hf.models import load_model_config
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from offload.distributed.comm import Comm
 from offload.engine.assemble import EnginePlan, prepare
-from offload.forecast.workload import Cost, UnitWork, Workload
+from offload.extras.plan.workload import Cost, UnitWork, Workload
 from offload.planning.settings import Settings
 
 WORDS, ROWS, LENGTH = 64, 8, 16

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from offload import AdamW, Engine, Placement
-from offload.config.config import Config
+from offload.app.config.config import Config
 from offload.distributed.comm import Comm
 from offload.engine.assemble import Structure
 from offload.extras.large import cut_experts
-from offload.forecast.forecast import Forecast, Forecaster
-from offload.forecast.routed import routed_experts
-from offload.forecast.workload import Workload
+from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.routed import routed_experts
+from offload.extras.plan.workload import Workload
 from offload.machine.hardware import Hardware
 from offload.planning.settings import Settings
 

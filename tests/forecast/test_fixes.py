@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.training.planner import planned_advice
 from offload.errors import DoesNotFitError, common, is_common
+from offload.extras.plan import alternatives
+from offload.extras.plan.alternatives import _fixes, find_fix, place_or_fix
+from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.run_forecast import describe_misfit
-from offload.forecast import alternatives
-from offload.forecast.alternatives import _fixes, find_fix, place_or_fix
-from offload.forecast.forecast import Forecast, Forecaster
 from offload.machine.hardware import Hardware
 from offload.plan import describe_fit, describe_times
-from offload.training.planner import planned_advice
 
 ON_DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
 UNCLIPPED = {"train.max_grad_norm": None}

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_parts import MICRO_ROWS, MODELS, ROOT, SEQUENCE
-from offload.config.config import Config
-from offload.forecast.forecast import Forecaster
-from offload.forecast.simulated_step import SimulatedEngine
-from offload.forecast.timing import PlannedStep, kernel_seconds
+from offload.app.config.config import Config
+from offload.extras.plan.forecast import Forecaster
+from offload.extras.plan.simulated_step import SimulatedEngine
+from offload.extras.plan.timing import PlannedStep, kernel_seconds
 from offload.machine.hardware import Hardware
 from offload.planning.estimates import update_bytes
 

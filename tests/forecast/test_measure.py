@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from offload import Engine, Placement
-from offload.config.presets import PRESETS
+from offload.app.config.presets import PRESETS
 from offload.distributed.comm import Comm
 from offload.engine.assemble import EnginePlan, prepare
-from offload.forecast.measure import BatchSpec, CannotMeasureError, measure
-from offload.forecast.workload import Cost, Workload
+from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
+from offload.extras.plan.workload import Cost, Workload
 from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_memory import CASES, Case, actual, compare, planned
-from offload.config.config import Config
+from offload.app.config.config import Config
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
+from offload.extras.plan.alternatives import forecast, place
+from offload.extras.plan.forecast import Forecaster
+from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.run_forecast import note_slow_precision
-from offload.forecast.alternatives import forecast, place
-from offload.forecast.forecast import Forecaster
-from offload.forecast.memory import StepMemory
-from offload.forecast.timing import PlannedStep
-from offload.forecast.workload import Workload
+from offload.extras.plan.timing import PlannedStep
+from offload.extras.plan.workload import Workload
 from offload.machine.hardware import Hardware
 from offload.planning.memory import Allocation
 
@@ -184,11 +184,11 @@ def test_operations_stand_beside_the_budget_of_the_host() -> None:
 
 def test_an_unknown_step_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fails(*_: object) -> object:
-        from offload.forecast.measure import CannotMeasureError
+        from offload.extras.plan.measure import CannotMeasureError
 
         raise CannotMeasureError("X asks for a value")
 
-    monkeypatch.setattr("offload.forecast.forecast.measure", fails)
+    monkeypatch.setattr("offload.extras.plan.forecast.measure", fails)
     found = Forecaster(config(), 1).predict(config(), GPU)
     assert found.timing is None
     assert found.to_dict()["step_seconds"] is None

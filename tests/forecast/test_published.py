@@ -18,9 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
-from offload.forecast.measure import BatchSpec, measure
-from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
-from offload.forecast.workload import UnitWork
+from offload.extras.plan.measure import BatchSpec, measure
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
+from offload.extras.plan.workload import UnitWork
 from offload.lanes.throttle import Throttle
 from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane

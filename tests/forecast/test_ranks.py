@@ -11,8 +11,8 @@ import torch
 
 from offload import Engine, Placement
 from offload.distributed.joining import open_comm
-from offload.forecast.simulated_step import simulate
-from offload.forecast.timing import PlannedStep
+from offload.extras.plan.simulated_step import simulate
+from offload.extras.plan.timing import PlannedStep
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.settings import Settings
 from tests.engine.device import cpu_only

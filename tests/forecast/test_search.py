@@ -11,8 +11,8 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from offload import Placement
-from offload.forecast.search import MIN_GAIN, PlacementCandidate, PlacementSearch, placements, search
-from offload.forecast.workload import Workload
+from offload.extras.plan.search import MIN_GAIN, PlacementCandidate, PlacementSearch, placements, search
+from offload.extras.plan.workload import Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import Settings

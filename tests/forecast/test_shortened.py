@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from offload.forecast.shortened import FEW, simulate_shortened
-from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, simulate
+from offload.extras.plan.shortened import FEW, simulate_shortened
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, simulate
 from offload.layout.regions import DiskLayout
 from offload.planning.settings import Settings
 from offload.tiers.nvme import UPDATE_RING

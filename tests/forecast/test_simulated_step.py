@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.ideal import Unit, Use, Work, ideal
 from offload import Placement
-from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
+from offload.extras.plan.simulated_lanes import SimulatedLanes
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.lane import Lane
-from offload.lanes.simulated import SimulatedLanes
 from offload.lanes.ticket import Ticket
 from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane

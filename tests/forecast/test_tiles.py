@@ -7,12 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.plan_memory import HERE
-from offload.config.config import Config
+from offload.app.config.config import Config
 from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
-from offload.forecast.alternatives import forecast
-from offload.forecast.measure import BatchSpec, measure
-from offload.forecast.workload import UnitWork
+from offload.extras.plan.alternatives import forecast
+from offload.extras.plan.measure import BatchSpec, measure
+from offload.extras.plan.workload import UnitWork
 from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings

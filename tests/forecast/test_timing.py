@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from offload import LOMO, AdamW, Engine, Lion, MeZO, Placement
-from offload.forecast.simulated_step import simulate
-from offload.forecast.timing import PlannedStep, compute_seconds, kernel_seconds
-from offload.forecast.workload import Cost, Workload
+from offload.extras.plan.simulated_step import simulate
+from offload.extras.plan.timing import PlannedStep, compute_seconds, kernel_seconds
+from offload.extras.plan.workload import Cost, Workload
 from offload.machine.hardware import Hardware, Rates
 from offload.planning import disk
 from offload.planning.settings import Settings

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from offload.config.command_line import parse_config
-from offload.config.config import Config, all_keys
+from offload.app.config.command_line import parse_config
+from offload.app.config.config import Config, all_keys
 from offload.errors import ConfigError
 from tests.distributed.ranks import ROOT
 from tests.fuzz.cases import Case

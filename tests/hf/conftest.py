@@ -2,8 +2,8 @@
 
 import pytest
 
+from offload.app.hf import sources as hf_source
 from offload.files import safetensors_file as tensor_file
-from offload.hf import sources as hf_source
 
 
 @pytest.fixture(autouse=True)

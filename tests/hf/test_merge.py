@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from offload.config.sections import LoraSection, ModelSection
+from offload.app.config.sections import LoraSection, ModelSection
+from offload.app.hf.models import build_model, fill_all
+from offload.app.hf.write import write_model
 from offload.errors import ConfigError
-from offload.hf.adapters import Adaptation, write_adapter
-from offload.hf.merge import MergedWeights
-from offload.hf.models import build_model, fill_all
-from offload.hf.write import write_model
+from offload.extras.adapters.adapters import Adaptation, write_adapter
+from offload.extras.adapters.merge import MergedWeights
 from tests.engine import families
 from tests.integrations.plain import needs
 from tests.matrix import matrix

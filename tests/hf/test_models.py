@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig
 
-from offload.config.presets import PRESETS
-from offload.config.sections import ModelSection
-from offload.errors import ConfigError, DiskError
-from offload.hf import models
-from offload.hf.deferred_init import DeferredInit
-from offload.hf.models import (
+from offload.app.config.presets import PRESETS
+from offload.app.config.sections import ModelSection
+from offload.app.hf import models
+from offload.app.hf.deferred_init import DeferredInit
+from offload.app.hf.models import (
     BuiltModel,
     build_model,
     check_sequence_length,
@@ -28,7 +27,8 @@ from offload.hf.models import (
     load_model_config,
     model_kind,
 )
-from offload.hf.names import CannotStream
+from offload.app.hf.names import CannotStream
+from offload.errors import ConfigError, DiskError
 from tests import forks
 from tests.checkpoint.folders import names, same
 from tests.zoo.families import families
@@ -165,8 +165,8 @@ def test_building_draws_nothing_from_the_callers_generator() -> None:
 
 def test_an_unfilled_model_takes_no_memory() -> None:
     program = (
-        "import resource, torch\nfrom offload.hf.models import build_model\n"
-        "from offload.config.sections import ModelSection\n"
+        "import resource, torch\nfrom offload.app.hf.models import build_model\n"
+        "from offload.app.config.sections import ModelSection\n"
         "build_model(ModelSection(preset='tiny'), seed=0)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "model = build_model(ModelSection(preset='125m'), seed=0).model\n"

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from offload.hf.names import CannotStream, apply_conversions, describe_conversions
-from offload.hf.write import write_model
+from offload.app.hf.names import CannotStream, apply_conversions, describe_conversions
+from offload.app.hf.write import write_model
 from tests.checkpoint.folders import fill_by_parts, llama, read
 from tests.hf.test_write import contents, rest
 from tests.zoo.families import families

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from offload.config.sections import ModelSection
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import BuiltModel, build_model, fill_all
+from offload.app.hf.sources import QuantizedStackedSource
 from offload.errors import ConfigError
-from offload.hf.models import BuiltModel, build_model, fill_all
-from offload.hf.sources import QuantizedStackedSource
 from tests.hf.quantized import FORMATS, deepseek, quantized
 from tests.integrations.plain import needs
 

@@ -16,13 +16,13 @@ from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM, core_model_loading
 
 from offload import Engine
-from offload.config.sections import ModelSection
+from offload.app.config.sections import ModelSection
+from offload.app.hf.deferred_init import DeferredInit
+from offload.app.hf.models import build_model
+from offload.app.hf.read import FolderWeights, weight_files
+from offload.app.hf.sources import StackedSource
+from offload.app.hf.verify import verify_folder
 from offload.errors import ConfigError, DiskError
-from offload.hf.deferred_init import DeferredInit
-from offload.hf.models import build_model
-from offload.hf.read import FolderWeights, weight_files
-from offload.hf.sources import StackedSource
-from offload.hf.verify import verify_folder
 from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names_and_dtypes, read, same
 from tests.zoo.families import families
 
@@ -274,7 +274,7 @@ def test_quantized_weights_are_refused(folder: Path) -> None:
 
 
 def test_other_rules_of_transformers_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.hf.names import CannotStream
+    from offload.app.hf.names import CannotStream
 
     monkeypatch.setattr(core_model_loading, "rename_source_key", lambda name, rules: (name, None))
     with pytest.raises(CannotStream, match="read the weights of LlamaForCausalLM one parameter at a time: TypeError"):
@@ -373,7 +373,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:
 _READ = """
 import sys, time, torch, transformers
 from pathlib import Path
-from offload.hf.read import read_model
+from offload.app.hf.read import read_model
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 torch.ones(8, 8) @ torch.ones(8, 8)

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, core_model_loading
 
+from offload.app.hf.models import folder_config
+from offload.app.hf.names import CannotStream
+from offload.app.hf.write import write_model
 from offload.errors import ConfigError, DiskError, OffloadError
-from offload.hf.models import folder_config
-from offload.hf.names import CannotStream
-from offload.hf.write import write_model
 from tests.checkpoint.folders import bits, differences, fill_by_parts, llama, names, names_and_dtypes, read, same
 from tests.hf.test_read import assert_read, make_large, peak_of
 from tests.zoo.families import families
@@ -304,8 +304,8 @@ _WRITE = """
 import sys, time, torch, transformers
 from pathlib import Path
 from torch import nn
-from offload.hf.deferred_init import DeferredInit
-from offload.hf.write import write_model
+from offload.app.hf.deferred_init import DeferredInit
+from offload.app.hf.write import write_model
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 config = transformers.AutoConfig.from_pretrained(sys.argv[1])

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
+from offload.app.hf.models import folder_config, model_kind
+from offload.app.hf.read import read_model
 from offload.errors import CheckpointError, ConfigError, OffloadError
-from offload.hf.models import folder_config, model_kind
-from offload.hf.read import read_model
-from offload.inference.sampler import Sampler, SamplingOptions
-from offload.inference.streamed_model import StreamedModel
+from offload.extras.generate.sampler import Sampler, SamplingOptions
+from offload.extras.generate.streamed_model import StreamedModel
 from tests.checkpoint.folders import llama
 from tests.checkpoint.trained import flip, tokenizer, train
 from tests.engine.families import bert, t5, tokens
@@ -360,7 +360,7 @@ _PEAK = """
 import sys, torch
 from itertools import pairwise
 from pathlib import Path
-from offload.inference.sampler import SamplingOptions, Sampler
+from offload.extras.generate.sampler import SamplingOptions, Sampler
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 with Sampler(Path(sys.argv[1]), dtype=None, memory_bytes=int(sys.argv[2]), accelerator=None) as sampler:

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from offload.benches import nvme
 from offload.errors import ConfigError
+from offload.extras.tools.benches import nvme
 
 
 def parsed(*words: object) -> argparse.Namespace:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from offload.machine.diagnosis import find_bounds
+from offload.extras.tools.diagnosis import find_bounds
 from offload.machine.hardware import Hardware, Rates
 
 RATES = Rates(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload.machine.diagnosis import nvml_gpus
+from offload.extras.tools.diagnosis import nvml_gpus
 
 
 class PlayedError(Exception):

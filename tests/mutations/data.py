@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from offload.data import dataset, order
-from offload.data.chat import ChatRenderer
-from offload.data.dataset import Dataset
-from offload.data.isolated import IsolatedRows
-from offload.data.packing import IGNORE, Rows
+from offload.app.training.objectives import MaskedTokens
+from offload.extras.data import dataset, order
+from offload.extras.data.chat import ChatRenderer
+from offload.extras.data.dataset import Dataset
+from offload.extras.data.isolated import IsolatedRows
+from offload.extras.data.packing import IGNORE, Rows
 from offload.extras.prefs.losses import DPO
-from offload.training.objectives import MaskedTokens
 from tests.mutations import mutation
 
 

@@ -11,10 +11,10 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.recording.equivalence import PassComparator
 from offload.engine.units import call, router, snapshots
 from offload.engine.units.activation_offload import HostActivationOffload
+from offload.extras.adapters import merge
 from offload.extras.large import tiles
 from offload.extras.large.streamed_experts import StreamedExperts
 from offload.extras.quant.codecs import IntegerCodec
-from offload.hf import merge
 from offload.tiers.slots import Slots
 from tests.mutations import as_it_is, enter_as, mutation, replaced
 

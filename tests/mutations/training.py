@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from offload.app.training import trainer
+from offload.app.training.objectives import Objective
 from offload.engine.gradients.updates import Updates
 from offload.integrations.optimizer import OffloadOptimizer
-from offload.training import trainer
-from offload.training.objectives import Objective
 from tests.mutations import enter_as, mutation, replaced
 
 enter_as(

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from offload import LOMO, Adafactor, AdaLomo, AdamW, Lion, Muon
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.engine_settings import make_update_rule
 from offload.errors import ConfigError
 from offload.native import kernels
 from offload.optim import factored, muon
 from offload.optim.rule import ParameterTraits, UpdateRule, UpdateStep
-from offload.planning.from_config import make_update_rule
 
 SHAPES = [(33, 48), (48, 33), (5, 7, 9), (2, 3, 4, 5), (1, 40), (40, 1), (17,), ()]
 

@@ -114,7 +114,7 @@ BIG = {
 TRAIN = """
 import os, resource, sys
 from pathlib import Path
-from offload.config.command_line import run_command
+from offload.app.config.command_line import run_command
 from offload.machine import limits
 from offload.train import main
 sys.argv.pop(0)

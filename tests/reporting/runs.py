@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from offload.app.telemetry.trace import Trace
 from offload.lanes.timeline import Span
-from offload.telemetry.trace import Trace
 
 LANES = ("compute", "h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
 CONFIG: dict[str, Any] = {

@@ -14,10 +14,10 @@ import pytest
 
 from offload import report
 from offload.errors import ConfigError
-from offload.reporting.advice import advise
-from offload.reporting.figures import Figures
-from offload.reporting.run_record import RunRecord, TracedStep, TraceSpan
-from offload.reporting.timeline import rows
+from offload.extras.tools.reporting.advice import advise
+from offload.extras.tools.reporting.figures import Figures
+from offload.extras.tools.reporting.run_record import RunRecord, TracedStep, TraceSpan
+from offload.extras.tools.reporting.timeline import rows
 from offload.sizes import parse_size
 from tests.reporting.runs import CONFIG, PLAN, line, usual, write_run
 

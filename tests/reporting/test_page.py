@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from offload import report
-from offload.data.view import DataView, Piece, Sample, SourceView
 from offload.errors import ConfigError, DiskError
-from offload.reporting import charts, page
-from offload.reporting.data_page import write_data_page
-from offload.reporting.page import read_views, render, report_run, write_page
+from offload.extras.data.page import write_data_page
+from offload.extras.data.view import DataView, Piece, Sample, SourceView
+from offload.extras.tools.reporting import charts, page
+from offload.extras.tools.reporting.page import read_views, render, report_run, write_page
 from tests.matrix import matrix
 from tests.reporting.browser import Browser, browser, find_chromium
 from tests.reporting.runs import CONFIG, PLAN, line, usual, write_run

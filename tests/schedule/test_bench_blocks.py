@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from offload import Engine, bench
-from offload.benches import step
-from offload.benches.blocks import Contender, do_nothing, measure, process_disk_bytes, rotate, summarise
 from offload.errors import ConfigError
+from offload.extras.tools.benches import step
+from offload.extras.tools.benches.blocks import Contender, do_nothing, measure, process_disk_bytes, rotate, summarise
 from offload.native import kernels
 from tests.disks import nameless
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from safetensors.torch import load_file
 
-from offload.checkpoint.folder import Checkpoints
+from offload.app.checkpoint_folder import Checkpoints
 from tests import forks
 from tests.forks import ROOT
 from tests.lanes.patience import eventually

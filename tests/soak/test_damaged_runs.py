@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
+from offload.app.config.command_line import parse_config
+from offload.app.config.config import Config
+from offload.app.training import build as runs
+from offload.app.training.resume import ResumePoint, find_start
+from offload.app.training.trainer import Trainer
 from offload.checkpoint.manifest import MANIFEST, checksum
-from offload.config.command_line import parse_config
-from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError
-from offload.training import build as runs
-from offload.training.resume import ResumePoint, find_start
-from offload.training.trainer import Trainer
 from tests.soak.runs import SMALL, WORDS, Forks, Run
 
 FILES = [

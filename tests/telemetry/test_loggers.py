@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from offload.app.telemetry.loggers import Loggers, check_loggers
 from offload.errors import ConfigError
-from offload.telemetry.loggers import Loggers, check_loggers
 
 LINES = [
     {"step": 1, "loss": 2.5, "lr": 0.1, "lanes": {"h2d": {}}, "peak_device_bytes": 7, "grad_norm": float("nan")},
@@ -85,6 +85,6 @@ def test_a_logger_that_fails_is_told_of_once_and_left_out(tmp_path: Path, monkey
 def test_what_is_not_there_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="did you mean wandb"):
         check_loggers(["wanbd"])
-    monkeypatch.setattr("offload.telemetry.loggers.find_spec", lambda _: None)
+    monkeypatch.setattr("offload.app.telemetry.loggers.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install mlflow"):
         check_loggers(["mlflow"])

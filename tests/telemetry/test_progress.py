@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from offload.app.telemetry.metrics import MetricsLog
+from offload.app.telemetry.progress import clock, make_progress
+from offload.app.training.interrupts import StopSignals
 from offload.distributed.joining import open_comm
-from offload.telemetry.metrics import MetricsLog
-from offload.telemetry.progress import clock, make_progress
-from offload.training.interrupts import StopSignals
 
 STEP = {
     "step": 1,
@@ -206,7 +206,7 @@ def test_two_signals_of_a_launcher_that_come_one_within_the_other_are_one(monkey
 
     with StopSignals(lambda text: None) as stop:
         stop.begin()
-        monkeypatch.setattr("offload.training.interrupts.time.monotonic", monotonic)
+        monkeypatch.setattr("offload.app.training.interrupts.time.monotonic", monotonic)
         try:
             signal.raise_signal(signal.SIGTERM)
         except KeyboardInterrupt:

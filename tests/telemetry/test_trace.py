@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.app.telemetry.trace import FIRST_STEPS, LAST_STEPS, Trace
 from offload.lanes.timeline import Span
-from offload.telemetry.trace import FIRST_STEPS, LAST_STEPS, Trace
 from tests.telemetry.reader import Work, check_trace, read_trace
 
 LANES = ("compute", "h2d", "d2h", "update")

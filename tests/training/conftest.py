@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from offload.config.config import Config
-from offload.training.trainer import Trainer, TrainResult
+from offload.app.config.config import Config
+from offload.app.training.trainer import Trainer, TrainResult
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},

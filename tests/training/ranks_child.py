@@ -11,7 +11,7 @@ import sys
 import warnings
 from typing import Any
 
-from offload.config.command_line import run_command
+from offload.app.config.command_line import run_command
 from offload.errors import ConfigError
 
 AT = 2  # index of the step with the accident, from 0
@@ -19,9 +19,9 @@ AT = 2  # index of the step with the accident, from 0
 
 def happen(way: str, rank: int) -> None:
     """Patch the function in which the accident `way` happens."""
-    from offload.data.dataset import Dataset
     from offload.engine.engine import Engine
-    from offload.extras.data.rows import FileRows
+    from offload.extras.data.dataset import Dataset
+    from offload.extras.data.task import FileRows
 
     make_batch, make_step, build = Dataset.batch, Engine.step, FileRows.build
     num_steps = 0
@@ -56,7 +56,7 @@ def happen(way: str, rank: int) -> None:
 
     Dataset.batch, Engine.step, FileRows.build = batch, step, staticmethod(build_data)  # type: ignore[method-assign]
     if way == "asks":
-        from offload.training import trainer
+        from offload.app.training import trainer
 
         real = trainer.Trainer
         trainer.Trainer = lambda config: real(config, callbacks=[Asks(rank)])  # type: ignore[misc, assignment]

@@ -14,20 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from offload.app.config.config import Config
+from offload.app.config.sections import LoraSection
+from offload.app.stored_model import StoredParameter
+from offload.app.training import disk_needs
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored_model import StoredParameter
-from offload.config.config import Config
-from offload.config.sections import LoraSection
-from offload.data.tokenizer import train_bpe
 from offload.engine.units import find
 from offload.errors import ConfigError, DoesNotFitError
 from offload.export import main as export_command
-from offload.hf.adapters import Adaptation
+from offload.extras.adapters.adapters import Adaptation
+from offload.extras.data.tokenizer import train_bpe
 from offload.layout.codecs import CODECS, decoded
 from offload.parity import main as parity_command
 from offload.plan import main as plan_command
 from offload.replay import main as replay_command
-from offload.training import disk_needs
 from offload.verify import main as verify_command
 from tests import forks
 from tests.forks import ROOT

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from offload.checkpoint.folder import Checkpoints
+from offload.app.checkpoint_folder import Checkpoints
+from offload.app.training.checkpoints import Saves
+from offload.app.training.finish import Export
+from offload.app.training.progress import Best
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, DiskError, InterruptedRun
 from offload.files.atomic_folder import remove
-from offload.training.checkpoints import Saves
-from offload.training.finish import Export
-from offload.training.progress import Best
 
 LOSSES = (5.0, 4.0, 4.5, 3.9, 4.2, 4.1)
 """Evaluation losses from the fixture `judged`. The fourth is the lowest, by less than 0.5."""
@@ -195,7 +195,7 @@ def test_a_resumed_run_stops_after_the_same_step(
     ],
 )
 def test_what_decides_nothing_is_refused(settings: dict[str, Any], said: str) -> None:
-    from offload.config.config import Config
+    from offload.app.config.config import Config
 
     with pytest.raises(ConfigError, match=said):
         Config.load(None, settings)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from offload.app.config.config import Config
+from offload.app.hf.freeze import freeze
 from offload.checkpoint.reader import Reader
-from offload.config.config import Config
 from offload.errors import ConfigError
-from offload.hf.freeze import freeze
 
 FREEZE = ["embed_tokens", r"layers\.[01]\."]
 

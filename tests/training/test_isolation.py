@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.config.config import Config
+from offload.app.config.config import Config
 from offload.errors import ConfigError
 
 

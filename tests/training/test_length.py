@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from offload.config.config import Config
-from offload.training.parts import describe_length
+from offload.app.config.config import Config
+from offload.app.training.parts import describe_length
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload.app.training.objectives import IGNORED, choose_objective
 from offload.errors import ConfigError
-from offload.training.objectives import IGNORED, choose_objective
 
 
 def batch(rows: int = 4, length: int = 1000) -> dict[str, torch.Tensor]:

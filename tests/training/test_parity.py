@@ -17,13 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from offload import parity
-from offload.data.tokenizer import train_bpe
+from offload.app.hf import read
+from offload.app.training import build
+from offload.app.training.differences import WeightComparison, first_mismatch
+from offload.app.training.resident import ResidentTrainer
 from offload.errors import ConfigError, DoesNotFitError
-from offload.hf import read
+from offload.extras.data.tokenizer import train_bpe
+from offload.extras.tools import parity_check
 from offload.optim.sgd import SGD
-from offload.training import build, parity_check
-from offload.training.differences import WeightComparison, first_mismatch
-from offload.training.resident import ResidentTrainer
 from tests import forks
 from tests.training.conftest import SHAPES
 

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from offload import parity
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.training.trainer import Trainer, TrainResult
 from offload.errors import ConfigError
-from offload.training.trainer import Trainer, TrainResult
 from tests import forks
 from tests.ports import free_port
 from tests.vision import COLOURS, about, model_folder, rows_file

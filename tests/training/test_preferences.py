@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from offload import Trainer
-from offload.checkpoint.stored_model import REFERENCE
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.stored_model import REFERENCE
 from offload.engine.engine import Engine
 from offload.engine.loss.group_loss import GroupLoss
 from offload.errors import ConfigError

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 
 from offload import Config, Trainer
-from offload.data.python_rows import write_rows
-from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
+from offload.extras.data.python_rows import write_rows
+from offload.extras.data.tokenizer import train_bpe
 from tests.training.conftest import SHAPES
 
 ROWS = [f"{number} is a number, {number + 1} is the next one." for number in range(80)]
@@ -307,7 +307,7 @@ def test_what_cannot_be_given_is_refused(settings: dict[str, Any], given: dict[s
 
 def test_a_control_has_what_is_honoured_alone() -> None:
     """A callback gets an error for an unsupported control flag. Break: accept any attribute."""
-    from offload.training.callbacks import TrainControl
+    from offload.app.training.callbacks import TrainControl
 
     with pytest.raises(AttributeError):
         TrainControl().should_log = True  # type: ignore[attr-defined]

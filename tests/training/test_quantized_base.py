@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from offload import Engine, Placement
-from offload.config.config import Config
-from offload.config.sections import LoraSection, ModelSection
-from offload.data.tokenizer import train_bpe
+from offload.app.config.config import Config
+from offload.app.config.sections import LoraSection, ModelSection
+from offload.app.hf.models import build_model
 from offload.errors import ConfigError
 from offload.export import main as export_command
-from offload.forecast.forecast import Forecaster
+from offload.extras.adapters.adapters import Adaptation
+from offload.extras.data.tokenizer import train_bpe
+from offload.extras.plan.forecast import Forecaster
 from offload.generate import main as generate_command
-from offload.hf.adapters import Adaptation
-from offload.hf.models import build_model
 from offload.machine.hardware import Hardware
 from offload.parity import main as parity_command
 from offload.plan import main as plan_command

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offload.app.training.ranks import Notes, RankExit, rank_0_first, tally
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import share_failure
 from offload.errors import (
@@ -19,7 +20,6 @@ from offload.errors import (
     common,
     is_left_to_another_rank,
 )
-from offload.training.ranks import Notes, RankExit, rank_0_first, tally
 
 
 class Meeting:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import Placement
-from offload.config.config import Config
+from offload.app.config.config import Config
 from offload.engine.engine import Engine
 from offload.extras.prefs.reference_key import (
     LEFT_OUT,

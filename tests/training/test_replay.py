@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from offload import replay
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.training.trainer import Trainer
 from offload.errors import ConfigError
-from offload.training.trainer import Trainer
 
 RULE = {
     "optimizer__name": "mezo",

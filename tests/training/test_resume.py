@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offload.checkpoint.folder import Checkpoints
+from offload.app.checkpoint_folder import Checkpoints
+from offload.app.training import checkpoints, disk_needs, finish
+from offload.app.training.checkpoints import Saves
 from offload.checkpoint.reader import verify
-from offload.data.tokenizer import train_bpe
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, InterruptedRun
 from offload.export import main as export_command
-from offload.training import checkpoints, disk_needs, finish
-from offload.training.checkpoints import Saves
+from offload.extras.data.tokenizer import train_bpe
 from tests.disks import held_back, mounted
 from tests.training.conftest import SHAPES
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 import transformers
 
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.training.trainable import WholeModel
+from offload.app.training.trainer import Trainer
 from offload.engine.engine import Engine
 from offload.engine.gradients import policies, updates
 from offload.errors import ConfigError, NonFiniteError
 from offload.export import main as export_command
-from offload.forecast import alternatives
+from offload.extras.plan import alternatives
 from offload.lanes.timeline import Span, Timeline
 from offload.machine import environment
 from offload.machine.hardware import Hardware, Rates
-from offload.training.trainable import WholeModel
-from offload.training.trainer import Trainer
 from tests.telemetry.reader import read_trace
 
 

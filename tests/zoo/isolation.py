@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from offload.training.isolation import why_not_isolated
+from offload.app.training.isolation import why_not_isolated
 from tests.zoo.families import FIRST_WORD, Family, families
 
 SIZES = 7, 13, 9

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offload import Engine
-from offload.config.sections import ModelSection
-from offload.hf.models import build_model
-from offload.hf.reload import TOLERANCE
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import build_model
+from offload.app.hf.reload import TOLERANCE
 from offload.layout.planes import DTYPES
 from offload.modules import in_eval_mode
 from tests.checkpoint.folders import read, same

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offload import Engine
-from offload.checkpoint.stored_model import export_stored, rebuild_model
-from offload.config.sections import ModelSection
-from offload.hf.models import build_model
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import build_model
+from offload.app.stored_model import export_stored, rebuild_model
 from tests.checkpoint.folders import same
 from tests.hf.test_write import tensors
 from tests.zoo.families import OVERRIDES, buildable, families

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.folder import suggesting_alternative
+from offload.app.checkpoint_folder import suggesting_alternative
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import BuiltModel, build_model, empty_model, folder_config, is_pretrained, locate
+from offload.app.hf.write import ExportResult, write_model
+from offload.app.stored_model import REFERENCE, StoredParameter
+from offload.app.telemetry.byte_progress import byte_progress
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored_model import REFERENCE, StoredParameter
-from offload.config.sections import ModelSection
 from offload.errors import ConfigError, format_bytes
+from offload.extras.adapters.adapters import CONFIG, INITIAL, Adaptation, write_adapter
+from offload.extras.adapters.base_mark import load_base_config, mark_base
+from offload.extras.adapters.merge import MergedWeights, fill_adapter
+from offload.extras.adapters.residual import subtract_products
 from offload.files.model_format import SHARD_BYTES
-from offload.hf.adapters import CONFIG, INITIAL, Adaptation, write_adapter
-from offload.hf.base_mark import load_base_config, mark_base
-from offload.hf.merge import MergedWeights, fill_adapter
-from offload.hf.models import BuiltModel, build_model, empty_model, folder_config, is_pretrained, locate
-from offload.hf.residual import subtract_products
-from offload.hf.write import ExportResult, write_model
 from offload.layout.codecs import CODECS, EXACT, Codec
 from offload.layout.planes import DTYPES as COMPUTED
-from offload.telemetry.byte_progress import byte_progress
 
 _NON_TOKENIZER_FILES = (CONFIG, INITIAL, REFERENCE, "config.json", "generation_config.json")
 

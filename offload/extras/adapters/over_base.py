@@ -14,24 +14,32 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedConfig
 
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.hf.models import BuiltModel, ModelKind, fill_all, load_model_config
+from offload.app.hf.sources import RemovedProduct
+from offload.app.hf.write import write_configuration
+from offload.app.training.resident import as_computed, master_of
+from offload.app.training.resume import ResumePoint
+from offload.app.training.trainable import TrainablePart, buffers_of
 from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import OffloadError
-from offload.hf.adapters import CONFIG, INITIAL, WEIGHTS, Adaptation, config_bytes, describe_adapter, write_adapter
-from offload.hf.base_mark import BaseMark, load_base_config, mark_base
-from offload.hf.loftq import initialize_loftq
-from offload.hf.models import BuiltModel, ModelKind, fill_all, load_model_config
-from offload.hf.residual import to_bytes
-from offload.hf.sources import RemovedProduct
-from offload.hf.write import write_configuration
+from offload.extras.adapters.adapters import (
+    CONFIG,
+    INITIAL,
+    WEIGHTS,
+    Adaptation,
+    config_bytes,
+    describe_adapter,
+    write_adapter,
+)
+from offload.extras.adapters.base_mark import BaseMark, load_base_config, mark_base
+from offload.extras.adapters.loftq import initialize_loftq
+from offload.extras.adapters.residual import to_bytes
 from offload.layout.codecs import EXACT
 from offload.layout.planes import DTYPES
 from offload.optim.adamw import AdamW
-from offload.training.resident import as_computed, master_of
-from offload.training.resume import ResumePoint
-from offload.training.trainable import TrainablePart, buffers_of
 
 
 @dataclass(frozen=True)

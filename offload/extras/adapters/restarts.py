@@ -16,20 +16,20 @@ from torch import nn
 from transformers import PreTrainedConfig
 from xxhash import xxh3_64_intdigest
 
-from offload.config.config import Config
-from offload.config.sections import LoraSection
+from offload.app.config.config import Config
+from offload.app.config.sections import LoraSection
+from offload.app.hf.models import BuiltModel, ModelKind
+from offload.app.hf.names import Shape
+from offload.app.training.resume import ResumePoint
+from offload.app.training.trainable import WholeModel, buffers_of
 from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
+from offload.extras.adapters.lora_layers import LoraLayers
+from offload.extras.adapters.merge import MergedWeights, fill_adapter
 from offload.extras.adapters.over_base import AdapterOverBase
 from offload.files.model_format import ReadValues
 from offload.files.sources import ReopenFile
-from offload.hf.lora_layers import LoraLayers
-from offload.hf.merge import MergedWeights, fill_adapter
-from offload.hf.models import BuiltModel, ModelKind
-from offload.hf.names import Shape
-from offload.training.resume import ResumePoint
-from offload.training.trainable import WholeModel, buffers_of
 
 
 def seed_of(seed: int, number: int) -> int:

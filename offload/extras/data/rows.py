@@ -1,165 +1,342 @@
-"""Rows from files as the task of a run. Slow imports are in functions: names are checked before them."""
+"""Iterators over row files: JSON lines and arrays, csv, tsv, parquet, Arrow, and data sets from `datasets`.
+
+Files are read in pieces, so memory use is independent of the file size. An unreadable row becomes a `BadRow` in the
+same place, and reading continues if the next row can be located. Otherwise (an open quote, a damaged row group) reading
+stops with an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from offload.config.config import Config
-from offload.config.sections import DataSection
-from offload.data.python_rows import write_rows
-from offload.data.sources import Source, check_exists
-from offload.errors import ConfigError
+from offload.errors import ConfigError, counted
+from offload.extras.data.sources import SourceFile
+from offload.extras.data.storage import LocalFile, Place, first_bad_byte, library, open_decompressed
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+Row = tuple[str, "dict[str, Any] | BadRow | Any"]
+"""(Row name for messages, row content)."""
 
-    from offload.data.dataset import Dataset
-    from offload.hf.models import ModelKind
-
-_NO_ANSWERS = (
-    "an encoder-decoder reads the first half of a row in its encoder and writes the second half in its decoder, and "
-    "this cut ignores the border between prompt and answer. Train on your own batches, with the prompt as input_ids "
-    "and the answer as labels, by offload.Engine or OffloadTrainer, or set --data.train_on_prompt true to train on "
-    "rows as plain text."
-)
+_MAX_ROW_BYTES = 64 << 20
+"""A larger row means a file without line ends, or a quote that never closes."""
+_PIECE_BYTES = 8 << 20  # decoded table bytes at once
+_MAX_PIECE_ROWS = 1024
+_BLOCK_CHARS = 1 << 20
+_NUM_EXAMPLES = 3
+_BLANK = re.compile(r"[ \t\r\n]*")
 
 
-class FileRows:
-    """Kind of tasks: rows from files, see `TaskKind`."""
+class BadRow(ConfigError):
+    """One row violates the format; others may be valid."""
 
-    store = staticmethod(write_rows)
 
-    @staticmethod
-    def check_names(config: Config) -> None:
-        """Raise ConfigError if a source does not exist."""
-        for setting in ("source", "sources", "eval_source"):
-            for each in getattr(config.data, setting):
-                check_exists(each if isinstance(each, str) else each["path"], f"data.{setting}")
+class BadRows:
+    """Policy for bad rows: raise the first one, or count and skip all."""
 
-    @staticmethod
-    def trains_tokenizer(config: Config) -> bool:
-        """Return whether the tokenizer is trained from the data, because neither configuration nor model has one."""
-        return config.data.tokenizer is None and _model_tokenizer(config) is None
+    def __init__(self, policy: str) -> None:
+        """`policy`: `error` or `skip`, as in `data.on_bad_row`."""
+        self._skips = policy == "skip"
+        self.num = 0
+        self.examples: list[str] = []
+        """Error messages for the first bad rows."""
 
-    @staticmethod
-    def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:
-        """Grow the vocabulary for tokens added to the tokenizer. Return whether any embedding row was missing.
+    def handle(self, bad: BadRow) -> None:
+        """Count a bad row, or raise it."""
+        if not self._skips:
+            raise BadRow(f"{bad} (--data.on_bad_row skip leaves such rows out, and counts them.)") from bad
+        self.num += 1
+        if len(self.examples) < _NUM_EXAMPLES:
+            self.examples.append(str(bad))
 
-        Applies to pretrained models only. Raises ConfigError.
-        """
-        if config.model.init != "pretrained" or FileRows.trains_tokenizer(config):
-            return False
-        from offload.data.tokenizer import grown_vocabulary, preload_tokenizer
-        from offload.hf.models import vocab_size
 
-        num_rows = vocab_size(architecture)
-        path = config.data.tokenizer or _model_tokenizer(config)
-        is_given = config.data.tokenizer is not None
-        needed = num_rows if path is None else grown_vocabulary(preload_tokenizer(path), num_rows, is_given)
-        architecture.get_text_config().vocab_size = needed
-        return needed > num_rows
+def columns_of(file: SourceFile) -> list[str] | None:
+    """Return a table's column names. None: each row has separate keys (JSON). Raises ConfigError."""
+    if file.container in ("csv", "tsv"):
+        with _csv_reader(file) as reader:
+            return _header(file, reader)
+    if file.container == "parquet":
+        return list(_open_parquet(file).schema_arrow.names)
+    if file.container == "arrow":
+        return list(_arrow_batches(file)[0].names)
+    return list(file.place.rows.column_names) if file.container == "data set" else None  # type: ignore[union-attr]
 
-    @staticmethod
-    def build(
-        config: Config, model_kind: ModelKind, vocabulary: int, progress: Callable[[str, float], None]
-    ) -> Dataset:
-        """Return the dataset for a resolved configuration, model kind and vocabulary. Raises ConfigError."""
-        from offload.data.dataset import build_dataset
 
-        data, has_pairs = config.data, config.train.group > 1
-        if has_pairs:
-            data = data.model_copy(update={"format": "preference"})
-        folder = _model_folder(config)
-        # A tokenizer trained for a masked model leaves the last embedding row for the mask token.
-        spare = 1 if model_kind.name == "masked" and FileRows.trains_tokenizer(config) else 0
-        dataset = build_dataset(
-            sources=_sources(data, data.sources, "data.sources")
-            or [Source(data.source, data.format, columns=data.columns, setting="data.source")],
-            eval_sources=_sources(data, data.eval_source, "data.eval_source"),
-            tokenizer=data.tokenizer,
-            model_path=folder,
-            is_pretrained=config.model.init == "pretrained",
-            vocab_size=vocabulary - spare,
-            sequence_length=int(data.sequence_length or 0),
-            packing=data.packing,
-            isolated=_isolated(data, model_kind),
-            group_by_length=_grouped(config),
-            pairs=has_pairs,
-            train_on_prompt=data.train_on_prompt and not has_pairs,
-            eval_share=float(data.eval_share or 0),
-            on_bad_row=data.on_bad_row,
-            stopping_strategy=data.stopping_strategy,
-            batch_size=config.train.batch_size,
-            seed=config.run.seed,
-            num_workers=data.num_workers,
-            no_pictures=_no_pictures(config, model_kind),
-            no_answers=_NO_ANSWERS if model_kind.name == "seq2seq" else "",
-            progress=progress,
-        )
-        if (
-            dataset.pictures is not None
-            and config.train.micro_batch_size is not None
-            and not dataset.has_one_picture_per_row
-        ):
+def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Yield the rows in a file in order. `columns`: table columns to read; None: all. Raises ConfigError."""
+    if file.container == "json":
+        return _json_rows(file)
+    if file.container in ("csv", "tsv"):
+        return _csv_rows(file)
+    names = columns if columns is not None else columns_of(file) or ()
+    if file.container == "parquet":
+        return _parquet_rows(file, names)
+    return _arrow_rows(file, names) if file.container == "arrow" else _data_set_rows(file, names)
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def _json_rows(file: SourceFile) -> Iterator[Row]:
+    with open_decompressed(file.place) as stream:
+        if stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
+                yield from _json_array(text, file.place)
+            return
+        number = 0
+        while line := stream.readline(_MAX_ROW_BYTES):
+            number += 1
+            where = f"{file.place}:{number}"
+            if len(line) == _MAX_ROW_BYTES and not line.endswith(b"\n"):
+                yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes. One record a line is expected.")
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(_MAX_ROW_BYTES)
+            elif line.strip():
+                yield where, _parse_line(line, where)
+
+
+def _parse_line(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand brackets
+        return BadRow(f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records.")
+
+
+def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
+    """Yield the elements in a JSON array. The array may be larger than memory."""
+    decode = json.JSONDecoder().raw_decode
+    buffer, at, number = "", 0, 0
+
+    def refill() -> bool:
+        """Read on; the block doubles for each retry on an incomplete element."""
+        nonlocal buffer, at
+        try:
+            block = text.read(max(_BLOCK_CHARS, len(buffer) - at))
+        except UnicodeDecodeError as error:
             raise ConfigError(
-                f"train.micro_batch_size is {config.train.micro_batch_size}, but some rows have no picture or several, "
-                "and a batch with pictures can only be cut if each row has one: leave train.micro_batch_size out; if "
-                "memory is short, lower --train.batch_size."
-            )
-        return dataset
+                f"{path} is not UTF-8 text ({first_bad_byte(path)}: {error.reason}). Convert it, such as by `iconv -f "
+                "LATIN1 -t UTF-8 IN > OUT`."
+            ) from error
+        buffer, at = buffer[at:] + block, 0
+        return bool(block)
 
+    def next_character() -> str:
+        """Return the next character after blanks, or an empty string at the file end."""
+        nonlocal at
+        while True:
+            at = _BLANK.match(buffer, at).end()  # type: ignore[union-attr]
+            if at < len(buffer) or not refill():
+                return buffer[at : at + 1]
 
-def _model_folder(config: Config) -> str | None:
-    """Return the folder or file of the model. None: no folder."""
-    from offload.hf.models import locate
-
-    folder = locate(config.model)
-    return None if folder is None else str(folder)
-
-
-def _model_tokenizer(config: Config) -> str | None:
-    """Return the folder or hub name of the model's tokenizer. None: the model has none."""
-    from offload.data.tokenizer import tokenizer_folder
-
-    return tokenizer_folder(_model_folder(config))
-
-
-def _no_pictures(config: Config, model_kind: ModelKind) -> str:
-    """Return the reason against training on rows with pictures, with a fix. Empty: allowed."""
-    if model_kind.name != "causal":
-        return f"the model is a {model_kind.name} one, but only causal language models are trained on pictures."
-    for key in ("packing", "packing_isolated"):
-        if getattr(config.data, key) is True and config.origin(f"data.{key}") not in ("default", "resolved"):
-            return f"data.{key} is true, but rows with pictures are not packed. Leave data.{key} out."
-    return ""
-
-
-def _isolated(data: DataSection, model_kind: ModelKind) -> bool | None:
-    """Return whether packed documents are isolated. None: only conversations. Raises ConfigError."""
-    if model_kind.name == "causal" and (model_kind.auto is not None or data.packing_isolated is True):
-        return None if data.packing_isolated == "auto" else data.packing_isolated
-    if data.packing_isolated is True:
+    next_character()
+    at += 1  # the bracket
+    while (character := next_character()) != "]":
+        if number:
+            if character != ",":
+                raise ConfigError(
+                    f"{path} is not valid JSON: after record {number} a comma or a bracket is expected, not "
+                    f"{character or 'the end of the file'!r}. One record a line is expected, or one array of records."
+                )
+            at += 1
+            next_character()
+        number += 1
+        where = f"{path}, record {number}"
+        while True:
+            try:
+                value, end = decode(buffer, at)
+            except (ValueError, RecursionError) as error:
+                if len(buffer) - at < _MAX_ROW_BYTES and refill():
+                    continue
+                raise ConfigError(
+                    f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
+                ) from error
+            if end < len(buffer) or not refill():  # a number may continue in the next block
+                break
+        length, at = end - at, end
+        yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if length > _MAX_ROW_BYTES else value
+    at += 1
+    if next_character():
         raise ConfigError(
-            f"data.packing_isolated is true, but the model is a {model_kind.name} one, and only causal language models "
-            "can keep the documents of a row apart. Set --data.packing false for one document in each row."
+            f"{path} is not valid JSON: there is more text after the array. One record a line is expected, or one "
+            "array of records."
         )
-    return False
 
 
-def _grouped(config: Config) -> bool:
-    """Return whether unpacked rows are batched by length. Raises ConfigError."""
-    data = config.data
-    if data.group_by_length is True and data.packing:
-        raise ConfigError(
-            "data.group_by_length is true, but packed rows all have the same length: set --data.packing false for one "
-            "document in each row, or leave data.group_by_length out."
+# -- csv, tsv --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _csv_reader(file: SourceFile) -> Iterator[Any]:
+    csv.field_size_limit(_MAX_ROW_BYTES)  # process-wide; the default of 131,072 characters is too small
+    # Invalid UTF-8 becomes lone surrogates, so the error can name the row.
+    options: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with open_decompressed(file.place) as stream, io.TextIOWrapper(stream, **options) as text:
+        yield csv.reader(text, delimiter="\t" if file.container == "tsv" else ",", strict=True)
+
+
+def _header(file: SourceFile, reader: Any) -> list[str]:
+    try:
+        names: list[str] = next((fields for fields in reader if fields), [])
+    except csv.Error as error:
+        raise ConfigError(f"{file.place}:1 is not a valid header of a {file.container} file: {error}.") from error
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(f"{file.place}:1 names the column {repeated[0]!r} twice: rename one of them.")
+    return names
+
+
+def _csv_rows(file: SourceFile) -> Iterator[Row]:
+    with _csv_reader(file) as reader:
+        names = _header(file, reader)
+        while True:
+            where = f"{file.place}:{reader.line_num + 1}"
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                reason = str(error)
+                if "unexpected end" in reason or "field limit" in reason:
+                    longer = f"has a field of more than {_MAX_ROW_BYTES:,} characters; perhaps it "
+                    raise ConfigError(
+                        f"{where} {longer if 'limit' in reason else ''}opens a quote that never closes, so the rest of "
+                        'the file would be one field: double the quotes inside of a field ("" for "), or take the '
+                        "quote."
+                    ) from error
+                yield where, BadRow(f"{where} is not a valid row of a {file.container} file: {reason}.")
+                continue
+            if not fields:
+                continue
+            if len(fields) != len(names):
+                yield (
+                    where,
+                    BadRow(
+                        f"{where} has {counted(len(fields), 'field')}, but the header has "
+                        f"{counted(len(names), 'column')} ({', '.join(names[:8])})."
+                    ),
+                )
+                continue
+            try:
+                for text in fields:
+                    if not text.isascii():
+                        text.encode()
+            except UnicodeEncodeError:
+                yield where, BadRow(f"{where} is not UTF-8 text.")
+                continue
+            yield where, dict(zip(names, fields, strict=True))
+
+
+# -- parquet, Arrow, data sets ---------------------------------------------------------------------------------------
+
+
+def _open_parquet(file: SourceFile) -> Any:
+    parquet = library("pyarrow.parquet", f"{file.place}, a parquet file,")
+    place = file.place
+    try:
+        return parquet.ParquetFile(
+            str(place.path) if isinstance(place, LocalFile) else place.open(),
+            pre_buffer=False,  # a row group may be as large as the file
+            buffer_size=1 << 20,
+            page_checksum_verification=True,
         )
-    return config.train.compile == "never" if data.group_by_length == "auto" else data.group_by_length
+    except Exception as error:  # pyarrow raises OSError, ValueError and others
+        raise ConfigError(f"{place} is not a readable parquet file, or is truncated: {error}.") from error
 
 
-def _sources(data: DataSection, sources: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:
-    """Return sources for the data package, with defaults from `data`."""
-    defaults = {"type": data.format, "columns": data.columns}
-    filled = [{**defaults, **source} for source in sources]
-    return [Source((source.pop("path"),), source.pop("type"), **source, setting=setting) for source in filled]
+def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
+    parquet = _open_parquet(file)
+    meta = parquet.metadata
+    first = 0
+    for group in range(meta.num_row_groups):
+        row_group = meta.row_group(group)
+        batches = parquet.iter_batches(
+            batch_size=_piece_rows(row_group.total_byte_size, row_group.num_rows),
+            row_groups=[group],
+            columns=list(names),
+            use_threads=False,
+        )
+        row = first
+        while True:
+            try:
+                batch = next(batches, None)
+            except Exception as error:  # see _open_parquet
+                raise ConfigError(
+                    f"{file.place}: row group {group} (rows {first:,} to {first + row_group.num_rows - 1:,}) is "
+                    f"damaged, from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file again, "
+                    "or leave it out."
+                ) from error
+            if batch is None:
+                break
+            yield from _rows_of(batch, str(file.place), row)
+            row += batch.num_rows
+        first += row_group.num_rows
+
+
+def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the record batches in an Arrow file (IPC file or stream format)."""
+    arrow, place = library("pyarrow", f"{file.place}, an Arrow file,"), file.place
+    try:
+        source = arrow.memory_map(str(place.path)) if isinstance(place, LocalFile) else arrow.PythonFile(place.open())
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            reader = arrow.ipc.open_file(source)
+            return reader.schema, (reader.get_batch(index) for index in range(reader.num_record_batches))
+        stream = arrow.ipc.open_stream(source)
+        return stream.schema, iter(stream)
+    except Exception as error:  # see _open_parquet
+        raise ConfigError(f"{place} is not a readable Arrow file (IPC, as a file or a stream): {error}.") from error
+
+
+def _arrow_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
+    _, batches = _arrow_batches(file)
+    row = 0
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # see _open_parquet
+            raise ConfigError(
+                f"{file.place} is damaged from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file "
+                "again, or leave it out."
+            ) from error
+        if batch is None:
+            return
+        yield from _rows_of(batch.select(list(names)), str(file.place), row)
+        row += batch.num_rows
+
+
+def _data_set_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
+    rows = file.place.rows.select_columns(list(names)).with_format("arrow")  # type: ignore[union-attr]
+    step = _piece_rows(file.num_bytes, len(rows))
+    for first in range(0, len(rows), step):
+        try:
+            piece = rows[first : first + step]
+        except Exception as error:  # see _open_parquet
+            raise ConfigError(f"{file.place} is damaged from row {first:,} on: {error}. Save it again.") from error
+        yield from _rows_of(piece, str(file.place), first)
+
+
+def _rows_of(table: Any, where: str, first: int) -> Iterator[Row]:
+    """Yield the rows in a pyarrow.Table or RecordBatch, numbered from 0 as in `datasets`."""
+    step = _piece_rows(table.nbytes, table.num_rows)
+    for begin in range(0, table.num_rows, step):
+        for index, row in enumerate(table.slice(begin, step).to_pylist(), first + begin):
+            yield f"{where}, row {index}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove null values: in a message column, each message has the keys of all messages."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(each) for each in value]
+    return value
+
+
+def _piece_rows(num_bytes: int, num_rows: int) -> int:
+    """Return the row count per decoded piece."""
+    return min(max(_PIECE_BYTES * num_rows // max(num_bytes, 1), 1), _MAX_PIECE_ROWS)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from offload.accelerators import own_accelerator
-from offload.config.config import Config
-from offload.data.view import DataView
-from offload.extras.data.rows import FileRows
-from offload.hf.models import vocab_size
-from offload.training.build import RunSetup
-from offload.training.objectives import OBJECTIVES
-from offload.training.parts import stages
-from offload.training.resume import ResumePoint
+from offload.app.config.config import Config
+from offload.app.hf.models import vocab_size
+from offload.app.training.build import RunSetup
+from offload.app.training.objectives import OBJECTIVES
+from offload.app.training.parts import stages
+from offload.app.training.resume import ResumePoint
+from offload.extras.data.task import FileRows
+from offload.extras.data.view import DataView
 
 _ISOLATION_NOTE = (
     "note: before the first step a run tests whether the model keeps the documents of a row apart; a model that mixes "

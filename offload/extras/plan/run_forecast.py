@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from offload.config.config import Config
+from offload.app.config.config import Config
+from offload.app.network import Network
+from offload.app.training.planner import RunForecast, describe_budget
 from offload.errors import format_bytes
-from offload.forecast.alternatives import (
+from offload.extras.plan.alternatives import (
     apply_change,
     has_open_placement,
     place_or_fix,
@@ -17,13 +19,11 @@ from offload.forecast.alternatives import (
     to_flags,
     wider_precision,
 )
-from offload.forecast.forecast import Forecast, Forecaster
-from offload.forecast.timing import Timing
+from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.timing import Timing
 from offload.machine.hardware import Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit
-from offload.machine.network import Network
 from offload.planning.machines import ThisMachine
-from offload.training.planner import RunForecast, describe_budget
 
 _UNKNOWN = Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0)
 _MUCH_FASTER = 0.5

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.config.config import Config
-from offload.data.dataset import Dataset
+from offload.app.config.config import Config
+from offload.app.training.objectives import Batch, Objective
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.engine.loss.batch import IGNORED
 from offload.engine.loss.group_loss import GroupLoss, has_target
+from offload.extras.data.dataset import Dataset
 from offload.extras.prefs.losses import DPO, ORPO, Reward
 from offload.extras.prefs.reference import Say, add_reference
-from offload.training.objectives import Batch, Objective
 
 
 class Preferences(Objective):

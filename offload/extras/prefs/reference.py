@@ -15,14 +15,14 @@ from typing import BinaryIO
 
 import numpy as np
 
+from offload.app.config.config import Config
+from offload.app.stored_model import REFERENCE
 from offload.checkpoint.spread import broadcast_value
-from offload.checkpoint.stored_model import REFERENCE
-from offload.config.config import Config
-from offload.data.dataset import Dataset
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
+from offload.extras.data.dataset import Dataset
 from offload.extras.prefs.losses import LogProbs
 from offload.extras.prefs.reference_key import reference_key
 from offload.files.user_cache import default_cache_dir

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from offload.app.config.config import Config
 from offload.checkpoint.manifest import raw
-from offload.config.config import Config
-from offload.data.dataset import Dataset
-from offload.data.sources import hash_text
 from offload.distributed.agreement import digest
 from offload.engine.engine import Engine
 from offload.engine.moved_buffers import digests_of
+from offload.extras.data.dataset import Dataset
+from offload.extras.data.sources import hash_text
 from offload.files.user_cache import class_hash, code_hash
 from offload.machine.environment import describe_environment
 from offload.planning.memory import EXPERT_BUFFER

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from offload.app.hf.quantized import Format, QuantizedTensor, known_formats, model_dtype
 from offload.errors import ConfigError
 from offload.extras.quant import file_codecs as codec
 from offload.extras.quant.codecs import dynamic_map, nf4_levels
 from offload.extras.quant.file_codecs import BitsandbytesNf4Codec, FileCodec, TiledCodec, rounding
 from offload.files.safetensors_file import TensorEntry, TensorFile
 from offload.files.sources import ReopenFile
-from offload.hf.quantized import Format, QuantizedTensor, known_formats, model_dtype
 
 _ROWS = 16  # rows in a record if every row has a separate scale: aligned for any even width
 

@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.folder import is_checkpoint
+from offload.app.checkpoint_folder import is_checkpoint
+from offload.app.config.config import Config
+from offload.app.engine_settings import make_update_rule
+from offload.app.hf.freeze import freeze
+from offload.app.hf.models import BuiltModel, build_model, model_kind, quiet_transformers
+from offload.app.hf.sources import RemovedProduct
+from offload.app.stored_model import DTYPES, rebuild_model
+from offload.app.training.build import choose_trainable_part
+from offload.app.training.resume import ResumePoint
+from offload.app.training.run_folder import RunFolder
+from offload.app.training.task import TASKS
+from offload.app.training.trainable import buffers_of, load_architecture
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.stored_model import DTYPES, rebuild_model
-from offload.config.config import Config
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, counted
-from offload.hf.adapters import write_adapter
-from offload.hf.freeze import freeze
-from offload.hf.models import BuiltModel, build_model, model_kind, quiet_transformers
-from offload.hf.sources import RemovedProduct
+from offload.extras.adapters.adapters import write_adapter
 from offload.layout.planes import DTYPES as COMPUTED
-from offload.planning.from_config import make_update_rule
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
-from offload.training.build import choose_trainable_part
-from offload.training.resume import ResumePoint
-from offload.training.run_folder import RunFolder
-from offload.training.task import TASKS
-from offload.training.trainable import buffers_of, load_architecture
 
 
 def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str], None]) -> int:

@@ -1,0 +1,832 @@
+"""Run configuration, read from YAML, the command line or Python and validated once.
+
+Every value records where the value came from (`Config.origin`), and the resolved configuration can be written and read
+back. This module never imports torch: `--help` and a misspelled option must get an answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from glob import glob
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+
+from offload.app.config.other_trainers import current_name, equivalent_setting
+from offload.app.config.rules import RULE_SETTINGS
+from offload.app.config.sections import (
+    CheckpointSection,
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OffloadSection,
+    OptimizerSection,
+    RunSection,
+    Section,
+    TrainSection,
+    read_yaml,
+)
+from offload.errors import ConfigError, nearest, shorten, too_few_rows
+
+BUILTIN_DEVICE_MEMORY = 9 * 2**20
+"""Device budget in bytes for the built-in run on a CPU. The states take 16 MiB, so the run has to stream. (On a GPU the
+budget bounds the allocator, and the allocator reserves more at once.)
+"""
+_FIXED_KEYS = (
+    "data",
+    "lora",
+    "model.path",
+    "model.preset",
+    "train.method",
+    "train.beta",
+    "train.loss_type",
+    "train.center_rewards_coefficient",
+    "train.batch_size",
+    "train.precision",
+    "optimizer.name",
+    "optimizer.states",
+    "optimizer.master",
+    "optimizer.freeze",
+    "run.seed",
+)
+"""Sections and keys fixed for a run: another value changes the data, the data order or the model."""
+_PROCESS_KEYS = (
+    "run.dir",
+    "run.name",
+    "run.debug",
+    "checkpoint.resume",
+    "optimizer.reset",
+)  # Never copied from an earlier process.
+_FILE_KEYS = (
+    "run.dir",
+    "run.name",
+    "model.path",
+    "data.source",
+    "data.sources",
+    "data.eval_source",
+    "data.tokenizer",
+    "lora.config",
+    "lora.adapter",
+    "offload.nvme_dir",
+    "checkpoint.resume",
+)
+_STATE_KEYS = ("optimizer.name", "optimizer.states", "optimizer.master")
+"""Keys free to change with `optimizer.reset`: the rule starts with new optimizer states."""
+_KEYS_OF_EVERY_RULE = tuple(f"optimizer.{key}" for key in ("freeze", "decay_1d", "groups", "schedule", "warmup_steps"))
+"""Keys kept from the earlier run even when another update rule resumes the run."""
+_MACHINE_KEYS = (
+    *(f"offload.{state}" for state in ("parameters", "optimizer", "gradients", "activations", "graphs")),
+    "data.num_workers",
+    "offload.prefetch",
+    "offload.zero_stage",
+    "offload.replicas",
+    "train.recompute",
+    "train.sequence_parallel",
+    "optimizer.warmup_steps",
+)
+"""Keys derived from the machine or from the number of steps. A resumed run resolves them again if the earlier run had
+resolved them.
+"""
+_TIMING_FIELDS = ("prefetch", "zero_stage", "replicas", "replica_states", "throttle", "device", "update")
+"""Fields in the offload section with no influence on the tier of any state."""
+
+
+class Config(BaseModel):
+    """Configuration of a run. `Config()` is the built-in run; `Config.load` reads a file."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    lora: LoraSection = LoraSection()
+    offload: OffloadSection = OffloadSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    SECTIONS: ClassVar[dict[str, type[Section]]] = {}
+
+    def __init__(self, /, **sections: Any) -> None:
+        for name, values in sections.items():
+            if isinstance(values, Mapping):
+                flat = _with_current_names({f"{name}.{field}": value for field, value in values.items()})
+                sections[name] = {key.partition(".")[2]: value for key, value in flat.items()}
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        origin: str = "python",
+        may_go_on: bool = False,
+    ) -> Config:
+        """Read a YAML file (optional) and apply `overrides`: {"train.steps": 10} or {"train": {"steps": 10}}.
+
+        `origin` is the source recorded for the overrides in the written configuration. `may_go_on`: see `check`. Raises
+        ConfigError.
+        """
+        values = _with_current_names(_flatten(_read_yaml(Path(path)))) if path is not None else {}
+        origins = dict.fromkeys(values, "file")
+        override_values = _with_current_names(_flatten(overrides or {}))
+        values.update(override_values)
+        origins.update(dict.fromkeys(override_values, origin))
+        sections: dict[str, Any] = {}
+        for key, value in values.items():
+            section, _, field = key.partition(".")
+            if not field:
+                sections[section] = value
+            elif isinstance(sections.setdefault(section, {}), dict):  # not a section: the model below rejects the value
+                sections[section][field] = value
+        config = cls(**sections)
+        config._origins.update({key: where for key, where in origins.items() if "." in key})
+        config.check(may_go_on=may_go_on)
+        return config
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Return ("section.field", value) for every setting, in declaration order."""
+        return ((key, self.get(key)) for key in all_keys())
+
+    def get(self, key: str) -> Any:
+        return attrgetter(key)(self)
+
+    def origin(self, key: str) -> str:
+        """Return the source of a value: default, file, command line, python or resolved."""
+        section, field = key.split(".")
+        assigned = field in getattr(self, section).model_fields_set
+        return self._origins.get(key, "python" if assigned else "default")
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if a step runs a backward pass. Only rules based on forward passes alone do not."""
+        return RULE_SETTINGS[self.optimizer.name].has_gradients
+
+    @property
+    def adapts(self) -> bool:
+        """True if an adapter is trained over frozen weights."""
+        return bool(self.lora.rank or self.lora.config or self.lora.adapter)
+
+    def is_default(self, *keys: str) -> bool:
+        """Tell whether all given sections ("model") and keys ("train.batch_size") still have their defaults."""
+        return all(self.origin(key) == "default" for key, _ in self.items() if _is_one_of(key, keys))
+
+    def with_resolved(self, **values: Any) -> Config:
+        """Return a copy with values decided by the program. The arguments are named section__field."""
+        copy = self.model_copy(deep=True)
+        for name, value in values.items():
+            section, field = name.split("__")
+            if self.get(f"{section}.{field}") != value:
+                setattr(getattr(copy, section), field, value)
+                copy._origins[f"{section}.{field}"] = "resolved"
+        return copy
+
+    def to_dict(self) -> dict[str, tuple[Any, str]]:
+        """Return {key: (value, origin)} for all keys, ready for JSON and for `resumed`."""
+        return {key: (value, self.origin(key)) for key, value in self.items()}
+
+    def resumed(self, saved: Mapping[str, tuple[Any, str]], where: str) -> Config:
+        """Return a copy with every unset value taken from the run to resume.
+
+        saved: `to_dict()` of the earlier run, stored in the checkpoint at `where`. Values resolved by the earlier run,
+        like the learning rate or the clipping mode, stay; values derived from the machine, like the prefetch distance,
+        are resolved again. Raises ConfigError with the keys if a value fixed for the run was set differently.
+        """
+        saved = _with_current_names(saved)
+        previous = Config.load(None, {key: value for key, (value, _) in saved.items()})
+        copy, changed = self.model_copy(deep=True), []
+        is_rule_set = self.origin("optimizer.name") != "default"
+        changes_rule = self.optimizer.reset and is_rule_set and self.optimizer.name != previous.optimizer.name
+        for key, own in self.items():
+            origin = saved[key][1] if key in saved else "default"
+            is_set, is_fixed = self.origin(key) != "default", _is_one_of(key, _FIXED_KEYS)
+            if key in _MACHINE_KEYS or (self.optimizer.reset and key in _STATE_KEYS):
+                is_fixed = False
+            if is_set and is_fixed and own in (None, "auto"):
+                is_set = False
+            elif is_set and is_fixed and own != previous.get(key) and not _has_moved(key, previous.get(key)):
+                changed.append(f"{key} is {_show(own)} and was {_show(previous.get(key))}")
+            is_resolved_again = origin == "resolved" and key in _MACHINE_KEYS
+            if key == "train.steps" and self.origin("train.epochs") != "default" and self.train.epochs is not None:
+                is_resolved_again = True
+            if changes_rule and key.startswith("optimizer.") and key not in _KEYS_OF_EVERY_RULE:
+                continue
+            if changes_rule and key in RULE_SETTINGS[previous.optimizer.name].defaults and origin == "resolved":
+                continue
+            if not is_set and origin != "default" and key not in _PROCESS_KEYS and not is_resolved_again:
+                section, field = key.split(".")
+                setattr(getattr(copy, section), field, previous.get(key))
+                copy._origins[key] = origin
+        if changed:
+            is_rule = any(each.partition(" ")[0] in _STATE_KEYS for each in changed)
+            how = " Another update rule or state format starts from the weights with --optimizer.reset."
+            hint = how if is_rule else ""
+            raise ConfigError(
+                f"{'; '.join(changed)} in the run of {where}: a resumed run cannot change "
+                f"{'this' if len(changed) == 1 else 'these'}. Leave {'it' if len(changed) == 1 else 'them'} out to "
+                f"resume that run, or set --run.dir to a new folder to begin another one.{hint}"
+            )
+        copy.check()
+        return copy
+
+    def with_note(self, key: str, text: str) -> Config:
+        """Return a copy with an extra comment on one value in the YAML output."""
+        copy = self.model_copy(deep=True)
+        copy._notes[key] = f"; {text}"
+        return copy
+
+    def check(self, *, may_go_on: bool = False) -> None:
+        """Reject impossible file names and impossible combinations. Raises ConfigError.
+
+        may_go_on: skip the combinations if a run to resume may exist, because the saved settings can still change them;
+        `resumed` checks the combinations then.
+        """
+        if not self.data.source:
+            raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
+        if self.data.sources and self.data.source != DataSection.model_fields["source"].default:
+            raise ConfigError(
+                f"data.source is {_show(self.data.source)}, and data.sources is set too: put it into data.sources, as "
+                "{path: ...}, or leave one of them out."
+            )
+        weights = [source.get("weight") for source in self.data.sources]
+        if None in weights and any(weights):
+            path = self.data.sources[weights.index(None)]["path"]
+            raise ConfigError(
+                f"data.sources gives no weight to {path}, but weights to others: give each source a weight, or none."
+            )
+        for key in _FILE_KEYS:
+            for name in _names_in(self.get(key)):
+                if not _can_be_a_file(name):
+                    raise ConfigError(
+                        f"{key} is {_show(name)}, which is not a valid file name: a part of a path has at most 255 "
+                        f"bytes, and no zero byte; set --{key} to another one."
+                    )
+        if not (may_go_on and self._finds_run()):
+            self._check_combinations()
+
+    def _finds_run(self) -> bool:
+        """Tell whether a run to resume may exist: a named checkpoint, or a run folder with a `checkpoints` folder."""
+        resume, folder = self.checkpoint.resume, self.run.dir
+        if resume != "auto":
+            return resume != "never"
+        return folder is not None and os.path.isdir(os.path.expanduser(f"{folder}/checkpoints"))  # noqa: PTH111, PTH112 - any name
+
+    def _check_combinations(self) -> None:
+        train = self.train
+        if train.micro_batch_size is not None and train.micro_batch_size > train.batch_size:
+            raise ConfigError(
+                f"train.micro_batch_size is {train.micro_batch_size}, more than train.batch_size, {train.batch_size}; "
+                f"set --train.micro_batch_size to {train.batch_size} or less, or raise --train.batch_size."
+            )
+        warmup = self.optimizer.warmup_steps
+        if warmup is not None and train.steps is not None and warmup > train.steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps is {warmup}, more than train.steps, {train.steps}: the learning rate would "
+                "never reach its peak; lower --optimizer.warmup_steps or raise --train.steps."
+            )
+        if (
+            self.optimizer.schedule not in ("auto", "constant")
+            and train.steps is None
+            and train.epochs is None
+            and train.max_seconds is not None
+        ):
+            raise ConfigError(
+                f"optimizer.schedule is {self.optimizer.schedule}, which needs the number of the last step, but only "
+                "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
+                "--optimizer.schedule constant."
+            )
+        for check in (_check_rule, _check_adapter, _check_method, _check_frozen, _check_best, _check_model):
+            check(self)
+
+    @property
+    def has_own_data(self) -> bool:
+        """True if the training data is the user's, not the built-in text."""
+        return bool(self.data.sources) or not all(name.startswith("builtin:") for name in self.data.source)
+
+    def check_source(self) -> None:
+        """Require an explicit data source for a user model and for preference training. Raises ConfigError."""
+        is_named = self.origin("data.source") != "default" or bool(self.data.sources)
+        if self.train.method != "sft" and not is_named:
+            raise ConfigError(
+                f"train.method is {self.train.method}, but data.source is not set: name files of rows with a prompt, a "
+                "chosen and a rejected answer."
+            )
+        if self.model.path is not None and not is_named:
+            raise ConfigError(
+                f"model.path is {self.model.path}, and data.source is not set, so the model would be trained on the "
+                "sources of Python's standard library: set --data.source to your files, a folder or a glob, or to "
+                "builtin:stdlib (text) or builtin:stdlib-chat if that is meant."
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """Reject a batch or sequence-parallel size impossible for `world_size` ranks. Raises ConfigError."""
+        _check_ranks(self, world_size)
+
+    def resolve(self, *, has_accelerator: bool, max_positions: int | None) -> Config:
+        """Return a copy with open values decided from the machine and the model.
+
+        The engine decides train.clip, offload.update and offload.prefetch later. max_positions: longest sequence of the
+        model in tokens; None: no limit.
+        """
+        model, train, optimizer = self.model, self.train, self.optimizer
+        preset = model.preset or (None if model.path else "tiny")
+        init = model.init
+        if init == "auto":
+            init = "pretrained" if model.path and not model.path.endswith(".json") else "random"
+        where = (f"offload.{field}" for field in OffloadSection.model_fields if field not in _TIMING_FIELDS)
+        builtin = self.is_default("model", "data.sequence_length", "train.batch_size", "train.micro_batch_size", *where)
+        steps, epochs, max_seconds = train.steps, train.epochs, train.max_seconds
+        if steps is None and epochs is None and max_seconds is None:
+            steps, epochs, max_seconds = (
+                (None, 1.0, None) if self.has_own_data else (400, None, 90.0 if builtin else None)
+            )
+        precision = train.precision
+        if precision == "auto":
+            precision = "bf16" if has_accelerator or optimizer.master == "bf16" else "fp32"
+        schedule = optimizer.schedule
+        if schedule == "auto":
+            schedule = "constant" if steps is None and epochs is None else "cosine"
+        pretrained = (2e-4 if self.adapts else 2e-5) * (0.05 if train.method in ("dpo", "orpo") else 1.0)  # as in TRL
+        rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
+        rate *= RULE_SETTINGS[optimizer.name].rate
+        rule_defaults = {
+            key: value for key, value in RULE_SETTINGS[optimizer.name].defaults.items() if self.is_default(key)
+        }
+        row_keys = ("data__packing", "data__packing_isolated", "data__group_by_length")
+        pairs = {} if train.method == "sft" else dict.fromkeys(row_keys, False)
+        return self.with_resolved(
+            **pairs,
+            model__preset=preset,
+            model__init=init,
+            data__eval_share=_default_share(self.data) if self.data.eval_share is None else self.data.eval_share,
+            data__sequence_length=self.data.sequence_length or _default_length(preset, max_positions),
+            train__steps=steps,
+            train__epochs=epochs,
+            train__max_seconds=max_seconds,
+            train__precision=precision,
+            optimizer__lr=rate if optimizer.lr is None else optimizer.lr,
+            optimizer__schedule=schedule,
+            offload__device_memory=BUILTIN_DEVICE_MEMORY
+            if builtin and not has_accelerator
+            else self.offload.device_memory,
+            offload__zero_stage=3 if self.offload.zero_stage == "auto" else self.offload.zero_stage,
+            **{key.replace(".", "__"): value for key, value in rule_defaults.items()},
+        )
+
+    def resolve_steps(self, num_steps: Callable[[float], int]) -> Config:
+        """Return a copy with the number of steps for `train.epochs`, computed by `num_steps(epochs)`, and the matching
+        warmup.
+        """
+        steps, warmup = self.train.steps, self.optimizer.warmup_steps
+        if steps is None and self.train.epochs is not None:
+            steps = num_steps(self.train.epochs)
+        if warmup is None:
+            warmup = min(100, (steps or 0) // 20)
+        return self.with_resolved(train__steps=steps, optimizer__warmup_steps=warmup)
+
+    def to_yaml(self) -> str:
+        """Return YAML from which `Config.load` reads the same values. A comment on each line gives the origin."""
+        lines = []
+        previous = ""
+        for key, value in self.items():
+            section, field = key.split(".")
+            if section != previous:
+                lines.append(f"{section}:")
+                previous = section
+            lines.append(f"  {field}: {_yaml_value(value)}  # {self.origin(key)}{self._notes.get(key, '')}")
+        return "\n".join(lines) + "\n"
+
+
+Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
+
+
+def _check_ranks(config: Config, world_size: int) -> None:
+    num_groups, size = config.train.num_groups(world_size), config.train.sequence_parallel
+    if num_groups * size != world_size:
+        raise ConfigError(
+            f"train.sequence_parallel is {size}, but {world_size} ranks cannot be divided into groups of {size}: set "
+            f"--train.sequence_parallel to a divisor of {world_size}, or start a multiple of {size}, by --gpus or "
+            "--nproc-per-node."
+        )
+    if config.train.batch_size < num_groups:
+        raise ConfigError(too_few_rows(config.train.batch_size, world_size, size))
+
+
+_METHOD_KEYS = {
+    "train.beta": ("dpo", "orpo"),
+    "train.loss_type": ("dpo",),
+    "train.center_rewards_coefficient": ("reward",),
+}
+"""Training methods for which each setting exists."""
+
+
+def _check_method(config: Config) -> None:
+    """Reject settings in conflict with train.method: some exist for preference pairs alone, others for text alone."""
+    method, data, size = config.train.method, config.data, config.train.sequence_parallel
+    if size > 1 and method != "sft":
+        raise ConfigError(
+            f"train.sequence_parallel is {size}, but the loss of train.method {method} compares whole sequences, which "
+            "cannot be split over ranks: set --train.sequence_parallel 1, or --train.method sft."
+        )
+    for key, methods in _METHOD_KEYS.items():
+        if method not in methods and config.get(key) != TrainSection.model_fields[key.partition(".")[2]].default:
+            raise ConfigError(
+                f"{key} is {_show(config.get(key))}, but train.method {method} has no such setting; leave it out, or "
+                f"set --train.method {' or '.join(methods)}."
+            )
+    formats = [data.format, *(str(each["type"]) for each in (*data.sources, *data.eval_source) if "type" in each)]
+    if method == "sft":
+        if "preference" in formats:
+            raise ConfigError(
+                "data.format is preference, pairs of a chosen and a rejected answer, but train.method sft learns from "
+                "single texts: set --train.method dpo, orpo or reward."
+            )
+        return
+    if (other := next((each for each in formats if each not in ("auto", "preference")), None)) is not None:
+        raise ConfigError(
+            f"data.format is {other}, but train.method {method} learns from pairs of answers: set --data.format "
+            "preference (rows of prompt, chosen, rejected), or --train.method sft."
+        )
+    if data.packing and config.origin("data.packing") not in ("default", "resolved"):
+        raise ConfigError(
+            f"data.packing is true, but train.method {method} compares pairs of answers, each in a separate row. Leave "
+            "data.packing out, or set it to false."
+        )
+    if data.packing_isolated is True:
+        raise ConfigError(f"data.packing_isolated is true, but train.method {method} does not pack rows: leave it out.")
+    if data.group_by_length is True:
+        raise ConfigError(
+            f"data.group_by_length is true, but train.method {method} needs its pairs of rows in a mixed order: leave "
+            "it out."
+        )
+    if data.train_on_prompt and method != "orpo":
+        raise ConfigError(
+            f"data.train_on_prompt is true, but train.method {method} compares only answers: leave it out."
+        )
+
+
+def _check_model(config: Config) -> None:
+    """Reject two models at once, and pretrained weights without a model folder."""
+    if config.model.path is not None and config.model.preset is not None:
+        raise ConfigError(
+            f"model.path ({config.model.path}) and model.preset ({config.model.preset}) are both set; leave one of "
+            "them out."
+        )
+    if config.model.path is None and config.model.init == "pretrained":
+        raise ConfigError(
+            "model.init is pretrained, but there are no weights to read without --model.path; set it, or "
+            "--model.init random."
+        )
+
+
+def _check_rule(config: Config) -> None:
+    """Reject settings unknown to the update rule."""
+    rule = config.optimizer.name
+    rules = [
+        rule,
+        *(str(values["rule"]) for _, values in config.optimizer.groups if values.get("rule") in RULE_SETTINGS),
+    ]
+    for key in dict.fromkeys(key for settings in RULE_SETTINGS.values() for key in settings.keys):
+        value = getattr(config.optimizer, key)
+        if (
+            not any(key in RULE_SETTINGS[each].keys for each in rules)
+            and value != OptimizerSection.model_fields[key].default
+        ):
+            names = [name for name, settings in RULE_SETTINGS.items() if key in settings.keys]
+            raise ConfigError(
+                f"optimizer.{key} is {_show(value)}, but {rule} has no such setting; leave it out, or set "
+                f"--optimizer.name {' or '.join(names)}."
+            )
+    if (
+        not config.has_gradients
+        and config.train.max_grad_norm is not None
+        and config.origin("train.max_grad_norm") != "default"
+    ):
+        raise ConfigError(
+            f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, but {rule} has no gradients to clip: leave "
+            "it out, or set it to none."
+        )
+    if not config.has_gradients and config.train.noise_scale:
+        raise ConfigError(f"train.noise_scale is true, but {rule} has no gradients to measure: leave it out.")
+    if config.optimizer.master == "bf16" and config.train.precision == "fp32":
+        raise ConfigError(
+            "optimizer.master is bf16, but train.precision fp32 computes with all 32 bits of the weights: set "
+            "--train.precision bf16, or leave --optimizer.master out."
+        )
+    states = config.optimizer.states
+    if (rule != "adamw" or states != "fp32") and config.train.clip == "speculative":
+        label = rule if states == "fp32" else f"{rule} with states in {states}"
+        raise ConfigError(
+            "train.clip is speculative, which updates before the norm is known and corrects the updates afterwards, "
+            f"but {label} cannot be corrected: set --train.clip deferred or auto."
+        )
+
+
+def _check_adapter(config: Config) -> None:
+    """Reject adapter settings without an adapter, and an adapter described twice."""
+    lora = config.lora
+    wholes = [f"lora.{name}" for name in ("config", "adapter") if getattr(lora, name) is not None]
+    others = [
+        f"lora.{name}"
+        for name, field in LoraSection.model_fields.items()
+        if name not in ("config", "adapter")
+        and (getattr(lora, name) != field.default or (wholes and config.origin(f"lora.{name}") == "command line"))
+    ]  # a configuration file written by a run has all keys
+    restarts = [name for name in others if name.startswith("lora.restart_")]
+    if others and not config.adapts:
+        raise ConfigError(
+            f"{others[0]} is {_show(config.get(others[0]))}, but there is no adapter: set --lora.rank, such as 8, or "
+            "leave it out."
+        )
+    described = wholes + [name for name in others if name not in restarts]
+    if wholes and len(described) > 1:
+        raise ConfigError(
+            f"{wholes[0]} is {_show(config.get(wholes[0]))}, a complete description of an adapter, but {described[1]} "
+            "is set too: leave one of them out."
+        )
+    if restarts and not lora.restart_every:
+        raise ConfigError(
+            f"{restarts[0]} is {_show(config.get(restarts[0]))}, but the adapter never restarts: set "
+            "--lora.restart_every, such as 1000, or leave it out."
+        )
+    if lora.restart_every:
+        _check_restarts(config)
+
+
+def _check_frozen(config: Config) -> None:
+    """Reject optimizer.freeze for an already frozen model, and for frozen weights missing from checkpoints."""
+    if not config.optimizer.freeze:
+        return
+    setting = f"optimizer.freeze is {' '.join(config.optimizer.freeze)}"
+    for pattern in config.optimizer.freeze:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"optimizer.freeze has {pattern!r}, which is not a valid regular expression: {error}."
+            ) from None
+    if config.adapts:
+        raise ConfigError(
+            f"{setting}, but an adapter is configured, and all weights of its base are frozen anyway: leave it out."
+        )
+    for key, own, other in (("parameters", "files", "cpu"), ("frozen_weights", config.offload.frozen_weights, "exact")):
+        if config.get(f"offload.{key}") == own != other:
+            raise ConfigError(
+                f"{setting}, but offload.{key} is {own}: checkpoints of a partly frozen model contain all weights, but "
+                f"with this setting the frozen ones cannot be saved. Set --offload.{key} {other}, or train an adapter "
+                "(--lora.rank)."
+            )
+
+
+def _check_best(config: Config) -> None:
+    """Reject settings about the best evaluation if the run has at most one evaluation."""
+    train, checkpoint = config.train, config.checkpoint
+    requests = {
+        "train.early_stopping_patience": train.early_stopping_patience is not None,
+        "checkpoint.keep_best": checkpoint.keep_best,
+        "checkpoint.export_best": checkpoint.export_best,
+    }
+    key = next((key for key, is_set in requests.items() if is_set), None)
+    if key is not None and not train.eval_every:
+        raise ConfigError(
+            f"{key} is {_show(config.get(key))}, but train.eval_every is 0, so the only evaluation is at the end: set "
+            "--train.eval_every, such as 100."
+        )
+    if key is not None and config.data.eval_share == 0 and not config.data.eval_source:
+        raise ConfigError(
+            f"{key} is {_show(config.get(key))}, but data.eval_share is 0, so there is nothing to evaluate: set "
+            "--data.eval_share, such as 0.02, or --data.eval_source."
+        )
+    if train.early_stopping_min_delta and train.early_stopping_patience is None:
+        raise ConfigError(
+            f"train.early_stopping_min_delta is {train.early_stopping_min_delta:g}, but early stopping is off: set "
+            "--train.early_stopping_patience, such as 3, or leave it out."
+        )
+    if checkpoint.export_best and not (checkpoint.export and checkpoint.keep_best):
+        other = "export" if not checkpoint.export else "keep_best"
+        raise ConfigError(
+            f"checkpoint.export_best is true, but checkpoint.{other} is false: set --checkpoint.{other} true, or leave "
+            "it out."
+        )
+    if checkpoint.export_best and config.lora.restart_every:
+        raise ConfigError(
+            "checkpoint.export_best is true, but the adapter restarts (lora.restart_every), and each restart changes "
+            "the base, so an earlier adapter no longer fits it: leave it out, and export that checkpoint by `python -m "
+            "offload.export --merge`."
+        )
+
+
+def _check_restarts(config: Config) -> None:
+    """Reject adapter restarts if the base weights or the moments cannot be changed."""
+    every, warmup = config.lora.restart_every, config.lora.restart_warmup_steps
+    for key, allowed in (
+        ("offload.frozen_weights", ("exact",)),
+        ("offload.parameters", ("auto", "device", "cpu", "nvme")),
+    ):
+        if config.get(key) not in allowed:
+            raise ConfigError(
+                f"lora.restart_every is {every}, but a restart changes base weights, and with {key} {config.get(key)} "
+                f"these cannot be written. Set --{key} {allowed[-1]}, or leave --lora.restart_every out."
+            )
+    if config.offload.link_weights != "exact":
+        raise ConfigError(
+            f"lora.restart_every is {every}, but with offload.link_weights {config.offload.link_weights} the run "
+            "computes with a quantized adapter, while a restart and the export merge the exact one. Set "
+            "--offload.link_weights exact, or leave --lora.restart_every out."
+        )
+    if config.optimizer.states == "int8" and 0 < config.lora.restart_prune < 1:
+        raise ConfigError(
+            f"lora.restart_prune is {config.lora.restart_prune:g}, but a part of int8 states cannot be set to zero "
+            "(optimizer.states int8): set --lora.restart_prune 1, or --optimizer.states bf16."
+        )
+    if warmup is not None and warmup > every:
+        raise ConfigError(
+            f"lora.restart_warmup_steps is {warmup}, more than lora.restart_every, {every}: the learning rate would "
+            "never reach its schedule again; lower --lora.restart_warmup_steps."
+        )
+
+
+def _can_be_a_file(name: str) -> bool:
+    try:
+        parts = os.fsencode(name).split(b"/")
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in b"".join(parts) and max(map(len, parts)) <= 255
+
+
+def _names_in(value: Any) -> list[str]:
+    """Return the file names in a setting: a single name, several names, or data sources."""
+    if value is None or isinstance(value, str):
+        return [value] if value else []
+    return [each if isinstance(each, str) else each["path"] for each in value]
+
+
+def _has_moved(key: str, value: Any) -> bool:
+    """Tell whether the files named by a setting are gone. The new name may then mean the same files in another place.
+
+    Later checks decide: the data are compared by their tokens, and the model comes from the checkpoint.
+    """
+    if key not in ("model.path", "data.tokenizer", "data.source", "data.sources", "data.eval_source") or not value:
+        return False
+    paths = [str(Path(name).expanduser()) for name in _names_in(value)]
+    return not any(path.startswith("builtin:") or glob(path) for path in paths)  # noqa: PTH207 - absolute ones, too
+
+
+def _is_one_of(key: str, names: Iterable[str]) -> bool:
+    """Tell whether `key` is one of `names`, or lies in a section among them."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _default_share(data: DataSection) -> float:
+    return 0.0 if data.eval_source else 0.02
+
+
+def _default_length(preset: str | None, max_positions: int | None) -> int:
+    length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
+    return length // 64 * 64 or length  # some position tables have a few extra rows
+
+
+def all_keys() -> list[str]:
+    """Return every key of the configuration as section.field."""
+    return [f"{name}.{field}" for name, section in Config.SECTIONS.items() for field in section.model_fields]
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        values = read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {shorten(str(path))} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+    except ValueError as error:
+        raise ConfigError(f"--config {shorten(str(path))}: {error}.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--config {path} holds a {type(values).__name__}; it should hold sections: {', '.join(Config.SECTIONS)}."
+        )
+    return values
+
+
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section, content in values.items():
+        if content is None and section in Config.SECTIONS:
+            continue  # an empty section
+        is_section = isinstance(content, Mapping) and content and "." not in str(section)
+        own = (
+            {f"{section}.{field}": value for field, value in content.items()} if is_section else {str(section): content}
+        )
+        if twice := flat.keys() & own.keys():
+            raise ConfigError(
+                f"{twice.pop()} is set twice, within its section and by its full name; leave one of them out."
+            )
+        flat.update(own)
+    return flat
+
+
+def _with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values under current key names. Raises ConfigError if a key appears under both names."""
+    for key in values:
+        if current_name(key) != key and current_name(key) in values:
+            raise ConfigError(
+                f"{key} is the earlier name of {current_name(key)}, and both are set; leave one of them out."
+            )
+    return {current_name(key): value for key, value in values.items()}
+
+
+def _yaml_value(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.strip().removesuffix("...").strip()
+
+
+_REPR = reprlib.Repr()  # a value from a file may be nested deeply or contain itself
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 4, 10_000, 10_000, 10_000
+
+
+def _show(value: Any) -> str:
+    """Format any value in the form a user would write."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else shorten(_REPR.repr(value))
+
+
+def _explain(error: ValidationError) -> str:
+    """Turn pydantic errors into one paragraph: key, value, allowed values."""
+    problems = error.errors()
+    unknown = [".".join(map(str, item["loc"][:2])) for item in problems if item["type"] == "extra_forbidden"]
+    wrong = [item for item in problems if item["type"] != "extra_forbidden"]
+    sentences = [unknown_keys(unknown)] if unknown else []
+    for item in wrong[:3]:
+        place = [str(part) for part in item["loc"]]
+        key = ".".join(place[:2])
+        if len(place) == 1:
+            sentences.append(
+                f"{key} is {_show(item['input'])}; it should be a section with keys "
+                f"{', '.join(Config.SECTIONS[key].model_fields)}."
+            )
+            continue
+        reason = item["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+        inner = f" ({'.'.join(place[2:])})" if len(place) > 2 else ""
+        sentences.append(f"{key}{inner} is {_show(item['input'])}{_meant_value(key, item)}; {reason}.")
+    if len(wrong) > 3:
+        sentences.append(f"{len(wrong) - 3} more like these.")
+    return " ".join(sentences)
+
+
+def _meant_value(key: str, item: Mapping[str, Any]) -> str:
+    """Return ` (did you mean VALUE?)`: a value known to another key, else the nearest allowed value for this key."""
+    value = str(item["input"])
+    meant = equivalent_setting(value)
+    if meant and meant != key:
+        return f" (did you mean {meant}?)"
+    return nearest(value, re.findall(r"'([^']*)'", str(item.get("ctx", {}).get("expected", ""))), cutoff=0.6)
+
+
+def unknown_keys(unknown: Iterable[str]) -> str:
+    """Return sentences about unknown keys, each with the probably intended key."""
+    sections = [key for key in dict.fromkeys(unknown) if key in Config.SECTIONS]
+    sentences = [
+        f"{section} is a section; its keys are {', '.join(k for k in all_keys() if k.startswith(section + '.'))}."
+        for section in sections
+    ]
+    if others := [key for key in dict.fromkeys(unknown) if key not in Config.SECTIONS]:
+        named = ", ".join(f"{shorten(key)}{_meant_key(key)}" for key in others)
+        owners = {key.partition(".")[0] for key in others}
+        section = owners.pop()
+        if not owners and section in Config.SECTIONS:
+            allowed = f"{section} has {', '.join(Config.SECTIONS[section].model_fields)}"
+        else:
+            allowed = f"the sections are {', '.join(Config.SECTIONS)}"
+        sentences.append(f"unknown key{'s' if len(others) > 1 else ''} {named}; {allowed}.")
+    return " ".join(sentences)
+
+
+def _meant_key(key: str) -> str:
+    """Return ` (did you mean KEY?)`: the same name in another section, the equivalent in another trainer, or the
+    nearest key.
+    """
+    section, _, field = key.partition(".")
+    keys = all_keys()
+    name = field or section
+    owners = [other for other in keys if other.split(".")[1] == name]
+    if meant := owners[0] if owners else equivalent_setting(name):
+        return f" (did you mean {meant}?)"
+    if section in Config.SECTIONS:
+        near = nearest(field, Config.SECTIONS[section].model_fields).replace("mean ", f"mean {section}.")
+        return near or nearest(key, keys)
+    return nearest(key, keys if field else Config.SECTIONS)

@@ -1,0 +1,686 @@
+"""Configuration sections: every setting with type, default and help text. `config.py` combines them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from offload.app.config.data_sources import Format, as_columns, as_sources
+from offload.app.config.presets import PRESETS
+from offload.app.config.rules import RULE_SETTINGS, RuleName
+from offload.errors import nearest, shorten
+from offload.sizes import parse_chunks, parse_size
+
+_LEAST_TYPED, _LEAST_BARE = 2**20, 2**10
+"""Smallest plausible budgets without a unit, in bytes: for text typed by a user, and for a bare number as a run writes
+them. Below, the unit was probably forgotten.
+"""
+
+
+def _as_budget(value: Any) -> int | None:
+    """Parse a size like `parse_size`, and reject a number with a forgotten unit."""
+    num_bytes = parse_size(value)
+    least = _LEAST_TYPED if isinstance(value, str) else _LEAST_BARE
+    if num_bytes and num_bytes < least and not str(value).strip()[-1:].isalpha():
+        unit = "GiB" if num_bytes < 2**10 else "MiB"
+        raise ValueError(
+            f"without a unit it is a number of bytes: did you mean {value}{unit}? Write {num_bytes}B where bytes are "
+            "meant"
+        )
+    return num_bytes
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, str | Path):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return tuple(str(item) if isinstance(item, Path) else item for item in value)
+    return value
+
+
+def _as_words(value: Any) -> Any:
+    """Accept several words as a list, as several arguments, or as one text with spaces."""
+    words = _as_list(value)
+    if isinstance(words, tuple) and all(isinstance(word, str) for word in words):
+        return tuple(part for word in words for part in word.split())
+    return words
+
+
+def _as_numbers(value: Any) -> Any:
+    """Accept [0.9, 0.95] as a list, as several words, or as one word with commas."""
+    words = [value] if isinstance(value, str) else value
+    if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
+        return tuple(part for word in words for part in word.strip("[]() ").replace(",", " ").split())
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML loader with an error for duplicate keys; PyYAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(
+                    f"{name} is set twice, in line {lines[name]} and in line {line}; leave one of them out"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> Any:
+    """Parse a YAML text. Raises ValueError."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not YAML: {shorten(' '.join(str(error).split()))}") from None
+    except RecursionError:
+        raise ValueError("it cannot be read as YAML: it is nested too deeply") from None
+    except Exception as error:  # a tag unsuited to the value fails with the error type of the conversion
+        raise ValueError(f"it cannot be read as YAML: {shorten(str(error))}") from None
+
+
+def _as_yaml(value: Any) -> Any:
+    """Parse structured text from the command line."""
+    if not isinstance(value, str):
+        return value
+    return read_yaml(value)
+
+
+def _as_structure(value: Any) -> Any:
+    """Parse text with a leading [ or {; any other text is a path."""
+    return _as_yaml(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+
+
+def _as_groups(value: Any) -> Any:
+    """Accept {regex: {key: number}}, a list of [regex, {key: number}], or YAML text with either."""
+    value = _as_yaml(value)
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    return () if value is None else value
+
+
+def _as_group_value(value: Any) -> float | str:
+    """Accept a finite number, or the name of an update rule."""
+    if isinstance(value, str) and value in RULE_SETTINGS:
+        return value
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and math.isfinite(number := float(value)):
+            return number
+    raise ValueError(f"it should be a finite number, or for rule one of {', '.join(RULE_SETTINGS)}")
+
+
+def _as_throttle(value: Any) -> Any:
+    """Accept {lane: size} or {lane: {bandwidth, latency_seconds}}, also as YAML text. The lanes validate them."""
+    value = _as_yaml(value)
+    if value is None or value == "none":
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError("it should be {LANE: bytes per second}, such as {h2d: 100MiB}, or none")
+    return {lane: _with_latency(rate) if isinstance(rate, Mapping) else rate for lane, rate in value.items()}
+
+
+def _with_latency(fields: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Convert a latency parsed by YAML as text, for example 1e-3, to a number."""
+    latency = fields.get("latency_seconds")
+    with contextlib.suppress(ValueError):
+        latency = float(latency) if isinstance(latency, str) else latency
+    return {key: latency if key == "latency_seconds" else value for key, value in fields.items()}
+
+
+def _as_number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
+def _as_flag(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _as_prefetch(value: Any) -> Any:
+    text = str(value).strip().lower()
+    if text == "auto":
+        return "auto"
+    if text.isdecimal():
+        return int(text)
+    raise ValueError("it should be auto or a whole number of units, 0 or more")
+
+
+def _as_tile(value: Any) -> Any:
+    text = "none" if value is None else str(value).strip().lower()
+    if text in ("auto", "none"):
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise ValueError("it should be a number of tokens, at least 1, none, or auto")
+
+
+Size = Annotated[int | None, BeforeValidator(_as_budget)]
+Chunks = Annotated[int | str | None, BeforeValidator(lambda value: parse_chunks(value))]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
+Natural = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_numbers)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+GroupValue = Annotated[float | str, BeforeValidator(_as_group_value)]
+Groups = Annotated[tuple[tuple[str, dict[str, GroupValue]], ...], BeforeValidator(_as_groups)]
+Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
+Tile = Annotated[int | str, BeforeValidator(_as_tile)]
+Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_as_number)]
+Replicas = Annotated[Count | Literal["auto"], BeforeValidator(_as_number)]
+Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
+Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
+Flag = Annotated[Literal["auto", True, False], BeforeValidator(_as_flag)]
+Tokens = Annotated[tuple[Natural, ...], BeforeValidator(_as_numbers)]
+Sources = Annotated[tuple[dict[str, Any], ...], BeforeValidator(lambda value: as_sources(_as_structure(value)))]
+Columns = Annotated[dict[str, str], BeforeValidator(lambda value: as_columns(_as_yaml(value)))]
+StateTier = Literal["auto", "device", "cpu", "nvme"]
+
+
+PYTHON_PREFIX = "python:"
+"""Prefix in model.path before the class name, for a model object passed to `Trainer`."""
+
+
+class Section(BaseModel):
+    """Base class for sections. Unknown keys are rejected and assignments validated. Attribute docstrings become help
+    texts.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        coerce_numbers_to_str=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join(str(field.description).split())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _words(cls, value: Any, info: ValidationInfo) -> Any:
+        """Turn `none` into None if allowed, and reject true and false as numbers and names."""
+        types = nested_types(cls.model_fields[str(info.field_name)].annotation)
+        if type(None) in types and isinstance(value, str) and value.strip().lower() in ("none", "null"):
+            return None
+        if isinstance(value, bool) and not any(each is bool or each is value for each in types):
+            raise ValueError("it cannot be true or false")
+        return value
+
+
+def nested_types(annotation: Any) -> list[Any]:
+    """Return a type followed by all nested type arguments."""
+    return [annotation, *(nested for part in typing.get_args(annotation) for nested in nested_types(part))]
+
+
+class RunSection(Section):
+    """Run folder, loggers and seed."""
+
+    dir: str | None = None
+    """Run folder. none: runs/NAME, or the first free runs/NAME-N."""
+    name: Annotated[str, Field(min_length=1)] = "train"
+    """Run name, used for the folder and in the records."""
+    seed: Natural = 0
+    """Seed for initial weights, data order, dropout and the printed sample."""
+    report_to: Strings = ()
+    """Extra loggers for the numbers in metrics.jsonl, separated by spaces: tensorboard, wandb, trackio, mlflow. Each
+    needs a separate package. none: no extra logger.
+    """
+    debug: bool = False
+    """Show tracebacks; poison freed buffers and check for races (slower)."""
+
+
+class ModelSection(Section):
+    """The model: a Hugging Face folder, a config.json (random weights), or a preset by name."""
+
+    path: str | None = None
+    """Model folder, hub name, or config.json. none: use model.preset."""
+    preset: str | None = Field(
+        default=None, description=f"Named Llama-like shape: {', '.join(PRESETS)}. none: tiny, unless model.path is set."
+    )
+    init: Literal["auto", "pretrained", "random"] = "auto"
+    """Initial weights: pretrained (read from model.path) or random (initialization of the model family). auto:
+    pretrained for a folder or hub name, random for a preset or a config.json.
+    """
+    attention: str = "auto"
+    """Attention implementation: eager, sdpa, or another name known to transformers. auto: the default of transformers.
+    """
+
+    @field_validator("preset")
+    @classmethod
+    def _check_preset(cls, value: str | None) -> str | None:
+        if value is not None and value not in PRESETS:
+            raise ValueError(f"it should be one of {', '.join(PRESETS)}{nearest(value, PRESETS)}")
+        return value
+
+
+class DataSection(Section):
+    """Training data, and the conversion to rows of tokens."""
+
+    source: Strings = ("builtin:stdlib",)
+    """builtin:stdlib (source code of the Python standard library), builtin:stdlib-chat, or files, folders, globs, URLs
+    and data set names. Several names form one source. Required with model.path.
+    """
+    format: Format = "auto"
+    """Content of the files: plain text, or rows in a named format. auto: detected from the file name and the first row.
+    """
+    columns: Columns = Field(default={}, validate_default=True)
+    """Column names for the keys of the format, for example {text: body}, if the names differ."""
+    sources: Sources = ()
+    """Several sources instead of data.source: [{path, type, split, weight, columns, name, revision}, ...]. Only path is
+    required. type: like data.format. weight: share of the rows per epoch. none: data.source.
+    """
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    """End of an epoch over weighted sources: all_exhausted (every row appears at least once, small sources repeat) or
+    first_exhausted (no row appears twice).
+    """
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Unreadable row: error stops the run, skip omits and counts the row."""
+    tokenizer: str | None = None
+    """Tokenizer folder, file or hub name. none: from the model folder; without one, a BPE trained on the data, for a
+    model with random weights only.
+    """
+    sequence_length: Count | None = None
+    """Tokens per row. none: 256 for the tiny preset, else 1024, limited by the model."""
+    packing: bool = True
+    """Pack several documents into a row. false: one document per row, truncated or padded. Conversations with pictures
+    always take one row each, and longer ones are dropped.
+    """
+    packing_isolated: Flag = "auto"
+    """true: documents in a row cannot attend to each other, and none is split between rows. Positions restart at 0,
+    transformers builds the mask from them, and a check at the start confirms the isolation. false: documents are
+    concatenated, split into full rows, and can attend to each other. auto: true for conversations, or one document
+    per row if the model mixes documents; false for other text.
+    """
+    group_by_length: Flag = "auto"
+    """For one document per row (data.packing false): batch rows with similar lengths and pad to the longest in the
+    batch. false: random order, padded to data.sequence_length. auto: true, unless blocks are compiled (every new
+    length compiles again) or train.method is not sft.
+    """
+    train_on_prompt: bool = False
+    """Include prompts in the loss, not only answers; with train.method orpo, in the loss of the chosen answer."""
+    num_workers: Natural | None = None
+    """Tokenizer processes, about 300 MB each. 0: only the main process, with the threads of `tokenizers`. none: 0; for
+    conversations from 32 MiB on, one per core, at most 16, because Python renders the template.
+    """
+    eval_share: Beta | None = None
+    """Share of the documents held out for evaluation. none: 0.02, or 0 with data.eval_source. 0: no evaluation data."""
+    eval_source: Sources = ()
+    """Evaluation files, or several sources as in data.sources. Each source is evaluated and logged under a separate
+    name.
+    """
+
+
+class TrainSection(Section):
+    """Training method, length and batch."""
+
+    method: Literal["sft", "dpo", "orpo", "reward"] = "sft"
+    """Training objective. sft: next-token loss on text. For answer pairs (data.format preference): dpo, prefer the
+    chosen answer more than the initial model does; orpo, prefer and generate the chosen answer, without a reference
+    model; reward, a scoring model with one output.
+    """
+    beta: Positive = 0.1
+    """For dpo: reward per nat of log-probability above the reference. For orpo: weight of the preference term relative
+    to the loss of the chosen answer (lambda in the paper).
+    """
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """For dpo: loss function on the margin of a pair."""
+    center_rewards_coefficient: Rate = 0.0
+    """For reward: weight of the squared score sum of a pair. The term keeps the mean score near zero."""
+    steps: Count | None = None
+    """Optimizer steps. none: set by train.epochs or train.max_seconds. If all three are none: one pass over your data,
+    or 400 steps over the built-in text.
+    """
+    epochs: Positive | None = None
+    """Passes over the data, used when train.steps is none. none: as train.steps says."""
+    max_seconds: Positive | None = None
+    """Stop after this many seconds. none: no limit (90 for the built-in run)."""
+    batch_size: Count = 8
+    """Sequences per step over all ranks; answer pairs unless train.method is sft."""
+    micro_batch_size: Count | None = None
+    """Sequences (or pairs) per forward and backward pass on each rank; gradients accumulate. none: the whole batch at
+    once.
+    """
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """bf16: bfloat16 compute with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
+    optimizer.master bf16, else fp32.
+    """
+    recompute: Literal["auto", "always", "never"] = "auto"
+    """Activation recomputation in backward. auto: depends on the device budget."""
+    compile: Literal["never", "auto"] = "never"
+    """auto: run blocks with torch.compile, one compilation for all equal blocks; a block unsuited to compilation, or
+    with different results, runs uncompiled, and a message says so. Results differ from never in the last bits.
+    """
+    sequence_tile: Tile = "auto"
+    """Tokens per sequence tile. Modules acting on single tokens, like MLPs and norms, compute one tile at a time and
+    recompute each tile in backward; a trial run finds these modules. auto: whole sequences, or tiles if a block
+    would not fit the device. none: whole sequences.
+    """
+    sequence_parallel: Count = 1
+    """Neighbouring ranks on one machine sharing the same sequences (DeepSpeed-Ulysses). Each rank holds part of the
+    tokens in every row, and in attention all tokens for part of the heads, so sequence memory is divided too. The
+    rows of a step are divided among these rank groups. Above 1, train.recompute auto means always.
+    """
+    max_grad_norm: Positive | None = 1.0
+    """Clip gradients to this global norm. none: no clipping."""
+    clip: Literal["auto", "speculative", "deferred"] = "auto"
+    """Time of clipped updates: deferred (after the norm is known) or speculative (as gradients arrive, corrected when
+    the norm is known). auto: deferred; if updates take longer than a forward pass, speculative from step 9 on,
+    provided no earlier step was clipped.
+    """
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Reaction to an infinite or NaN gradient: stop with an error, or skip the step and leave all states unchanged."""
+    delay: Delay = 0
+    """1: apply each update one step late, in parallel with the whole next step, so a step computes with the previous
+    weights. Training differs from delay 0, and the host holds one more copy of the weights.
+    """
+    delay_after: Natural = 0
+    """With train.delay: number of steps before the delay begins."""
+    eval_every: Natural = 100
+    """Evaluate every this many steps, and at the end. 0: only at the end."""
+    eval_batches: Count | Literal["all"] = 8
+    """Batches per evaluation from each eval source, the same batches each time. all: every row."""
+    early_stopping_patience: Count | None = None
+    """End the run after this many consecutive evaluations without a new lowest loss (first eval source). none: never.
+    """
+    early_stopping_min_delta: Rate = 0.0
+    """With train.early_stopping_patience: minimum decrease to count as a lower loss."""
+    noise_scale: bool = False
+    """Estimate the gradient noise scale in tokens: roughly the batch size beyond which larger batches save few steps
+    (McCandlish et al., arXiv:1812.06162). The estimate needs several micro-batches or ranks, and covers only parameters
+    with a separate gradient for each of these parts.
+    """
+    log_every: Count = 10
+    """Print a line every this many steps (a terminal shows every step)."""
+    head_chunk_bytes: Chunks = "auto"
+    """Largest logits tensor in bytes, counted as fp32. Above, the head runs in chunks over the tokens with a target.
+    auto: 1/30 of the device budget, at least 256 MiB, because loss and gradients need about twice as much again.
+    none: all logits at once.
+    """
+
+    @property
+    def group(self) -> int:
+        """Rows learned together: 2 for a preference pair, else 1."""
+        return 1 if self.method == "sft" else 2
+
+    def num_groups(self, num_ranks: int) -> int:
+        """Return the number of rank groups. Ranks in a group share rows; the rows of a step are divided among the
+        groups.
+        """
+        return num_ranks // self.sequence_parallel
+
+    @property
+    def num_rows(self) -> int:
+        """Rows per step over all ranks."""
+        return self.batch_size * self.group
+
+    @property
+    def micro_rows(self) -> int | None:
+        """Rows per forward and backward pass on each rank; None: all."""
+        return None if self.micro_batch_size is None else self.micro_batch_size * self.group
+
+
+class OptimizerSection(Section):
+    """Update rule and learning rate."""
+
+    name: RuleName = "adamw"
+    """Update rule. lion has one moment and saves 4 bytes per parameter; sgd has one or none; adafactor and adalomo
+    store one number per row and column; lomo stores no state; muon has one moment and orthogonalizes block matrices,
+    with adamw for the rest. lomo and adalomo drop each gradient at once, so clipping costs a second backward. mezo
+    has no backward: mezo measures the loss on both sides of the weights, and stores no state.
+    """
+    reset: bool = False
+    """Resume from a checkpoint with another update rule or optimizer.states. Weights, step and data position come from
+    the checkpoint; optimizer states start empty.
+    """
+    lr: Rate | None = None
+    """Peak learning rate. none: 2e-5 for pretrained weights, 2e-4 for an adapter over pretrained weights (either
+    divided by 20 with train.method dpo and orpo), 1e-3 for random weights (4e-3 for tiny). Multiplied by 0.1 for
+    lion, 10 for adafactor and adalomo (relative to the weights), 100 for lomo, and 0.05 for mezo.
+    """
+    states: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Moment storage for adamw and lion: 4, 2 or about 1 byte per element. bf16 uses stochastic rounding (seed:
+    run.seed). int8 has one scale per 128 elements and keeps embeddings and parameters below 4096 elements in fp32.
+    Both imply deferred clipping.
+    """
+    betas: Betas = (0.9, 0.95)
+    """Decay rates of the first and second moment, each in [0, 1). For lion: decay in the step and after the step, 0.9
+    and 0.99 unless set. In Python, AdamW() has the torch defaults 0.9 and 0.999.
+    """
+    eps: Rate = 1e-8
+    """Term added to the root of the second moment, for adamw (and the adamw part of muon). For mezo: distance from the
+    weights at which the loss is measured, 1e-3 unless set.
+    """
+    weight_decay: Rate = 0.01
+    """Decoupled weight decay, scaled by the learning rate; sgd adds the decay to the gradient. Unless set: 0.1 for lion
+    and muon, 0 for adafactor, lomo, adalomo and mezo.
+    """
+    beta2_decay: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = None
+    """For adafactor and adalomo: weight of step t in the second moments is t^beta2_decay. none: -0.8."""
+    d: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """For adafactor and adalomo: root-mean-square limit above which an update is scaled down. none: 1."""
+    clip_value: Positive | None = None
+    """For lomo: clamp each gradient element to this magnitude. none: no clamping."""
+    momentum: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """For sgd and muon: moment decay rate. none: 0 for sgd (no optimizer state), 0.95 for muon."""
+    nesterov: bool | None = None
+    """For muon: Nesterov momentum. none: true."""
+    ns_steps: Annotated[int, Field(ge=0, lt=100)] | None = None
+    """For muon: Newton-Schulz iterations. none: 5."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    """For muon: dependence of the learning rate on the matrix shape. none: match_rms_adamw, so one rate suits muon and
+    the adamw part. In Python, Muon() has the torch default, original.
+    """
+    num_perturbations: Annotated[int, Field(ge=1, lt=32768)] | None = None
+    """For mezo: random directions per step, two forward passes each. All passes run at once, each with activations and
+    a copy of the trainable weights resident on the device. none: 1.
+    """
+    layer_fraction: Share | None = None
+    """For mezo: share of the model blocks perturbed and updated in a step, sampled anew each step. none: all blocks."""
+    magnitude_quantile: Share | None = None
+    """For mezo: perturb and update only the weights of least magnitude in each parameter, up to this quantile; weight
+    decay applies to all. none: all weights.
+    """
+    master: Literal["fp32", "bf16"] = "fp32"
+    """For mezo with train.precision bf16: dtype of the master weights. bf16 halves the memory to 2 bytes per parameter,
+    with stochastic rounding after each step (seed: run.seed).
+    """
+    freeze: Words = ()
+    """Parameters to freeze: regular expressions separated by spaces; each must match some parameter name. Frozen
+    parameters have no gradients and no optimizer states, and stream as frozen weights. none: all train.
+    """
+    decay_1d: bool = False
+    """Apply weight decay to biases and norms too (parameters with fewer than two dimensions)."""
+    groups: Groups = ()
+    """Exceptions by parameter name as YAML, first match wins: {REGEX: {lr_scale: X, weight_decay: Y, rule: NAME}}.
+    Another rule reads the settings of this section.
+    """
+    schedule: Literal["auto", "constant", "linear", "cosine", "wsd"] = "auto"
+    """Learning rate after warmup. wsd: constant, then linear decay over the last fifth. auto: cosine, or constant if
+    only max_seconds is set.
+    """
+    warmup_steps: Natural | None = None
+    """Steps until the learning rate reaches the peak. none: 1/20 of the steps, at most 100."""
+
+
+def _as_init(value: Any) -> Any:
+    if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d{0,2})?|loftq(_[1-9]\d?)?", str(value)):
+        known = "default, gaussian, orthogonal, olora, pissa, pissa_niter_16 (iterations), loftq, or loftq_5 (rounds)"
+        raise ValueError(f"should be {known}")
+    return value
+
+
+LoraInit = Annotated[str, BeforeValidator(_as_init)]
+
+
+class LoraSection(Section):
+    """A PEFT adapter trained over frozen model weights. Names and defaults follow PEFT."""
+
+    rank: Natural = 0
+    """LoRA matrix rank (r). 0: no adapter, unless lora.config or lora.adapter is set."""
+    alpha: Count = 8
+    """Numerator of the LoRA scale alpha/rank (lora_alpha)."""
+    dropout: Beta = 0.0
+    """Dropout probability on the adapter input (lora_dropout)."""
+    target_modules: Strings | None = None
+    """Modules to adapt, by name suffix, separated by spaces. all-linear: all linear modules except the head. none: PEFT
+    default for the model family.
+    """
+    target_parameters: Strings | None = None
+    """Parameters to adapt, by name suffix; for example experts.down_proj, where all experts form one tensor."""
+    modules_to_save: Strings | None = None
+    """Modules trained in full and saved with the adapter, for example lm_head."""
+    trainable_tokens: Tokens | None = None
+    """Token ids with trainable embedding rows (trainable_token_indices)."""
+    init: LoraInit = "default"
+    """Initial matrix values (init_lora_weights): default, gaussian, orthogonal. olora, pissa or pissa_niter_16 (with
+    the iteration count) move part of the base weights into the adapter; the base loses this part. loftq or loftq_5
+    (with the round count) start from the quantization error of offload.frozen_weights.
+    """
+    use_rslora: bool = False
+    """Scale by 1/sqrt(rank) instead of 1/rank."""
+    use_dora: bool = False
+    """Train the norm of each adapted weight row as well (DoRA)."""
+    config: str | None = None
+    """JSON file with any PeftConfig, for example an adapter_config.json, in place of the settings here."""
+    adapter: str | None = None
+    """Adapter folder in PEFT format to start from, in place of the settings here."""
+    restart_every: Natural = 0
+    """ReLoRA: every this many steps, merge the LoRA into the base in fp32 and start a new one. The base must be
+    unquantized and writable (offload.frozen_weights exact, offload.parameters not files). Checkpoints store the
+    merged base weights, and the run exports a whole model. 0: never.
+    """
+    restart_prune: Annotated[float, Field(ge=0, le=1)] = 0.999
+    """Share of each LoRA moment reset to zero at a restart, smallest magnitudes first. 1: all; 0: none."""
+    restart_warmup_steps: Natural | None = None
+    """Steps until the learning rate recovers from 0 after a restart. none: 1/20 of lora.restart_every, at most 100."""
+
+
+class OffloadSection(Section):
+    """Tier for each kind of state, and the memory budgets."""
+
+    parameters: Literal["auto", "device", "cpu", "nvme", "files"] = "auto"
+    """Tier for offloaded parameters. files: frozen parameters stay in the original model files and are read again for
+    each use, without a copy elsewhere; trainable parameters are on the cpu.
+    """
+    optimizer: StateTier = "auto"
+    """Tier for optimizer states."""
+    gradients: StateTier = "auto"
+    """Tier for gradients until the update."""
+    activations: StateTier = "auto"
+    """Tier for unit inputs saved for backward."""
+    graphs: StateTier = "auto"
+    """Tier for saved autograd graphs beyond the device memory, as an alternative to recomputation. auto: cpu if the
+    forecast for a GPU step is faster with saved graphs, else the device only.
+    """
+    experts: Literal["auto", "whole", "streamed"] = "auto"
+    """Transfer of mixture experts to the device. whole: all experts of a layer at once, with the rest of the layer.
+    streamed: only experts with routed tokens, a few at a time, so the device need not hold a whole layer. auto:
+    whole, or streamed if the device cannot hold a layer.
+    """
+    optimizer_memory: Size = None
+    """Device memory limit for optimizer states, per rank, same forms as device_memory; used when offload.optimizer is
+    auto and not all states fit. none: the device budget minus all weights.
+    """
+    graphs_memory: Size = None
+    """Memory limit for saved graphs in the offload.graphs tier, per machine, same forms as host_memory; the other units
+    recompute. none: as much as fits.
+    """
+    device_memory: Size = None
+    """Device memory budget per rank: "6GiB" or "6G", "512MiB", a number of bytes. none: no limit (9MiB for the built-in
+    run on a CPU).
+    """
+    host_memory: Size = None
+    """CPU memory budget per machine, same forms. none: no limit."""
+    nvme_dir: Strings | None = None
+    """Folder for the nvme tier, or several on different disks (separated by spaces)."""
+    nvme_memory: Size = None
+    """Disk budget for the nvme tier, same forms. none: no limit."""
+    prefetch: Prefetch = "auto"
+    """Units prefetched ahead of the computing unit; their memory is guaranteed. 0: no prefetch; auto: as many as memory
+    allows.
+    """
+    zero_stage: Stage = "auto"
+    """State partitioning over ranks: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters. auto: the lowest
+    stage without a loss of speed, by search; 3 if unknown.
+    """
+    replicas: Replicas = "auto"
+    """Model copies over all ranks. The ranks of each copy partition the model equally, on one machine if possible;
+    copies all-reduce gradients. auto: one copy per machine, or one over all machines if faster or if only this fits,
+    by search; one on a single machine.
+    """
+    replica_states: Literal["whole", "shared"] = "whole"
+    """Optimizer states with offload.replicas. whole: each copy holds all states. shared: states are partitioned over
+    all copies; the owning rank updates the weights and sends them to the other copies. Weights stay whole in each
+    copy. Requires zero_stage 3.
+    """
+    throttle: Throttle = None
+    """Slow lanes down on purpose to simulate a slower link: {LANE: bytes per second} or {LANE: {bandwidth,
+    latency_seconds}} as YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: full speed.
+    """
+    frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
+    """Storage and transfer format for matrices in frozen blocks. exact: unquantized; int8: one byte per weight, one
+    scale per 128; nf4: half a byte per weight, as in QLoRA. The device dequantizes. Embeddings, weights outside
+    blocks, and parameters below 4096 elements stay exact.
+    """
+    link_weights: Literal["exact", "int8"] = "exact"
+    """Transfer format for trainable weights, to the device and between ranks. exact: unquantized. int8 (approximate):
+    one byte per weight, one scale per 128, quantized from the exact master weights after each update; compute uses
+    the dequantized weights. Checkpoints and exports hold the master weights. Vectors and parameters below 4096
+    elements are sent exact.
+    """
+    link_gradients: Literal["exact", "int8", "int4"] = "exact"
+    """Transfer format for gradients between replicas (offload.replicas). exact: unquantized. int8 or int4
+    (approximate): one or half a byte per gradient, one scale per 128. Quantization errors carry over to the next
+    step, for 2 bytes per weight of the local partition. All replicas make the same update.
+    """
+    device: str | None = None
+    """Compute device in torch notation: cpu, cuda, cuda:1. none: the accelerator of this rank, or the CPU without one.
+    """
+    update: Literal["auto", "cpu", "device", "both"] = "auto"
+    """Place where host-resident states are updated. cpu: on the host. device: states stream to the device in parallel
+    with compute, and back. both: the device keeps optimizer states for as many regions as fit
+    (offload.optimizer_memory) and updates them, the host updates the rest. auto: the fastest, by measurement.
+    Device-resident states always update on the device.
+    """
+
+
+class CheckpointSection(Section):
+    """Checkpoints, resume and export."""
+
+    every: Count | Literal["auto"] | None = "auto"
+    """Save all states every this many steps, and at the end. auto: every hour if the disk has room for a checkpoint and
+    the export; each replaces the previous one. none: only when the run is asked to stop.
+    """
+    keep: Count | None = None
+    """Number of checkpoints to keep. none: all, but only the newest of the hourly ones."""
+    resume: str = "auto"
+    """auto: resume from the newest intact checkpoint in the run folder, if any. never: start anew. Or the path to a
+    checkpoint or a run.
+    """
+    on_error: Literal["continue", "stop"] = "continue"
+    """Reaction to a failed checkpoint write, for example on a full disk. Earlier checkpoints stay intact."""
+    keep_best: bool = False
+    """Also save a checkpoint after each evaluation with a new lowest loss, and keep the latest one beside the newest
+    checkpoints.
+    """
+    export: bool = True
+    """At the end, write the model as a Hugging Face folder to RUN/hf, reload and check the export."""
+    export_best: bool = False
+    """Export the weights with the lowest evaluation loss instead of the last weights. Requires checkpoint.keep_best."""

@@ -1,0 +1,324 @@
+"""Write a model as a Hugging Face folder one parameter at a time, so a model larger than memory can be exported.
+
+Names, shapes and values match `save_pretrained`; transformers' conversions are reversed group by group (`names.py`). A
+folder appears complete under the final name, or not at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.dynamic_module_utils import custom_object_save
+
+from offload.app.hf.names import CannotStream, Conversion, describe_conversions, drop_tied, plan_writing, stays_fp32
+from offload.errors import ConfigError, DiskError, OffloadError, counted, errno_text, format_bytes, warn
+from offload.files.atomic_folder import clear, replace_folder
+from offload.files.model_format import SHARD_BYTES, ReadValues
+from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, TensorFileWriter, WrittenFile, tensor_reader
+from offload.native.io import sync_path
+from offload.tiers.host import trim_heap
+
+_EXPORT_ENTRIES = re.compile(
+    r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*token.*|.*\.jinja|.*config\.json"
+)
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A written and verified export: folder, weight files, bytes, and an XXH3-128 per tensor."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    num_bytes: int
+    hashes: dict[str, str]
+
+    def describe(self) -> str:
+        """Return a line for the user."""
+        files = counted(len(self.files), "file")
+        return f"{self.folder}: {format_bytes(self.num_bytes)} of weights in {files}, read back and unchanged."
+
+
+def write_model(
+    model: nn.Module,
+    get: ReadValues,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,
+    replace: bool = False,
+) -> ExportResult:
+    """Write `model` as `save_pretrained` would. Parameters need only the right shapes and dtypes.
+
+    - get(name, begin, end): returns elements of a flat parameter, in any float dtype. Called once for each element, in
+      model order, with the first name of a tied parameter. Buffers come from the model.
+    - dtype: dtype for floating-point parameters, except those transformers keeps in fp32. None: unchanged.
+    - shard_bytes: limit for a weight file. A larger tensor gets a separate file.
+    - files: further files by name, for example the tokenizer's.
+    - replace: replace an earlier export in `folder`, once the new one is complete.
+
+    Memory: one piece of a parameter, or one expert row; for a fused group, twice the group. A module outside
+    transformers becomes `model.safetensors`, in one or several files, with unchanged names and no configuration.
+
+    Raises ConfigError, DiskError, CannotStream if only `save_pretrained` itself can write the model, and OffloadError
+    if the files read back differently.
+    """
+    folder = folder.resolve()  # A link is followed: the data must go to the disk behind it.
+    check_export_folder(folder, replace)
+    plan = _ExportPlan(model, dtype)
+    with export_folder(folder, replace) as temporary:
+        write_configuration(model, temporary, plan.main_dtype)
+        for name, data in (files or {}).items():
+            (temporary / name).write_bytes(data)
+        written = _write_weights(model, plan, get, temporary, shard_bytes)
+        for each in written:
+            _verify(each)
+    return ExportResult(
+        folder,
+        tuple(folder / each.path.name for each in written),
+        sum(each.num_bytes for each in written),
+        {name: value for each in written for name, value in each.hashes.items()},
+    )
+
+
+class _ExportPlan:
+    """Export plan: conversions, and the tensors in the files."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        if not all(isinstance(value, torch.Tensor) for value in state.values()):
+            raise ConfigError(f"{type(model).__name__} has more than tensors in its state_dict: it cannot be exported.")
+        self.main_dtype = dtype or _main_dtype(model)
+        is_kept = stays_fp32(model, self.main_dtype)
+        first_names: dict[int, str] = {}
+        self.values: dict[str, tuple[str, torch.Tensor]] = {}  # state name -> (first name, tensor)
+        metas: dict[str, torch.Tensor] = {}
+        for name, value in state.items():
+            self.values[name] = (first_names.setdefault(id(value), name), value)
+            target = value.dtype
+            if dtype is not None and isinstance(value, nn.Parameter) and target.is_floating_point:
+                target = torch.float32 if is_kept(name) else dtype
+            metas[name] = torch.empty(value.shape, dtype=target, device="meta")
+        if isinstance(model, transformers.PreTrainedModel):
+            metas = drop_tied(model, metas)
+            self.groups, order = plan_writing(model, metas)
+        else:
+            metas = {name: meta for name, meta in metas.items() if self.values[name][0] == name}
+            self.groups = [Conversion.identity(name, tuple(meta.shape)) for name, meta in metas.items()]
+            order = list(metas)
+        dtypes = {name: metas[group.sources[0]].dtype for group in self.groups for name in group.outputs}
+        shapes = {name: shape for group in self.groups for name, shape in group.outputs.items()}
+        self.tensors = {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in order}
+        unknown = set(dtypes.values()) - set(DTYPES.values())
+        if unknown:
+            raise ConfigError(
+                f"{type(model).__name__} has tensors of {unknown.pop()}, a dtype that safetensors does not have."
+            )
+
+    def reader(self, source: str, get: ReadValues) -> ReadRange:
+        """Return a reader for a model tensor."""
+        name, tensor = self.values[source]
+        return partial(get, name) if isinstance(tensor, nn.Parameter) else tensor_reader(tensor)
+
+
+def _main_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the first floating-point parameter, as transformers does."""
+    return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+
+
+def _write_weights(
+    model: nn.Module, plan: _ExportPlan, get: ReadValues, folder: Path, shard_bytes: int
+) -> list[WrittenFile]:
+    """Write the weight files, and an index if there are several."""
+    split = split_torch_state_dict_into_shards(plan.tensors, max_shard_size=shard_bytes)
+    layouts = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in plan.tensors.items()}
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(TensorFileWriter(folder / file, {name: layouts[name] for name in names}))
+            for file, names in split.filename_to_tensors.items()
+        ]
+        writer_by_name = {name: writer for writer in writers for name in writer.entries}
+        for group in plan.groups:
+            _write_group(group, plan, get, writer_by_name)
+            trim_heap()  # malloc would keep most of the freed memory
+        written = [writer.finish() for writer in writers]
+    if split.is_sharded:
+        total = sum(parameter.numel() for parameter in model.parameters())
+        index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return written
+
+
+def _write_group(
+    group: Conversion, plan: _ExportPlan, get: ReadValues, writer_by_name: Mapping[str, TensorFileWriter]
+) -> None:
+    if group.is_identity:
+        (name,) = group.outputs
+        writer_by_name[name].write(name, plan.reader(group.sources[0], get))
+        return
+    for name, value in _convert_group(group, plan, get):
+        assert tuple(value.shape) == writer_by_name[name].entries[name].shape, (name, value.shape)
+        writer_by_name[name].write(name, tensor_reader(value))
+
+
+def _convert_group(group: Conversion, plan: _ExportPlan, get: ReadValues) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the output tensors of a group, in the planned dtype or in the dtype from `get`."""
+    if group.is_cut:
+        (source,) = group.sources
+        read, shape = plan.reader(source, get), plan.values[source][1].shape
+        width = math.prod(shape[1:])
+        for row in range(group.rows):
+            yield from group.cut_row(row, read(row * width, (row + 1) * width).view(shape[1:])).items()
+    else:
+        dtype = plan.tensors[next(iter(group.outputs))].dtype
+        shapes = [plan.values[source][1].shape for source in group.sources]
+        yield from group.run(
+            plan.reader(source, get)(0, math.prod(shape)).view(shape).to(dtype)
+            for source, shape in zip(group.sources, shapes, strict=True)
+        ).items()
+
+
+def conversions(model: nn.Module) -> dict[str, Any]:
+    """Return `describe_conversions`, or no conversions: an export then uses the default rules of the model family."""
+    try:
+        return describe_conversions(model)
+    except CannotStream:
+        return {}
+
+
+def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write config.json, generation_config.json and custom model code (`auto_map`) as `save_pretrained` does.
+
+    Files added by an overridden `save_pretrained` are written too. A module outside transformers gets none of these
+    files. `dtype`: weight dtype in the configuration; None: the model's.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        return
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype or _main_dtype(model)).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if type(model).save_pretrained is not transformers.PreTrainedModel.save_pretrained:
+        _write_custom_files(model, folder)
+    if model._auto_class is not None:
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError:  # loaded with a warning, refused on save: still export
+            model.generation_config.to_json_file(folder / "generation_config.json")
+
+
+def _write_custom_files(model: nn.Module, folder: Path) -> None:
+    """Run an overridden `save_pretrained` without weights, and keep the files it adds."""
+    save: Any = model.save_pretrained
+    with TemporaryDirectory(dir=folder) as temporary:
+        try:
+            save(temporary, state_dict={})
+        except Exception as error:
+            warn(
+                f"{type(model).__name__} overrides save_pretrained, and its version fails without weights "
+                f"({type(error).__name__}: {error}): {folder} lacks the additional files of that version."
+            )
+        for path in Path(temporary).iterdir():
+            if not path.name.endswith((".safetensors", ".safetensors.index.json")):
+                path.replace(folder / path.name)
+
+
+def _verify(written: WrittenFile) -> None:
+    """Read a file back with safetensors' own reader, and compare every byte by hash. Raises OffloadError."""
+    try:
+        with safe_open(written.path, framework="pt") as reference, TensorFile(written.path) as file:
+            file.drop_page_cache()
+            same_header = file.entries == written.entries and set(reference.keys()) == set(written.entries)
+            differing = [name for name, digest in written.hashes.items() if same_header and file.hash(name) != digest]
+    except (SafetensorError, ConfigError) as error:
+        raise OffloadError(f"{written.path} cannot be read back after it was written: {error}") from error
+    if differing or not same_header:
+        difference = f"tensor {differing[0]} differs" if differing else "its header differs"
+        raise OffloadError(
+            f"{written.path} differs from what was written: {difference} when it is read back. The disk or the memory "
+            "is faulty; export to another disk."
+        )
+
+
+def check_export_folder(folder: Path, replace: bool) -> None:
+    """Raise ConfigError for a mount point, or for existing contents.
+
+    An earlier export is accepted with `replace`.
+    """
+    if folder.is_mount():
+        raise ConfigError(f"{folder} is a mount point and cannot be renamed to; give a folder inside of it.")
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not replace:
+        raise ConfigError(f"{folder} exists; give a new name for the export, or remove it.")
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder} exists and is not an earlier export; give a new name for this one.")
+
+
+@contextmanager
+def export_folder(folder: Path, replace: bool) -> Iterator[Path]:
+    """Yield a temporary folder, synced to disk and renamed to `folder` at exit.
+
+    On any error the temporary folder is removed. Raises DiskError.
+    """
+    temporary = folder.with_name(f".{folder.name}.part-{os.getpid()}")
+    try:
+        if replace:
+            clear(folder.parent)  # restores a folder from a killed, half-done replacement
+        for leftover in folder.parent.glob(f".{folder.name}.part-*"):
+            if not Path(f"/proc/{leftover.name.rpartition('-')[2]}").exists() or leftover == temporary:
+                shutil.rmtree(leftover)  # left by a killed export
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in temporary.iterdir():
+            sync_path(path)
+        sync_path(temporary)
+        previous = None
+        if replace:
+            previous = replace_folder(temporary, folder)
+        else:
+            temporary.rename(folder)  # rename replaces an empty folder
+        sync_path(folder.parent)
+        if previous is not None and (user_entries := _user_entries(previous, folder)):
+            backup = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
+            previous.rename(backup)
+            warn(f"{folder} held {user_entries[0]}, which no export has, and was renamed to {backup}.")
+        elif previous is not None:
+            shutil.rmtree(previous)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OffloadError):
+            raise
+        code = error.errno or 0
+        raise DiskError(f"{folder} cannot be written: {errno_text(code)}.", code, folder) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _user_entries(old: Path, new: Path) -> list[str]:
+    """Return entries in an earlier export folder that no export writes, for example user notes."""
+    written_names = {path.name for path in new.iterdir()}
+    others = sorted(path for path in old.iterdir() if path.name not in written_names)
+    return [path.name for path in others if path.is_dir() or not _EXPORT_ENTRIES.fullmatch(path.name)]

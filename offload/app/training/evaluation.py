@@ -1,0 +1,149 @@
+"""Evaluations in a run: loss over held-out rows, with the usual derived metrics."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offload.app.training.build import Run
+from offload.app.training.callbacks import Callbacks
+from offload.app.training.progress import RunProgress
+from offload.app.training.records import Records
+from offload.app.training.shares import Share
+from offload.distributed.comm import Comm
+from offload.engine.engine import Engine
+
+_PRINTED = {
+    "perplexity": "perplexity {:.4g}",
+    "bits_per_byte": "{:.4f} bits a byte",
+    "rewards/accuracies": "accuracy {:.2f}",
+    "rewards/margins": "margin {:.3g}",
+}
+"""Printed metrics and their formats."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluation result over some rows."""
+
+    name: str
+    """Eval source name; empty for rows held out from the training data."""
+    loss: float
+    """Mean loss over all ranks, per target token in nats, or per unit in `Objective.count_unit`."""
+    metrics: Mapping[str, float]
+    """Further metrics, by their names in metrics.jsonl."""
+    rows: str
+    """Description of the evaluated rows."""
+
+    @classmethod
+    def of_tokens(cls, name: str, loss: float, num_tokens: int, num_bytes: int | None, rows: str) -> Evaluation:
+        """Return the result for a mean over tokens, with perplexity and bits per byte.
+
+        Perplexity is inf beyond the float range. Bits per byte divides the information in all targets by their text
+        bytes, so different tokenizers compare. `num_bytes`: None if unknown; then bits per byte is missing.
+        """
+        metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        if num_bytes:
+            metrics["bits_per_byte"] = loss * num_tokens / math.log(2) / num_bytes
+        return cls(name, loss, metrics, rows)
+
+    def fields(self) -> dict[str, float]:
+        """Return the fields for a metrics.jsonl line."""
+        return {"loss": self.loss, **self.metrics}
+
+    def __str__(self) -> str:
+        metrics = "".join(
+            f", {text.format(self.metrics[key])}" for key, text in _PRINTED.items() if key in self.metrics
+        )
+        of = f" of {self.name}" if self.name else ""
+        return f"eval loss {self.loss:.4f}{metrics} over {self.rows}{of}"
+
+
+class Evaluations:
+    """Evaluations in a run: after due steps, and at the end."""
+
+    def __init__(
+        self,
+        run: Run,
+        comm: Comm,
+        records: Records,
+        progress: RunProgress,
+        callbacks: Callbacks,
+        say: Callable[[str], None],
+    ) -> None:
+        """`callbacks` receive an event per evaluation; `say` prints a line."""
+        self._data, self._objective, self._train = run.data, run.objective, run.config.train
+        self._comm, self._records, self._progress, self._say = comm, records, progress, say
+        self._callbacks = callbacks
+        self._share = Share.of(run.config, comm)
+        self._keeps_best = run.config.checkpoint.keep_best
+
+    @property
+    def is_due(self) -> bool:
+        """True if an evaluation is due after the last completed step."""
+        every = self._train.eval_every
+        return every > 0 and self._progress.num_done % every == 0
+
+    @property
+    def has_new_best(self) -> bool:
+        """True if the weights after the last step are the best so far and should be kept."""
+        return self._keeps_best and self._progress.best.step == self._progress.num_done
+
+    def evaluate(self, engine: Engine) -> dict[str, Any]:
+        """Evaluate all sources. Return the metrics.jsonl fields; empty without eval rows. Collective."""
+        begin, progress = time.perf_counter(), self._progress
+        evaluations = [each for name in self._data.eval_sizes if (each := self._evaluate(engine, name)) is not None]
+        if not evaluations:
+            return {}
+        progress.record_evaluation(evaluations[0].loss)
+        self._records.mark("evaluation", begin, time.perf_counter())
+        for each in evaluations:
+            self._say(f"step {progress.num_done}  {each}")
+        sources = {each.name: each.fields() for each in evaluations if each.name}
+        fields: dict[str, Any] = {f"eval_{key}": value for key, value in evaluations[0].fields().items()}
+        fields |= {"eval_sources": sources} if sources else {}
+        self._callbacks.notify("on_evaluate", metrics=dict(fields))
+        return fields
+
+    def evaluate_missed(self, engine: Engine) -> None:
+        """Repeat an evaluation lost with a killed process, if later decisions depend on the result. Collective."""
+        progress = self._progress
+        decides = self._keeps_best or self._train.early_stopping_patience is not None
+        if decides and self.is_due and progress.num_done and progress.eval_step != progress.num_done:
+            self.evaluate(engine)
+
+    def evaluate_last(self, engine: Engine) -> None:
+        """Evaluate the weights after the last step, unless done already. Collective."""
+        if not self.is_due:  # the final evaluation needs the newest weights
+            engine.catch_up()
+        if self._progress.eval_step != self._progress.num_done:
+            self._records.amend(self._progress.num_done, self.evaluate(engine))
+
+    def _evaluate(self, engine: Engine, name: str) -> Evaluation | None:
+        """Evaluate the first rows of a source. Collective."""
+        data, objective, comm, batch_size = self._data, self._objective, self._comm, self._train.num_rows
+        own = self._share
+        most = None if self._train.eval_batches == "all" else int(self._train.eval_batches)
+        num_rows = data.eval_sizes[name]
+        num_done = num_rows if most is None else min(num_rows, most * batch_size)
+        num_counted, total, sums = 0, 0.0, Counter[str]()
+        for index, rows in enumerate(data.eval_batches(batch_size, most, own.number, own.num_shares, name)):
+            batch = own.apply(objective, rows, index, min(batch_size, num_rows - index * batch_size))
+            counted = objective.count(batch) if own.is_counted else 0
+            (count,) = comm.sum_in_order([counted], "targets of the evaluation")
+            if count:
+                num_counted += round(count)
+                total += float(engine.evaluate(batch, objective.loss)) * count
+                sums.update({key: value * count for key, value in objective.loss_metrics(comm).items()})
+        if not num_counted:
+            return None
+        rows_done = f"{num_counted:,} {objective.count_unit} in {num_done:,} of {num_rows:,} rows"
+        if objective.loss is not None:
+            metrics = {key: value / num_counted for key, value in sums.items()}
+            return Evaluation(name, total / num_counted, metrics, rows_done)
+        num_bytes = data.eval_bytes(num_done, name) if objective.takes_labels else None
+        return Evaluation.of_tokens(name, total / num_counted, num_counted, num_bytes, rows_done)

@@ -1,0 +1,76 @@
+"""Build the engine from a configuration, and describe a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from offload.accelerators import own_accelerator
+from offload.app.config.config import Config
+from offload.app.engine_settings import make_settings
+from offload.app.training.task import Task
+from offload.distributed.comm import Comm
+from offload.engine.engine import Engine
+from offload.errors import counted, ratio
+from offload.optim.lr import learning_rate, restart_factor
+
+
+def build_engine(config: Config, built: Any, comm: Comm) -> Engine:
+    """Return an engine over a built model. Collective. Raises ConfigError and DoesNotFitError."""
+    return Engine(built.model, settings=make_settings(config), fill=built.fill, quantized=built.quantized, comm=comm)
+
+
+def with_decisions(config: Config, engine: Engine) -> Config:
+    """Return the configuration with the engine's decisions from the first step, so the run can be repeated."""
+    chunks, update = engine.head_chunk_bytes, engine.updates_on
+    resolved = config.with_resolved(train__clip=engine.clip, train__head_chunk_bytes=chunks, offload__update=update)
+    if config.offload.prefetch != "auto":
+        return resolved
+    has_budget = config.offload.device_memory is not None or own_accelerator(config.offload.device) is not None
+    if engine.overlaps and has_budget:  # a fixed number would be the maximum
+        return resolved.with_note("offload.prefetch", f"at least {engine.prefetch} ahead, more where there is room")
+    return resolved.with_resolved(offload__prefetch=engine.prefetch)
+
+
+_LEAST_EPOCHS, _MOST_EPOCHS = 0.5, 20.0
+"""Passes over the data outside these limits get a note."""
+
+
+def stages(say: Callable[[str], None], alive: Callable[[], object]) -> Callable[[str, float], None]:
+    """Return a progress callback: prints each stage once, and calls `alive` on every update."""
+    seen: set[str] = set()
+
+    def progress(stage: str, _fraction: float) -> None:
+        alive()
+        if stage not in seen:
+            seen.add(stage)
+            say(f"data: {stage} ...")
+
+    return progress
+
+
+def describe_length(config: Config, data: Task) -> Iterator[str]:
+    """Yield the steps of a run and the passes over the data, with a note if these are unusually many or few."""
+    steps = config.train.steps
+    if steps is None:
+        return
+    epochs = steps * data.batch_size / data.num_train_rows
+    rows = counted(data.batch_size // data.group, "row" if data.group == 1 else "pair")
+    passes = counted(1, "epoch") if epochs == 1 else f"{ratio(epochs)} epochs"
+    yield f"steps: {steps:,} of {rows}: {passes}"
+    if config.has_own_data and not _LEAST_EPOCHS <= epochs <= _MOST_EPOCHS:
+        reason = "most rows are left out" if epochs < 1 else "each row comes as many times"
+        yield f"note: the run makes {passes}: {reason}. --train.epochs sets the number of passes."
+
+
+def rate_at(step: int, config: Config) -> float:
+    """Return the learning rate for a step, counted from 0."""
+    optimizer, lora = config.optimizer, config.lora
+    factor = restart_factor(step, every=lora.restart_every, warmup_steps=lora.restart_warmup_steps)
+    return factor * learning_rate(
+        step,
+        base=float(optimizer.lr or 0.0),
+        schedule=optimizer.schedule,
+        warmup_steps=optimizer.warmup_steps or 0,
+        num_steps=config.train.steps,
+    )

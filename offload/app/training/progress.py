@@ -1,0 +1,133 @@
+"""Run progress: steps, losses, best evaluation, time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.app.config.sections import TrainSection
+
+_NOISE_RATE = 0.02
+
+
+@dataclass
+class Best:
+    """The evaluation with the lowest loss, and the evaluations since."""
+
+    loss: float | None = None
+    """Lowest loss. None: no evaluation yet."""
+    step: int | None = None
+    """Step of the lowest loss. None: no evaluation yet."""
+    mark: float | None = None
+    """Reference loss for early stopping, to be beaten by `train.early_stopping_min_delta`. None: no evaluation yet."""
+    num_since: int = 0
+    """Evaluations since `mark` was set."""
+
+    def record(self, loss: float, step: int, min_delta: float) -> None:
+        """Record an evaluation after a step. A NaN loss is never better."""
+        if loss < (math.inf if self.loss is None else self.loss):
+            self.loss, self.step = loss, step
+        self.num_since += 1
+        if loss < (math.inf if self.mark is None else self.mark - min_delta):
+            self.mark, self.num_since = loss, 0
+
+
+@dataclass
+class Noise:
+    """Gradient noise scale, averaged over roughly the last hundred steps.
+
+    The two estimates in a step are noisy and their ratio is biased, so the scale is a ratio of means (McCandlish et
+    al., arXiv:1812.06162, appendix A.1).
+    """
+
+    trace: float = 0.0
+    """Covariance trace for single-target gradients, exponentially averaged."""
+    square: float = 0.0
+    """Squared gradient norm, exponentially averaged."""
+
+    def fields(self, trace: float, square: float, share: float) -> dict[str, float]:
+        """Add the estimates from a step. Return the fields for a metrics.jsonl line."""
+        self.trace += _NOISE_RATE * (trace - self.trace)
+        self.square += _NOISE_RATE * (square - self.square)
+        scale = self.trace / self.square if self.square > 0 else math.nan
+        return {"noise_scale": scale, "noise_trace": trace, "noise_square": square, "noise_share": share}
+
+
+class RunProgress:
+    """Run counters, from the start or resume point on.
+
+    - num_done, num_coarse: steps in the whole run, earlier processes included.
+    - loss: last step. eval_loss: last evaluation, after step `eval_step`. None before the first.
+    - best: best evaluation.
+    - num_tokens: tokens in all steps, without padding.
+    - noise: gradient noise scale.
+    """
+
+    def __init__(self, meta: Mapping[str, Any] | None, train: TrainSection) -> None:
+        """`meta`: the `state_dict` stored in the checkpoint to resume from. None: a new run."""
+        saved = meta or {"step": 0, "seconds": 0.0, "loss": math.nan, "eval_loss": None, "num_coarse": 0}
+        self.num_done = self.first_step = int(saved["step"])
+        self.loss, self.eval_loss, self.num_coarse = saved["loss"], saved["eval_loss"], saved["num_coarse"]
+        self.eval_step: int | None = saved.get("eval_step")
+        self.noise = Noise(**saved.get("noise", {}))
+        self.best, self.num_tokens = Best(**saved.get("best", {})), int(saved.get("tokens", 0))
+        self.last: Mapping[str, Any] = {}
+        """metrics.jsonl fields for the last step in this process."""
+        self._train, self._before_s, self._started_s = train, saved["seconds"], time.monotonic()
+
+    def count_step(self, fields: Mapping[str, Any], *, is_coarse: bool) -> None:
+        """Count a step."""
+        self.num_tokens = fields["tokens_seen"]
+        self.num_done, self.loss, self.last = self.num_done + 1, fields["loss"], fields
+        self.num_coarse += is_coarse
+
+    def record_evaluation(self, loss: float) -> None:
+        """Record an evaluation after the last step."""
+        self.eval_step, self.eval_loss = self.num_done, loss
+        self.best.record(loss, self.num_done, self._train.early_stopping_min_delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the checkpoint state, as a JSON object."""
+        return {
+            "step": self.num_done,
+            "seconds": self.elapsed_s,
+            "loss": self.loss,
+            "eval_loss": self.eval_loss,
+            "eval_step": self.eval_step,
+            "best": asdict(self.best),
+            "tokens": self.num_tokens,
+            "noise": asdict(self.noise),
+            "num_coarse": self.num_coarse,
+        }
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run's first step began, without times when no process trained."""
+        return self._before_s + time.monotonic() - self._started_s
+
+    @property
+    def end_reason(self) -> str:
+        """Return the reason to end before the last step. Empty: continue. At least one step is always made."""
+        limit, patience, best = self._train.max_seconds, self._train.early_stopping_patience, self.best
+        if patience is not None and best.num_since >= patience:
+            lower = (
+                f"lower by {self._train.early_stopping_min_delta:g}"
+                if self._train.early_stopping_min_delta
+                else "lower"
+            )
+            since = f"none of {best.num_since} evaluations since was {lower} (train.early_stopping_patience)"
+            return since if best.mark is None else f"the eval loss was {best.mark:.4f} once, and {since}"
+        is_late = self.num_done > 0 and limit is not None and self.elapsed_s >= limit
+        return f"train.max_seconds, {limit:g} s, has passed" if is_late else ""
+
+    @property
+    def eta_s(self) -> float | None:
+        """Estimated seconds to the end: by step count or time limit, whichever comes first. None: no limit."""
+        ends = [] if self._train.max_seconds is None else [self._train.max_seconds - self.elapsed_s]
+        if self._train.steps is not None:
+            a_step = (self.elapsed_s - self._before_s) / (self.num_done - self.first_step)
+            ends.append((self._train.steps - self.num_done) * a_step)
+        return max(0.0, min(ends)) if ends else None

@@ -1,0 +1,249 @@
+"""Record files in a run folder: configuration, plan, environment, metrics, trace."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from offload.app.config.config import Config
+from offload.app.telemetry.loggers import Loggers
+from offload.app.telemetry.metrics import MetricsLog
+from offload.app.telemetry.trace import Trace
+from offload.app.training.parts import with_decisions
+from offload.app.training.planner import RunForecast, describe_budget
+from offload.app.training.progress import RunProgress
+from offload.app.training.run_folder import RunFolder
+from offload.doors import Door
+from offload.engine.engine import Engine
+from offload.engine.gradients.policies import COARSE_RATIO
+from offload.engine.methods.result import StepResult
+from offload.errors import format_bytes
+from offload.machine.environment import describe_environment
+
+REPORTS: Door[Callable[[Path, Callable[[str], None]], None]] = Door("report", {})
+"""Reports by name, written at the end of a run. Door, called with the run folder and a function that prints a line:
+
+    def total(folder, say):
+        say(f"{(folder / 'metrics.jsonl').stat().st_size} bytes of metrics")
+
+    REPORTS.register("total", total)
+"""
+
+
+class Records:
+    """Record files, written by rank 0. Other ranks open and write nothing.
+
+    Bytes, memory and lanes are rank 0's values; loss, norm and tokens cover all ranks.
+    """
+
+    def __init__(self, folder: RunFolder | None = None, say: Callable[[str], None] = print) -> None:
+        """`folder`: None on ranks other than 0. `say` receives logger failures."""
+        self._folder, self._say = folder, say
+        self._metrics: MetricsLog | None = None
+        self._trace: Trace | None = None
+        self._loggers: Loggers | None = None
+
+    def open(
+        self,
+        config: Config,
+        engine: Engine,
+        result: StepResult,
+        pids: Sequence[int],
+        last_step: int,
+        forecast: RunForecast | None,
+    ) -> None:
+        """Write configuration, plan and environment, after the first step has succeeded.
+
+        `pids`: process ids by rank. `last_step`: resume step. `forecast`: None if unknown.
+        """
+        if self._folder is None:
+            return
+        self._folder.write_config(config)
+        usage = tiers(engine, config)
+        plan = {"fits": True, "tiers": usage} if forecast is None else forecast.document
+        self._folder.write_json("plan.json", {**plan, "held": usage})
+        self._folder.write_json(
+            "env.json",
+            {**describe_environment(), "world_size": len(pids), "host": socket.gethostname(), "pids": list(pids)},
+        )
+        self._metrics = MetricsLog(self._folder.metrics, last_step)
+        self._loggers = Loggers(config.run.report_to, self._folder.path, last_step, dict(config.items()), self._say)
+        path = self._folder.path / "trace.json.gz"
+        self._trace = Trace(path, result.lanes, is_serial=not engine.overlaps)
+
+    def decide(self, config: Config, engine: Engine) -> Config:
+        """Return the configuration with decisions from the steps so far, and rewrite the file.
+
+        On a full disk the previous file stays; a rerun then decides again.
+        """
+        config = with_decisions(config, engine)
+        if self._folder is not None:
+            with suppress(OSError):
+                self._folder.write_config(config)
+        return config
+
+    def step(self, fields: Mapping[str, Any], begin: float, end: float, engine: Engine) -> None:
+        """Record a step in the trace. `begin`, `end`: seconds from `time.perf_counter`."""
+        if self._trace is not None:
+            self._trace.step(fields["step"], begin, end, engine.spans)
+
+    def mark(self, name: str, begin: float, end: float) -> None:
+        """Record work between two steps in the trace."""
+        if self._trace is not None:
+            self._trace.mark(name, begin, end)
+
+    def write(self, fields: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl."""
+        if self._metrics is not None:
+            self._metrics.write(fields)
+        if self._loggers is not None:
+            self._loggers.log(fields)
+
+    def amend(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Add fields to the last line in metrics.jsonl, if written by this process."""
+        if self._metrics is not None and fields:
+            self._metrics.amend(fields)
+        if self._loggers is not None and fields:
+            self._loggers.log({"step": step, **fields})
+
+    def sync(self) -> None:
+        """Sync the lines to disk, because a checkpoint relies on them."""
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def end_steps(self, say: Callable[[str], None]) -> None:
+        """Write the trace, also after a failure. `say` receives a write error."""
+        try:
+            if self._trace is not None:
+                self._trace.write()
+        except OSError as error:
+            say(f"note: the trace could not be written: {error}")
+
+    def close(self) -> None:
+        """Close the logs."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._loggers is not None:
+            self._loggers.close()
+
+    def report(self, say: Callable[[str], None]) -> None:
+        """Write the reports, also after a failure. `say` receives the path, or the reason for a missing page."""
+        if self._folder is not None and self._metrics is not None:
+            for write in REPORTS.values():
+                write(self._folder.path, say)
+
+
+def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
+    """Return this rank's usage per tier, in forecast format: bytes, budget, allocations by name."""
+    budgets = {
+        "device": config.offload.device_memory,
+        "cpu": config.offload.host_memory,
+        "pinned": config.offload.host_memory,
+        "nvme": config.offload.nvme_memory,
+    }
+    usage: dict[str, dict[str, Any]] = {}
+    resting = engine.resting
+    for where, name, num_bytes in engine.allocations:
+        tier = "pinned" if where == "cpu" and engine.pins and name not in resting else where
+        of_tier = usage.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
+        of_tier["bytes"] += num_bytes
+        of_tier["allocations"].append({"name": name, "bytes": num_bytes})
+    return usage
+
+
+def describe_tiers(engine: Engine, config: Config, folder: Path) -> str:
+    """Return the `tiers` result and the run folder as text."""
+    usage = tiers(engine, config)
+    texts = []
+    for tier, each in usage.items():
+        texts.append(f"{tier} {format_bytes(each['bytes'])}{describe_budget(usage, tier)}")
+    descriptions = engine.told_updates, engine.told_frozen_weights, engine.told_links
+    where = "".join(f"; {description}" for description in descriptions if description)
+    tiles = f"\n{engine.told_tiles}." if engine.told_tiles else ""
+    text = f"tiers: between steps {', '.join(texts)}{where}; run folder: {folder}{tiles}"
+    if config.offload.nvme_dir and "nvme" not in usage:
+        text += "\nnote: offload.nvme_dir is set but unused: the tiers above have room for all states."
+    return text
+
+
+def describe_streaming(last: Mapping[str, Any]) -> list[str]:
+    """Return lines about streaming for the end of a run. Empty: all states were on the device.
+
+    `last`: fields from the last metrics.jsonl line.
+    """
+    sizes = {key: format_bytes(value) for key, value in last.items() if key.endswith("_bytes")}
+    has_disk = last.get("nvme_read_bytes", 0) > 0
+    host_bytes = last.get("peak_host_bytes", 0) - last.get("graphs_on_host_bytes", 0)
+    if not last.get("d2h_bytes") or not (has_disk or host_bytes > last["peak_device_bytes"]):
+        return []
+    disk = f", {sizes['nvme_read_bytes']} from disk" if has_disk else ""
+    states = "the host and disk" if has_disk else f"{format_bytes(host_bytes)} of states on the host"
+    return [
+        f"streamed: from {states}, through a device that held {sizes['peak_device_bytes']}",
+        f"moved: {sizes['h2d_bytes']} to the device and {sizes['d2h_bytes']} to the host{disk}, in the last step",
+    ]
+
+
+def describe_coarse(progress: RunProgress) -> list[str]:
+    """Return a line about steps with coarse corrections. Empty: none."""
+    text = (
+        f"coarse: in {progress.num_coarse} of {progress.num_done} steps the gradients were clipped more than "
+        f"{COARSE_RATIO:g} times harder than their first updates had assumed; the corrections of these steps are less "
+        "exact than others. --train.clip deferred needs no corrections."
+    )
+    return [text] if progress.num_coarse else []
+
+
+def step_fields(
+    progress: RunProgress, num_tokens: int, result: StepResult, seconds: float, engine: Engine, config: Config
+) -> dict[str, Any]:
+    """Return the metrics.jsonl fields for the step after `progress`.
+
+    num_tokens: without padding. seconds: whole step time. Unlike `result.seconds` it includes batch preparation and the
+    passes before the first step; updates may continue into the next step.
+    """
+    counters = engine.counters
+    fields: dict[str, Any] = {
+        "step": progress.num_done + 1,
+        "tokens": num_tokens,
+        "tokens_seen": progress.num_tokens + num_tokens,
+        "targets": result.tokens or 0,
+        "loss": float(result.loss),
+        "lr": engine.lr,
+        "grad_norm": float(result.grad_norm),
+        "tokens_per_second": num_tokens / max(seconds, 1e-9),
+        "step_seconds": seconds,
+        "h2d_bytes": counters.h2d_bytes,
+        "d2h_bytes": counters.d2h_bytes,
+        "nvme_read_bytes": counters.nvme_read_bytes,
+        "nvme_write_bytes": counters.nvme_write_bytes,
+        "lanes": {name: asdict(lane) for name, lane in result.lanes.items()},
+        "peak_device_bytes": counters.peak_device_bytes,
+        "peak_host_bytes": counters.peak_host_bytes,
+        "peak_pinned_bytes": counters.peak_pinned_bytes,
+    }
+    if engine.world_size > 1:
+        fields |= {
+            "all_gather_elements": counters.all_gather_elements,
+            "reduce_scatter_elements": counters.reduce_scatter_elements,
+            "network_bytes": counters.network_bytes,
+        }
+    if config.train.sequence_parallel > 1:
+        fields["all_to_all_elements"] = counters.all_to_all_elements
+    if counters.experts_fetched:
+        fields["experts_fetched"] = counters.experts_fetched
+    if config.train.compile != "never":
+        fields["compiled_graphs"] = engine.compiled_graphs
+    if config.offload.graphs == "cpu":
+        fields["graphs_on_host_bytes"] = engine.graphs_on_host_bytes
+    if result.noise is not None and not result.skipped:
+        fields |= progress.noise.fields(*result.noise)
+    if result.measured is not None:
+        fields |= result.measured.fields()
+    if config.train.clip != "deferred":
+        fields |= {"corrected": result.corrected, "coarse": result.coarse}
+    return fields

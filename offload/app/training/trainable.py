@@ -1,0 +1,225 @@
+"""The trainable part of a run: a whole model, or an adapter over a frozen base.
+
+Defines checkpoint contents and export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from offload.app.config.config import Config
+from offload.app.config.sections import ModelSection
+from offload.app.hf import reload
+from offload.app.hf.freeze import freeze
+from offload.app.hf.models import BuiltModel, ModelKind, load_model_config, to_scorer_config
+from offload.app.training.resume import ResumePoint
+from offload.doors import Door
+from offload.engine.engine import Engine
+from offload.errors import ConfigError
+
+
+class TrainablePart(Protocol):
+    """The trainable part of a run. Door: a class under a name in `TRAINABLE`.
+
+    A part like the whole model, without the embeddings:
+
+        class Blocks(WholeModel):
+            def prepare(self, built):
+                freeze(built.model, ("*embed*",))
+                return built
+
+        TRAINABLE.register("blocks", Blocks)
+    """
+
+    trained_only: ClassVar[bool]
+    """True if checkpoints lack frozen weights."""
+    main_file: ClassVar[str]
+    """File present in every export."""
+    library: ClassVar[str]
+    """Library to load the export with; empty: none."""
+
+    @classmethod
+    def architecture(cls, start: ResumePoint) -> PreTrainedConfig:
+        """Return the architecture for a new or resumed run. Raises ConfigError."""
+
+    @classmethod
+    def of(cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint) -> TrainablePart:
+        """Return the part for a configuration, or from the checkpoint of a resumed run. Raises ConfigError."""
+
+    def prepare(self, built: BuiltModel) -> BuiltModel:
+        """Return the model prepared for training. It may be unfilled. Raises ConfigError."""
+
+    def name(self, model: Any) -> str:
+        """Return the model name for messages."""
+
+    def describe(self, model: Any) -> Iterator[str]:
+        """Yield lines about the trainable part for the user."""
+
+    def num_saved(self, model: nn.Module) -> int:
+        """Return the trained parameter count in checkpoints."""
+
+    def kept_bytes(self, model: Any, weight_bytes: int) -> int:  # noqa: ARG002
+        """Return the bytes of further weights in checkpoints. Raises ConfigError for a model without support.
+
+        `weight_bytes`: bytes per weight on the device.
+        """
+        return 0
+
+    def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
+        """Return the weight bytes in the export. `weight_bytes`: bytes per weight on the device."""
+
+    def base_bytes(self, model: Any) -> int:  # noqa: ARG002
+        """Return an upper limit for the bytes that `load` reads beside the export."""
+        return 0
+
+    def check(self, engine: Engine) -> None:  # noqa: ARG002
+        """Raise ConfigError for an engine without support."""
+        return
+
+    def before_step(self, engine: Engine, step: int) -> Iterable[str]:  # noqa: ARG002
+        """Do the work due before a step, counted from 0. Return lines to print. Collective."""
+        return ()
+
+    def metadata(self) -> Mapping[str, Any]:
+        """Return further checkpoint metadata, as a JSON object."""
+
+    def files(self, model: Any) -> Mapping[str, bytes]:
+        """Return further checkpoint files, by name."""
+
+    def write(
+        self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: Callable[[], BuiltModel]
+    ) -> None:
+        """Write the export. Replaces an earlier one. Collective. Raises like `Engine.export`.
+
+        `files`: further files by name. `build_base`: builds the initial model again, without an adapter.
+        """
+
+    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
+        """Load an export completely into memory, in eval mode. Raises OffloadError.
+
+        Trained parameters, or their counterparts, require gradients.
+        """
+
+
+@dataclass(frozen=True)
+class WholeModel(TrainablePart):
+    """The whole model."""
+
+    model_kind: ModelKind
+    """Model kind."""
+    frozen: tuple[str, ...] = ()
+    """Name patterns for frozen parameters. Checkpoints contain them anyway."""
+    trained_only: ClassVar[bool] = False
+    main_file: ClassVar[str] = "config.json"
+    library: ClassVar[str] = "transformers"
+
+    @classmethod
+    def architecture(cls, start: ResumePoint) -> PreTrainedConfig:
+        """Return the architecture, from the checkpoint of a resumed run: the original folder may have changed."""
+        first = next(iter(start.folders), None)
+        section = start.config.model if first is None else ModelSection(path=str(first / "config.json"))
+        return load_model_config(section)
+
+    @classmethod
+    def of(cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint) -> WholeModel:  # noqa: ARG003
+        """Return the whole model, from transformers or not."""
+        return (WholeModel if kind.auto is not None else CustomModule)(kind, config.optimizer.freeze)
+
+    def prepare(self, built: BuiltModel) -> BuiltModel:
+        """Return the model with the frozen parameters set."""
+        freeze(built.model, self.frozen)
+        return built
+
+    def name(self, model: Any) -> str:
+        """Return the class name."""
+        return type(model).__name__
+
+    def describe(self, model: Any) -> Iterator[str]:
+        """Yield the frozen and trained parameter counts, if any are frozen."""
+        if self.frozen:
+            num_trained, num_all = self.num_saved(model), sum(each.numel() for each in model.parameters())
+            yield f"frozen: {num_all - num_trained:,} parameters (optimizer.freeze); {num_trained:,} train"
+
+    def num_saved(self, model: nn.Module) -> int:
+        """Return the trained parameter count."""
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    def kept_bytes(self, model: nn.Module, weight_bytes: int) -> int:
+        """Return the bytes of frozen parameters."""
+        frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+        return sum(each.numel() * max(weight_bytes, each.dtype.itemsize) for each in frozen)
+
+    def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
+        """Return the bytes of all parameters."""
+        return weight_bytes * sum(parameter.numel() for parameter in model.parameters())
+
+    def metadata(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def files(self, model: Any) -> Mapping[str, bytes]:  # noqa: ARG002
+        """Return nothing: the engine adds the model configuration."""
+        return {}
+
+    def write(
+        self,
+        engine: Engine,
+        folder: Path,
+        files: Mapping[str, bytes],
+        build_base: Callable[[], BuiltModel],  # noqa: ARG002
+    ) -> None:
+        """Write a Hugging Face folder."""
+        engine.export(folder, files=files, replace=True)
+
+    def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:  # noqa: ARG002
+        """Load the folder with transformers, and freeze the same parameters."""
+        model = reload.reload(folder, self.model_kind.auto)
+        freeze(model, self.frozen)
+        return model
+
+
+@dataclass(frozen=True)
+class CustomModule(WholeModel):
+    """A whole module outside transformers."""
+
+    main_file: ClassVar[str] = "model.safetensors"
+    library: ClassVar[str] = ""
+
+
+TRAINABLE: Door[type[TrainablePart]] = Door("trainable", {"whole": WholeModel})
+"""Trainable parts by name."""
+
+
+def trainable_class(config: Config) -> type[TrainablePart]:
+    """Return the class of the trainable part."""
+    if not config.adapts:
+        return TRAINABLE["whole"]
+    return TRAINABLE["restarts" if config.lora.restart_every else "adapter"]
+
+
+def load_architecture(start: ResumePoint) -> PreTrainedConfig:
+    """Return the architecture for a new or resumed run. Raises ConfigError."""
+    architecture = trainable_class(start.config).architecture(start)
+    return to_scorer_config(architecture) if start.config.train.method == "reward" else architecture
+
+
+def refuse_growth(num_tokens: int, num_rows: int) -> None:
+    """Raise ConfigError if the tokenizer has more tokens than a frozen embedding has rows."""
+    if num_tokens > num_rows:
+        raise ConfigError(
+            f"the tokenizer has {num_tokens:,} tokens, but the model's embedding has {num_rows:,} rows, frozen beneath "
+            "the adapter: resize it first (resize_token_embeddings, then save_pretrained), set --model.path to that "
+            "folder and --lora.trainable_tokens to the new tokens, or --lora.modules_to_save to the embedding."
+        )
+
+
+def buffers_of(model: nn.Module) -> dict[str, Any]:
+    """Return the persistent buffers in a model's state, on the CPU."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    return {name: value.cpu() for name, value in state.items() if not isinstance(value, nn.Parameter)}

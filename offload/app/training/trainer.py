@@ -1,0 +1,386 @@
+"""The training run, from configuration to folder: data, model, engine, steps, evaluation, export."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from offload.app.config.config import Config
+from offload.app.telemetry.progress import Progress, make_progress
+from offload.app.training.build import make_run
+from offload.app.training.callbacks import Callbacks
+from offload.app.training.checkpoints import Saves
+from offload.app.training.evaluation import Evaluations
+from offload.app.training.finish import begin_export, export_or_save, load_best
+from offload.app.training.interrupts import StopSignals
+from offload.app.training.objectives import Batch
+from offload.app.training.parts import rate_at, with_decisions
+from offload.app.training.planner import planned_advice
+from offload.app.training.progress import Best, RunProgress
+from offload.app.training.ranks import Notes, RankExit, tally
+from offload.app.training.records import Records, describe_coarse, describe_streaming, describe_tiers, step_fields
+from offload.app.training.resume import open_run
+from offload.app.training.run_folder import RunFolder
+from offload.app.training.shares import Share, next_share
+from offload.app.training.trainer_arguments import merge_arguments
+from offload.distributed.joining import open_comm
+from offload.distributed.outcome import share_failure, share_outcome
+from offload.engine.engine import Engine
+from offload.engine.methods.result import StepResult
+from offload.errors import InterruptedRun, OffloadError, common, counted, is_common
+from offload.machine.environment import describe_untested
+from offload.native.io import disk_error
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Result of a run.
+
+    `dir`: run folder. `loss`: last step. `eval_loss`: last evaluation; None without eval rows. `export`: export folder;
+    None without a new export. `best`: best evaluation.
+    """
+
+    dir: Path
+    steps: int
+    loss: float
+    eval_loss: float | None
+    export: Path | None
+    best: Best
+
+
+class Trainer:
+    """Trains from Python: `Trainer(config).run()` equals `python -m offload.train`.
+
+    - config: a Config, a YAML file path, or a mapping such as {"train": {"steps": 10}}. None: the built-in run.
+    - model: a module instead of model.path, consumed by the run. From transformers, or any module with
+      forward(input_ids, labels) returning a loss.
+    - data, eval_data: rows instead of data.source and data.eval_source, as texts or mappings with the keys in a format
+      (docs/reference/data.md). Any iterable, or a dataset with numbered rows.
+    - callbacks: see `Callbacks`; same methods as transformers' TrainerCallback.
+
+    Collective over several ranks (from torchrun's variables, or an existing process group). Rank 0 writes the run
+    folder and prints; other ranks print only their own messages.
+
+    Raises OffloadError, the same on every rank; InterruptedRun after a signal.
+    """
+
+    def __init__(
+        self,
+        config: Config | str | Path | Mapping[str, Any] | None = None,
+        *,
+        model: nn.Module | None = None,
+        data: Any = None,
+        eval_data: Any = None,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        self.config, self._user_model = merge_arguments(config, model, data, eval_data)
+        self._callbacks = Callbacks(callbacks)
+        self._engine: Engine | None = None
+        self._folder: RunFolder | None = None
+        self._records = Records()
+
+    def run(self) -> TrainResult:
+        """Train, and return the result."""
+        self.config.check(may_go_on=True)
+        self._comm = comm = open_comm(self.config.offload.device)
+        rank_exit = RankExit(comm)
+        self._is_first = comm.rank == 0
+        self._progress: Progress = make_progress(self.config.train.log_every) if self._is_first else Progress()
+        self._notes = Notes(comm, self._say if self._is_first else print)
+        with StopSignals(self._say) as self._stop:
+            if comm.size > 1:
+                comm.on_lost(lambda _error: self._stop.ignore())
+            leaves_at_once = False
+            try:
+                with _forward_warnings(self._notes.add):
+                    result = self._run()
+                comm.close()
+                return result
+            except BaseException as error:
+                leaves_at_once = isinstance(error, KeyboardInterrupt)
+                if comm.size == 1:
+                    raise
+                self._stop.ignore()
+                exit_error = rank_exit.leave(error)  # before any close below, which would wait for the other ranks
+                if exit_error is error:
+                    raise
+                raise exit_error from error
+            finally:
+                self._progress.close()
+                self._records.close()
+                self._close_engine()
+                if not leaves_at_once:  # last: torchrun stops the other ranks once one leaves
+                    self._records.report(self._say)
+                if self._is_first and self._folder is not None:
+                    self._folder.close()
+
+    def _run(self) -> TrainResult:
+        comm = self._comm
+        comm.agree("the configuration", dict(self.config.items()))
+        if text := describe_untested():
+            self._say(f"note: {text}")
+        self._folder, start = open_run(self.config, comm, self._say)
+        self.config = start.config
+        if self._is_first:
+            self._records = Records(self._folder, self._say)
+        run = make_run(start, comm, self._say, self._notes.add, self._user_model, self._progress.show_activity)
+        self.config, self._objective, self._trainable = run.config, run.objective, run.trainable
+        self._engine = run.engine
+        folders = () if run.meta is None else start.folders
+        data, files = run.objective.prepare(run.config, run.engine, run.data, comm, folders, self._say)
+        run = replace(run, data=data, extra_files={**run.extra_files, **files})
+        self._data, self._files = run.data, run.extra_files
+        self._forecast, self._misfit = run.forecast, run.misfit
+        self._notes.exchange()
+        self._share = Share.of(self.config, comm)
+        self._run_progress = RunProgress(run.meta, self.config.train)
+        self._saves = Saves(run, comm, self._folder, self._run_progress, self._callbacks, self._say)
+        self._export = begin_export(self._folder, run, self._say)
+        self._evaluations = Evaluations(run, comm, self._records, self._run_progress, self._callbacks, self._say)
+        with share_failure(comm, "look at the disk"):
+            if self._is_first and self._run_progress.num_done != self.config.train.steps:
+                self._say(*run.disk_needs.check(self._folder.path, self.config, self._run_progress.num_done))
+        self._stop.begin()
+        self._callbacks.begin(run, self._run_progress)
+        try:
+            try:
+                self._train()
+            finally:
+                self._records.end_steps(self._say)
+                self._say(*describe_coarse(self._run_progress))
+            return self._finish(self._folder)
+        except Exception as error:
+            if comm.size == 1 or is_common(error):  # a save completed before the failure is intact
+                with suppress(OffloadError):
+                    self._saves.settle()
+            raise
+        finally:
+            self._saves.close()
+
+    def _close_engine(self) -> None:
+        """Free the states, before the export is loaded."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            gc.collect()  # units, streams and modules form reference cycles
+
+    def _say(self, *texts: str) -> None:
+        for text in texts:
+            self._progress.say(text)
+
+    # -- the steps ---------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        train, progress, evaluations = self.config.train, self._run_progress, self._evaluations
+        assert self._engine is not None
+        evaluations.evaluate_missed(self._engine)
+        for step in itertools.count(progress.num_done):
+            if train.steps is not None and step >= train.steps:
+                if step == progress.first_step:
+                    self._say(f"already at step {step} of {train.steps}; raise --train.steps to train on.")
+                return
+            begin = time.perf_counter()
+            batch = self._next_batch(step)
+            if batch is None:
+                return
+            self._callbacks.notify("on_step_begin")
+            self._say(*self._trainable.before_step(self._engine, step))
+            self._engine.lr = rate_at(step, self.config)
+            is_marked = not self.config.has_gradients and step == progress.first_step  # for replay
+            mark = {"weights": self._engine.weights_mark()} if is_marked else {}
+            with planned_advice(self._misfit):
+                result = self._engine.step(batch, self._objective.loss)
+            end = time.perf_counter()
+            if step == progress.first_step:
+                self._open_records(result)
+            elif self.config.train.clip != self._engine.clip:  # decided by the steps so far
+                self.config = self._records.decide(self.config, self._engine)
+            fields = step_fields(progress, self._data.num_tokens(step), result, end - begin, self._engine, self.config)
+            fields |= self._objective.loss_metrics(self._comm) | mark | self._saves.take_stalled()
+            progress.count_step(fields, is_coarse=result.coarse)
+            self._records.step(fields, begin, end, self._engine)
+            self._callbacks.end_step(fields)
+            if evaluations.is_due and not self._stop.is_agreed(self._comm):  # a stop saves first
+                fields |= evaluations.evaluate(self._engine)
+            self._records.write(fields)
+            if result.skipped:
+                self._say(f"step {step + 1} skipped: a gradient was not finite; all states are as they were.")
+            self._progress.step(fields, num_steps=train.steps, eta_s=progress.eta_s)
+            every = self.config.checkpoint.every
+            if (isinstance(every, int) and progress.num_done % every == 0) or evaluations.has_new_best:
+                self._save()
+
+    def _save(self, *, is_last: bool = False) -> None:
+        """Begin to save states and progress. Collective.
+
+        The last save is waited for, and raises on failure.
+        """
+        assert self._engine is not None
+        begin = time.perf_counter()
+        own = {"data": self._data.state_dict(), "config": self.config.to_dict()}
+        self._records.sync()  # a resumed run needs all metrics lines up to here
+        save = self._saves.save if is_last else self._saves.try_to_save
+        save(
+            self._engine,
+            self._run_progress.num_done,
+            self._run_progress.state_dict() | self._callbacks.state_dict() | own,
+            self._files,
+        )
+        self._records.mark("checkpoint", begin, time.perf_counter())
+
+    def _save_last(self) -> None:
+        """Save all states, unless done already. Raises on failure. Collective."""
+        if self._saves.last_step != self._run_progress.num_done:
+            self._save(is_last=True)
+
+    def _next_batch(self, step: int) -> Batch | None:
+        """Return this rank's rows for the step, in one exchange with the other ranks.
+
+        None on all ranks: a stop request or the end of the data on any rank, or the end of the time on rank 0. Also
+        runs requested saves and evaluations first.
+        """
+        assert self._engine is not None
+        comm, control = self._comm, self._callbacks.control
+        batch, failure = next_share(self._data, self._objective, comm, self._share, step, self.config.train.num_rows)
+        votes = tally(
+            comm,
+            "what comes after a step",
+            notes=self._notes.num_new,
+            failed=failure is not None,
+            stop=self._stop.requested,
+            save=self._stop.take_save() or control.take("should_save") or (self._is_first and self._saves.is_time),
+            evaluate=control.take("should_evaluate"),
+            over=control.should_training_stop or (self._is_first and bool(self._run_progress.end_reason)),
+            saved=self._saves.is_due,
+            without=batch is None,
+        )
+        if votes["notes"]:
+            self._notes.exchange()
+        if votes["failed"]:
+            share_outcome(comm, None, failure, "making of a batch")
+        if votes["saved"] == comm.size:
+            self._saves.settle()
+        if votes["evaluate"] and not votes["stop"] and self._run_progress.eval_step != step:
+            self._records.amend(step, self._evaluations.evaluate(self._engine))
+            votes["save"] += self._evaluations.has_new_best
+        if (
+            votes["save"]
+            and not votes["stop"]
+            and step > self._run_progress.first_step
+            and self._saves.newest_step != step
+        ):
+            self._save()
+        if votes["stop"]:
+            self._stop.agree(comm)
+        elif votes["over"]:
+            self._say(
+                f"{self._run_progress.end_reason or 'a callback asks for it'}, so the run ends after step {step}."
+            )
+        elif votes["without"]:
+            self._say(f"the data end after {counted(step, 'step')}.")
+        else:
+            return batch
+        return None
+
+    def _open_records(self, result: StepResult) -> None:
+        """Write the record files, after the first step has succeeded."""
+        assert self._engine is not None
+        assert self._folder is not None
+        self.config = with_decisions(self.config, self._engine)
+        pids = self._comm.gather_objects(os.getpid(), "process ids")
+        self._saves.begin()
+        try:
+            self._records.open(self.config, self._engine, result, pids, self._run_progress.first_step, self._forecast)
+        except OSError as error:
+            raise disk_error("the write of what the run is", self._folder.path, error) from error
+        self._say(describe_tiers(self._engine, self.config, self._folder.path))
+
+    # -- after the last step -----------------------------------------------------------------------------------------
+
+    def _finish(self, folder: RunFolder) -> TrainResult:
+        """Save, evaluate, export, and check the export. After a stop signal: save and raise InterruptedRun."""
+        assert self._engine is not None
+        self._progress.close()
+        progress, comm = self._run_progress, self._comm
+        self._saves.settle()
+        self._leave_if_requested(folder)
+        has_checkpoints = isinstance(self.config.checkpoint.every, int) or self._saves.last_step is not None
+        has_checkpoints = (
+            comm.any(self._callbacks.control.take("should_save"), "whether to save the last step") or has_checkpoints
+        )
+        if has_checkpoints and self._saves.last_step != progress.num_done > 0:
+            self._save()
+            self._saves.settle()
+        self._evaluations.evaluate_last(self._engine)
+        if self._evaluations.has_new_best and self._saves.last_step != progress.num_done:
+            self._save()
+            self._saves.settle()
+        self._leave_if_requested(folder)
+        self._engine.catch_up()  # the export needs the newest weights
+        has_export = not self.config.checkpoint.export or self._export.is_done(self.config, comm, progress)
+        exported = None if has_export else self._export_or_save(folder)
+        self._callbacks.notify("on_train_end", export=exported)
+        self._say(*describe_streaming(progress.last))
+        self._close_engine()
+        with share_failure(comm, "check of the export"):
+            if self._is_first and exported is not None:
+                self._export.check()
+        self._notes.exchange()
+        if self._saves.failure is not None:
+            raise common(self._saves.unsaved_error(progress.num_done, exported))
+        self._say(f"done: {counted(progress.num_done, 'step')}, loss {progress.loss:.4f}, in {folder.path}")
+        return TrainResult(folder.path, progress.num_done, progress.loss, progress.eval_loss, exported, progress.best)
+
+    def _export_or_save(self, folder: RunFolder) -> Path:
+        """Export, or else save the states. Collective. Raises the export error."""
+        assert self._engine is not None
+        best = load_best(self._engine, self.config, self._run_progress, folder, self._say)
+        return export_or_save(
+            self._comm,
+            partial(self._export.write, self._engine),
+            self._save_last if best is None else lambda: None,
+            partial(self._leave_if_requested, folder),
+            self._say,
+            waits=self.config.checkpoint.on_error != "stop",
+            saved_message="The last step is done, and its states are saved: `python -m offload.export "
+            f"{best or folder.path} OUT` exports them to a folder OUT, also on another disk.",
+        )
+
+    def _leave_if_requested(self, folder: RunFolder) -> None:
+        """After a stop request on any rank: save, run a due evaluation, and raise InterruptedRun on all ranks."""
+        if not self._stop.is_agreed(self._comm):
+            return
+        of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
+        text = f"interrupted by {self._stop.name} after step {self._run_progress.num_done}{of}"
+        if self._engine is None or not self._run_progress.num_done:
+            raise common(InterruptedRun(f"{text}: there was nothing to save."))
+        self._save_last()
+        if self._evaluations.is_due or self._run_progress.num_done == self.config.train.steps:
+            self._evaluations.evaluate_last(self._engine)
+        raise common(
+            InterruptedRun(
+                f"{text}; the states are saved in {folder.checkpoints}. The same command with --run.dir {folder.path} "
+                "goes on from there."
+            )
+        )
+
+
+@contextmanager
+def _forward_warnings(note: Callable[[str], None]) -> Iterator[None]:
+    """Collect warnings from our own modules, and hide those from other libraries."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"offload\.")
+        warnings.showwarning = lambda message, *_rest, **_more: note(str(message))
+        yield

@@ -1,0 +1,269 @@
+"""Conversations to text: render the chat template and locate the assistant's parts in the result.
+
+The tokenizer supplies the template. Without one, `BUILTIN_TEMPLATE` writes each message in Zephyr style: a line with
+the role marker, the content, and the end-of-text token, which also ends generation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from offload.errors import ConfigError
+from offload.extras.data.formats import Chat
+from offload.extras.data.row_keys import TEMPLATE_KEYS
+from offload.extras.data.rows import BadRow
+
+ROLE_MARKERS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+BUILTIN_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+# Some templates write the current date. A fixed clock makes the tokens independent of the preparation day.
+_FIXED_CLOCK = (
+    "{%- macro strftime_now(format) -%}"
+    "{{ {'%d %b %Y': '01 Jan 2025', '%B %d, %Y': 'January 01, 2025'}.get(format, '2025-01-01') }}"
+    "{%- endmacro -%}"
+)
+
+Segments = list[tuple[str, bool]]
+"""Consecutive (text, is trained) parts. The joined texts are the document."""
+Spans = Sequence[tuple[int, int]]
+"""Character ranges (start, end) in order."""
+
+_DEVELOPER = "developer"
+_PROBE = "probe7f3a"
+_KEYED = {"k": _PROBE}
+
+
+class ChatRenderer:
+    """Renders conversations with the chat templates of one tokenizer and locates the trained parts.
+
+    Three methods, tried in this order:
+
+    1. The `{% generation %}` marks of the template.
+    2. Prefixes: render the conversation up to each message, if every rendering is a prefix of the next one.
+    3. One document per answer, for templates that rewrite earlier turns (reasoning models). The document ends with
+       the answer, and only this answer is trained.
+
+    For rows with marks on single messages, methods 2 and 3 locate the messages, and the template's `{% generation %}`
+    marks restrict the trained characters. The completion in a prompt-completion row is trained as a whole.
+    """
+
+    def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
+        """Raises ConfigError for named templates without a `default`."""
+        templates = tokenizer.chat_template or BUILTIN_TEMPLATE
+        templates = templates if isinstance(templates, dict) else {"default": templates}
+        if "default" not in templates:
+            raise ConfigError(
+                f"the tokenizer has the chat templates {', '.join(sorted(templates))}, and none is named default: "
+                "write one of them into chat_template.jinja in the folder of the tokenizer."
+            )
+        self._default = Template(tokenizer, templates["default"])
+        self._tool_use = Template(tokenizer, templates["tool_use"]) if "tool_use" in templates else self._default
+        self._train_on_prompt = train_on_prompt
+
+    def render_documents(self, chat: Chat) -> list[Segments]:
+        """Return the documents of a conversation: several only if the template rewrites earlier turns.
+
+        Raises BadRow. Raises ConfigError if the answers cannot be located.
+        """
+        template = self._tool_use if chat.tools else self._default
+        chat = template.with_expected_arguments(chat)
+        whole, marks = template.render(chat, len(chat.messages))
+        if self._train_on_prompt:
+            return [_segments(whole, _untrained_spans(template, chat, whole), inside=False)]
+        if marks is not None and not chat.marks and chat.num_prompt is None:
+            return [_segments(whole, marks)]
+        parts = [_find_message(template, chat, i) for i in range(len(chat.messages)) if chat.trains(i)]
+        spans = [
+            _within((start, len(text)), own_marks if chat.num_prompt is None else None)
+            for start, text, own_marks in parts
+        ]
+        if all(whole.startswith(text) for _, text, _ in parts):
+            return [_segments(whole, [span for each in spans for span in each])]
+        return [_segments(text, each) for (_, text, _), each in zip(parts, spans, strict=True)]
+
+
+class Template:
+    """A chat template, with a record of the message keys present in the output."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self._tokenizer = tokenizer
+        self._text: str = _FIXED_CLOCK + text if "strftime_now" in text else text
+        self._has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+        self._key_is_written: dict[str, bool] = {}
+
+    def render(self, chat: Chat, num_messages: int, add_generation_prompt: bool = False) -> tuple[str, Spans | None]:
+        """Return the text of the first messages and the character ranges inside `generation` marks.
+
+        The ranges are None for a template without marks. Raises BadRow.
+        """
+        messages = chat.messages[:num_messages]
+        try:
+            return self._render(messages, chat.tools, add_generation_prompt=add_generation_prompt, **chat.options)
+        except Exception as error:  # templates raise any exception
+            roles = ", ".join(str(message["role"]) for message in chat.messages[:8])
+            raise BadRow(
+                f"{chat.where}: the tokenizer's chat template refuses a conversation of {roles}: {error}"
+            ) from error
+
+    def with_expected_arguments(self, chat: Chat) -> Chat:
+        """Return the conversation with tool call arguments in the form the template expects.
+
+        Raises BadRow for a key that the template does not write.
+        """
+        used_keys = {"tools": "'tools'"} if chat.tools else {}
+        for number, message in enumerate(chat.messages, 1):
+            used_keys |= {key: f"{key!r} in message {number}" for key in TEMPLATE_KEYS if message.get(key)}
+            if message["role"] == _DEVELOPER:
+                used_keys[_DEVELOPER] = f"message {number} of the role {_DEVELOPER!r}"
+        for key, key_name in used_keys.items():
+            if not self._writes(key):
+                raise BadRow(
+                    f"{chat.where} has {key_name}, but the tokenizer's chat template drops it: use a tokenizer with "
+                    "another chat template, write it into a 'content', or leave it out."
+                )
+        if "tool_calls" not in used_keys:
+            return chat
+        return replace(chat, messages=[self._with_arguments(each, chat.where) for each in chat.messages])
+
+    def _writes(self, key: str) -> bool:
+        """Return True if the template writes a probe text under this key (or a message with this role).
+
+        A template error counts as True: rendering the actual row decides.
+        """
+        if key not in self._key_is_written:
+            rendered = self._try_out(*_probe(key))
+            self._key_is_written[key] = rendered is None or _PROBE in rendered
+        return self._key_is_written[key]
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """True if tool call arguments must be a text: the template fails on an object or writes a Python dict."""
+        messages, _ = _probe("tool_calls")
+        rendered = self._try_out(messages)
+        messages[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(_KEYED)
+        return (rendered is None or str(_KEYED) in rendered) and self._try_out(messages) is not None
+
+    def _with_arguments(self, message: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return a message with tool call arguments as a text or an object, per `_takes_text`. Raises BadRow."""
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if not isinstance(function, dict):
+                raise BadRow(f"{where}: each of 'tool_calls' must be an object with a 'function'.")
+            own_function = dict(function)
+            if "arguments" in own_function:
+                own_function["arguments"] = _parse_arguments(own_function["arguments"], self._takes_text, where)
+            calls.append({**call, "function": own_function} if "function" in call else own_function)
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _try_out(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str | None:
+        """Return the rendered text, or None after a template error."""
+        try:
+            return self._render(messages, tools)[0]
+        except Exception:  # see render
+            return None
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, Spans | None]:
+        if not self._has_marks:
+            render_options = {"chat_template": self._text, "tokenize": False, **options}
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, **render_options)), None
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special = getattr(self._tokenizer, "tokenizer", self._tokenizer).special_tokens_map  # also from a processor
+        render_options = {
+            "chat_template": self._text,
+            "return_assistant_tokens_mask": True,
+            **special,
+            **options,
+        }
+        (text,), (spans,) = render_jinja_template([messages], tools, **render_options)
+        return str(text), spans
+
+
+def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str, Spans | None]:
+    """Render up to and including message `index`. Return (start of the message in characters, text, marks)."""
+    text, marks = template.render(chat, index + 1)
+    if index == 0:
+        return 0, text, marks
+    is_answer = chat.messages[index]["role"] == "assistant"
+    prompt, _ = template.render(chat, index, add_generation_prompt=is_answer)
+    if text.startswith(prompt):
+        return len(prompt), text, marks
+    before, _ = template.render(chat, index)
+    if text.startswith(before):  # the generation prompt adds text that the template drops later, e.g. "<think>"
+        if chat.options and prompt != template.render(replace(chat, options={}), index, is_answer)[0]:
+            raise BadRow(
+                f"{chat.where}: with 'chat_template_kwargs' {dict(chat.options)} the chat template begins an answer "
+                "with text that the finished conversation lacks, so the trained tokens cannot be found: leave the "
+                "variable out, or write the text into the answers."
+            )
+        return max(len(before), _common_prefix_length(prompt, text)), text, marks
+    raise ConfigError(
+        f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, an answer, when the "
+        "answer is added, so the assistant's tokens cannot be found. Set data.train_on_prompt=true to train on all "
+        "tokens, or use a tokenizer with {% generation %} marks in its template."
+    )
+
+
+def _untrained_spans(template: Template, chat: Chat, whole: str) -> Spans:
+    """Return the ranges of messages marked as not trained. Raises BadRow."""
+    parts = [_find_message(template, chat, index) for index, mark in chat.marks.items() if not mark]
+    if not all(whole.startswith(text) for _, text, _ in parts):
+        raise BadRow(
+            f"{chat.where}: the chat template rewrites earlier turns, so the text of a message marked as not trained "
+            "cannot be found in the conversation: set data.train_on_prompt=false, or leave the mark out."
+        )
+    return [(start, len(text)) for start, text, _ in parts]
+
+
+def _common_prefix_length(a: str, b: str) -> int:
+    """Return the common prefix length."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _within(span: tuple[int, int], marks: Spans | None) -> Spans:
+    """Return the marked parts within a range, or the range itself without marks."""
+    start, end = span
+    return [span] if marks is None else [(max(start, a), min(end, b)) for a, b in marks if a < end and b > start]
+
+
+def _segments(text: str, spans: Spans, inside: bool = True) -> Segments:
+    """Cut a text at character ranges. `inside`: training mark within the ranges; the rest gets the opposite mark."""
+    segments, position = Segments(), 0
+    for start, end in spans:
+        segments += [(text[position:start], not inside), (text[start:end], inside)]
+        position = end
+    segments.append((text[position:], not inside))
+    return [(part, trained) for part, trained in segments if part]
+
+
+def _probe(key: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Return a trial conversation and tools with the probe text in one place."""
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    if key == "tools":
+        function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
+        return turns, [{"type": "function", "function": function}]
+    if key == _DEVELOPER:
+        return [{"role": _DEVELOPER, "content": _PROBE}, *turns], None
+    return [turns[0], {**turns[1], key: TEMPLATE_KEYS[key](_PROBE)}], None
+
+
+def _parse_arguments(arguments: Any, as_text: bool, where: str) -> Any:
+    """Return tool call arguments as JSON text or as an object. Raises BadRow."""
+    if as_text:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    try:
+        parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{where}: 'tool_calls' have 'arguments' that are not valid JSON: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise BadRow(f"{where}: the 'arguments' in 'tool_calls' must be an object, or a text with one as JSON.")
+    return parsed

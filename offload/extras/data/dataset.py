@@ -1,0 +1,506 @@
+"""Batches by step number: a pure function of data, settings and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from offload.distributed.share import share
+from offload.errors import ConfigError, counted, too_few_rows
+from offload.extras.data.excerpt import Excerpt, excerpt_of
+from offload.extras.data.groups import Batching, LengthBatching, MixedBatching
+from offload.extras.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
+from offload.extras.data.packing import IGNORE, Layout
+from offload.extras.data.picture_encoder import PictureInputs
+from offload.extras.data.prepare import Preparation, SourceFiles
+from offload.extras.data.source_rows import SourceRows, SourceSummary, names_of
+from offload.extras.data.sources import Source, SourceFile, both_names, hash_text
+from offload.extras.data.storage import Mark
+from offload.extras.data.tokenizer import UNKNOWN, as_files
+from offload.files.user_cache import default_cache_dir
+
+if TYPE_CHECKING:
+    import torch
+
+    Batch = dict[str, torch.Tensor]
+
+LEFT_OUT: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("sources", "eval_sources", "eval_share", "on_bad_row"),
+        "Tokens are made of one source at a time: `SourceFiles` has it, and the key a hash of the files.",
+    ),
+    **dict.fromkeys(
+        ("tokenizer", "model_path", "is_pretrained"),
+        "It says where the tokenizer is from: the key has a hash of the tokenizer.",
+    ),
+    **dict.fromkeys(
+        ("sequence_length", "packing", "isolated", "group_by_length", "stopping_strategy", "batch_size", "seed"),
+        "It decides how rows and batches are made of the tokens, in each run anew.",
+    ),
+    **dict.fromkeys(
+        ("cache_dir", "num_workers", "progress", "no_pictures", "no_answers"),
+        "It says where and by whom tokens are made, or refuses them.",
+    ),
+}
+"""Arguments of `build_dataset` absent from the token cache key, each with the reason."""
+_EVAL_SEED = 0
+"""Fixed shuffle seed for eval rows. The first few batches are a fair sample, equal in all runs."""
+
+
+class Targets(Protocol):
+    """Target selection; the objectives of a run implement this."""
+
+    name: str
+
+    def tokens_and_targets(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the model's input tokens for a step's batch, and a target mask, both [rows, tokens]."""
+
+    def share(self, labelled: float) -> float:
+        """Return the approximate share of targets among all tokens, given the labelled share in the data."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows for training and evaluation, with their order.
+
+    Every epoch is shuffled anew. Batches cross epoch borders: batch `step` holds positions [step * batch_size, (step +
+    1) * batch_size) in the endless row sequence. The last batch in an epoch is completed with rows from the next, and a
+    data set smaller than one batch repeats within the batch.
+    """
+
+    train: RowSet
+    """Training rows from one source, or a mixture from several sources."""
+    eval: RowSet
+    """Rows held out from the training data."""
+    tokenizer: Any
+    """Tokenizer. None: the data is token ids."""
+    batch_size: int
+    """Rows per step; a preference pair counts as two."""
+    seed: int
+    """Seed for the row order."""
+    notes: tuple[str, ...] = ()
+    """Messages for the user, e.g. about skipped texts or truncated tokens."""
+    sources: tuple[SourceSummary, ...] = ()
+    """Properties of the training sources."""
+    eval_sources: tuple[SourceSummary, ...] = ()
+    """Properties of the eval sources (without the held-out rows)."""
+    named_evals: Mapping[str, RowSet] = field(default_factory=dict)
+    """Eval source rows, by source name."""
+    source_rows: tuple[SourceRows, ...] = ()
+    """Rows from each training source."""
+    pad_id: int = 0
+    """Padding token id."""
+    batching: Batching = field(default_factory=MixedBatching)
+    """Assigns rows to batches."""
+    pictures: PictureInputs | None = None
+    """Builds picture tensors. None: text only."""
+    values: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    """Extra batch values per row: {row set: {batch key: fp32 [rows]}}, with row sets named as in `row_sets`. A batch
+    holds the numbers in the first column, within a zero tensor [rows, sequence_length].
+    """
+
+    @property
+    def sequence_length(self) -> int:
+        return self.train.sequence_length
+
+    @property
+    def num_train_rows(self) -> int:
+        return self.train.num_rows
+
+    @property
+    def group(self) -> int:
+        """Neighbouring rows that stay together: 2 for preferences."""
+        return self.train.group
+
+    @property
+    def evals(self) -> dict[str, RowSet]:
+        """All eval row sets by name. The held-out rows have the empty name."""
+        held_out: dict[str, RowSet] = {"": self.eval} if self.eval.num_rows else {}
+        return {**held_out, **self.named_evals}
+
+    @property
+    def eval_sizes(self) -> dict[str, int]:
+        """Rows of each eval set, by name."""
+        return {name: rows.num_rows for name, rows in self.evals.items()}
+
+    @property
+    def num_eval_rows(self) -> int:
+        return sum(self.eval_sizes.values())
+
+    @property
+    def is_isolated(self) -> bool:
+        """True if the documents in a packed row are computed apart from each other."""
+        return self.train.packing == "isolated"
+
+    @property
+    def by_length(self) -> bool:
+        """True if the rows of a batch have about the same length."""
+        return self.batching.by_length
+
+    @property
+    def has_pictures(self) -> bool:
+        """True if batches have picture tensors."""
+        return self.pictures is not None
+
+    @property
+    def has_one_picture_per_row(self) -> bool:
+        """True if each training and eval row has exactly one picture."""
+        stores = [each for rows in self.source_rows for each in (rows.tokens.train, rows.tokens.eval)]
+        return all(store.picture_store is not None and store.picture_store.has_one_picture_each for store in stores)
+
+    @property
+    def rows_description(self) -> str:
+        """Row counts and row layout, in words."""
+        group, rows = self.group, "pairs of rows" if self.group > 1 else "rows"
+        return (
+            f"{rows}: {self.num_train_rows // group:,} of {counted(self.sequence_length, 'token')} to train on, "
+            f"{self.num_eval_rows // group:,} to evaluate; {self.layout_description}"
+        )
+
+    @property
+    def layout_description(self) -> str:
+        """Row layout, in words."""
+        if self.is_isolated:
+            return "packed, each document apart, with positions of its own"
+        if self.train.packing:
+            return "packed, so that a row may begin and end within a document and its documents see each other"
+        if self.group > 1:
+            return "a row for the chosen answer, and one for the rejected one"
+        return f"a document a row{', those of a batch of about one length' if self.by_length else ''}"
+
+    def describe(self, objective: Targets) -> Iterator[str]:
+        """Yield lines about a run: notes, sources, rows."""
+        yield from (f"note: {text}" for text in self.notes)
+        for word, each in [*(("data", one) for one in self.sources), *(("eval", one) for one in self.eval_sources)]:
+            done = "trained on" if word == "data" else "evaluated on"
+            share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
+            yield f"{word}: {', '.join([each.contents, share, *each.more])}"
+        yield f"{self.rows_description}; objective: {objective.name}"
+
+    def files(self) -> dict[str, bytes]:
+        """Return the tokenizer or processor files, by name."""
+        return as_files(self.tokenizer if self.pictures is None else self.pictures.processor)
+
+    def num_steps(self, epochs: float) -> int:
+        """Return the batch count for `epochs` passes over the training rows.
+
+        The last batch may extend into the next pass.
+        """
+        return -int(-epochs * self.num_train_rows // self.batch_size)
+
+    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """Return the contiguous share (see `share`) for `rank` in the batch for `step` (from 0).
+
+        `input_ids` and `labels` are int64 [rows, sequence_length]; with batching by length, the longest row in the
+        whole batch decides the width. Labels are unshifted, and -100 marks untrained tokens. `attention_mask` (same
+        shape) is present only if some row in the whole batch is padded, so all ranks get the same keys. Isolated
+        documents have `position_ids` instead. Rows with pictures also have the processor tensors. Raises ConfigError
+        for more ranks than rows, and for a picture changed since preparation.
+        """
+        if self.batch_size // self.group < world_size:
+            raise ConfigError(too_few_rows(self.batch_size // self.group, world_size))
+        return self._read("train", self.rows_of(step), rank, world_size)
+
+    def rows_of(self, step: int) -> np.ndarray:
+        """Return the training row indices for `step` (from 0), int64 [batch_size]."""
+        return self.batching.at(self.train, step, self.batch_size, self.seed)
+
+    def owners(self, rows: np.ndarray) -> np.ndarray:
+        """Return the index in `sources` for each training row, int64 [n]."""
+        return self.train.owners(rows) if isinstance(self.train, Mixture) else np.zeros(len(rows), np.int64)
+
+    def num_tokens(self, step: int) -> int:
+        """Return the token count in the batch for `step` (from 0), over all ranks, without padding."""
+        return int(self.train.lengths(self.rows_of(step)).sum())
+
+    def eval_batches(
+        self,
+        batch_size: int,
+        max_batches: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        name: str | None = None,
+    ) -> Iterator[Batch]:
+        """Yield this rank's eval batches, each row once, in a fixed order independent of the seed.
+
+        `name`: one of `evals`; None: the first. The last batch may be smaller. A rank with an empty share gets a row
+        without targets (labels -100), so all ranks have equally many batches.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"An eval batch must have at least 1 row, not {batch_size}.")
+        name = next(iter(self.evals), "") if name is None else name
+        row_set = self.evals.get(name, self.eval)
+        num_batches = -(-row_set.num_rows // batch_size)
+        for index in range(num_batches if max_batches is None else min(num_batches, max_batches)):
+            begin = index * batch_size
+            rows = row_set.at(begin, min(batch_size, row_set.num_rows - begin), _EVAL_SEED)
+            yield self._read(f"eval {name}", rows, rank, world_size)
+
+    @property
+    def row_sets(self) -> dict[str, RowSet]:
+        """All row sets by the names in `values`: `train`, and `eval NAME` for each eval set."""
+        return {"train": self.train, **{f"eval {name}": rows for name, rows in self.evals.items()}}
+
+    def batch_of(self, name: str, begin: int, end: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """Return this rank's share in rows [begin, end) from one of `row_sets`, in storage order."""
+        return self._read(name, np.arange(begin, end), rank, world_size)
+
+    def probe(self) -> Batch:
+        """Return one group of eval rows, or of training rows without an eval set."""
+        return next(self.eval_batches(self.group, 1), None) or self.batch_of("train", 0, self.group)
+
+    def excerpt(self) -> Excerpt | None:
+        """Return an excerpt of the first eval row, or of the first training row."""
+        return excerpt_of(next(iter(self.evals.values()), self.train), 0)
+
+    def _read(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
+        """Read this rank's share in `indices`.
+
+        Append rows without targets if the batch keys on this rank would differ.
+        """
+        import torch
+
+        rows = self.row_sets[name]
+        part = share(len(indices), rank, world_size, rows.group)
+        fillers = _fillers(rows, indices, part)
+        own_rows = np.concatenate([indices[part], fillers])
+        lengths = rows.lengths(indices)
+        width = self.batching.width(lengths, rows.sequence_length)
+        ids, labels = (np.ascontiguousarray(each[:, :width]) for each in rows.read(own_rows))
+        labels[len(own_rows) - len(fillers) :] = IGNORE
+        batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        if (positions := rows.positions(own_rows)) is not None:
+            batch["position_ids"] = torch.from_numpy(positions)
+        elif (lengths < width).any():
+            mask = np.arange(width) < rows.lengths(own_rows)[:, None]
+            batch["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
+        if self.pictures is not None and (documents := rows.picture_documents(own_rows)) is not None:
+            batch |= self.pictures.of(documents, ids)
+        for key, values in self.values.get(name, {}).items():
+            batch[key] = torch.zeros(ids.shape, dtype=torch.float32)
+            batch[key][:, 0] = torch.from_numpy(values[own_rows])
+        return batch
+
+    def eval_bytes(self, num_rows: int, name: str) -> int | None:
+        """Return the UTF-8 bytes of text under the targets in the first `num_rows` eval rows, in `eval_batches` order.
+
+        None: not known, because the data is token ids or the tokenizer is not a fast one.
+        """
+        row_set = self.evals[name]
+        return row_set.num_bytes(row_set.at(0, num_rows, _EVAL_SEED))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers and strings by which a checkpoint recognizes the data. The position is the step."""
+        settings: dict[str, Any] = {
+            "tokens": self.train.identity,
+            "sequence_length": self.sequence_length,
+            "packing": self.train.packing,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
+        if self.by_length:  # absent in checkpoints from earlier versions
+            settings["group_by_length"] = True
+        return {**settings, "fingerprint": hash_text(repr(settings))}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ConfigError if `state` (from a `state_dict`) describes other batches."""
+        keys = {"sequence_length": "data", "packing": "data", "group_by_length": "data"}
+        keys |= {"batch_size": "train", "seed": "run"}
+        current, state = ({"group_by_length": False, **each} for each in (self.state_dict(), state))
+        for key, section in keys.items():
+            if state.get(key) != current[key]:
+                hint = (
+                    " (isolated: --data.packing_isolated true)" if "isolated" in (current[key], state.get(key)) else ""
+                )
+                raise ConfigError(
+                    f"{section}.{key} is {current[key]} and was {state.get(key)} when the run began{hint}: batches "
+                    "would differ. Set it back, or begin a new run in another run.dir."
+                )
+        if state.get("fingerprint") != current["fingerprint"]:
+            raise ConfigError(
+                "The training data has changed since the run began: the tokens differ, because of the files, their "
+                "format, the tokenizer, data.eval_share, data.train_on_prompt or the weights of sources. Restore them, "
+                "or begin a new run in another run.dir."
+            )
+
+
+def build_dataset(
+    *,
+    sources: Sequence[Source],
+    eval_sources: Sequence[Source] = (),
+    tokenizer: str | None = None,
+    model_path: str | None = None,
+    is_pretrained: bool = False,
+    vocab_size: int,
+    sequence_length: int,
+    packing: bool = True,
+    isolated: bool | None = False,
+    pairs: bool = False,
+    group_by_length: bool = False,
+    train_on_prompt: bool = False,
+    eval_share: float = 0.0,
+    on_bad_row: str = "error",
+    stopping_strategy: StoppingStrategy = "all_exhausted",
+    batch_size: int,
+    seed: int = 0,
+    cache_dir: Path | None = None,
+    num_workers: int | None = None,
+    no_pictures: str = "",
+    no_answers: str = "",
+    progress: Callable[[str, float], None] | None = None,
+) -> Dataset:
+    """Prepare the data (once; later calls read the cache) and return the batches.
+
+    Raises ConfigError for an unusable setting or file, and for a source without a trainable row.
+
+    Args:
+        sources: Training sources.
+        eval_sources: Evaluation sources, each evaluated under a separate name.
+        tokenizer: Folder, or model name in the local hub cache. None: the tokenizer in `model_path`; if absent, a new
+            one with at most `vocab_size` tokens is trained on the data, unless the model `is_pretrained` (the
+            embeddings belong to another vocabulary).
+        model_path: Model folder or hub name.
+        is_pretrained: The model starts from pretrained weights.
+        vocab_size: Vocabulary size of the model.
+        sequence_length: Tokens per row.
+        packing: Pack several documents into a row.
+        isolated: Separate packed documents from each other. None: only for data with conversations.
+        pairs: The data are preferences. A batch has `batch_size` row pairs.
+        group_by_length: Build batches from rows with similar length. Applies to rows with one document each.
+        train_on_prompt: Train on prompts too.
+        eval_share: Share of each training source held out for evaluation, in [0, 1).
+        on_bad_row: `error` or `skip`.
+        stopping_strategy: See `mixture.quotas`.
+        batch_size: Rows (or pairs) per step.
+        seed: Seed for the row order.
+        cache_dir: Token cache folder. None: the default folder.
+        num_workers: Processes for tokenization. None: as many as save time. 0: this process only.
+        no_pictures: Reason why rows with pictures are not trainable, and the remedy. Empty: pictures are allowed, and
+            each document is a row for any `packing`.
+        no_answers: The same for rows that separate a prompt from an answer.
+        progress: Called with (stage, fraction done) during preparation.
+    """
+    key_settings = {name: value for name, value in locals().items() if name not in LEFT_OUT}
+    if sequence_length < 2:
+        raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
+    if batch_size < 1:
+        raise ConfigError(f"train.batch_size={batch_size} must be at least 1.")
+    if not 0 <= eval_share < 1:
+        raise ConfigError(
+            f"data.eval_share={eval_share} must lie in [0, 1): the share of the data kept for evaluation."
+        )
+    training_files = [SourceFiles(source, vocab_size, eval_share, on_bad_row) for source in sources]
+    eval_files = [SourceFiles(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
+    _check_disjoint(training_files, eval_files)
+    _check_pairs([*training_files, *eval_files], pairs=pairs)
+    with_pictures = next((each for each in (*training_files, *eval_files) if each.has_pictures), None)
+    if with_pictures is not None and no_pictures:
+        raise ConfigError(f"{with_pictures.source.setting} {with_pictures.source} has pictures, and {no_pictures}")
+    with_answers = next((each for each in (*training_files, *eval_files) if each.may_mask), None)
+    if with_answers is not None and no_answers and not train_on_prompt:
+        formats = ", ".join(sorted(with_answers.formats))
+        raise ConfigError(
+            f"{with_answers.source.setting} {with_answers.source} has the format {formats}, and {no_answers}"
+        )
+    cache_folder = cache_dir if cache_dir is not None else default_cache_dir()
+    preparation = Preparation(
+        [*training_files, *eval_files],
+        vocab_size,
+        cache_folder,
+        progress or (lambda *_: None),
+        num_workers,
+        key_settings,
+    )
+    loaded = preparation.open_tokenizer(tokenizer, model_path, is_pretrained)
+    pad_id = next(
+        (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
+    )
+    names = names_of([each.source for each in (*training_files, *eval_files)])
+    if isolated is None:
+        isolated = any(each.has_chats for each in training_files)
+    layout: Layout = False if with_pictures else "isolated" if packing and isolated else packing
+    source_rows = {}
+    for name, each in zip(names, [*training_files, *eval_files], strict=True):
+        tokens = preparation.tokenize(each, loaded, train_on_prompt)
+        source_rows[name] = SourceRows.of(name, each, tokens, sequence_length, layout, pad_id)
+    training, evaluated = (
+        list(source_rows.values())[: len(training_files)],
+        list(source_rows.values())[len(training_files) :],
+    )
+    notes = [
+        *preparation.notes,
+        *(note for each in source_rows.values() for note in each.notes(with_name=len(source_rows) > 1)),
+    ]
+    if getattr(loaded, "unk_token", None) == UNKNOWN:
+        notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
+    parts = [each.train for each in training]
+    group = parts[0].group
+    numbers = [part.num_rows // group for part in parts]
+    shares = [group * each for each in quotas(numbers, [each.weight for each in sources], stopping_strategy)]
+    held_out = [each.eval for each in training]
+    return Dataset(
+        Mixture.of(parts, shares),
+        Mixture.of([rows for rows in held_out if rows.num_rows] or held_out[:1]),
+        loaded,
+        batch_size * group,
+        seed,
+        tuple(notes),
+        tuple(each.summarize(quota, sum(shares)) for each, quota in zip(training, shares, strict=True)),
+        tuple(each.summarize(None, 0) for each in evaluated),
+        {each.name: each.train for each in evaluated},
+        tuple(training),
+        pad_id,
+        LengthBatching() if group_by_length and layout is False and not pairs else MixedBatching(),
+        None if preparation.processor is None else PictureInputs(preparation.processor),
+    )
+
+
+def _fillers(rows: RowSet, indices: np.ndarray, own_slice: slice) -> np.ndarray:
+    """Return filler rows for a rank, int64 [n], in addition to the rows in `own_slice`.
+
+    A rank without rows gets one group. A rank without pictures gets one row with a picture if other ranks have
+    pictures.
+    """
+    has_picture = np.asarray([bool(each.pictures) for each in rows.picture_documents(indices) or ()], bool)
+    if has_picture.any() and not has_picture[own_slice].any():
+        return indices[has_picture][:1]
+    return indices[:0] if own_slice.stop > own_slice.start else indices[: rows.group]
+
+
+def _check_disjoint(training: Sequence[SourceFiles], evaluation: Sequence[SourceFiles]) -> None:
+    """Raise ConfigError if a file is in both training and evaluation, under any of its names."""
+    by_mark: dict[Mark, tuple[SourceFiles, SourceFile]] = {}
+    for each in training:
+        for file in each.files:
+            for mark in file.place.marks:
+                other, same = by_mark.setdefault(mark, (each, file))
+                if other.holds_out(same) != each.holds_out(file):
+                    raise ConfigError(
+                        f"{both_names(file, same)} is in two entries of data.sources, {other.source} and "
+                        f"{each.source}: rows held out for evaluation in one entry (data.eval_share={each.eval_share}) "
+                        "would be trained on in the other. Name the file in one source (weight says how often), or set "
+                        "--data.eval_share 0."
+                    )
+    for each in evaluation:
+        for file in each.files:
+            for other, same in (by_mark[mark] for mark in file.place.marks if mark in by_mark):
+                raise ConfigError(
+                    f"data.eval_source {each.source} has {both_names(file, same)}, which data.source {other.source} "
+                    "trains on: an eval loss on training data says nothing. Name other files, or hold out a part of "
+                    "the training data by --data.eval_share."
+                )
+
+
+def _check_pairs(sources: Sequence[SourceFiles], *, pairs: bool) -> None:
+    """Raise ConfigError unless all sources hold preferences (`pairs`), or none does."""
+    other = next((each for each in sources if (each.formats == {"preference"}) != pairs), None)
+    if other is not None:
+        formats, method = ", ".join(sorted(other.formats)), "is not sft" if pairs else "is sft"
+        fix = "name rows of prompt, chosen, rejected" if pairs else "set --train.method dpo, orpo or reward"
+        raise ConfigError(
+            f"{other.source.setting} {other.source} has the format {formats}, and train.method {method}: {fix}."
+        )

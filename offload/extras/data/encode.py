@@ -1,0 +1,399 @@
+"""Records to token ids in batches, with the training mask."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from offload.errors import ConfigError, shorten
+from offload.extras.data.chat import ChatRenderer, Segments
+from offload.extras.data.formats import Chat, Ids, Pair, Preference, Record, Text, picture_bytes, pieces_of, texts_of
+from offload.extras.data.pictures import PictureDocument
+from offload.extras.data.rows import BadRow, BadRows
+from offload.extras.data.workers import BatchEncoder, encode_ahead
+
+_BATCH_CHARS = 2 << 20  # three batches are in memory, one with several hundred bytes per token
+_BATCH_RECORDS = 4096
+
+
+ByteCountScope = Literal["none", "held out", "all"]
+"""Documents with a byte count for each token. `all` takes twice the time, because byte counts need offsets."""
+
+
+class TokenizedText(NamedTuple):
+    """Tokens in a document or a piece."""
+
+    ids: np.ndarray
+    """Token ids, int64 [n]."""
+    trained: np.ndarray | None
+    """Training mask, bool [n]. None: all tokens are trained."""
+    num_bytes: np.ndarray | None = None
+    """UTF-8 bytes per token, int64 [n]. None: not counted."""
+
+    def with_frame(self, before: Sequence[int], after: Sequence[int]) -> TokenizedText:
+        """Return the tokens between `before` and `after`, special tokens without text bytes.
+
+        `before` is trained if all tokens are trained, `after` if the last token is.
+        """
+        ids, trained, num_bytes = self
+        if trained is not None:
+            first, last = trained.all(), trained[-1] if len(trained) else False
+            trained = np.concatenate([np.full(len(before), first), trained, np.full(len(after), last)])
+        if num_bytes is not None:
+            num_bytes = np.pad(num_bytes, (len(before), len(after)))
+        return TokenizedText(
+            np.concatenate([np.asarray(before, np.int64), ids, np.asarray(after, np.int64)]), trained, num_bytes
+        )
+
+
+@dataclass(frozen=True)
+class EncodedDocument:
+    """A document or a piece as token ids [n].
+
+    `trained` bool [n], None: all tokens are trained. `num_bytes`: as in `TokenizedText`. `closes`: the document ends
+    here. `picture_document`: rendered text and pictures, for a document with pictures.
+    """
+
+    where: str
+    in_eval: bool
+    ids: np.ndarray
+    trained: np.ndarray | None
+    closes: bool
+    num_bytes: np.ndarray | None = None
+    picture_document: PictureDocument | None = None
+
+
+class EncodeRequest(NamedTuple):
+    """Request to encode one record."""
+
+    record: Record
+    in_eval: bool
+    counts_bytes: bool  # count UTF-8 bytes per token
+
+
+@dataclass
+class _Draft:
+    where: str
+    in_eval: bool
+    counts_bytes: bool
+    segments: Segments
+    is_framed: bool  # add the tokenizer's first and last special tokens; a chat template writes them itself
+    opens: bool = True
+    closes: bool = True
+    may_be_empty: bool = False  # for a preference: both documents must stay side by side
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.segments)
+
+    @property
+    def is_masked(self) -> bool:
+        """True if some segment is not trained."""
+        return any(not trained for _, trained in self.segments)
+
+    @property
+    def needs_offsets(self) -> bool:
+        return self.is_masked or self.counts_bytes
+
+
+@dataclass
+class EncodedBatch:
+    """Encoded batch."""
+
+    parts: list[EncodedDocument | BadRow]
+    """Documents in order, with a `BadRow` in place of each refused record."""
+    num_empty: int = 0
+    """Skipped documents without a token."""
+    num_split: int = 0
+    """Conversations split into several documents."""
+
+
+class Encoder:
+    """Encodes records with one tokenizer.
+
+    Plain text gets the tokenizer's special tokens around a sequence (e.g. a BOS), then an EOS. A conversation gets the
+    chat template, and an EOS unless the template has just written one. A long document in pieces is framed only at its
+    two ends.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        train_on_prompt: bool,
+        bad: BadRows | None = None,
+        byte_count_scope: ByteCountScope = "none",
+        num_workers: int = 0,
+        batch_encoder: BatchEncoder[list[EncodeRequest], EncodedBatch] | None = None,
+    ) -> None:
+        """`bad` receives refused conversations; without `bad` the first one is an error.
+
+        `byte_count_scope`: documents with byte counts. For `held out`, training documents also get byte counts until
+        the first held-out document, because without one, eval rows are taken from the training rows. `num_workers`:
+        encoding processes; 0: this process with the threads of `tokenizers`. `batch_encoder`: encoder in place of the
+        text encoder.
+        """
+        self._batch_encoder = batch_encoder or _TextEncoder(tokenizer, train_on_prompt)
+        self._byte_count_scope, self._holds_out = byte_count_scope, False
+        self._bad = bad or BadRows("error")
+        self._num_workers = num_workers
+        self.num_empty = 0
+        """Skipped documents without a token."""
+        self.num_split = 0
+        """Conversations split into several documents."""
+
+    def encode(self, records: Iterable[tuple[bool, Record]]) -> Iterator[EncodedDocument]:
+        """Yield the encoded documents for each (in_eval, record) in order.
+
+        Documents without a token are counted and skipped. Later batches are tokenized while the caller consumes earlier
+        ones.
+        """
+        with closing(encode_ahead(self._batch_encoder, self._batches(records), self._num_workers)) as batches:
+            for batch in batches:
+                self.num_empty += batch.num_empty
+                self.num_split += batch.num_split
+                for part in batch.parts:
+                    if isinstance(part, BadRow):
+                        self._bad.handle(part)
+                    else:
+                        yield part
+
+    def _batches(self, records: Iterable[tuple[bool, Record]]) -> Iterator[list[EncodeRequest]]:
+        """Cut records into batches with similar size."""
+        batch: list[EncodeRequest] = []
+        num_chars = 0
+        for in_eval, record in records:
+            self._holds_out |= in_eval
+            may_need_bytes = self._byte_count_scope == "held out" and (in_eval or not self._holds_out)
+            batch.append(EncodeRequest(record, in_eval, may_need_bytes or self._byte_count_scope == "all"))
+            num_chars += len(record.ids) if isinstance(record, Ids) else sum(map(len, texts_of(record)))
+            num_chars += picture_bytes(record)
+            if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_RECORDS:
+                yield batch
+                batch, num_chars = [], 0
+        if batch:
+            yield batch
+
+
+class _TextEncoder:
+    """Encodes text records in batches, in this process or in a worker."""
+
+    def __init__(self, tokenizer: Any, train_on_prompt: bool) -> None:
+        self._tokenizer = tokenizer
+        self._train_on_prompt = train_on_prompt
+        self._renderer = ChatRenderer(tokenizer, train_on_prompt)
+        self._prefix, self._suffix = find_frame(tokenizer)  # also switches truncation and padding off
+        self._eos: int | None = tokenizer.eos_token_id
+
+    def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
+        """Encode one batch."""
+        encoded, prepared = EncodedBatch([]), list[tuple[EncodeRequest, list[EncodedDocument | _Draft] | BadRow]]()
+        for request in batch:
+            try:
+                prepared.append((request, self._draft_documents(request)))
+            except BadRow as bad:
+                prepared.append((request, bad))
+        drafts = (
+            part for _, parts in prepared if isinstance(parts, list) for part in parts if isinstance(part, _Draft)
+        )
+        tokenized = self._tokenize_in_batches(drafts)
+        for request, parts in prepared:
+            documents = parts if isinstance(parts, BadRow) else self._finish_documents(request.record, parts, tokenized)
+            if isinstance(documents, BadRow):
+                encoded.parts.append(documents)
+                continue
+            encoded.num_split += isinstance(request.record, Chat) and len(documents) > 1
+            encoded.num_empty += documents.count(None)
+            encoded.parts += [each for each in documents if each is not None]
+        return encoded
+
+    def _draft_documents(self, request: EncodeRequest) -> list[EncodedDocument | _Draft]:
+        """Return finished documents for token ids, drafts for texts. Raises BadRow."""
+        record = request.record
+        if isinstance(record, Ids):
+            trained = None if self._train_on_prompt else record.trained
+            return [EncodedDocument(record.where, request.in_eval, record.ids, trained, record.closes)]
+        if isinstance(record, Chat) and record.pictures:
+            raise ConfigError(
+                f"{record.where} has a picture, but the first rows of its source have none, and decide whether the "
+                "source has pictures: put a row with a picture first."
+            )
+        if isinstance(record, Preference):
+            return [self._draft_answer(request, record.chosen), self._draft_answer(request, record.rejected)]
+        draft = partial(_Draft, record.where, request.in_eval, request.counts_bytes)
+        if isinstance(record, Text):
+            pieces = list(pieces_of(record.text))
+            last = len(pieces) - 1
+            return [
+                draft([(piece, True)], True, record.opens and not i, record.closes and i == last)
+                for i, piece in enumerate(pieces)
+            ]
+        if isinstance(record, Pair):
+            return [draft([(record.prompt, self._train_on_prompt), (record.completion, True)], is_framed=True)]
+        return [draft(segments, is_framed=False) for segments in self._renderer.render_documents(record)]
+
+    def _draft_answer(self, request: EncodeRequest, record: Chat | Pair) -> _Draft:
+        """Return one document (answer) for a preference. Raises BadRow."""
+        if isinstance(record, Pair):
+            segments, is_framed = [(record.prompt, False), (record.completion, True)], True
+        else:
+            (segments, *more), is_framed = self._renderer.render_documents(record), False
+            if more:
+                raise BadRow(
+                    f"{record.where}: the chat template changes an answer when another one follows, so several answers "
+                    "in 'chosen' or 'rejected' cannot be written as one text: move all answers but the last into "
+                    "'prompt'."
+                )
+        return _Draft(record.where, request.in_eval, request.counts_bytes, segments, is_framed, may_be_empty=True)
+
+    def _finish_document(self, draft: _Draft, tokens: TokenizedText) -> EncodedDocument | None:
+        """Return a document, or None for a document without a token."""
+        if not len(tokens.ids) and draft.opens and draft.closes and not draft.may_be_empty:
+            return None
+        if draft.is_framed and draft.opens and self._prefix:
+            tokens = tokens.with_frame(self._prefix, ())
+        if draft.closes:
+            tokens = self._close(tokens, draft.is_framed)
+        return EncodedDocument(draft.where, draft.in_eval, tokens.ids, tokens.trained, draft.closes, tokens.num_bytes)
+
+    def _close(self, tokens: TokenizedText, is_framed: bool) -> TokenizedText:
+        """Append the end tokens of a document. They are trained if the last token is."""
+        closing = list(self._suffix) if is_framed else []
+        # A template may write a line end after the EOS.
+        if self._eos is not None and self._eos not in [*tokens.ids[-2:].tolist(), *closing][-2:]:
+            closing.append(self._eos)
+        return tokens.with_frame((), closing)
+
+    def _finish_documents(
+        self, record: Record, parts: list[EncodedDocument | _Draft], tokenized: Iterator[TokenizedText | BadRow]
+    ) -> list[EncodedDocument | None] | BadRow:
+        """Return the documents for a record, with None for a document without a token.
+
+        If the tokenizer refuses one document, the result is a `BadRow` for the whole record, because a preference is
+        two documents. Raises ConfigError for a refused piece of a text file, which is not a row.
+        """
+        with_tokens = [part if isinstance(part, EncodedDocument) else (part, next(tokenized)) for part in parts]
+        documents: list[EncodedDocument | None] = []
+        for each in with_tokens:
+            if isinstance(each, EncodedDocument):
+                documents.append(each)
+                continue
+            draft, tokens = each
+            if not isinstance(tokens, BadRow):
+                documents.append(self._finish_document(draft, tokens))
+            elif isinstance(record, Text) and not (record.opens and record.closes):
+                raise ConfigError(str(tokens)) from tokens
+            else:
+                return tokens
+        return documents
+
+    def _tokenize_in_batches(self, drafts: Iterable[_Draft]) -> Iterator[TokenizedText | BadRow]:
+        """Yield the tokens per draft, or a `BadRow` with the tokenizer error.
+
+        Tokenizes about `_BATCH_CHARS` at once, to bound memory.
+        """
+        batch: list[_Draft] = []
+        num_chars = 0
+        for draft in drafts:
+            batch.append(draft)
+            num_chars += len(draft.text)
+            if num_chars >= _BATCH_CHARS:
+                yield from self._tokenize_each(batch)
+                batch, num_chars = [], 0
+        yield from self._tokenize_each(batch)
+
+    def _tokenize_each(self, drafts: list[_Draft]) -> list[TokenizedText | BadRow]:
+        """Return the tokens per draft, or a `BadRow` with the tokenizer error."""
+        try:
+            return [*self._tokenize(drafts)]
+        except Exception as error:  # tokenizers raise any exception, e.g. for half a surrogate pair
+            if len(drafts) != 1:
+                return [tokens for draft in drafts for tokens in self._tokenize_each([draft])]
+            reason = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
+            return [BadRow(f"{drafts[0].where}: the tokenizer refuses {_describe_text(drafts[0].text)}: {reason}.")]
+
+    def _tokenize(self, drafts: list[_Draft]) -> list[TokenizedText]:
+        """Return the tokens per draft."""
+        if not self._tokenizer.is_fast:
+            return [self._tokenize_by_segment(draft.segments) for draft in drafts]
+        texts: dict[bool, list[str]] = {False: [], True: []}  # by `needs_offsets`, because offsets take time
+        for draft in drafts:
+            texts[draft.needs_offsets].append(draft.text)
+        rules = self._tokenizer.backend_tokenizer
+        encodings = {
+            False: iter(rules.encode_batch_fast(texts[False], add_special_tokens=False)),
+            True: iter(rules.encode_batch(texts[True], add_special_tokens=False)),
+        }
+        return [_tokens(next(encodings[draft.needs_offsets]), draft) for draft in drafts]
+
+    def _tokenize_by_segment(self, segments: Segments) -> TokenizedText:
+        """Encode segment by segment: without offsets, the only way to know the segment for each token."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        for text, trained in segments:
+            part = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids += part
+            mask += [trained] * len(part)
+        return TokenizedText(np.asarray(ids, np.int64), None if all(mask) else np.asarray(mask, bool))
+
+
+def _describe_text(text: str) -> str:
+    """Return a name for a text in an error message: half a surrogate pair with the position, else "the text"."""
+    lone = re.search("[\ud800-\udfff]", text)
+    return "the text" if lone is None else f"half a surrogate pair ({lone[0]!a} at character {lone.start():,})"
+
+
+def find_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the special token ids before and after every sequence of a tokenizer.
+
+    Found by encoding one letter with and without special tokens.
+    """
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    special = tokenizer("a")["input_ids"]
+    for start in range(len(special) - len(plain) + 1):
+        if special[start : start + len(plain)] == plain:
+            return special[:start], special[start + len(plain) :]
+    return [], []
+
+
+def _tokens(encoding: Any, draft: _Draft) -> TokenizedText:
+    return TokenizedText(
+        np.asarray(encoding.ids, np.int64),
+        training_mask(encoding.offsets, draft.segments) if draft.is_masked else None,
+        _byte_counts(encoding.offsets, draft.text) if draft.counts_bytes else None,
+    )
+
+
+def training_mask(offsets: list[tuple[int, int]], segments: Segments) -> np.ndarray:
+    """Return bool [tokens]: True if a token covers a character in a trained segment.
+
+    `offsets` are character ranges in the joined text. A token across the border between prompt and answer is trained,
+    so no answer character is lost. Two sorts of tokens have an empty range. Trimmed blanks: the token covers the gap
+    after the previous range. Later bytes of a multi-token character: the token shares the character's range.
+    """
+    trained = np.concatenate([np.full(len(text), mark) for text, mark in segments])
+    before = np.concatenate([[0], np.cumsum(trained)])
+    start, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    previous = np.concatenate([[0], end[:-1]])
+    start = np.where(end > start, start, np.minimum(previous, start))
+    end = np.minimum(np.maximum(end, start + 1), len(trained))
+    start = np.minimum(start, end)
+    return np.asarray(before[end] - before[start] > 0)
+
+
+def _byte_counts(offsets: list[tuple[int, int]], text: str) -> np.ndarray:
+    """Return the UTF-8 bytes of text for each token, int64 [tokens].
+
+    `offsets` are character ranges. A token counts all bytes since the previous token, so the sum is the text size. In a
+    multi-token character, all bytes count for the first token.
+    """
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    before = np.concatenate([[0], np.cumsum(1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000))])
+    ends = np.maximum.accumulate(np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1])
+    ends[-1:] = len(text)
+    return np.diff(before[ends], prepend=0)

@@ -1,0 +1,258 @@
+"""File types by name and first bytes, and the refusal of unreadable or ambiguous files.
+
+Training on the wrong files succeeds silently. Therefore a folder must be unambiguous, and skipped files are reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+
+from offload.errors import ConfigError, counted
+from offload.extras.data.storage import PACKINGS, Place, decompressed_name
+from offload.files.pointers import FIRST_BYTES, pointer_error
+
+CONTAINERS = {
+    "json": frozenset({".jsonl", ".json", ".ndjson"}),
+    "csv": frozenset({".csv"}),
+    "tsv": frozenset({".tsv"}),
+    "parquet": frozenset({".parquet"}),
+    "arrow": frozenset({".arrow", ".feather"}),
+}
+"""File endings for each row container."""
+ROW_SUFFIXES = frozenset[str]().union(*CONTAINERS.values())
+TOKEN_SUFFIXES = frozenset({".npy", ".bin"})
+TEXT_SUFFIXES = frozenset(
+    {".txt", ".text", ".md", ".rst", ".tex", ".html", ".sql", ".sh", ".toml", ".yaml", ".yml"}
+    | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts"}
+)
+_TABLE, _COLUMNS, _TOKENS, _PACKED, _UTF16 = "table", "columns", "token ids", "packed", "UTF-16"
+_SUFFIXES_BY_TYPE = {
+    "text": TEXT_SUFFIXES,
+    "records": CONTAINERS["json"],
+    _TABLE: CONTAINERS["csv"] | CONTAINERS["tsv"],
+    _COLUMNS: CONTAINERS["parquet"] | CONTAINERS["arrow"],
+    _TOKENS: TOKEN_SUFFIXES,
+    _PACKED: frozenset({".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".orc"}),
+}
+UNREAD_SUFFIXES = _SUFFIXES_BY_TYPE[_PACKED]
+_FIRST_BYTES = {
+    b"PAR1": ".parquet",
+    b"ARROW1": ".arrow",
+    b"\x1f\x8b": ".gz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ": ".xz",
+    b"PK\x03\x04": ".zip",
+    b"7z\xbc\xaf": ".7z",
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+}
+_DOCUMENTS = {
+    b"%PDF": "a PDF document: extract its text first, such as by `pdftotext IN.pdf OUT.txt`",
+    b"\xd0\xcf\x11\xe0": "an office document: save its text first, as a .txt file",
+    b"\x89PNG": "a picture; rows of conversations name pictures (data.format messages)",
+    b"\xff\xd8\xff": "a picture; rows of conversations name pictures (data.format messages)",
+    b"SQLite format": "a database: export its rows first, as .csv or .jsonl",
+    b"GGUF": "model weights, not text",
+}
+"""Files often mistaken for text, by their first bytes."""
+_NUM_FIRST = max(map(len, (*_FIRST_BYTES, *_DOCUMENTS, FIRST_BYTES)))
+_OFFICE = {".docx", ".xlsx", ".pptx", ".odt", ".epub"}
+_UNPACK = (
+    "a compressed file or archive in an unsupported format (.gz and .zst are supported). Unpack it first (bunzip2, "
+    "unxz, unzip, tar -x) and give the unpacked files"
+)
+_DATA_SET_FILES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)([-_.]?\d.*)?")
+_NUM_NAMED = 3
+
+
+def suffix_of(path: PurePath) -> str:
+    """Return the lower-case ending that decides the type, e.g. .jsonl for a.jsonl.gz."""
+    return decompressed_name(path).suffix.lower()
+
+
+def container_of(path: PurePath) -> str:
+    """Return the row container: a key in CONTAINERS, `ids` for token id files, else `text`."""
+    suffix = suffix_of(path)
+    if suffix in TOKEN_SUFFIXES:
+        return "ids"
+    return next((name for name, suffixes in CONTAINERS.items() if suffix in suffixes), "text")
+
+
+def check_file(place: Place, data_format: str, setting: str = "data.source") -> None:
+    """Raise ConfigError for a file that is unreadable in this format or has another type than the name says."""
+    file_type, suffix = _file_type(place.name), place.name.suffix.lower()
+    label = f"{setting}: {place}"
+    if file_type == _PACKED:
+        raise ConfigError(f"{label} is {_UNPACK}.")
+    if suffix in PACKINGS and file_type in (_COLUMNS, _TOKENS):
+        raise ConfigError(
+            f"{label} is a compressed file of {file_type}, which need random access: unpack it first "
+            f"({PACKINGS[suffix]} {place}), and give the unpacked file."
+        )
+    with place.open() as stream:  # once: each open of a URL is a request
+        start = stream.read(_NUM_FIRST)
+    if start.startswith(FIRST_BYTES):
+        raise pointer_error(label, "the folder of this file")
+    if file_type == _TOKENS or data_format == "tokens":
+        return
+    if document := _describe_document(place, start):
+        raise ConfigError(f"{label} is {document}.")
+    content_type = _type_by_first_bytes(start)
+    if content_type and content_type.startswith(_UTF16):
+        raise ConfigError(
+            f"{label} begins as UTF-16 text, and text has to be UTF-8: convert it, by "
+            f"`iconv -f {content_type} -t UTF-8 IN > OUT`."
+        )
+    if content_type == ".parquet" and suffix != ".parquet":
+        raise ConfigError(
+            f"{label} begins as a parquet file (columns), but its name ends otherwise: rename it to NAME.parquet."
+        )
+    if content_type == ".arrow" and suffix not in CONTAINERS["arrow"]:
+        raise ConfigError(
+            f"{label} begins as an Arrow file (columns), but its name ends otherwise: rename it to NAME.arrow."
+        )
+    if content_type in PACKINGS and suffix != content_type:
+        raise ConfigError(
+            f"{label} begins as a {content_type} file, but its name ends otherwise: rename it to NAME{content_type}, "
+            f"such as {place.name.name}{content_type}, or unpack it ({PACKINGS[content_type]})."
+        )
+    if content_type and content_type in UNREAD_SUFFIXES:
+        raise ConfigError(f"{label} is {_UNPACK}.")
+    if suffix in PACKINGS and content_type != suffix and place.num_bytes:
+        raise ConfigError(
+            f"{label} does not begin as a {suffix} file: correct the ending of its name, or compress it again."
+        )
+    if data_format == "preference" and file_type == "text" and not _may_be_records(start):
+        raise ConfigError(
+            f"{label} is a text, and train.method dpo, orpo and reward train on pairs of answers: give rows with the "
+            "keys prompt, chosen and rejected (.jsonl, .json, .csv, .parquet), or set --train.method sft."
+        )
+    if file_type == _COLUMNS and not place.num_bytes:
+        raise ConfigError(f"{label} is empty, so it is no valid {suffix} file: write it again, or leave it out.")
+    if suffix == ".parquet" and content_type != ".parquet":
+        raise ConfigError(f"{label} does not begin as a parquet file (PAR1): it is damaged, or has another format.")
+
+
+def check_one_type(source: str, paths: Sequence[PurePath], *, is_folder: bool, setting: str = "data.source") -> None:
+    """Raise ConfigError unless the files from a folder or glob have one type.
+
+    A folder must also not be an internal folder of the `datasets` library.
+    """
+    internal_files = sorted(path for path in paths if path.name in _DATA_SET_FILES)
+    if is_folder and internal_files:
+        raise ConfigError(
+            f"{setting}={source!r} is an internal folder of the `datasets` library ({internal_files[0].name} is in "
+            "it), not the output of save_to_disk. Name the data files, or write the data set by "
+            "`datasets.load_dataset(...).save_to_disk(FOLDER)` and give that folder."
+        )
+    files_by_type: dict[str, list[PurePath]] = {}
+    for path in paths:
+        files_by_type.setdefault(_file_type(path), []).append(path)
+    if is_folder:
+        files_by_type.pop("", None)  # other endings are skipped with a note
+    if len(files_by_type) > 1:
+        listed = "; ".join(f"{_describe_files(file_type, files)}" for file_type, files in sorted(files_by_type.items()))
+        most = max(files_by_type, key=lambda file_type: (file_type != "text", len(files_by_type[file_type])))
+        suffix = Counter(path.suffix for path in files_by_type[most]).most_common(1)[0][0]
+        relation = "is a folder with" if is_folder else "matches"
+        base = source.rstrip("/") + "/**" if is_folder else "FOLDER"
+        raise ConfigError(
+            f"{setting}={source!r} {relation} files of several kinds: {listed}. Only one kind can be read: select "
+            f"files by a glob such as '{base}/*{suffix}', or set --data.format (text, jsonl, tokens, ...) to read the "
+            "files of one format."
+        )
+
+
+def skipped_note(source: str, paths: Iterable[PurePath], suffixes: frozenset[str]) -> str | None:
+    """Return a note about folder files with other endings. None: no other files."""
+    counts = Counter(path.suffix.lower() or path.name for path in paths if suffix_of(path) not in suffixes)
+    if not counts:
+        return None
+    listed = [f"{number} {suffix}" for suffix, number in counts.most_common(_NUM_NAMED)]
+    more = ", ..." if len(counts) > _NUM_NAMED else ""
+    return (
+        f"{counted(counts.total(), 'file')} of {source} {'is' if counts.total() == 1 else 'are'} not read, because of "
+        f"the ending: {', '.join(listed)}{more}. A glob reads any ending."
+    )
+
+
+def select_split(
+    source: str, paths: Sequence[PurePath], split: str | None, setting: str = "data.source"
+) -> list[PurePath]:
+    """Return the files in one split, by file or folder names.
+
+    Without `split`: all files, unless there are several splits. Raises ConfigError.
+    """
+    splits: dict[str, list[PurePath]] = {}
+    for path in paths:
+        names = {
+            match[1]
+            for name in (path.parent.name, decompressed_name(path).stem)
+            if (match := _SPLIT.fullmatch(name.lower()))
+        }
+        for name in names:
+            splits.setdefault(name, []).append(path)
+    if split is not None and splits:
+        if split not in splits:
+            raise ConfigError(f"{setting}={source!r} has no split {split!r}; it has {', '.join(sorted(splits))}.")
+        return splits[split]
+    check_split(source, split, setting)
+    is_text = all(_file_type(path) in ("text", "") for path in paths)
+    if "train" in splits and len(splits) > 1 and not is_text:
+        listed = ", ".join(str(files[0].relative_to(source)) for _, files in sorted(splits.items()))
+        raise ConfigError(
+            f"{setting}={source!r} is a folder with several splits: {listed}. Without a choice the run would train on "
+            f"all of them: name the files of one split, such as {str(splits['train'][0])!r}, or its split in "
+            "data.sources; data.eval_share holds out a part."
+        )
+    return list(paths)
+
+
+def check_split(source: str, split: str | None, setting: str) -> None:
+    """Raise ConfigError for a split other than `train` on files without splits."""
+    if split not in (None, "train"):
+        raise ConfigError(
+            f"{setting}: {source!r} has no split {split!r}: files have none, unless their names or folders say train, "
+            "validation or test. Leave split out."
+        )
+
+
+def is_saved_data_set(paths: Sequence[PurePath], folder: PurePath) -> bool:
+    """Return True for a folder written by `save_to_disk` from `datasets`."""
+    names = {path.name for path in paths if path.parent == folder}
+    return "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
+
+
+def _file_type(path: PurePath) -> str:
+    """Return the file type for the ending, or an empty string."""
+    suffix = suffix_of(path)
+    return next((file_type for file_type, suffixes in _SUFFIXES_BY_TYPE.items() if suffix in suffixes), "")
+
+
+def _may_be_records(start: bytes) -> bool:
+    return start[: max(map(len, _FIRST_BYTES))].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
+
+
+def _describe_document(place: Place, start: bytes) -> str | None:
+    if place.name.suffix.lower() in _OFFICE:
+        return "an office document or a book: save its text first, such as by `pandoc IN -t plain -o OUT.txt`"
+    return next((description for magic, description in _DOCUMENTS.items() if start.startswith(magic)), None)
+
+
+def _type_by_first_bytes(start: bytes) -> str | None:
+    unmarked = {b"\0\xff\0\xff": f"{_UTF16}BE", b"\xff\0\xff\0": f"{_UTF16}LE"}  # zero bytes of Latin letters
+    content_type = unmarked.get(bytes(255 * bool(byte) for byte in start[:4]))
+    return content_type or next(
+        (content_type for magic, content_type in _FIRST_BYTES.items() if start.startswith(magic)), None
+    )
+
+
+def _describe_files(file_type: str, paths: Sequence[PurePath]) -> str:
+    names = sorted({path.name for path in paths})
+    listed = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
+    return f"{counted(len(paths), 'file')} of {file_type or 'another kind'} ({listed})"

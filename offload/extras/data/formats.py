@@ -1,0 +1,605 @@
+"""Readers for all data formats: each row or file becomes one of five record types; errors name file and line.
+
+format              one record
+text                a file; long files come in pieces of about 256 Ki characters, cut at line ends
+jsonl               {"text": "..."}
+messages            {"messages": [{"role": "user", "content": "..."}, ...]}; a content may be a
+                    list of parts {"type": "text", "text": "..."} and {"type": "image", "path": "..."}; pictures in a
+                    column "images" (paths, or bytes as in `datasets`) replace <image> in texts, and
+                    image parts without a path
+sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "images"
+alpaca              {"instruction": "...", "input": "...", "output": "..."}
+prompt-completion   {"prompt": "...", "completion": "..."}, two texts or two message lists
+preference          {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text or messages; without a prompt,
+                    the common prefix of both answers; the prompt may be called "messages"
+tokens              {"input_ids": [...]}, optionally with "labels" (-100 for untrained tokens) and masks;
+                    .npy: integers [tokens], or [documents, tokens]; .bin: bare uint16
+                    (uint32 for vocabularies above 65536), or the same after an llm.c header
+
+Module `row_keys` lists the other keys in rows and messages. Module `rows` reads the row files. String tables, e.g. csv,
+hold lists as JSON.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offload.errors import ConfigError
+from offload.extras.data.docstrings import docstring_chats
+from offload.extras.data.packing import IGNORE
+from offload.extras.data.pictures import Picture, PictureMatcher
+from offload.extras.data.row_keys import (
+    MARKS,
+    TEMPLATE_KEYS,
+    check_row,
+    columns_for,
+    mark_of,
+    refused_in,
+    without_marks,
+)
+from offload.extras.data.rows import BadRow, columns_of, read_rows
+from offload.extras.data.sources import STDLIB_CHAT, SourceFile
+from offload.extras.data.storage import LocalFile, first_bad_byte, open_decompressed
+
+_PIECE_CHARS = 1 << 18
+_LONG_CHARS = 1 << 21  # a row text up to one batch stays whole
+_PIECE_TOKENS = 1 << 20
+_LLMC_MAGIC = 20240520
+
+_KEYS = {
+    "jsonl": ("text",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt-completion": ("prompt", "completion"),
+    "preference": ("chosen", "rejected"),
+    "tokens": ("input_ids",),
+}
+_USUAL_NAMES = {
+    "prompt": ("prompt", "question", "query", "input", "instruction", "problem", "source"),
+    "completion": ("completion", "answer", "response", "output", "solution", "target", "reply"),
+}
+"""Usual column names for prompt and completion in other data sets."""
+_NO_PICTURES = "has pictures, and preferences are learned between texts alone (data.format=preference)."
+_NUM_FIRST = 10  # rows searched for a readable one
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+RENDERED_FORMATS = frozenset({"messages", "sharegpt", "alpaca", STDLIB_CHAT})
+"""Formats with one `Chat` per row."""
+CHAT_FORMATS = RENDERED_FORMATS | {"prompt-completion", "preference"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text: a document, or a piece. A middle piece neither opens nor closes the document."""
+
+    where: str
+    text: str
+    opens: bool = True
+    closes: bool = True
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation in the messages format.
+
+    Assistant messages are trained, from message `num_prompt` on if the row separates prompt and answer. `marks`
+    override this for single messages, by index from 0. `options` are variables for the chat template. `pictures`: the
+    pictures in order; the messages hold the placeholders.
+    """
+
+    where: str
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    num_prompt: int | None = None
+    pictures: tuple[Picture, ...] = ()
+    marks: Mapping[int, bool] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def trains(self, index: int) -> bool:
+        """Return True if a message is trained."""
+        by_role = self.messages[index]["role"] == "assistant" and index >= (self.num_prompt or 0)
+        return self.marks.get(index, by_role)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and the completion to train on."""
+
+    where: str
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, the first preferred."""
+
+    where: str
+    chosen: Chat | Pair
+    rejected: Chat | Pair
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Token ids [n], used without change.
+
+    `stream`: the file does not mark documents. `trained` bool [n], None: all tokens.
+    """
+
+    where: str
+    ids: np.ndarray
+    closes: bool
+    stream: bool
+    trained: np.ndarray | None = None
+
+
+Record = Text | Chat | Pair | Preference | Ids
+
+
+def texts_of(record: Record) -> list[str]:
+    """Return the texts in a record, in order. Empty for token ids."""
+    if isinstance(record, Text):
+        return [record.text]
+    if isinstance(record, Pair):
+        return [record.prompt, record.completion]
+    if isinstance(record, Preference):
+        return [*texts_of(record.chosen), *texts_of(record.rejected)]
+    if isinstance(record, Ids):
+        return []
+    contents = [message["content"] for message in record.messages]
+    parts = [part for each in contents if not isinstance(each, str) for part in each]
+    return [each for each in contents if isinstance(each, str)] + [part["text"] for part in parts if "text" in part]
+
+
+def picture_bytes(record: Record) -> int:
+    """Return the picture bytes stored inside a record."""
+    return sum(len(each.data or b"") for each in record.pictures) if isinstance(record, Chat) else 0
+
+
+def detect_format(file: SourceFile) -> str:
+    """Return the format for `file`: the configured one, or for `auto` by file ending, columns or first row keys.
+
+    Raises ConfigError, also for a table without a required column.
+    """
+    if file.is_whole:
+        return file.format if file.format != "auto" else "tokens" if file.container == "ids" else "text"
+    names = columns_of(file)
+    if file.format != "auto":
+        if names is not None:
+            _check_keys(file.format, names, str(file.place), file.columns)
+        return file.format
+    if names is None:
+        first = next((each for each in islice(read_rows(file), _NUM_FIRST) if not isinstance(each[1], BadRow)), None)
+        if first is None:
+            return "jsonl"  # no rows: every format reads nothing. Bad rows: the later read reports the error
+        where, row = first
+        if not isinstance(row, dict):
+            raise ConfigError(
+                f"{where} has a value of type {type(row).__name__}, which is no known format. {_describe_formats()}"
+            )
+        names = sorted(row)
+    elif not names:
+        return "jsonl"
+    else:
+        where = str(file.place)
+    return _detect_by_keys(names, where, file.columns)
+
+
+def _detect_by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
+    """Return the one format with all keys in `names`. Raises ConfigError."""
+    available = {*names, *(key for key, column in columns.items() if column in names)}
+    fitting = [name for name, keys in _KEYS.items() if all(key in available for key in keys)]
+    if len(fitting) > 1 and "preference" in fitting:  # preferences are requested by train.method
+        fitting.remove("preference")
+    if columns and len(fitting) > 1:  # the format of the renamed columns
+        fitting = [name for name in fitting if columns.keys() <= {*_KEYS[name], *columns_for(name)}] or fitting
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ConfigError(
+            f"{where} has the keys {sorted(names)}, which fit several formats: set --data.format to "
+            f"{' or '.join(fitting)}."
+        )
+    renamed = f" (with data.columns {dict(columns)})" if columns else ""
+    raise ConfigError(
+        f"{where} has the keys {sorted(names)}{renamed}, which is no known format. {_describe_formats()} Where a "
+        f"column has another name, say which: --data.columns '{_example_renaming(names)}'."
+    )
+
+
+def _example_renaming(names: list[str]) -> str:
+    """Return an example value for data.columns, with usual prompt and answer columns if present."""
+    columns = {key: next((name for name in usual if name in names), None) for key, usual in _USUAL_NAMES.items()}
+    if None in columns.values():
+        return "{text: NAME}"
+    return "{" + ", ".join(f"{key}: {name}" for key, name in columns.items()) + "}"
+
+
+def _describe_formats() -> str:
+    known = "; ".join(f"{data_format}: {', '.join(keys)}" for data_format, keys in _KEYS.items())
+    return f"The formats and their keys are {known}. See data.format."
+
+
+def _check_keys(data_format: str, names: list[str], where: str, columns: Mapping[str, str]) -> None:
+    """Raise ConfigError if a table lacks a column for the format."""
+    missing = [columns.get(key, key) for key in _KEYS[data_format] if columns.get(key, key) not in names]
+    if missing:
+        raise ConfigError(
+            f"{where} lacks the column {_quote_names(missing)} for data.format={data_format}; it has "
+            f"{_quote_names(sorted(names)) or 'nothing'}. Where it has another name, say which: --data.columns "
+            f"'{{{_KEYS[data_format][0]}: NAME}}'."
+        )
+
+
+def read_records(file: SourceFile, vocab_size: int) -> Iterator[Record | BadRow]:
+    """Yield the records in `file` in order, with a `BadRow` in place of each bad row.
+
+    `vocab_size` decides the id width in a .bin file without header.
+    """
+    if file.container == "ids":
+        yield from _read_tokens(file, vocab_size)
+    elif file.format == "text":
+        yield from _read_text(file)
+    elif file.format == STDLIB_CHAT:
+        for line, messages in docstring_chats("".join(piece.text for piece in _read_text(file)), file.name):
+            yield Chat(f"{file.place}:{line}", messages)
+    else:
+        for where, row in read_rows(file, _columns_to_read(file)):
+            yield row if isinstance(row, BadRow) else _parse_row(file, row, where)
+
+
+def _columns_to_read(file: SourceFile) -> list[str] | None:
+    """Return the table columns that the format reads. None: not a table."""
+    names = columns_of(file) if file.container not in ("json", "csv", "tsv") else None
+    if names is None:
+        return None
+    _check_keys(file.format, names, str(file.place), file.columns)
+    wanted = (*_KEYS[file.format], *columns_for(file.format), *refused_in(file.format))
+    return list(dict.fromkeys(column for key in wanted if (column := file.columns.get(key, key)) in names))
+
+
+def _parse_row(file: SourceFile, row: Any, where: str) -> Record | BadRow:
+    if file.columns and isinstance(row, dict):
+        renamed = {key: row[column] for key, column in file.columns.items() if column in row}
+        row = {key: value for key, value in row.items() if key not in file.columns.values()} | renamed
+    try:
+        return _parse(file.format, row, where, file.place.path.parent if isinstance(file.place, LocalFile) else None)
+    except BadRow as bad:
+        return bad
+
+
+def _read_text(file: SourceFile) -> Iterator[Text]:
+    where = str(file.place)
+    try:
+        with open_decompressed(file.place) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
+            pending, opens = "", True
+            while block := text.read(_PIECE_CHARS):
+                if len(pending) >= _PIECE_CHARS:  # hold one block back, to recognize the last piece
+                    cut = _cut(pending, len(pending))
+                    yield Text(where, pending[:cut], opens, closes=False)
+                    pending, opens = pending[cut:], False
+                pending += block
+            yield Text(where, pending, opens, closes=True)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where} is not UTF-8 text ({first_bad_byte(file.place)}: {error.reason}). Convert it, such as by `iconv "
+            f"-f LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}."
+        ) from error
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """Yield a text in pieces like those from a text file. A text up to 2 Mi characters stays whole."""
+    begin = 0
+    while len(text) - begin > _LONG_CHARS:
+        end = _cut(text, begin + _PIECE_CHARS, begin)
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
+def _cut(text: str, end: int, begin: int = 0) -> int:
+    """Return a cut position: after the last line end in [begin, end), or `end` without one."""
+    return text.rfind("\n", begin, end) + 1 or end
+
+
+def _parse(data_format: str, record: Any, where: str, folder: Path | None) -> Record:
+    """Turn one JSON value into a record. `folder`: base of relative picture paths. Raises BadRow."""
+    if not isinstance(record, dict):
+        raise BadRow(
+            f"{where} is a value of type {type(record).__name__}; data.format={data_format} needs an object with "
+            f"{_quote_names(_KEYS[data_format])}."
+        )
+    missing = [key for key in _KEYS[data_format] if key not in record]
+    if missing:
+        raise BadRow(
+            f"{where} lacks {_quote_names(missing)} for data.format={data_format}; "
+            f"it has {_quote_names(sorted(record)) or 'nothing'}."
+        )
+    check_row(data_format, record, where)
+    if data_format == "tokens":
+        return _parse_ids(record, where)
+    if data_format == "jsonl":
+        return Text(where, _string(record, "text", where))
+    if data_format == "prompt-completion":
+        return _parse_completion(record, where)
+    if data_format == "preference":
+        return _parse_preference(record, where)
+    if data_format == "alpaca":
+        return _parse_chat(record, where, [*_system(record, where), *_alpaca_turns(record, where)])
+    turns = _parse_json(record["conversations" if data_format == "sharegpt" else "messages"], where)
+    if not isinstance(turns, list) or not turns:
+        raise BadRow(
+            f"{where}: {_KEYS[data_format][0]!r} must be a list of at least one message (data.format={data_format})."
+        )
+    matcher = PictureMatcher(_parse_list(record.get("images"), where), folder, where)
+    check = _parse_sharegpt_turn if data_format == "sharegpt" else _check_message
+    messages = [check(turn, f"{where}, message {i}", matcher) for i, turn in enumerate(turns, 1)]
+    matcher.check()
+    return _parse_chat(record, where, [*_system(record, where), *messages], pictures=tuple(matcher.pictures))
+
+
+def _parse_chat(record: dict[str, Any], where: str, messages: list[dict[str, Any]], **more: Any) -> Chat:
+    """Return a conversation with marks, tools and template variables. Raises BadRow."""
+    marks = {
+        i: mark for i, each in enumerate(messages) if (mark := mark_of(each, f"{where}, message {i + 1}")) is not None
+    }
+    if marks and "num_prompt" in more:
+        mark_keys = ", ".join(repr(key) for key in MARKS if any(key in each for each in messages))
+        raise BadRow(f"{where} has {mark_keys} in a message, and a completion is trained as a whole: leave it out.")
+    tools, options = _tools_and_options(record, where)
+    return Chat(where, [without_marks(each) for each in messages], tools, marks=marks, options=options, **more)
+
+
+def _tools_and_options(record: dict[str, Any], where: str) -> tuple[list[Any] | None, dict[str, Any]]:
+    """Return the tools and the chat template variables in a row. Raises BadRow."""
+    tools = _parse_json(record.get("tools") or None, where) or None
+    options = _parse_json(record.get("chat_template_kwargs") or None, f"{where}, 'chat_template_kwargs',") or {}
+    if tools is not None and not isinstance(tools, list):
+        raise BadRow(f"{where}: 'tools' must be a list, it is {type(tools).__name__}.")
+    if not isinstance(options, dict):
+        raise BadRow(f"{where}: 'chat_template_kwargs' must be an object, it is {type(options).__name__}.")
+    parallel = record.get("parallel_tool_calls")
+    return tools, options if parallel is None else {"parallel_tool_calls": parallel, **options}
+
+
+def _alpaca_turns(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the `history` turns, [[question, answer], ...], followed by the row's own turn. Raises BadRow."""
+    history = _parse_json(record.get("history") or [], where)
+    if not isinstance(history, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in history):
+        raise BadRow(f"{where}: 'history' must be a list of pairs [question, answer].")
+    extra = _string(record, "input", where) if record.get("input") else ""
+    question = _string(record, "instruction", where) + (f"\n\n{extra}" if extra else "")
+    pairs = [*history, (question, record["output"])]
+    return [
+        _message(role, _string({key: text}, key, where))
+        for pair in pairs
+        for role, key, text in zip(("user", "assistant"), ("instruction", "output"), pair, strict=True)
+    ]
+
+
+def _parse_completion(record: dict[str, Any], where: str) -> Chat | Pair:
+    """Return a prompt and a completion as texts, or as one conversation for message lists. Raises BadRow."""
+    if all(isinstance(record[key], list) for key in ("prompt", "completion")):
+        prompt, completion = (
+            _parse_text_or_messages(record[key], f"{where}, {key!r}") for key in ("prompt", "completion")
+        )
+        return _parse_chat(record, where, [*prompt, *completion], num_prompt=len(prompt))
+    pair = Pair(where, _string(record, "prompt", where), _string(record, "completion", where))
+    if any(_tools_and_options(record, where)):
+        raise BadRow(
+            f"{where} has 'tools' or 'chat_template_kwargs' beside texts: write prompt and completion as messages."
+        )
+    return pair
+
+
+def _parse_preference(record: dict[str, Any], where: str) -> Preference:
+    """Turn a row into two texts, or into two conversations if any part is a conversation. Raises BadRow."""
+    if record.get("images"):
+        raise BadRow(f"{where} {_NO_PICTURES}")
+    parsed: dict[str, Any] = {
+        key: _parse_text_or_messages(record.get(key), f"{where}, {key!r}")
+        for key in ("prompt", "messages", "chosen", "rejected")
+    }
+    system, answers = _system(record, where), [parsed["chosen"], parsed["rejected"]]
+    prompt = parsed["messages"] if parsed["prompt"] is None else parsed["prompt"]
+    if answers[0] == answers[1]:
+        raise BadRow(f"{where}: 'chosen' and 'rejected' are the same, so neither is preferred.")
+    for key in ("chosen", "rejected"):
+        if not parsed[key]:
+            raise BadRow(f"{where}: {key!r} is empty; a text or messages are expected (data.format=preference).")
+    is_rendered = bool(system) or any(_tools_and_options(record, where))
+    if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
+        num_prompt = 0 if prompt is not None else _common_prefix_length(*answers)
+        prompt = answers[0][:num_prompt] if prompt is None else prompt
+        return Preference(where, *(Pair(where, prompt, answer[num_prompt:]) for answer in answers))
+    prompt_turns = [] if prompt is None else [_message("user", prompt)] if isinstance(prompt, str) else prompt
+    turns = [[_message("assistant", each)] if isinstance(each, str) else each for each in answers]
+    whole = [
+        each if prompt_turns and each[: len(prompt_turns)] == prompt_turns else [*prompt_turns, *each] for each in turns
+    ]
+    num_prompt = len(system) + (
+        len(prompt_turns) or min(_common_prefix_length(*whole), *(len(each) - 1 for each in whole))
+    )
+    chats = [_parse_chat(record, where, [*system, *each], num_prompt=num_prompt) for each in whole]
+    for key, chat in zip(("chosen", "rejected"), chats, strict=True):
+        if all(message["role"] != "assistant" for message in chat.messages[num_prompt:]):
+            raise BadRow(f"{where}: {key!r} has no message of the assistant behind the prompt.")
+    return Preference(where, *chats)
+
+
+def _parse_text_or_messages(value: Any, where: str) -> Any:
+    """Return a text, or checked messages from a message, a list, or a JSON list (string tables). Raises BadRow."""
+    if isinstance(value, str) and value.lstrip().startswith('[{"'):
+        value = _parse_json(value, where)
+    if value is None or isinstance(value, str):
+        return value
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not turns:
+        raise BadRow(f"{where} must be a text or a list of at least one message (data.format=preference).")
+    return [
+        (_parse_sharegpt_turn if isinstance(turn, dict) and "from" in turn else _check_message)(turn, f"{where}, {i}")
+        for i, turn in enumerate(turns, 1)
+    ]
+
+
+def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the common prefix length for two texts or conversations."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _parse_json(value: Any, where: str) -> Any:
+    """Parse JSON if the value is a text, as in string tables. Raises BadRow."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(
+            f"{where} has a text where a list is expected, which is not valid JSON either: {error}."
+        ) from error
+
+
+def _parse_list(value: Any, where: str) -> Any:
+    """Parse a JSON list (string tables). Return any other value unchanged, None for an empty one."""
+    return _parse_json(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value or None
+
+
+def _parse_ids(record: dict[str, Any], where: str) -> Ids:
+    """Return ready-made token ids.
+
+    Labels are unshifted, as in transformers. Completion and answer masks exclude tokens from training. Raises BadRow.
+    """
+    arrays = {
+        key: _parse_integers(record[key], key, where) for key in ("input_ids", *columns_for("tokens")) if key in record
+    }
+    ids = arrays["input_ids"]
+    for key, array in arrays.items():
+        if len(array) != len(ids):
+            raise BadRow(f"{where} has {len(array)} {key} and {len(ids)} input_ids.")
+    attended = arrays.pop("attention_mask", np.ones(len(ids))) != 0
+    labels = arrays.pop("labels", ids)
+    if not np.array_equal(labels[labels != IGNORE], ids[labels != IGNORE]):
+        raise BadRow(
+            f"{where} has labels that are neither {IGNORE} nor the input id in the same place: labels are unshifted."
+        )
+    masks = [mask != 0 for key, mask in arrays.items() if key != "input_ids"]
+    trained = np.logical_and.reduce([labels != IGNORE, *masks])[attended] if masks or "labels" in record else None
+    return Ids(where, ids[attended], closes=True, stream=False, trained=trained)
+
+
+def _parse_integers(value: Any, key: str, where: str) -> np.ndarray:
+    value = _parse_json(value, where)
+    try:
+        array = np.asarray(value if value != [] else np.zeros(0, np.int64))
+    except (ValueError, OverflowError):
+        array = np.zeros(0)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BadRow(f"{where}: {key!r} must be a list of whole numbers (data.format=tokens).")
+    return array
+
+
+def _parse_sharegpt_turn(turn: Any, where: str, matcher: PictureMatcher | None = None) -> dict[str, Any]:
+    if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+        raise BadRow(f"{where} lacks 'from' or 'value' for data.format=sharegpt.")
+    if turn["from"] not in _SHAREGPT_ROLES:
+        raise BadRow(
+            f"{where} is from {turn['from']!r}; the speakers of data.format=sharegpt are {', '.join(_SHAREGPT_ROLES)}."
+        )
+    value = _string(turn, "value", where)
+    more = {key: each for key, each in turn.items() if key not in ("from", "value")}
+    return {
+        **more,
+        **_message(_SHAREGPT_ROLES[turn["from"]], value if matcher is None else matcher.parts(value, where)),
+    }
+
+
+def _check_message(turn: Any, where: str, matcher: PictureMatcher | None = None) -> dict[str, Any]:
+    """Return a message with string content (text parts are joined), or with a list of parts if pictures are present.
+
+    The pictures go to `matcher`; without `matcher` a picture raises BadRow.
+    """
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        raise BadRow(f"{where} lacks a 'role' for data.format=messages.")
+    content = turn.get("content")
+    content = (matcher or PictureMatcher(None, None, where)).parts(content, where)
+    if isinstance(content, list):
+        if matcher is None:
+            raise BadRow(f"{where} {_NO_PICTURES}")
+        return {**turn, "content": content}
+    if content is None and any(turn.get(key) for key in TEMPLATE_KEYS):
+        content = ""
+    return {**turn, "content": _string({"content": content}, "content", where)}
+
+
+def _message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    return [_message("system", _string(record, "system", where))] if record.get("system") else []
+
+
+def _string(record: dict[str, Any], key: str, where: str) -> str:
+    if not isinstance(record[key], str):
+        raise BadRow(f"{where}: {key!r} must be a string, it is {type(record[key]).__name__}.")
+    return str(record[key])
+
+
+def _quote_names(keys: Any) -> str:
+    return ", ".join(repr(key) for key in keys)
+
+
+def _read_tokens(file: SourceFile, vocab_size: int) -> Iterator[Ids]:
+    tokens = _open_tokens(file, vocab_size)
+    if tokens.ndim == 2:
+        for row in tokens:
+            yield Ids(str(file.place), np.asarray(row), closes=True, stream=False)
+        return
+    for start in range(0, len(tokens), _PIECE_TOKENS):
+        piece = np.asarray(tokens[start : start + _PIECE_TOKENS])
+        yield Ids(str(file.place), piece, closes=start + len(piece) == len(tokens), stream=True)
+
+
+def _open_tokens(file: SourceFile, vocab_size: int) -> np.ndarray:
+    if file.num_bytes == 0:
+        return np.zeros(0, np.uint16)
+    path = file.place.path if isinstance(file.place, LocalFile) else None
+    if path is None:
+        raise ConfigError(f"{file.place} holds token ids, which are mapped into memory: copy the file to this machine.")
+    if path.suffix.lower() == ".npy":
+        try:
+            tokens: np.ndarray = np.load(path, mmap_mode="r")
+        except ValueError as error:
+            raise ConfigError(f"{file.place} is not a .npy file of integers: {error} (data.format=tokens).") from error
+        if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
+            raise ConfigError(
+                f"{file.place} holds {tokens.dtype} {list(tokens.shape)}; data.format=tokens needs integers [tokens] "
+                "or [documents, tokens]."
+            )
+        return tokens
+    header = np.fromfile(path, "<i4", 2) if file.num_bytes >= 1024 else np.zeros(2)
+    is_llmc = header[0] == _LLMC_MAGIC  # 256 int32 header values; version 1 holds uint16 ids
+    wide = vocab_size > 65536
+    offset, dtype = (1024 if is_llmc else 0), np.dtype("<u4" if wide else "<u2")
+    if (file.num_bytes - offset) % dtype.itemsize:
+        raise ConfigError(
+            f"{file.place} has {file.num_bytes} bytes, not a whole number of {dtype.name} ids (data.format=tokens)."
+        )
+    return np.memmap(path, dtype, mode="r", offset=offset)

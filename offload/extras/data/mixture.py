@@ -1,0 +1,208 @@
+"""Rows from several sources as one sequence, by weight; the row remains a function of the position.
+
+An epoch has a fixed number of rows from each part, the quota, in one shuffled order. If the quota differs from the row
+count, the part also has a separate order. A large part then continues with unseen rows from epoch to epoch, and never
+repeats a row within an epoch. A small part repeats within an epoch, and row counts differ by at most one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from offload.extras.data.order import rows_at
+from offload.extras.data.packing import Layout, total_bytes
+from offload.extras.data.pictures import PictureDocument
+
+StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
+
+
+class RowSet(Protocol):
+    """Row source for a data set: `Rows` from one source, or a `Mixture`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows per epoch."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per row."""
+
+    @property
+    def packing(self) -> Layout:
+        """Row layout."""
+
+    @property
+    def group(self) -> int:
+        """Neighbouring rows that stay side by side."""
+
+    @property
+    def num_distinct(self) -> int:
+        """Distinct rows, regardless of repetition within an epoch."""
+
+    @property
+    def identity(self) -> str:
+        """A text equal only for the same rows."""
+
+    def at(self, start: int, count: int, seed: int) -> np.ndarray:
+        """Return the row indices at positions [start, start + count) in the endless sequence, int64 [count]."""
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Return the number of tokens without padding per row, int64 [n]."""
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return input ids and labels, both int64 [n, sequence_length], for row indices [n]."""
+
+    def num_bytes(self, rows: np.ndarray) -> int | None:
+        """Return the number of UTF-8 bytes of text that the target tokens in these rows stand for; None if unknown."""
+
+    def positions(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return token positions within the document, int64 [n, sequence_length]. None: each row is one sequence."""
+
+    def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
+        """Return the rendered text and pictures of each row. None: no pictures."""
+
+    def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the document starts (or continuations) within each row, int64 [documents]; the first is 0."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Rows from several parts. Row r in part i has the index (total rows in earlier parts) + r."""
+
+    parts: tuple[RowSet, ...]
+    quotas: tuple[int, ...]
+    """Rows per epoch from each part."""
+
+    @classmethod
+    def of(cls, parts: Sequence[RowSet], quotas: Sequence[int] | None = None) -> RowSet:
+        """Return the parts as one row set; a single part is returned unchanged.
+
+        `quotas` None: each row once per epoch.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        return cls(tuple(parts), tuple(part.num_rows for part in parts) if quotas is None else tuple(quotas))
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.quotas)
+
+    @property
+    def sequence_length(self) -> int:
+        return self.parts[0].sequence_length
+
+    @property
+    def packing(self) -> Layout:
+        return self.parts[0].packing
+
+    @property
+    def group(self) -> int:
+        return self.parts[0].group
+
+    @property
+    def num_distinct(self) -> int:
+        return sum(part.num_distinct for part in self.parts)
+
+    @property
+    def identity(self) -> str:
+        return " ".join(f"{part.identity}*{quota}" for part, quota in zip(self.parts, self.quotas, strict=True))
+
+    def at(self, start: int, count: int, seed: int) -> np.ndarray:
+        positions = np.arange(start, start + count)
+        slots, epochs = rows_at(positions, self.num_rows, seed, self.group), positions // self.num_rows
+        ends = np.cumsum(self.quotas)
+        rows, first = np.empty(count, np.int64), 0
+        for index, (part, quota, end) in enumerate(zip(self.parts, self.quotas, ends, strict=True)):
+            mask = (slots >= end - quota) & (slots < end)
+            part_rows = slots[mask] - (end - quota)
+            if quota != part.num_rows:  # otherwise the shared epoch order already has each row once
+                begin = _begin(epochs[mask], quota, part.num_rows)
+                part_rows = rows_at(begin + part_rows, part.num_rows, seed + (index + 1 << 32), self.group)
+            rows[mask] = first + part_rows
+            first += part.num_rows
+        return rows
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        lengths = np.empty(len(rows), np.int64)
+        for part, mask, part_rows in self._by_part(rows):
+            lengths[mask] = part.lengths(part_rows)
+        return lengths
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.empty((len(rows), self.sequence_length), np.int64)
+        labels = np.empty_like(ids)
+        for part, mask, part_rows in self._by_part(rows):
+            ids[mask], labels[mask] = part.read(part_rows)
+        return ids, labels
+
+    def num_bytes(self, rows: np.ndarray) -> int | None:
+        return total_bytes(part.num_bytes(part_rows) for part, _, part_rows in self._by_part(rows))
+
+    def positions(self, rows: np.ndarray) -> np.ndarray | None:
+        positions = np.empty((len(rows), self.sequence_length), np.int64)
+        for part, mask, part_rows in self._by_part(rows):
+            if (part_positions := part.positions(part_rows)) is None:  # all parts have the same layout
+                return None
+            positions[mask] = part_positions
+        return positions
+
+    def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
+        documents = dict[int, PictureDocument]()
+        for part, mask, part_rows in self._by_part(rows):
+            if (part_documents := part.picture_documents(part_rows)) is None:  # all parts have the same preparation
+                return None
+            documents |= zip(np.flatnonzero(mask).tolist(), part_documents, strict=True)
+        return [documents[index] for index in range(len(rows))]
+
+    def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
+        starts = dict[int, np.ndarray]()
+        for part, mask, part_rows in self._by_part(rows):
+            starts |= zip(np.flatnonzero(mask).tolist(), part.document_starts(part_rows), strict=True)
+        return [starts[index] for index in range(len(rows))]
+
+    def owners(self, rows: np.ndarray) -> np.ndarray:
+        """Return the part index of each row, int64 [n]."""
+        return np.searchsorted(np.cumsum([part.num_rows for part in self.parts]), rows, "right")
+
+    def _by_part(self, rows: np.ndarray) -> list[tuple[RowSet, np.ndarray, np.ndarray]]:
+        """Return for each part with rows here: the part, a mask bool [n], and the row indices within the part."""
+        ends = np.cumsum([part.num_rows for part in self.parts])
+        owners = self.owners(rows)
+        masks = [owners == index for index in range(len(self.parts))]
+        return [
+            (part, mask, rows[mask] - (end - part.num_rows))
+            for part, mask, end in zip(self.parts, masks, ends, strict=True)
+            if mask.any()
+        ]
+
+
+def _begin(epochs: np.ndarray, quota: int, num_rows: int) -> np.ndarray:
+    """Return the start position of each epoch [n] in the endless sequence of one part.
+
+    Above one pass, an epoch starts with whole passes over the part. Below, consecutive epochs share a pass.
+    """
+    if quota > num_rows:
+        return epochs * (-(-quota // num_rows) * num_rows)
+    sharing = num_rows // quota
+    return epochs // sharing * num_rows + epochs % sharing * quota
+
+
+def quotas(num_rows: Sequence[int], weights: Sequence[float | None], strategy: StoppingStrategy) -> list[int]:
+    """Return the rows per epoch from each source, in proportion to the weights (all or none are None).
+
+    Without weights: each row once. `all_exhausted`: every source is used up. `first_exhausted`: no row comes twice.
+    """
+    known = [weight for weight in weights if weight is not None]
+    if not known:
+        return list(num_rows)
+    shares = [weight / sum(known) for weight in known]
+    lengths = [rows / share for rows, share in zip(num_rows, shares, strict=True)]
+    slack = 1e-9  # for products that differ from whole numbers only by rounding
+    if strategy == "all_exhausted":
+        return [max(1, math.ceil(max(lengths) * share - slack)) for share in shares]
+    return [max(1, math.floor(min(lengths) * share + slack)) for share in shares]

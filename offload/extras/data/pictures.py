@@ -1,0 +1,157 @@
+"""Pictures in a conversation: byte source and text order."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from offload.errors import errno_text
+from offload.extras.data.rows import BadRow
+from offload.extras.data.storage import library
+
+PLACE = "<image>"
+"""Placeholder for a picture in a text message, with a separate picture column."""
+_TYPES = ("image", "image_url")
+"""Types of picture parts in a message."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture named or stored in a row."""
+
+    name: str
+    """Display name."""
+    path: Path | None
+    """File path. None: the row holds the bytes."""
+    data: bytes | None = None
+    """Bytes stored in the row, or None."""
+    digest: str = ""
+    """Content hash, set after reading."""
+
+    def read(self) -> bytes:
+        """Return the encoded picture bytes. Raises BadRow."""
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise BadRow(f"the picture {self.path} cannot be read: {errno_text(error.errno or 0)}.") from error
+
+
+@dataclass(frozen=True)
+class PictureDocument:
+    """Origin of a document with pictures."""
+
+    text: str
+    """Conversation as rendered by the template, with a placeholder per picture."""
+    pictures: tuple[Picture, ...]
+    """Pictures in placeholder order."""
+
+
+def hash_picture(data: bytes) -> str:
+    """Return the content hash of a picture."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def decode_picture(data: bytes, name: str) -> Any:
+    """Decode a picture as transformers does: a PIL.Image in RGB, rotated by EXIF.
+
+    Raises BadRow and MissingLibraryError.
+    """
+    pillow = library("PIL.Image", f"{name}, a picture,", extra="pictures", package="pillow")
+    from transformers.image_utils import load_image
+
+    try:
+        return load_image(pillow.open(io.BytesIO(data)))
+    except Exception as error:  # Pillow raises OSError, ValueError, SyntaxError and others
+        raise BadRow(f"the picture {name} is damaged, or has a format that Pillow cannot read: {error}.") from error
+
+
+class PictureMatcher:
+    """Matches the pictures in a row with the placeholders in the messages."""
+
+    def __init__(self, column: Any, folder: Path | None, where: str) -> None:
+        """`column`: pictures in order.
+
+        None: the messages name the pictures. `folder`: base for relative paths, or None. `where`: row name for errors.
+        """
+        self._has_column = column is not None
+        column_pictures = column if isinstance(column, list) else [] if column is None else [column]
+        self._column, self._num_pictures = deque(column_pictures), len(column_pictures)
+        self._folder, self._where = folder, where
+        self.pictures: list[Picture] = []
+        """Pictures so far, in order."""
+
+    def parts(self, content: Any, where: str) -> Any:
+        """Return the message content as picture templates expect: a list of parts, or a text without pictures.
+
+        `where`: message name for errors. Raises BadRow.
+        """
+        if isinstance(content, str) and self._has_column:
+            content = _split(content)
+        if not isinstance(content, list):
+            return content
+        parts = [self._part(part, where) for part in content]
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)
+        return parts
+
+    def check(self) -> None:
+        """Raise BadRow for pictures without a placeholder."""
+        if self._column:
+            raise BadRow(
+                f"{self._where} has {self._num_pictures} images but {len(self.pictures)} placeholders: put each image "
+                f"into a message, as {PLACE} in its text or as a part {{'type': 'image'}}."
+            )
+
+    def _part(self, part: Any, where: str) -> dict[str, str]:
+        if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") not in _TYPES:
+            return {"type": "text", "text": part["text"]}
+        if not isinstance(part, dict) or part.get("type") not in _TYPES:
+            part_type = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise BadRow(f"{where} has content of type {part_type!r}; only text and pictures can be trained on.")
+        value = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None)
+        if value is None:
+            if not self._column:
+                raise BadRow(
+                    f"{where} has more placeholders than its row has images ({self._num_pictures}): name the picture "
+                    "in the part as 'path', or add it to the column 'images'."
+                )
+            value = self._column.popleft()
+        if part.get("type") == "image_url" and isinstance(value, dict):
+            value = value.get("url")
+        self.pictures.append(self._picture(value, where))
+        return {"type": "image"}
+
+    def _picture(self, value: Any, where: str) -> Picture:
+        """Return the picture for a path, or for bytes with a path as in `datasets`. Raises BadRow."""
+        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+            return Picture(str(value.get("path") or f"picture {len(self.pictures) + 1}"), None, value["bytes"])
+        path = value.get("path") if isinstance(value, dict) else value
+        if not isinstance(path, str) or not path:
+            raise BadRow(f"{where}: a picture must be a path, or bytes in a column of `datasets`, not {value!r:.80}.")
+        if "://" in path or path.startswith("data:"):
+            raise BadRow(
+                f"{where}: the picture {path:.80} is not on this machine: download it, and give the path of the file."
+            )
+        place = Path(path).expanduser()
+        if not place.is_absolute() and self._folder is None:
+            raise BadRow(
+                f"{where}: the picture {path} has a relative path, but the row comes from no file: give an absolute "
+                "path."
+            )
+        return Picture(path, place if self._folder is None else (self._folder / place).absolute())
+
+
+def _split(text: str) -> list[dict[str, str]]:
+    """Split a text into parts, with a picture part for each placeholder."""
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(text.split(PLACE)):
+        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": piece}] * bool(piece)
+    return parts

@@ -1,0 +1,218 @@
+"""One source as rows, with the messages about used and skipped data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from offload.errors import ConfigError, counted, ratio
+from offload.extras.data.isolated import StoreRows, lay_out
+from offload.extras.data.packing import Layout
+from offload.extras.data.prepare import SourceFiles, TokenizedData
+from offload.extras.data.sources import STDLIB_CHAT, Source
+from offload.extras.data.storage import decompressed_name
+
+_A_ROW = "makes a row of each document"
+
+
+@dataclass(frozen=True)
+class SourceSummary:
+    """Source summary for logs and reports."""
+
+    name: str
+    """Source name in logs."""
+    contents: str
+    """Format, source and amount: `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
+    target_share: float
+    """Share of tokens with a label in the data, before an objective selects targets."""
+    more: tuple[str, ...] = ()
+    """Skipped data, and the share in an epoch."""
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """One source as rows, with counts."""
+
+    name: str
+    """Source name in logs."""
+    source_files: SourceFiles
+    """Files and settings."""
+    tokens: TokenizedData
+    """All tokens from the source."""
+    train: StoreRows
+    """Training rows; for an eval source, the eval rows."""
+    eval: StoreRows
+    """Held-out rows."""
+    layouts: tuple[StoreRows, StoreRows]
+    """Layouts of training and eval documents, before rows are held out from one layout."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        source_files: SourceFiles,
+        tokens: TokenizedData,
+        sequence_length: int,
+        layout: Layout,
+        pad_id: int,
+    ) -> SourceRows:
+        """Lay out one source as rows. Raises ConfigError if no row has a target."""
+        if tokens.streams and layout is not True:
+            setting, effect = (
+                ("packing_isolated=true", "keeps documents apart") if layout else ("packing=false", _A_ROW)
+            )
+            raise ConfigError(
+                f"data.{setting} {effect}, but a one-dimensional file of tokens marks no documents. Set "
+                "data.packing=true and data.packing_isolated=false, or store the ids as .npy [documents, tokens]."
+            )
+        group = 2 if source_files.has_pairs else 1
+        train = lay_out(tokens.train, sequence_length, layout, pad_id, group)
+        held_out = lay_out(tokens.eval, sequence_length, layout, pad_id, group)
+        layouts = train, held_out
+        if source_files.eval_share > 0 and not (train.num_rows and held_out.num_rows):
+            train, held_out = _split_rows(train if train.num_rows else held_out, source_files.eval_share)
+        rows = cls(name, source_files, tokens, train, held_out, layouts)
+        if not train.num_rows:
+            raise ConfigError(rows._no_target_message(sequence_length))
+        return rows
+
+    def _no_target_message(self, sequence_length: int) -> str:
+        source, num_tokens = self.source_files.source, self.num_tokens
+        skipped = "".join(f" {text}." for text in self._skipped())
+        return (
+            f"{source.setting}={list(source.paths)!r} has {counted(num_tokens, 'token')} but none to train on: a row "
+            f"needs a trained token after another token within data.sequence_length={sequence_length}. "
+            + ("Give more data." if num_tokens < 2 else "Raise --data.sequence_length, or set data.train_on_prompt.")
+            + skipped
+            + "".join(f" {example}" for example in self.tokens.bad[:1])
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all documents, also held-out or cut-off ones."""
+        return self.tokens.train.num_tokens + self.tokens.eval.num_tokens
+
+    @property
+    def document_lengths(self) -> np.ndarray:
+        """Tokens per document, also held-out ones, int64 [documents]."""
+        return np.concatenate([np.diff(store.documents) for store in (self.tokens.train, self.tokens.eval)])
+
+    @property
+    def num_truncated(self) -> int:
+        """Tokens cut off at row ends."""
+        return sum(rows.num_truncated_tokens for rows in self.layouts)
+
+    @property
+    def num_too_long(self) -> int:
+        """Skipped documents with pictures, longer than a row."""
+        return sum(rows.num_too_long for rows in self.layouts)
+
+    @property
+    def padding(self) -> float:
+        """Padding share in the training rows."""
+        rows = self.train
+        return 1 - int(rows.lengths(np.arange(rows.num_rows)).sum()) / (rows.num_rows * rows.sequence_length)
+
+    def summarize(self, quota: int | None, num_rows: int) -> SourceSummary:
+        """Return the source summary.
+
+        `quota`: rows from this source among `num_rows` per epoch; None for an eval source.
+        """
+        more = self._skipped()
+        if quota is not None and num_rows != self.train.num_rows:
+            often = ratio(quota / self.train.num_rows)
+            passes = "" if quota == self.train.num_rows else f", {often} times its own rows"
+            more.append(f"{100 * quota / num_rows:.3g}% of the rows of an epoch{passes}")
+        targets = sum(rows.num_targets for rows in self.layouts)
+        return SourceSummary(self.name, self._describe_contents(), targets / self.num_tokens, tuple(more))
+
+    def _describe_contents(self) -> str:
+        """Return the contents in words, e.g. `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
+        files, tokens = self.source_files.files, self.tokens
+        num_documents = (tokens.train.num_documents + tokens.eval.num_documents) // self.train.group
+        pairs, chats = self.source_files.has_pairs, self.source_files.has_chats
+        documents = counted(num_documents, "pair" if pairs else "conversation" if chats else "document")
+        in_files = f" ({counted(len(files), 'file')})" if len(files) > 1 else ""
+        return (
+            f"{self.format} of {self.source_files.source}{in_files}: {documents}, {counted(self.num_tokens, 'token')}"
+        )
+
+    @property
+    def format(self) -> str:
+        """Row format and container for all files, e.g. `messages in parquet`."""
+        return " and ".join(
+            dict.fromkeys(_describe_format(file.format, file.container) for file in self.source_files.files)
+        )
+
+    def _skipped(self) -> list[str]:
+        counts = {
+            "bad rows skipped": self.tokens.num_bad,
+            "documents without text left out": self.tokens.num_empty,
+            "documents with pictures longer than a row left out": self.num_too_long,
+        }
+        return [f"{count:,} {label}" for label, count in counts.items() if count]
+
+    def notes(self, *, with_name: bool) -> list[str]:
+        """Return messages for the user. `with_name`: one among several sources, so messages begin with the name."""
+        tokens, notes = self.tokens, []
+        if tokens.num_bad:
+            examples = " ".join(tokens.bad)
+            bad = counted(tokens.num_bad, "row")
+            notes.append(f"left out, since unreadable (data.on_bad_row skip): {bad}. {examples}")
+        if tokens.num_empty:
+            notes.append(f"left out, without text: {counted(tokens.num_empty, 'document')}.")
+        if tokens.num_split:
+            notes.append(
+                "split into one document for each answer, since the chat template rewrites earlier turns: "
+                f"{counted(tokens.num_split, 'conversation')}."
+            )
+        if self.num_truncated:
+            notes.append(
+                f"cut off beyond data.sequence_length={self.train.sequence_length} "
+                f"(data.packing{'_isolated=true' if self.train.packing else '=false'}): "
+                f"{counted(self.num_truncated, 'token')}."
+            )
+        if self.num_too_long:
+            notes.append(
+                "left out, since documents with pictures are not cut, and longer than "
+                f"data.sequence_length={self.train.sequence_length}: {counted(self.num_too_long, 'document')}."
+            )
+        if without_target := sum(rows.num_without_target for rows in self.layouts):
+            notes.append(f"left out, without a trained token: {counted(without_target, 'row')}.")
+        return [f"{self.name}: {note}" if with_name else note for note in notes]
+
+
+def _describe_format(data_format: str, container: str) -> str:
+    """Return row format and container in words."""
+    data_format = "messages" if data_format == STDLIB_CHAT else data_format
+    if container in ("text", "ids", "json"):
+        return data_format
+    return f"{'text' if data_format == 'jsonl' else data_format} in {container}"
+
+
+def _split_rows(whole: StoreRows, eval_share: float) -> tuple[StoreRows, StoreRows]:
+    """Hold out the last rows, for data with too few documents to split by document."""
+    number = whole.num_rows // whole.group
+    num_eval = min(max(round(number * eval_share), 1), number - 1) if number > 1 else 0
+    num_train = (number - num_eval) * whole.group
+    return whole.part(0, num_train), whole.part(num_train, whole.num_rows)
+
+
+def names_of(sources: Sequence[Source]) -> list[str]:
+    """Return unique source names for logs: the last path part without ending, or the whole source if ambiguous."""
+    short = [
+        decompressed_name(PurePosixPath(source.paths[0])).stem + (f"[{source.split}]" if source.split else "")
+        for source in sources
+    ]
+    whole = [str(source) for source in sources]
+    names = [one if short.count(one) == 1 else other for one, other in zip(short, whole, strict=True)]
+    seen: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            names[index] = f"{name}#{seen[name]}"
+    return names

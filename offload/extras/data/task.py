@@ -1,0 +1,165 @@
+"""Rows from files as the task of a run. Slow imports are in functions: names are checked before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from offload.app.config.config import Config
+from offload.app.config.sections import DataSection
+from offload.errors import ConfigError
+from offload.extras.data.python_rows import write_rows
+from offload.extras.data.sources import Source, check_exists
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from offload.app.hf.models import ModelKind
+    from offload.extras.data.dataset import Dataset
+
+_NO_ANSWERS = (
+    "an encoder-decoder reads the first half of a row in its encoder and writes the second half in its decoder, and "
+    "this cut ignores the border between prompt and answer. Train on your own batches, with the prompt as input_ids "
+    "and the answer as labels, by offload.Engine or OffloadTrainer, or set --data.train_on_prompt true to train on "
+    "rows as plain text."
+)
+
+
+class FileRows:
+    """Kind of tasks: rows from files, see `TaskKind`."""
+
+    store = staticmethod(write_rows)
+
+    @staticmethod
+    def check_names(config: Config) -> None:
+        """Raise ConfigError if a source does not exist."""
+        for setting in ("source", "sources", "eval_source"):
+            for each in getattr(config.data, setting):
+                check_exists(each if isinstance(each, str) else each["path"], f"data.{setting}")
+
+    @staticmethod
+    def trains_tokenizer(config: Config) -> bool:
+        """Return whether the tokenizer is trained from the data, because neither configuration nor model has one."""
+        return config.data.tokenizer is None and _model_tokenizer(config) is None
+
+    @staticmethod
+    def grow_vocabulary(config: Config, architecture: PreTrainedConfig) -> bool:
+        """Grow the vocabulary for tokens added to the tokenizer. Return whether any embedding row was missing.
+
+        Applies to pretrained models only. Raises ConfigError.
+        """
+        if config.model.init != "pretrained" or FileRows.trains_tokenizer(config):
+            return False
+        from offload.app.hf.models import vocab_size
+        from offload.extras.data.tokenizer import grown_vocabulary, preload_tokenizer
+
+        num_rows = vocab_size(architecture)
+        path = config.data.tokenizer or _model_tokenizer(config)
+        is_given = config.data.tokenizer is not None
+        needed = num_rows if path is None else grown_vocabulary(preload_tokenizer(path), num_rows, is_given)
+        architecture.get_text_config().vocab_size = needed
+        return needed > num_rows
+
+    @staticmethod
+    def build(
+        config: Config, model_kind: ModelKind, vocabulary: int, progress: Callable[[str, float], None]
+    ) -> Dataset:
+        """Return the dataset for a resolved configuration, model kind and vocabulary. Raises ConfigError."""
+        from offload.extras.data.dataset import build_dataset
+
+        data, has_pairs = config.data, config.train.group > 1
+        if has_pairs:
+            data = data.model_copy(update={"format": "preference"})
+        folder = _model_folder(config)
+        # A tokenizer trained for a masked model leaves the last embedding row for the mask token.
+        spare = 1 if model_kind.name == "masked" and FileRows.trains_tokenizer(config) else 0
+        dataset = build_dataset(
+            sources=_sources(data, data.sources, "data.sources")
+            or [Source(data.source, data.format, columns=data.columns, setting="data.source")],
+            eval_sources=_sources(data, data.eval_source, "data.eval_source"),
+            tokenizer=data.tokenizer,
+            model_path=folder,
+            is_pretrained=config.model.init == "pretrained",
+            vocab_size=vocabulary - spare,
+            sequence_length=int(data.sequence_length or 0),
+            packing=data.packing,
+            isolated=_isolated(data, model_kind),
+            group_by_length=_grouped(config),
+            pairs=has_pairs,
+            train_on_prompt=data.train_on_prompt and not has_pairs,
+            eval_share=float(data.eval_share or 0),
+            on_bad_row=data.on_bad_row,
+            stopping_strategy=data.stopping_strategy,
+            batch_size=config.train.batch_size,
+            seed=config.run.seed,
+            num_workers=data.num_workers,
+            no_pictures=_no_pictures(config, model_kind),
+            no_answers=_NO_ANSWERS if model_kind.name == "seq2seq" else "",
+            progress=progress,
+        )
+        if (
+            dataset.pictures is not None
+            and config.train.micro_batch_size is not None
+            and not dataset.has_one_picture_per_row
+        ):
+            raise ConfigError(
+                f"train.micro_batch_size is {config.train.micro_batch_size}, but some rows have no picture or several, "
+                "and a batch with pictures can only be cut if each row has one: leave train.micro_batch_size out; if "
+                "memory is short, lower --train.batch_size."
+            )
+        return dataset
+
+
+def _model_folder(config: Config) -> str | None:
+    """Return the folder or file of the model. None: no folder."""
+    from offload.app.hf.models import locate
+
+    folder = locate(config.model)
+    return None if folder is None else str(folder)
+
+
+def _model_tokenizer(config: Config) -> str | None:
+    """Return the folder or hub name of the model's tokenizer. None: the model has none."""
+    from offload.extras.data.tokenizer import tokenizer_folder
+
+    return tokenizer_folder(_model_folder(config))
+
+
+def _no_pictures(config: Config, model_kind: ModelKind) -> str:
+    """Return the reason against training on rows with pictures, with a fix. Empty: allowed."""
+    if model_kind.name != "causal":
+        return f"the model is a {model_kind.name} one, but only causal language models are trained on pictures."
+    for key in ("packing", "packing_isolated"):
+        if getattr(config.data, key) is True and config.origin(f"data.{key}") not in ("default", "resolved"):
+            return f"data.{key} is true, but rows with pictures are not packed. Leave data.{key} out."
+    return ""
+
+
+def _isolated(data: DataSection, model_kind: ModelKind) -> bool | None:
+    """Return whether packed documents are isolated. None: only conversations. Raises ConfigError."""
+    if model_kind.name == "causal" and (model_kind.auto is not None or data.packing_isolated is True):
+        return None if data.packing_isolated == "auto" else data.packing_isolated
+    if data.packing_isolated is True:
+        raise ConfigError(
+            f"data.packing_isolated is true, but the model is a {model_kind.name} one, and only causal language models "
+            "can keep the documents of a row apart. Set --data.packing false for one document in each row."
+        )
+    return False
+
+
+def _grouped(config: Config) -> bool:
+    """Return whether unpacked rows are batched by length. Raises ConfigError."""
+    data = config.data
+    if data.group_by_length is True and data.packing:
+        raise ConfigError(
+            "data.group_by_length is true, but packed rows all have the same length: set --data.packing false for one "
+            "document in each row, or leave data.group_by_length out."
+        )
+    return config.train.compile == "never" if data.group_by_length == "auto" else data.group_by_length
+
+
+def _sources(data: DataSection, sources: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:
+    """Return sources for the data package, with defaults from `data`."""
+    defaults = {"type": data.format, "columns": data.columns}
+    filled = [{**defaults, **source} for source in sources]
+    return [Source((source.pop("path"),), source.pop("type"), **source, setting=setting) for source in filled]

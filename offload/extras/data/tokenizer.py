@@ -1,0 +1,261 @@
+"""The tokenizer: loaded from a folder, or a byte-level BPE trained on the data and cached."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError
+from offload.extras.data.cache import load_or_build
+from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
+from offload.extras.data.sources import hash_text
+from offload.files.pointers import refuse_pointers
+from offload.files.user_cache import class_hash, code_hash
+from offload.machine.environment import version_of
+
+END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "<|unknown|>"
+LEFT_OUT: Mapping[str, str] = {
+    "is_local": "It says whether a tokenizer came from a folder or a name on the hub.",
+    "local_files_only": "It says whether the hub was asked for a tokenizer.",
+    "name_or_path": "It says where a tokenizer came from.",
+}
+"""Tokenizer configuration items outside the tokenizer hash, each with the reason."""
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+_LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2", "datasets", "pyarrow", "pillow")
+_TRAINING_CHARS = 256 << 20  # a sample is enough: merges beyond this much text are rare words
+
+
+def tokenizer_folder(model_path: str | None) -> str | None:
+    """Return the location of the model's tokenizer: a folder or a hub name. None: a folder without tokenizer files."""
+    if model_path is None:
+        return None
+    path = Path(model_path).expanduser()
+    folder = path.parent if path.is_file() else path
+    if not folder.is_dir():
+        return model_path
+    return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
+
+
+def as_files(tokenizer: Any) -> dict[str, bytes]:
+    """Return the files written by `save_pretrained` for a tokenizer or processor, by name. Empty for None."""
+    if tokenizer is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+_preloaded: dict[tuple[Any, ...], Any] = {}
+"""At most one loaded tokenizer, by folder and file metadata.
+
+`preload_tokenizer` stores it for the next `load_tokenizer` call, because loading a large tokenizer takes seconds.
+"""
+
+
+def preload_tokenizer(path: str) -> Any:
+    """Load a tokenizer for reading only. The next `load_tokenizer` call for the same path returns this object."""
+    tokenizer = load_tokenizer(path)
+    _preloaded.clear()
+    if mark := _folder_key(_folder_of(path)):
+        _preloaded[mark] = tokenizer
+    return tokenizer
+
+
+def _folder_of(path: str) -> Path:
+    folder = Path(path).expanduser()
+    return folder.parent if folder.is_file() else folder
+
+
+def _folder_key(folder: Path) -> tuple[Any, ...]:
+    """Return a key for the folder contents (names, sizes, times, inodes). Empty for a hub name."""
+    if not folder.is_dir():
+        return ()
+    status = ((file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file())
+    return (folder.resolve(), *((name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for name, at in status))
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load a tokenizer from a folder or a downloaded hub name. Downloads nothing. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    folder = _folder_of(path)
+    if _preloaded and (preloaded := _preloaded.pop(_folder_key(folder), None)) is not None:
+        return preloaded
+    try:
+        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
+    except Exception as error:  # transformers raises many exception types for a folder without a tokenizer
+        refuse_pointers(*(folder / name for name in _TOKENIZER_FILES))
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"data.tokenizer: no tokenizer can be loaded from {path!r} ({reason}). Give data.tokenizer the folder that "
+            "holds its tokenizer.json."
+        ) from error
+
+
+def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
+    """Raise ConfigError unless every token fits the model embedding with `vocab_size` rows.
+
+    Unused special tokens beyond the embedding are tolerated (text models of Gemma 3 have an unused image token). The
+    encoder checks every id in the data.
+    """
+    if all(_is_unused_special(tokenizer, index) for index in _ids_beyond(tokenizer, vocab_size)):
+        return
+    num_tokens = _num_tokens(tokenizer)
+    raise ConfigError(
+        f"The tokenizer {name} has {num_tokens} tokens, the model's vocabulary has {vocab_size}. Choose another "
+        f"data.tokenizer, or a model with vocab_size of at least {num_tokens}."
+    )
+
+
+def grown_vocabulary(tokenizer: Any, vocab_size: int, is_configured: bool) -> int:
+    """Return the embedding rows needed for tokens added to the tokenizer: `vocab_size` or more.
+
+    If other tokens lie beyond `vocab_size`, the tokenizer belongs to another model, and `check_vocabulary` refuses the
+    tokenizer. An unused special token outside the chat template needs a row only if the user gave the tokenizer
+    (`is_configured`).
+    """
+    beyond = _ids_beyond(tokenizer, vocab_size)
+    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
+    if any(index not in added for index in beyond):
+        return vocab_size
+    needs = any(
+        is_configured or not _is_unused_special(tokenizer, each) or str(added[each]) in template for each in beyond
+    )
+    return _num_tokens(tokenizer) if needs else vocab_size
+
+
+def _ids_beyond(tokenizer: Any, vocab_size: int) -> list[int]:
+    return [index for index in tokenizer.get_vocab().values() if index >= vocab_size]
+
+
+def _is_unused_special(tokenizer: Any, index: int) -> bool:
+    """Return True for a special token without a role in packing or padding."""
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    added = tokenizer.added_tokens_decoder
+    return index in added and added[index].special and index not in used
+
+
+def _num_tokens(tokenizer: Any) -> int:
+    return max([len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values())])
+
+
+def hash_tokenizer(tokenizer: Any) -> str:
+    """Return a hash of everything that decides the ids for a text, for a tokenizer or a processor with one.
+
+    Includes the files (without `LEFT_OUT` items), the class code, and the library versions.
+    """
+    return hash_text(repr((_hashed_contents(as_files(tokenizer)), class_hash({type(tokenizer)}), versions())))
+
+
+def _hashed_contents(files: Mapping[str, bytes]) -> list[Any]:
+    """Return the contents of tokenizer files, without `LEFT_OUT` items."""
+    contents = []
+    for name, data in files.items():
+        content: Any = data
+        if name.endswith("_config.json") and isinstance(settings := json.loads(data), dict):
+            content = sorted((key, repr(value)) for key, value in settings.items() if key not in LEFT_OUT)
+        contents.append((name, content))
+    return contents
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of the libraries for reading and tokenizing. None: not installed."""
+    return {name: version_of(name) for name in _LIBRARIES}
+
+
+def load_or_train_tokenizer(
+    texts: Callable[[], Iterable[str]],
+    vocab_size: int,
+    key: str,
+    cache_dir: Path,
+    progress: Callable[[str, float], None],
+) -> Any:
+    """Return a byte-level BPE with at most `vocab_size` tokens, trained on `texts()`, or cached under `key`."""
+    from transformers import PreTrainedTokenizerFast
+
+    name = hash_text(repr((code_hash("data"), versions(), key, vocab_size)))
+
+    def build(folder: Path) -> None:
+        progress("training the tokenizer", 0.0)
+        train_bpe(texts(), vocab_size).save_pretrained(folder)
+        progress("training the tokenizer", 1.0)
+
+    def load(folder: Path) -> Any:
+        if not (folder / "tokenizer.json").is_file():  # transformers would take the path for a hub name
+            raise FileNotFoundError(folder)
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # tokenizers raises plain Exception for an unreadable file
+            raise ValueError(f"{folder}: {error}") from error
+
+    return load_or_build(cache_dir / "tokenizers", name, build, load)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+    """Train a byte-level BPE with at most `vocab_size` tokens. Raises ConfigError for a too small vocabulary.
+
+    Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2. Special tokens are the end of text, also used
+    for padding, and the chat markers. A vocabulary too small for all 256 bytes keeps the most frequent ones and maps
+    the rest to an unknown token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [END_OF_TEXT, *ROLE_MARKERS]
+    all_bytes = len(special) + 256 <= vocab_size
+    if not all_bytes:
+        special.append(UNKNOWN)
+    if vocab_size < len(special) + 2:
+        raise ConfigError(
+            f"The model's vocabulary has {vocab_size} tokens, too few to train a tokenizer ({len(special)} are "
+            "special). Give data.tokenizer a folder with a tokenizer, or choose a model with a larger vocab_size."
+        )
+    bpe = Tokenizer(models.BPE() if all_bytes else models.BPE(unk_token=UNKNOWN))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if all_bytes else [],
+        limit_alphabet=256 if all_bytes else vocab_size - len(special),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_first_chars(texts), trainer)
+    wrap: Any = PreTrainedTokenizerFast  # the constructor has no types
+    return wrap(
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        unk_token=None if all_bytes else UNKNOWN,
+        additional_special_tokens=list(ROLE_MARKERS),
+        chat_template=BUILTIN_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def sampling_rate(num_bytes: int) -> float:
+    """Return the share of documents for tokenizer training, for data with `num_bytes` bytes."""
+    return min(1.0, _TRAINING_CHARS / max(num_bytes, 1))
+
+
+def _first_chars(texts: Iterable[str]) -> Iterator[str]:
+    """Stop after twice the intended sample. Sampling is per document, and single documents can be very long."""
+    num_chars = 0
+    for text in texts:
+        yield text
+        num_chars += len(text)
+        if num_chars > 2 * _TRAINING_CHARS:
+            return

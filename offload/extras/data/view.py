@@ -1,0 +1,330 @@
+"""Data preview: sources, document lengths, and rows in the first steps with their targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from offload.errors import counted, ratio
+from offload.extras.data.dataset import Dataset, Targets
+from offload.extras.data.mixture import Mixture
+from offload.extras.data.source_rows import SourceRows
+
+if TYPE_CHECKING:
+    pass
+
+PieceKind = Literal["context", "trained", "padding"]
+_PIECE_KINDS: tuple[PieceKind, ...] = ("context", "trained", "padding")
+_MOST_BINS = 16
+_MOST_BATCHES = 1000
+_MANY = 4
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+"""Printable replacements for control characters, which a terminal would execute."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens with the same kind."""
+
+    text: str
+    """Tokens as text; special tokens by name."""
+    kind: PieceKind
+    """trained: targets; context: input only; padding: no tokens."""
+    is_special: bool
+    """True for special tokens."""
+    begins_document: bool
+    """True if another document begins here in the row."""
+    num_tokens: int
+    """Token count."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row in a step."""
+
+    step: int
+    """Step, from 1."""
+    row: int
+    """Row within the step, from 1."""
+    answer: str
+    """chosen or rejected, in a pair; empty for other rows."""
+    source: str
+    """Source name."""
+    num_trained: int
+    """Target count."""
+    num_padding: int
+    """Padding token count."""
+    num_documents: int
+    """Documents with a part in the row."""
+    pictures: tuple[str, ...]
+    """Picture names in order."""
+    pieces: tuple[Piece, ...]
+    """The row in order."""
+
+    @property
+    def title(self) -> str:
+        """Row identity and counts, in words."""
+        num_tokens = sum(piece.num_tokens for piece in self.pieces) - self.num_padding
+        position = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
+        return (
+            f"step {self.step}, {position}, of {self.source}: "
+            f"{counted(self.num_documents, 'document')}, {counted(num_tokens, 'token')}, "
+            f"{self.num_trained:,} trained on, {self.num_padding:,} padding{self._pictures}"
+        )
+
+    @property
+    def _pictures(self) -> str:
+        return f"; with {', '.join(self.pictures)}" if self.pictures else ""
+
+
+@dataclass(frozen=True)
+class SourceView:
+    """One training source."""
+
+    name: str
+    """Source name in logs."""
+    path: str
+    """Source as configured."""
+    format: str
+    """Row format and container."""
+    num_documents: int
+    """Documents, also held-out ones."""
+    num_tokens: int
+    """Tokens in all documents."""
+    trained_share: float
+    """Approximate share of targets among all tokens."""
+    num_bad_rows: int
+    """Skipped unreadable rows."""
+    num_empty: int
+    """Skipped documents without text."""
+    num_rows: int
+    """Training rows."""
+    padding_share: float
+    """Padding share in these rows."""
+    num_longer: int
+    """Documents longer than a row."""
+    num_cut_off: int
+    """Tokens cut off from these documents."""
+    histogram: tuple[tuple[int, int], ...]
+    """Documents by length: (upper bin limit in tokens, document count). One limit is the row length."""
+
+
+@dataclass(frozen=True)
+class DataView:
+    """Data preview for a run."""
+
+    sources: tuple[SourceView, ...]
+    """Training sources."""
+    told: tuple[str, ...]
+    """Messages about the data: notes, one line per source, rows."""
+    packing: bool | Literal["isolated"]
+    """Row layout: as `data.packing`, or isolated."""
+    layout: str
+    """Row layout, in words."""
+    objective: str
+    """Training objective by name."""
+    sequence_length: int
+    """Tokens per row."""
+    batch_size: int
+    """Rows per step."""
+    group: int
+    """Rows that stay together: 2 for preference pairs."""
+    num_train_rows: int
+    """Rows per epoch."""
+    num_eval_rows: int
+    """Rows to evaluate."""
+    padding_share: float
+    """Padding share in one epoch's rows."""
+    num_steps: int
+    """Steps in the run."""
+    epochs: float
+    """Passes over the data in these steps."""
+    samples: tuple[Sample, ...]
+    """First rows in the run, in order."""
+
+    @classmethod
+    def of(
+        cls, data: Dataset, targets: Targets, messages: Sequence[str], *, num_steps: int, num_samples: int
+    ) -> DataView:
+        """Build the preview. `num_samples`: sample rows (or pairs) from the first step on."""
+        num_samples *= data.group
+        sources = tuple(_source(rows, data, targets) for rows in data.source_rows)
+        quotas = data.train.quotas if isinstance(data.train, Mixture) else (data.train.num_rows,)
+        padding = sum(each.padding_share * quota for each, quota in zip(sources, quotas, strict=True)) / sum(quotas)
+        if data.batching.by_length:
+            sources, padding = _as_batched(sources, data)
+        samples: list[Sample] = []
+        while len(samples) < num_samples:
+            step = len(samples) // data.batch_size
+            samples += _samples(data, targets, step, min(data.batch_size, num_samples - len(samples)))
+        return cls(
+            sources,
+            tuple(messages),
+            data.train.packing,
+            data.layout_description,
+            targets.name,
+            data.sequence_length,
+            data.batch_size,
+            data.group,
+            data.num_train_rows,
+            data.num_eval_rows,
+            padding,
+            num_steps,
+            num_steps * data.batch_size / data.num_train_rows,
+            tuple(samples),
+        )
+
+    def describe_cut(self, source: SourceView) -> str:
+        """Describe how documents longer than a row are treated."""
+        if not source.num_longer:
+            return "no document is longer than a row"
+        longer = f"{source.num_longer:,} of {source.num_documents:,} longer than a row"
+        if source.num_cut_off:
+            share = source.num_cut_off / source.num_tokens
+            return f"{longer}: {counted(source.num_cut_off, 'token')}, {share:.1%} of all, are cut off"
+        return f"{longer}, continued in further rows: no token is cut off"
+
+
+def describe_rows(view: DataView) -> str:
+    """Return steps, epochs and padding share in words."""
+    rows = counted(view.batch_size // view.group, "row" if view.group == 1 else "pair")
+    often = f"{ratio(view.epochs)} times the data"
+    return f"{counted(view.num_steps, 'step')} of {rows}: {often}; {describe_padding(view.padding_share)}"
+
+
+def describe_padding(share: float) -> str:
+    """Return the padding share in words."""
+    return f"{share:.1%} of the rows is padding" if share else "no padding"
+
+
+def histogram(lengths: np.ndarray, row_length: int) -> tuple[tuple[int, int], ...]:
+    """Count documents by length [documents] in bins with constant growth: pairs (upper limit in tokens, documents).
+
+    One bin ends at `row_length`. There are four bins per doubling, or fewer above `_MOST_BINS` bins.
+    """
+    lengths = np.maximum(lengths, 1)
+    for per_doubling in (4, 2, 1):
+        ends = np.ceil(per_doubling * np.log2(np.asarray([lengths.min(), lengths.max()]) / row_length) - 1e-9)
+        exponents = np.arange(min(ends[0], 0), max(ends[1], 0) + 1) / per_doubling
+        if len(exponents) <= _MOST_BINS:
+            break
+    borders = np.unique(np.floor(row_length * 2.0**exponents + 1e-6).astype(np.int64))
+    counts = np.bincount(np.searchsorted(borders, lengths), minlength=len(borders))
+    return tuple(zip(borders.tolist(), counts.tolist(), strict=True))
+
+
+def _source(rows: SourceRows, data: Dataset, targets: Targets) -> SourceView:
+    lengths = rows.document_lengths
+    summary = next(each for each in data.sources if each.name == rows.name)
+    return SourceView(
+        rows.name,
+        str(rows.source_files.source),
+        rows.format,
+        len(lengths),
+        rows.num_tokens,
+        targets.share(summary.target_share),
+        rows.tokens.num_bad,
+        rows.tokens.num_empty,
+        rows.train.num_rows,
+        rows.padding,
+        int((lengths > data.sequence_length).sum()),
+        rows.num_truncated,
+        histogram(lengths, data.sequence_length),
+    )
+
+
+def _as_batched(sources: Sequence[SourceView], data: Dataset) -> tuple[tuple[SourceView, ...], float]:
+    """Return the sources with the padding share in actual batches, and the total padding share.
+
+    Covers one epoch, or the first `_MOST_BATCHES` batches.
+    """
+    real, wide = np.zeros((2, len(sources)))
+    for step in range(min(data.num_steps(1), _MOST_BATCHES)):
+        rows = data.rows_of(step)
+        owners = data.owners(rows)
+        lengths = data.train.lengths(rows)
+        real += np.bincount(owners, lengths, len(sources))
+        wide += np.bincount(owners, minlength=len(sources)) * data.batching.width(lengths, data.sequence_length)
+    shares = 1 - real / np.maximum(wide, 1)
+    updated = tuple(replace(each, padding_share=float(share)) for each, share in zip(sources, shares, strict=True))
+    return updated, float(1 - real.sum() / wide.sum())
+
+
+def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[Sample]:
+    """Return the first rows in a step."""
+    ids, trained = (each.numpy() for each in targets.tokens_and_targets(data.batch(step), step))
+    rows = data.rows_of(step)[:num_rows]
+    owners, lengths, samples = data.owners(rows), data.train.lengths(rows), []
+    picture_documents = data.train.picture_documents(rows)
+    for index, borders in enumerate(data.train.document_starts(rows)):
+        kind_indices = np.where(trained[index], 1, 0)
+        kind_indices[lengths[index] :] = 2
+        pieces = _pieces(data.tokenizer, ids[index], kind_indices, borders)
+        num_trained, num_padding = int((kind_indices == 1).sum()), int((kind_indices == 2).sum())
+        name = data.sources[owners[index]].name
+        answer = ("chosen", "rejected")[index % 2] if data.group > 1 else ""
+        pictures = () if picture_documents is None else tuple(each.name for each in picture_documents[index].pictures)
+        counts = num_trained, num_padding, len(borders)
+        samples.append(Sample(step + 1, index + 1, answer, name, *counts, pictures, tuple(pieces)))
+    return samples
+
+
+def _pieces(tokenizer: Any, ids: np.ndarray, kind_indices: np.ndarray, borders: np.ndarray) -> list[Piece]:
+    """Cut a row [tokens] where the kind changes, at special tokens, and at document starts."""
+    special = np.isin(ids, _special(tokenizer)) | (ids >= _num_tokens(tokenizer))
+    changes = np.flatnonzero(np.diff(2 * kind_indices + (special & (kind_indices < 2)))) + 1
+    cuts = np.unique(np.concatenate([[0], changes, borders, [len(ids)]]))
+    pieces = []
+    for begin, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        kind, is_special = _PIECE_KINDS[kind_indices[begin]], bool(special[begin])
+        if kind == "padding":
+            text = f"{_name(tokenizer, int(ids[begin]))} x {end - begin:,}"
+        elif is_special:
+            text = "".join(
+                _repeated(_name(tokenizer, token), len(list(same))) for token, same in groupby(ids[begin:end].tolist())
+            )
+        else:
+            text = _text(tokenizer, ids.tolist(), begin, end)
+        pieces.append(Piece(text, kind, is_special, begin > 0 and begin in borders, end - begin))
+    return pieces
+
+
+def _repeated(name: str, number: int) -> str:
+    """Return a repeated token, abbreviated for many repetitions (a picture may take a thousand tokens)."""
+    return name * number if number < _MANY else f"{name} x {number:,} "
+
+
+def _special(tokenizer: Any) -> list[int]:
+    if tokenizer is None:
+        return []
+    added = tokenizer.added_tokens_decoder
+    return [*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)]
+
+
+def _num_tokens(tokenizer: Any) -> int:
+    return np.iinfo(np.int64).max if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+
+
+def _name(tokenizer: Any, token: int) -> str:
+    """Return the token name, or the number for an id outside the tokenizer (e.g. an extra embedding row for masks)."""
+    known = None if tokenizer is None or token >= _num_tokens(tokenizer) else tokenizer.convert_ids_to_tokens(token)
+    return known or f"<{token}>"
+
+
+def _text(tokenizer: Any, ids: list[int], begin: int, end: int) -> str:
+    """Return tokens [begin, end) as text.
+
+    Many tokenizers drop a leading blank on decoding. The previous token is therefore decoded too, and the prefix
+    removed.
+    """
+    if tokenizer is None:
+        return "".join(f"{token} " for token in ids[begin:end])
+    before, both, alone = (
+        tokenizer.decode(each, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for each in (ids[max(begin - 1, 0) : begin], ids[max(begin - 1, 0) : end], ids[begin:end])
+    )
+    return str(both[len(before) :] if both.startswith(before) else alone).translate(_PICTURES)

@@ -1,0 +1,487 @@
+"""Search for configurations with a better fit or higher speed than the forecast one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from offload.app.config.config import Config
+from offload.app.config.rules import RULE_SETTINGS
+from offload.app.engine_settings import make_placement
+from offload.app.hf.models import locate
+from offload.app.hf.read import weight_files
+from offload.engine.units.activation_offload import GRAPHS
+from offload.errors import ConfigError, format_bytes
+from offload.extras.large.tiles import tile_rows
+from offload.extras.plan.forecast import Alternative, Forecast, Forecaster
+from offload.extras.plan.memory import KEPT
+from offload.machine.hardware import Hardware
+from offload.machine.probe import LEAST_BYTES, probe
+from offload.planning.disk import optimizer_bytes
+from offload.planning.memory import BUDGETS
+from offload.sizes import written_size
+
+_MORE_HOST_BYTES = 32 << 30
+_FOLDER = "FOLDER"
+"""Placeholder for an unnamed disk folder."""
+_SMALL_CHUNK_BYTES = 32 << 20
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Shares to simulate: graphs offloaded to the host, and optimizer states on the device."""
+_MIN_GAIN = 0.02
+"""Relative step time gain needed to adopt a placement, and throughput difference needed to list an alternative."""
+_UNIT_OPTIONS = frozenset(
+    (
+        "train.micro_batch_size",
+        "train.recompute",
+        "train.head_chunk_bytes",
+        "offload.activations",
+        "offload.parameters",
+        "offload.optimizer",
+        "offload.gradients",
+        "offload.update",
+    )
+)
+"""Options able to reduce device memory to a single unit, or to fewer rows at a time."""
+_HOST_GRAPHS: Mapping[str, Any] = {"offload.graphs": "cpu"}
+_STARTS: tuple[Mapping[str, Any], ...] = (_HOST_GRAPHS, {"offload.update": "cpu"})
+"""Changes from which the search starts again."""
+SEARCH_S = 20
+"""Time limit for a search for a change that fits, in seconds. A try that has begun ends later."""
+_TRAINING_CHANGES = {"train.batch_size": "of fewer rows", "train.max_grad_norm": "without clipping"}
+"""Changes of the training itself, with words about the step."""
+_MAX_ENLARGEMENTS = 4
+"""Maximum number of budget increases. A larger budget can make the plan use more memory on the tier."""
+
+
+def forecast(
+    config: Config,
+    hardware: Hardware | None = None,
+    num_ranks: int = 1,
+    say: Callable[[str], None] = lambda _text: None,
+) -> Forecast:
+    """Forecast a run and list alternatives. Raises ConfigError.
+
+    hardware: target machine, or one of several identical machines; None: measure this machine. On a target machine a
+        preset represents a model to be downloaded, so frozen weights are planned in bf16.
+    num_ranks: ranks per machine.
+    say: receives a line before a long search.
+    """
+    forecaster = Forecaster(config, num_ranks, plans_downloads=hardware is not None)
+    hardware = hardware or this_hardware(config)
+    initial = forecaster.predict(config, hardware)
+    prediction = place_or_fix(forecaster, initial, say)
+    others = list(alternatives(forecaster, initial, prediction))
+    others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
+    return replace(prediction, alternatives=tuple(others))
+
+
+def this_hardware(config: Config, *, measures: bool = True) -> Hardware:
+    """Return this machine, with rates for the disks in use: configured folders, or the disk with the model files.
+
+    Raises the errors of `probe`.
+    """
+    reads = None
+    if config.offload.parameters == "files":
+        path = locate(config.model)
+        files = weight_files(path) if path is not None and path.is_dir() else []
+        reads = max((file for file in files if file.stat().st_size >= LEAST_BYTES), default=None)
+    return probe(config.offload.device, make_placement(config).dirs, reads=reads, measures=measures)
+
+
+def place_or_fix(forecaster: Forecaster, initial: Forecast, say: Callable[[str], None]) -> Forecast:
+    """Return the forecast as `train` would run it. If it does not fit, it has the smallest fix, and no step time.
+
+    say: receives the shortage before a search that takes seconds.
+    """
+    ends = time.monotonic() + SEARCH_S
+    if not initial.fits:
+        say(f"{initial.shortage} Looking for the smallest change that fits, for about {SEARCH_S} s ...")
+    prediction = place(forecaster, initial)
+    if prediction.fits:
+        return prediction
+    fix, notes = find_fix(forecaster, prediction, ends), prediction.notes
+    if not fix and time.monotonic() >= ends:
+        notes = (*notes, f"the search for a change that fits ended after {SEARCH_S} s without a result.")
+    for key, step in _TRAINING_CHANGES.items():
+        if key in fix:
+            notes = (*notes, f"a step {step} changes the training: no other change was found that makes the run fit.")
+    fixed = _try_placement(forecaster, prediction, fix) if fix else None
+    bytes_by_tier = {} if fixed is None else {tier: sums["bytes"] for tier, sums in fixed.tiers.items()}
+    return replace(prediction, timing=None, fix=to_flags(fix), fix_bytes=bytes_by_tier, notes=notes)
+
+
+def alternatives(forecaster: Forecaster, initial: Forecast, prediction: Forecast) -> Iterator[Alternative]:
+    """Yield alternatives beyond the fix: changes with a different answer to "does the run fit", or another throughput.
+
+    initial: forecast before the placement search. prediction: forecast after the search.
+    """
+    if prediction.memory.total("nvme") or "cpu" in prediction.memory.shortfalls or prediction.refusal:
+        more_bytes, more = _more_host_memory(forecaster, initial)
+        if _is_different(prediction, more):
+            yield _alternative(more, f"{format_bytes(more_bytes)} more host memory")
+    for change in _changes(prediction):
+        other = None if to_flags(change) == prediction.fix else _try_change(forecaster, prediction, change)
+        # First with the current placement; if that does not fit, or smaller micro-batches free memory, with a new
+        # search.
+        if other is not None and (not other.fits or "train.micro_batch_size" in change):
+            other = place(forecaster, _try_change(forecaster, initial, change) or other)
+        if other is not None and _is_different(prediction, other):
+            yield _alternative(other, to_flags(change))
+
+
+def has_open_placement(prediction: Forecast) -> bool:
+    """Return True if there is a placement to choose, so not everything fits the device."""
+    return not prediction.fits or prediction.prepared.plan.tiers != ("device", "device")
+
+
+def _is_different(prediction: Forecast, other: Forecast) -> bool:
+    """Return True if only one of the two fits, or both fit and throughput differs by more than `_MIN_GAIN`."""
+    if not prediction.fits or not other.fits:
+        return prediction.fits != other.fits
+    if prediction.timing is None or other.timing is None:
+        return False
+    return abs(other.timing.tokens_per_second / prediction.timing.tokens_per_second - 1) > _MIN_GAIN
+
+
+def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True) -> Forecast:
+    """Return the forecast as `train` would run it, with open options decided by search.
+
+    Keeps the given forecast if the gain is too small. `times` False: take the first placement with enough room.
+    """
+    if tile := _tile(forecaster, prediction):
+        tiled = place(
+            forecaster,
+            forecaster.predict(apply_change(prediction.config, tile), prediction.hardware, times=times),
+            times=times,
+        )
+        return replace(tiled, placement_flags=f"{to_flags(tile)} {tiled.placement_flags}".rstrip())
+    chosen, change = _descend(forecaster, prediction, {}, times=times)
+    if times and prediction.hardware.device != "cpu" and has_open_placement(prediction):
+        # Options chosen one after the other depend on the first: host updates pay only beside graphs on the host.
+        for start in _STARTS:
+            if all(prediction.config.get(key) == "auto" for key in start):
+                other, others_change = _descend(forecaster, prediction, start, times=times)
+                if _is_faster(chosen, other, times=times, min_gain=0.0 if change else _MIN_GAIN):
+                    chosen, change = other, others_change
+    if not change:
+        return prediction
+    before = prediction.timing.step_seconds if prediction.fits and prediction.timing else None
+    return replace(chosen, placement_flags=to_flags(change), seconds_without_search=before)
+
+
+def _descend(
+    forecaster: Forecaster, initial: Forecast, start: Mapping[str, Any], *, times: bool
+) -> tuple[Forecast, Mapping[str, Any]]:
+    """Return the best forecast found one option after the other, with the changes, from the change `start` on."""
+    changed = _try_change(forecaster, initial, start, times=times) if start else initial
+    if changed is None or (start and not changed.fits):
+        return initial, {}
+    chosen, change = changed, start
+
+    def improve(candidate: Mapping[str, Any]) -> None:
+        nonlocal chosen, change
+        other = _try_change(forecaster, initial, candidate, times=times)
+        if other is not None and _is_faster(chosen, other, times=times):
+            chosen, change = other, candidate
+
+    if has_open_placement(changed) and (placement := forecaster.choose(changed, times=times)):
+        improve({**start, **placement})
+    if not times or initial.hardware.device == "cpu":
+        return chosen, change
+    for states in _device_state_shares(changed, chosen):
+        # The best options without these states may not be the best with them.
+        for candidate in ({**change, **states}, {**start, **states})[: 2 if change else 1]:
+            improve(candidate)
+    if initial.config.offload.graphs == "auto":
+        for graphs in _host_graph_shares(forecaster, chosen):
+            improve({**change, **graphs})
+    return chosen, change
+
+
+def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
+    """Return the change to tile sequences, or an empty dict.
+
+    Tiles are used only if the option is open and nothing else helps: device memory is short even with one row at a time
+    and everything else offloaded, while all other tiers have room.
+    """
+    config, before = prediction.config, prediction.memory.shortfalls.get("device", 0)
+    if config.train.sequence_tile != "auto" or prediction.memory.shortfalls.keys() != {"device"}:
+        return {}
+    least = {key: value for fix in _fixes(prediction) for key, value in fix.items() if key in _UNIT_OPTIONS}
+    other = _try_change(forecaster, prediction, least, times=False) if least else prediction
+    if other is None or "device" not in other.memory.shortfalls:
+        return {}
+    tile: dict[str, Any] = {"train.sequence_tile": _tile_rows(config)}
+    tiled = _try_change(forecaster, prediction, tile, times=False)
+    return tile if tiled is not None and tiled.memory.shortfalls.get("device", 0) < before else {}
+
+
+def _is_faster(prediction: Forecast, other: Forecast, *, times: bool, min_gain: float = _MIN_GAIN) -> bool:
+    """Return True if `other` fits and is fast enough to pay for the change."""
+    if not other.fits or (times and other.timing is None):
+        return False
+    before = prediction.timing.step_seconds if prediction.fits and prediction.timing else None
+    return before is None or other.timing is None or other.timing.step_seconds <= (1 - min_gain) * before
+
+
+def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield increasing shares of optimizer states stored and updated on the device, beside host updates.
+
+    The maximum leaves only minimum slots for streamed weights, and no room for saved graphs.
+    """
+    offload, prepared, budget = initial.config.offload, prediction.prepared, prediction.memory.budgets["device"]
+    is_undecided = (
+        offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
+    )
+    if not is_undecided or prepared.plan.tiers[1] == "device" or prepared.settings.host_bound or budget is None:
+        return
+    layout, regions = prepared.plan.layout, prepared.structure.regions
+    state_bytes = optimizer_bytes((region for region in regions if region.trainable), layout.sharding)
+    room = budget + optimizer_bytes((region for region in regions if region.index in layout.staying), layout.sharding)
+    room -= sum(a.num_bytes for a in prediction.memory.allocations if a.tier == "device" and a.name != KEPT)
+    both: dict[str, Any] = {"offload.optimizer": "auto", "offload.update": "both"}
+    for share in _SHARES if state_bytes and room > 0 else ():
+        yield {**both, "offload.optimizer_memory": int(share * min(room, state_bytes - 1))}
+
+
+def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield growing numbers of bytes for autograd graphs in host memory, up to the free host memory."""
+    other = _try_change(forecaster, prediction, _HOST_GRAPHS, times=False)
+    if other is None or not other.fits:
+        return
+    if prediction.config.train.recompute == "never":  # all graphs or none
+        yield dict(_HOST_GRAPHS)
+        return
+    num_bytes = sum(a.num_bytes for a in other.memory.allocations if a.name == GRAPHS) * prediction.num_ranks
+    for share in _SHARES if num_bytes else ():
+        yield {**_HOST_GRAPHS, "offload.graphs_memory": int(share * num_bytes)}
+
+
+def _try_change(
+    forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any], *, times: bool = True
+) -> Forecast | None:
+    """Return the forecast with a change; None: invalid combination."""
+    try:
+        return forecaster.predict(apply_change(prediction.config, change), prediction.hardware, times=times)
+    except ConfigError:
+        return None
+
+
+def _alternative(other: Forecast, change: str) -> Alternative:
+    timing = other.timing
+    seconds, tokens = (None, None) if timing is None else (timing.step_seconds, timing.tokens_per_second)
+    return Alternative(change, seconds, tokens, other.fits)
+
+
+def find_fix(forecaster: Forecaster, prediction: Forecast, ends: float = math.inf) -> dict[str, Any]:
+    """Return the smallest change needed to fit: no key can be dropped. Empty: nothing found.
+
+    Tries single changes from cheapest to most expensive, then adds them up in this order. Larger budgets come next, and
+    changes of the training itself last. The result was planned, and fits. `ends`: time.monotonic() to stop at.
+    """
+    changes = list(_fixes(prediction))
+    others = [change for change in changes if change.keys() & _TRAINING_CHANGES.keys()]
+    keeping = [change for change in changes if change not in others]
+
+    def first(candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        for change in candidates:
+            if time.monotonic() >= ends:
+                break
+            if _fits(forecaster, prediction, change):
+                return _drop_needless(forecaster, prediction, change, ends)
+        return {}
+
+    return (
+        first(keeping)
+        or first(_sums(keeping))
+        or _larger_budgets(forecaster, prediction, ends)
+        or first(others)
+        or first(_sums(changes))
+    )
+
+
+def _sums(changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the changes added up, one more each time."""
+    return list(itertools.accumulate(changes, lambda together, change: together | change))[1:]
+
+
+def _drop_needless(
+    forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any], ends: float
+) -> dict[str, Any]:
+    """Drop keys not needed for the run to fit."""
+    for key in change:
+        fewer = {name: value for name, value in change.items() if name != key}
+        if fewer and time.monotonic() < ends and _fits(forecaster, prediction, fewer):
+            return _drop_needless(forecaster, prediction, fewer, ends)
+    return dict(change)
+
+
+def _fits(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> bool:
+    other = _try_placement(forecaster, prediction, change)
+    return other is not None and other.fits
+
+
+def _try_placement(forecaster: Forecaster, prediction: Forecast, change: Mapping[str, Any]) -> Forecast | None:
+    """Return the forecast with a change, with a placement search if needed; None: invalid combination."""
+    other = _try_change(forecaster, prediction, change, times=False)
+    return other if other is None or other.fits else place(forecaster, other, times=False)
+
+
+def _larger_budgets(forecaster: Forecaster, prediction: Forecast, ends: float) -> dict[str, Any]:
+    """Return budgets raised until the run fits; empty if larger budgets do not help.
+
+    A plan can need more with a larger budget, since units are cut into parts by the budget. So each result is planned.
+    """
+    change: dict[str, int] = {}
+    larger: Forecast | None = prediction
+    for _ in range(_MAX_ENLARGEMENTS):
+        if larger is None or larger.fits:
+            break
+        for tier, too_few in larger.memory.shortfalls.items():
+            budget = larger.config.get(BUDGETS[tier])
+            if budget is None:
+                return {}
+            num_sharing = 1 if tier == "device" else prediction.num_ranks
+            change[BUDGETS[tier]] = (-(-(budget + num_sharing * too_few) >> 20)) << 20
+        larger = _try_change(forecaster, prediction, change, times=False)
+    if larger is None or not larger.fits:
+        return {}
+    for key in change:  # narrow to a sixteenth
+        too_small = prediction.config.get(key)
+        while change[key] - too_small > max(1 << 16, change[key] >> 4) and time.monotonic() < ends:
+            middle = -(-(too_small + change[key]) // 2 >> 16) << 16
+            if _fits(forecaster, prediction, {**change, key: middle}):
+                change[key] = middle
+            else:
+                too_small = middle
+    return {key: _whole_size(num_bytes) for key, num_bytes in change.items()}
+
+
+def _whole_size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20}MiB" if num_bytes % (1 << 20) == 0 else f"{num_bytes >> 10}KiB"
+
+
+def apply_change(config: Config, change: Mapping[str, Any]) -> Config:
+    """Return the configuration with other values. Raises ConfigError."""
+    config = config.with_resolved(**{key.replace(".", "__"): value for key, value in change.items()})
+    config.check()
+    return config
+
+
+def to_flags(change: Mapping[str, Any]) -> str:
+    """Return a change as command-line flags."""
+    return " ".join(f"--{key} {_as_flag(key, value)}" for key, value in change.items())
+
+
+def _as_flag(key: str, value: Any) -> Any:
+    if isinstance(value, int) and key.endswith("_memory"):
+        return written_size(value)
+    return "none" if value is None else value[0] if isinstance(value, tuple) else value
+
+
+def _more_host_memory(forecaster: Forecaster, initial: Forecast) -> tuple[int, Forecast]:
+    """Return (additional host memory in whole GiB, forecast with this memory)."""
+    more_bytes, prediction = 0, initial
+    for _ in range(_MAX_ENLARGEMENTS):
+        too_few = prediction.memory.shortfalls.get("cpu", 0) * initial.num_ranks
+        if more_bytes and not too_few:
+            break
+        more_bytes += (-(-too_few >> 30) << 30) or _MORE_HOST_BYTES
+        config, hardware = initial.config, initial.hardware
+        if (budget := config.offload.host_memory) is not None:
+            config = config.with_resolved(offload__host_memory=budget + more_bytes)
+        prediction = place(
+            forecaster, forecaster.predict(config, hardware.with_(host_bytes=hardware.host_bytes + more_bytes))
+        )
+    return more_bytes, prediction
+
+
+def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield changes to try as alternatives, fitting or not."""
+    config = prediction.config
+    if "states" in RULE_SETTINGS[config.optimizer.name].keys:
+        yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
+    yield from _shorter_masters(config)
+    yield from wider_precision(prediction)
+    if prediction.hardware.device != "cpu":
+        if prediction.prepared.plan.tiers[1] != "device":
+            yield {"offload.update": "device" if prediction.prepared.plan.update == "cpu" else "cpu"}
+        if config.offload.graphs in ("auto", "device"):
+            yield {"offload.graphs": "cpu"}
+        if config.train.compile == "never":
+            yield {"train.compile": "auto"}
+        rows = config.train.micro_batch_size or config.train.batch_size // prediction.num_groups
+        yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
+    twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
+    if config.train.micro_batch_size is None:
+        twice["train.micro_batch_size"] = config.train.batch_size
+    yield twice
+
+
+def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield memory-saving changes, cheapest first."""
+    config, short_tiers = prediction.config, set(prediction.memory.shortfalls)
+    refused_host = bool(prediction.refusal) and not short_tiers
+    on_host = "cpu" in short_tiers or refused_host
+    on_device = "device" in short_tiers or ("cpu" in short_tiers and prediction.memory.is_one_memory)
+    if on_device:
+        if config.train.batch_size > prediction.num_groups and config.train.micro_batch_size != 1:
+            yield {"train.micro_batch_size": 1}
+        yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
+        if config.train.recompute != "always":
+            yield {"train.recompute": "always"}
+        if config.train.sequence_tile == "none":
+            yield {"train.sequence_tile": _tile_rows(config)}
+        if config.offload.activations in ("auto", "device"):
+            yield {"offload.activations": "cpu"}
+            if config.offload.nvme_dir:
+                yield {"offload.activations": "nvme"}
+        if "device" in (config.offload.parameters, config.offload.optimizer):
+            yield {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.gradients": "auto"}
+        if prediction.prepared.plan.update != "cpu":
+            yield {"offload.update": "cpu"}
+    if on_host and prediction.num_replicas > 1:
+        yield {"offload.replica_states": "shared"}
+    if (on_host or not short_tiers) and config.train.precision == "fp32":
+        yield {"train.precision": "bf16"}
+    if on_host and "states" in RULE_SETTINGS[config.optimizer.name].keys:
+        yield from ({"optimizer.states": width} for width in ("bf16", "int8") if config.optimizer.states == "fp32")
+    if on_host:
+        yield from _shorter_masters(config)
+    if on_host and (config.offload.nvme_dir or prediction.hardware.rates.has_disk):
+        folder: dict[str, Any] = {} if config.offload.nvme_dir else {"offload.nvme_dir": (_FOLDER,)}
+        if folder:
+            yield folder
+        yield {"offload.optimizer": "nvme", **folder}
+        yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", **folder}
+        yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme", **folder}
+    elif on_device and config.offload.nvme_dir and prediction.config.offload.gradients != "nvme":
+        # A tied output weight is cut into row blocks, with gradient sums stored next to the gradients.
+        yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
+    if on_host and config.train.max_grad_norm is not None and config.has_gradients:  # they wait for the norm
+        yield {"train.max_grad_norm": None}
+    rows, micro_rows = config.train.batch_size if short_tiers else 0, config.train.micro_batch_size or 0
+    while rows > prediction.num_groups:  # changes the training: last resort
+        rows = max(prediction.num_groups, rows // 2)
+        yield {"train.batch_size": rows} | ({"train.micro_batch_size": rows} if micro_rows > rows else {})
+
+
+def _tile_rows(config: Config) -> int:
+    """Return the tile size in tokens for one rank's part of a sequence."""
+    return tile_rows(int(config.data.sequence_length or 0) // config.train.sequence_parallel)
+
+
+def _shorter_masters(config: Config) -> Iterator[dict[str, Any]]:
+    if "master" in RULE_SETTINGS[config.optimizer.name].keys and config.optimizer.master == "fp32":
+        yield {"optimizer.master": "bf16"}
+
+
+def wider_precision(prediction: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield fp32 if the machine computes bf16 more slowly, as CPUs without bf16 instructions do."""
+    flops = prediction.hardware.rates.flops_per_s
+    if prediction.config.train.precision == "bf16" and flops and flops["bf16"] < flops["fp32"]:
+        yield {"train.precision": "fp32"}

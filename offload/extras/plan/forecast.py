@@ -1,0 +1,383 @@
+"""Forecast memory use and step time of a run before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from offload.app.config.config import Config
+from offload.app.engine_settings import make_settings
+from offload.app.hf.freeze import freeze
+from offload.app.hf.models import (
+    BuiltModel,
+    empty_model,
+    is_pretrained,
+    load_model_config,
+    locate,
+    max_positions,
+    model_kind,
+    to_scorer_config,
+)
+from offload.app.hf.quantized import quantization_settings
+from offload.app.hf.read import quantized_parameters
+from offload.distributed.ranks import SimulatedRanks
+from offload.engine.assemble import EnginePlan, Structure
+from offload.errors import DoesNotFitError, format_bytes
+from offload.extras.adapters.adapters import Adaptation
+from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
+from offload.extras.plan.memory import OPERATIONS, Footprint, footprint
+from offload.extras.plan.routed import describe_experts
+from offload.extras.plan.search import PlacementSearch
+from offload.extras.plan.timing import PlannedStep, Timing
+from offload.extras.plan.workload import Workload
+from offload.layout.codecs import Codec
+from offload.machine.hardware import Hardware
+from offload.planning.machines import Machine, SpecifiedMachine
+from offload.planning.plan import sharding_of
+from offload.planning.settings import Settings
+
+DAY_S = 86400.0
+TIER_NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
+"""Tier names in messages."""
+_SEARCH_OPTIONS = {
+    **{
+        f"offload.{key}": f"placement.{key}"
+        for key in ("parameters", "optimizer", "gradients", "activations", "graphs")
+    },
+    "offload.update": "update",
+    "offload.prefetch": "prefetch",
+    "offload.zero_stage": "zero_stage",
+    "offload.replicas": "replicas",
+    "train.recompute": "recompute",
+}
+"""Options the placement search decides: config key -> attribute path in `Settings`."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A changed configuration with its forecast."""
+
+    change: str
+    """The change, in words or as flags."""
+    step_seconds: float | None
+    """Step time in seconds; None: unknown."""
+    tokens_per_second: float | None
+    """Throughput over all ranks; None: unknown."""
+    fits: bool
+    """True if the changed run fits the machine."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Memory and step time forecast for a run."""
+
+    config: Config
+    """Run configuration."""
+    hardware: Hardware
+    """Target machine."""
+    name: str
+    """Model class name."""
+    num_parameters: int
+    """Number of model parameters."""
+    num_ranks: int
+    """Ranks per machine. Memory figures are for one rank."""
+    memory: Footprint
+    """Memory use by tier and name."""
+    timing: Timing | None
+    """Step timing; None: unknown."""
+    prepared: EnginePlan
+    """Engine plan for this configuration."""
+    refusal: str = ""
+    """Error message of the engine if planning fails; empty otherwise."""
+    placement_flags: str = ""
+    """Options chosen by the placement search, as flags; empty: none changed."""
+    seconds_without_search: float | None = None
+    """Step time without the search result, in seconds; None: the run would not fit."""
+    notes: tuple[str, ...] = ()
+    """Further remarks, one line each."""
+    fix: str = ""
+    """Smallest change needed to fit, as flags; empty: the run fits, or no change is known."""
+    fix_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes per tier with the fix applied."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Other configurations to consider, fastest first."""
+
+    @property
+    def fits(self) -> bool:
+        """True if planning succeeds and no tier exceeds the budget."""
+        return not self.refusal and self.memory.fits
+
+    @property
+    def shortage(self) -> str:
+        """Sentence about the missing memory, or the reason for refusal."""
+        short = " and ".join(
+            f"{format_bytes(num_bytes)} ({num_bytes} bytes) of {TIER_NAMES[tier]} memory"
+            for tier, num_bytes in self.memory.shortfalls.items()
+        )
+        return f"it does not fit: {short} too few." if short else f"it does not fit: {self.refusal}"
+
+    @property
+    def total_ranks(self) -> int:
+        """Number of ranks on all machines."""
+        return self.num_ranks * self.hardware.num_machines
+
+    @property
+    def num_groups(self) -> int:
+        """Number of sequence-parallel groups. The batch rows are divided between them."""
+        return self.config.train.num_groups(self.total_ranks)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of model replicas."""
+        return self.prepared.plan.layout.sharding.num_replicas
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes all ranks of one machine send to other machines per step."""
+        return 0 if self.timing is None else self.timing.network_bytes * self.num_ranks
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes all ranks of one machine write to disk per step."""
+        return 0 if self.timing is None else self.timing.nvme_written_bytes * self.num_ranks
+
+    @property
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """Bytes, budget and allocations per tier for one rank, as in plan.json.
+
+        Excludes operation memory on the host, since no budget covers it.
+        """
+        totals: dict[str, dict[str, Any]] = {}
+        for each in self.memory.allocations:
+            if (each.tier, each.name) == ("cpu", OPERATIONS):
+                continue
+            budget = self.memory.budgets["cpu" if each.tier == "pinned" else each.tier]
+            if each.tier in ("cpu", "pinned") and budget is None:
+                budget = self.memory.host_bytes
+            total = totals.setdefault(each.tier, {"bytes": 0, "budget_bytes": budget, "allocations": []})
+            total["bytes"] += each.num_bytes
+            total["allocations"].append({"name": each.name, "bytes": each.num_bytes})
+        return totals
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields in JSON form."""
+        timing, day = self.timing, None
+        if timing is not None and self.written_bytes:
+            day = self.written_bytes / timing.step_seconds * DAY_S
+        endurance = self.hardware.endurance_bytes
+        return {
+            "fits": self.fits,
+            "model": self.name,
+            "num_parameters": self.num_parameters,
+            "machine": self.hardware.name,
+            "ranks": self.num_ranks,
+            "machines": self.hardware.num_machines,
+            "replicas": self.num_replicas,
+            "tiers": self.tiers,
+            "loading_bytes": self.memory.loading_bytes,
+            "operations_bytes": self.memory.operations_bytes,
+            "shortfalls": self.memory.shortfalls,
+            "step_seconds": None if timing is None else timing.step_seconds,
+            "lane_seconds": {} if timing is None else dict(timing.lane_seconds),
+            "exposed_seconds": {} if timing is None else dict(timing.exposed),
+            "bound_by": None if timing is None else timing.bound_by,
+            "tokens_per_second": None if timing is None else timing.tokens_per_second,
+            "mfu": None if timing is None else timing.mfu,
+            "hides_from_tokens": None if timing is None else timing.hides_from_tokens,
+            "network_bytes_per_step": self.network_bytes,
+            "nvme_written_bytes_per_step": self.written_bytes,
+            "nvme_written_bytes_per_day": day,
+            "nvme_endurance_days": endurance / day if endurance and day else None,
+            "update": self.prepared.plan.update,
+            "sequence_tile": self.prepared.settings.sequence_tile,
+            "regions": len([region for region in self.prepared.structure.regions if region.trainable]),
+            "regions_updated_on_device": len(self.prepared.plan.layout.streamed),
+            "placement": self.placement_flags or None,
+            "refusal": self.refusal or None,
+            "fix": self.fix or None,
+            "fix_bytes": dict(self.fix_bytes),
+            "notes": list(self.notes),
+            "alternatives": [asdict(each) for each in self.alternatives],
+            "levers": [
+                {"change": each.change, "step_seconds": each.step_seconds}
+                for each in self.alternatives
+                if each.fits and each.step_seconds is not None
+            ],
+        }
+
+
+@dataclass
+class Forecaster:
+    """Forecasts one `meta` model for many configurations and machines. Structures and workloads are cached."""
+
+    config: Config
+    """Configuration with the model to load."""
+    num_ranks: int
+    """Ranks per machine."""
+    architecture: PreTrainedConfig | None = None
+    """Transformers model config; None: loaded on first use."""
+    machine: Machine | None = None
+    """Machine for planning; None: derived from the hardware figures."""
+    plans_downloads: bool = False
+    """Plan a model without files, such as a preset, like one downloaded in bf16."""
+    _workloads: dict[Any, Workload | str] = field(default_factory=dict)
+    _structures: dict[str, Structure] = field(default_factory=dict)
+    _forecasts: dict[str, Forecast] = field(default_factory=dict)
+
+    @cached_property
+    def _architecture(self) -> Any:
+        architecture = self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
+        return to_scorer_config(architecture) if self.config.train.method == "reward" else architecture
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        return self._built.model
+
+    @cached_property
+    def _built(self) -> BuiltModel:
+        """The trained model on `meta`, with its quantized checkpoint parameters."""
+        section, architecture = self.config.model, self._architecture
+        model, quantized = empty_model(section, architecture), dict[nn.Parameter, Codec]()
+        freezes = self.config.adapts or self.config.optimizer.freeze
+        is_loaded = is_pretrained(section, locate(section))
+        is_stand_in = self.plans_downloads and not is_loaded and section.init == "auto"
+        if freezes and (is_stand_in or (is_loaded and architecture.dtype == torch.bfloat16)):
+            model.to(torch.bfloat16)  # frozen weights keep the checkpoint dtype
+        quantization = quantization_settings(architecture)
+        folder = None if quantization is None else locate(section)
+        if quantization is not None and folder is not None and is_pretrained(section, folder):
+            quantized |= quantized_parameters(model, folder, quantization)
+        if self.config.adapts:
+            adaptation = Adaptation.of(self.config.lora, model_kind(architecture).name)
+            adaptation.check_tier(self.config.offload.parameters)
+            model = adaptation.apply_to_shapes(model)
+            reduced = adaptation.reduced_weights(model)
+            quantized = {each: codec for each, codec in quantized.items() if each not in reduced}
+        freeze(model, self.config.optimizer.freeze)
+        return BuiltModel(model, lambda _name, _module: None, None, quantized=quantized)
+
+    def predict(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
+        """Return the forecast for a configuration on a machine. Raises ConfigError.
+
+        times: False skips the step simulation.
+        """
+        key = repr((list(config.items()), hardware, times))  # a search returns to the same configuration
+        if key not in self._forecasts:
+            self._forecasts[key] = self._predict(config, hardware, times)
+        return self._forecasts[key]
+
+    def _predict(self, config: Config, hardware: Hardware, times: bool) -> Forecast:
+        ranks = self._ranks(hardware)
+        config.check_ranks(ranks.size)
+        has_accelerator = hardware.device != "cpu"
+        config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
+        settings, machine = make_settings(config), self.machine or SpecifiedMachine(hardware, self.num_ranks)
+        structure_of, refusal = partial(self._structure, ranks=ranks), ""
+        plan = partial(EnginePlan.fit, structure_of, settings, ranks)
+        try:
+            prepared = plan(machine)
+        except DoesNotFitError as error:
+            refusal, prepared = error.reason, plan(machine, checks=False)
+        work, notes = self._workload(config, prepared, ranks.size), list[str]()
+        if isinstance(work, str):
+            notes.append(f"the memory and time added by a step are unknown: {work}.")
+        if hardware.shares_memory:
+            notes.append("the device uses the host's memory: moving states to the host frees no memory.")
+        if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
+            notes.append(f"the network rate of {hardware.name} is unknown: the step time does not include the network.")
+        workload = None if isinstance(work, str) else work
+        if workload is not None:
+            notes += describe_experts(prepared.structure, workload)
+        memory, timing = footprint(prepared, workload, hardware, self.num_ranks), None
+        if not hardware.rates.has_disk and any(each.tier == "nvme" for each in memory.allocations):
+            notes.append(f"the disk rate of {hardware.name} is unknown, so there is no step time.")
+            times = False
+        if workload is not None and times:
+            try:
+                timing = PlannedStep(prepared, workload, hardware.for_one_rank(self.num_ranks)).simulate()
+            except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
+                if "allocate memory" not in str(error):
+                    raise
+                notes.append(
+                    "there is no step time, because the simulation needs a buffer larger than this machine's memory."
+                )
+        return Forecast(
+            config,
+            hardware,
+            type(getattr(self._model, "get_base_model", lambda: self._model)()).__name__,
+            sum(info.numel for info in prepared.structure.infos),
+            self.num_ranks,
+            memory,
+            timing,
+            prepared,
+            refusal,
+            notes=tuple(notes),
+        )
+
+    def choose(self, prediction: Forecast, *, times: bool = True) -> dict[str, Any]:
+        """Return the fastest placement for options left open in the config, by config key.
+
+        Empty if the search keeps the current settings, nothing fits, or the workload is unknown. `times` False: return
+        the first placement with enough room instead.
+        """
+        prepared, work = (
+            prediction.prepared,
+            self._workload(prediction.config, prediction.prepared, prediction.total_ranks),
+        )
+        settings = prepared.settings
+        if isinstance(work, str):
+            return {}
+        machine = self.machine or SpecifiedMachine(prediction.hardware, self.num_ranks)
+        search = PlacementSearch(
+            prepared, work, prediction.hardware.for_one_rank(self.num_ranks), machine, self.num_ranks
+        )
+        is_limited = prediction.hardware.device != "cpu" or settings.placement.device_memory is not None
+        is_open = prediction.config.origin("offload.zero_stage") == "resolved"
+        chosen = search.choose(settings, limited=is_limited, cuts=is_open, times=times)
+        values = {key: attrgetter(path)(chosen) for key, path in _SEARCH_OPTIONS.items()}
+        return {key: value for key, value in values.items() if value != attrgetter(_SEARCH_OPTIONS[key])(settings)}
+
+    def _ranks(self, hardware: Hardware) -> SimulatedRanks:
+        """Return simulated ranks for all machines."""
+        return SimulatedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
+
+    def _structure(self, settings: Settings, share_bytes: int | None, ranks: SimulatedRanks) -> Structure:
+        sharding = sharding_of(settings, ranks)
+        cut = (
+            settings.placement.experts == "streamed",
+            share_bytes,
+            ranks.size,
+            sharding.num_replicas,
+            sharding.num_ranges,
+        )
+        codecs = settings.frozen_weights, settings.link_weights
+        key = repr((settings.optimizer, settings.precision, codecs, settings.delay, cut))
+        if key not in self._structures:
+            self._structures[key] = Structure.of(self._model, settings, ranks, self._built.quantized, share_bytes)
+        return self._structures[key]
+
+    def _workload(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
+        """Return the workload for one rank, or the reason for a failed measurement."""
+        settings, model_type = prepared.settings, model_kind(self._architecture).name
+        rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
+        shared_by = config.train.sequence_parallel
+        length = -(-int(config.data.sequence_length or 0) // shared_by)
+        data = config.data
+        is_isolated = data.packing and data.packing_isolated is True
+        batch = BatchSpec(model_type, rows, length, not data.packing, is_isolated, shared_by)
+        chunk_bytes = prepared.chunk_bytes
+        options = settings.micro_batch_size, chunk_bytes, settings.precision, settings.device, settings.sequence_tile
+        key = batch, options, prepared.structure.splitting.share_bytes
+        if key not in self._workloads:
+            try:
+                self._workloads[key] = measure(self._model, batch, prepared)
+            except CannotMeasureError as error:
+                self._workloads[key] = str(error)
+        return self._workloads[key]

@@ -1,0 +1,527 @@
+"""Measure the compute of a step on a `meta` model. Nothing is allocated, and identical blocks run only once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from offload.distributed.ranks import SimulatedRanks
+from offload.engine.assemble import EnginePlan
+from offload.engine.caches import Caches
+from offload.engine.loss.batch import Batch
+from offload.engine.loss.chunked_head import Chunk, ChunkedHead
+from offload.engine.loss.label_trials import find_base_model
+from offload.engine.loss.loss import find_loss, select_inputs
+from offload.engine.units.arguments import deliver_result, receive_call
+from offload.engine.units.attention import Attention
+from offload.engine.units.candidates import UnitCandidate
+from offload.engine.units.offloaded_tensor import make_placeholder
+from offload.engine.units.unit import put_parameters
+from offload.extras.large.row_block_head import RowBlockHead
+from offload.extras.large.row_blocks import RowBlocks, blocks_of
+from offload.extras.large.shared_attention import SharedAttention
+from offload.extras.large.shared_rows import SharedRows, WholeRows
+from offload.extras.plan.op_counter import OpCounter, UnknownValueError
+from offload.extras.plan.tiled_uses import ROWS, TiledUses
+from offload.extras.plan.unit_use import UnitMeasurement, UnitMeasurements
+from offload.extras.plan.workload import NO_COST, NO_WORK, UnitWork, Workload
+from offload.layout.planes import DTYPES
+from offload.layout.regions import ParameterInfo
+from offload.tiers.counters import Counters
+
+_FEW_TOKENS = 8
+"""Row length in tokens for the tile search. In a seq2seq model the encoder reads half."""
+_CHUNKED_LOSS = "ForCausalLMLoss"
+"""transformers loss function with support for pre-shifted labels and an explicit token count."""
+
+
+class CannotMeasureError(Exception):
+    """The model does not run on shapes alone. The message has the reason."""
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """Batch shape for a step on one rank.
+
+    model_kind: causal, masked, reward or seq2seq. A seq2seq encoder reads the first half of each row.
+    rows, length: batch rows, and tokens per row on this rank.
+    is_padded: rows end in padding, so attention needs a mask.
+    is_isolated: positions restart in each document of a row, and attention needs a mask.
+    shared_by: sequence-parallel ranks per sequence.
+    """
+
+    model_kind: str
+    rows: int
+    length: int
+    is_padded: bool = False
+    is_isolated: bool = False
+    shared_by: int = 1
+
+    def make(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return a `meta` batch with `rows` rows.
+
+        Call under an `OpCounter`, so that shape-determined values are known.
+        """
+        length = self.length // 2 if self.model_kind == "seq2seq" else self.length
+        ones = functools.partial(torch.ones, rows, dtype=torch.long, device="meta")
+        batch = {"input_ids": ones(length), "labels": ones(self.length - length or length)}
+        if self.model_kind == "reward":
+            batch["labels"] = torch.ones(rows, device="meta")
+        if self.is_padded:
+            batch["attention_mask"] = ones(length)
+            batch["attention_mask"][:, -1] = 0
+        if self.is_isolated or self.shared_by > 1:
+            batch["position_ids"] = ones(length)
+        return batch
+
+    def shared_rows(self, batch: Mapping[str, torch.Tensor]) -> SharedRows | None:
+        """Return this rank's view of sequence-parallel rows, from the local batch part.
+
+        None: the rank has whole sequences.
+        """
+        if self.shared_by == 1:
+            return None
+        whole = replace(self, length=self.length * self.shared_by, shared_by=1).make(len(batch["labels"]))
+        rows = WholeRows(len(whole["labels"][0]), whole["input_ids"], whole.get("attention_mask"))
+        return SharedRows(rows, batch["labels"], {})
+
+
+def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workload:
+    """Run one micro-batch forward and backward through a `meta` model and return the compute of a whole step.
+
+    The model belongs to `prepared` and is restored afterwards. Raises CannotMeasureError.
+    """
+    settings = prepared.settings
+    micro_rows = min(batch.rows, settings.micro_batch_size or batch.rows)
+    num_micro_batches = -(-batch.rows // micro_rows)
+    caches, modes = Caches(model), [(module, module.training) for module in model.modules()]
+    caches.turn_off()
+    model.train()
+    try:
+        tiles = _find_tiles(model, batch, prepared)
+        workload = _run(model, batch, prepared, micro_rows, tiles)
+        if num_micro_batches > 1:  # a second run with one more row separates shared tensors
+            more = _run(model, batch, prepared, micro_rows + 1, tiles)
+            workload = replace(
+                workload, calls=tuple(_scale_to_rows(workload.calls, more.calls, micro_rows, batch.rows))
+            )
+    except UnknownValueError as error:
+        raise CannotMeasureError(f"{type(model).__name__} reads {error}, but a forecast has only shapes") from error
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise CannotMeasureError(f"{type(model).__name__} on meta: {type(error).__name__}: {error}") from error
+    finally:
+        caches.restore()
+        for module, mode in modes:
+            module.training = mode
+    return replace(
+        workload, num_micro_batches=num_micro_batches, logits_bytes=workload.logits_bytes * num_micro_batches
+    )
+
+
+def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> TiledUses | None:
+    """Find the tileable modules in a run with few tokens. None: no tiling.
+
+    Needs an explicit tile size. With "auto", the engine tiles only blocks too large for the device, and `place`
+    forecasts tiling with a concrete size instead.
+    """
+    size = prepared.settings.sequence_tile
+    if not isinstance(size, int) or batch.length <= size:
+        return None
+    tiles, few = TiledUses(size), replace(batch, length=_FEW_TOKENS, shared_by=1)
+    probe = _WorkloadProbe(prepared, tiles, records_uses=True)
+    with probe.intercepting(), probe.counter.watching(), torch.enable_grad():
+        probe.run(model, few.make(ROWS), None, few)
+    tiles.find()
+    return tiles
+
+
+def _run(
+    model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None = None
+) -> Workload:
+    """Return the workload for one micro-batch with `rows` rows."""
+    probe = _WorkloadProbe(prepared, tiles)
+    with probe.intercepting(), probe.counter.watching(), torch.enable_grad():
+        num_chunks = probe.run(model, batch.make(rows), prepared.chunk_bytes, batch)
+    return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
+
+
+def _scale_to_rows(calls: Sequence[UnitWork], more: Sequence[UnitWork], rows: int, all_rows: int) -> Iterator[UnitWork]:
+    """Yield the calls with shared bytes, and scale uses run once per step to all rows.
+
+    Both come from the difference between `calls` (`rows` rows) and `more` (one row more).
+    """
+    for work, other in zip(calls, more, strict=True):
+        row_bytes = other.input_bytes - work.input_bytes
+        scaled = replace(work, shared_bytes=max(0, work.input_bytes - rows * row_bytes))
+        if not work.is_cut:
+            forward = work.forward.with_rows(all_rows - rows, other.forward)
+            scaled = replace(scaled, forward=forward, backward=work.backward.with_rows(all_rows - rows, other.backward))
+        yield scaled
+
+
+@dataclass
+class _UseRecord:
+    """Measurement in progress for a unit use or a stretch."""
+
+    work: UnitWork
+    """Measurements so far."""
+    kept_bytes: int = 0
+    """Bytes kept for the backward by all uses up to and including this one, after the forward."""
+
+
+class _WorkloadProbe:
+    """Intercepts unit calls and counts compute between units."""
+
+    def __init__(self, prepared: EnginePlan, tiles: TiledUses | None = None, *, records_uses: bool = False) -> None:
+        """Create a probe. `tiles`: modules to run over sequence tiles.
+
+        `records_uses`: record uses for the tile search instead.
+        """
+        is_cpu = torch.device(prepared.settings.device or "cpu").type == "cpu"
+        self.counter, self.last_result_bytes = OpCounter(fuses_dropout=not is_cpu), 0
+        self._prepared = prepared
+        self._entries: list[_UseRecord] = []
+        self._chunk: list[_UseRecord] = []
+        self._uses = UnitMeasurements(self.counter, tiles, records_uses=records_uses)
+        self._kept: dict[int, int] = {}
+        self._movable: dict[int, _UseRecord] = {}  # storage -> first user, if no other unit shares the input
+        self._start_cost, self._is_inside = NO_COST, False
+
+    # -- the model -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def intercepting(self) -> Iterator[None]:
+        """Route unit calls to the probe and give parameters the compute dtypes, in this context."""
+        infos, candidates = self._prepared.structure.infos, self._prepared.structure.candidates
+        before = [(place, place.module._parameters[place.key]) for unit in candidates for place in unit.places]
+        parameters: dict[
+            tuple[int, torch.Size], nn.Parameter
+        ] = {}  # one parameter has several shapes if cut into blocks
+        with ExitStack() as stack:
+            for unit in candidates:
+                for place in unit.places:
+                    info, parameter = infos[place.parameter], place.module._parameters[place.key]
+                    assert parameter is not None
+                    key, dtype = (info.index, parameter.shape), DTYPES[info.compute]
+                    if key not in parameters and unit.is_cut:
+                        parameters[key] = make_placeholder(
+                            info, dtype, torch.device("meta"), _NoOwner(), unit.blocks.functions
+                        )
+                    elif key not in parameters:
+                        like = torch.empty_like(parameter, dtype=dtype, device="meta")
+                        parameters[key] = nn.Parameter(like, requires_grad=info.trainable)
+                    put_parameters([place], {info.index: parameters[key]})
+                if not (unit.resident or unit.records or unit.is_cut):
+                    self._intercept(unit, stack)
+            for place, old in before:
+                assert old is not None
+                stack.callback(put_parameters, [place], {place.parameter: old})
+            yield
+
+    def _intercept(self, unit: UnitCandidate, stack: ExitStack) -> None:
+        module, own = unit.module, unit.module.__dict__.get("forward")
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(unit, original, args, kwargs)
+
+        def restore() -> None:
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
+
+        stack.callback(restore)
+        module.forward = forward
+
+    def run(self, model: nn.Module, tensors: dict[str, torch.Tensor], chunk_bytes: int | None, batch: BatchSpec) -> int:
+        """Run forward and backward. Returns the head chunk count."""
+        attention = _attention(model, batch, self.counter)
+        attention.divert()
+        try:
+            shared = batch.shared_rows(tensors)
+            with attention.over(shared, tensors, lambda tensor: tensor) as (inputs, labelled):
+                return self._run_batch(model, inputs, labelled, chunk_bytes, batch)
+        finally:
+            attention.undo()
+
+    def _run_batch(
+        self, model: nn.Module, tensors: Batch, labelled: Batch, chunk_bytes: int | None, batch: BatchSpec
+    ) -> int:
+        with torch.autograd.graph.saved_tensors_hooks(self._record_kept, lambda tensor: tensor):
+            head = _chunked_head(model, batch)
+            if head is None or chunk_bytes is None:
+                return self._run_whole(model, tensors)
+            size, blocks = max(1, chunk_bytes // (_num_logits(model) * 4)), _blocks_of_head(model)
+            if batch.rows * batch.length <= size:
+                return self._run_whole(model, tensors)
+            try:
+                output = head.base_output(lambda: model(**select_inputs(model, tensors, None)))
+            except TypeError:  # the head has an unexpected call pattern
+                self._reset()
+                return self._run_whole(model, tensors)
+            hidden = output["last_hidden_state"]
+            self._end_stretch()
+            gradient = torch.zeros_like(hidden, requires_grad=False)
+            # With all rows, a chunk has `size` tokens, evenly divided over the rows.
+            if blocks is not None:
+                size = max(1, chunk_bytes // (blocks.most_rows * 4))
+            num_tokens = min(tensors["labels"].numel(), len(tensors["labels"]) * max(1, size // batch.rows))
+            chunk = Chunk(torch.arange(num_tokens, device=hidden.device), num_tokens)
+            if blocks is None:
+                self._run_chunk(head.losses(output, labelled, [chunk], tensors["labels"].numel()))
+            else:
+                self._run_chunk(RowBlockHead(head, blocks).sums_over(0, output, labelled, chunk))
+                self._repeat_chunk(blocks, -(-tensors["labels"].numel() // num_tokens))
+            self.begin()
+            hidden.backward(gradient)
+            self._end_backward(0)
+        if blocks is not None:
+            return 1
+        return -(-batch.rows * (batch.length - 1) // size)  # the last token of a row has no target
+
+    def _run_whole(self, model: nn.Module, tensors: Batch) -> int:
+        loss = find_loss(model(**select_inputs(model, tensors, None)))
+        self._end_stretch()
+        self.counter.begin()
+        loss.backward()
+        self._end_backward(0)
+        return 1
+
+    def _run_chunk(self, losses: Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+        """Measure the first head chunk. Chunk memory is separate: nothing is kept for the backward below the head."""
+        before, kept, kept_bytes = self._entries, dict(self._kept), sum(self._kept.values())
+        self._entries = []
+        self.counter.begin()
+        loss, _leaf, _places = next(losses)
+        self._end_stretch()
+        peak_bytes = self.counter.peak_bytes
+        loss.backward()
+        peak_bytes = max(peak_bytes, self.counter.peak_bytes)
+        self._end_backward(0)
+        works = [replace(e.work, saved_bytes=0, forward_temporary_bytes=0) for e in self._entries]
+        unit = next((work for work in works if work.name is not None), None)
+        stretches = [work for work in works if work is not unit]
+        stretch = replace(
+            NO_WORK,
+            forward=sum((w.forward for w in stretches), NO_COST),
+            backward=sum((w.backward for w in stretches), NO_COST),
+        )
+        most_bytes = peak_bytes - kept_bytes
+        self._chunk = [_UseRecord(replace(stretch, forward_temporary_bytes=most_bytes, is_cut=False), kept_bytes)]
+        if unit is not None:
+            # The input is a copy of some hidden states, with the shape of their gradient.
+            unit = replace(unit, input_bytes=unit.gradient_bytes, is_cut=False)
+            self._chunk.insert(0, _UseRecord(unit, kept_bytes))
+        self._entries, self._kept = before, kept
+
+    def _repeat_chunk(self, blocks: RowBlocks, num_chunks: int) -> None:
+        """Multiply the measured chunk over all chunks and all row blocks of the head.
+
+        Each runs forward once without a graph and again in the backward.
+        """
+        names = {unit.module: unit.name for unit in self._prepared.structure.candidates}
+        records = []
+        for entry in self._chunk:
+            costs = [sum([cost] * num_chunks, NO_COST) for cost in (entry.work.forward, entry.work.backward)]
+            records.append(
+                _UseRecord(replace(entry.work, forward=costs[0], backward=costs[1] + costs[0]), entry.kept_bytes)
+            )
+        self._chunk = [
+            _UseRecord(replace(entry.work, name=names[block], keeps_graph=False, reads_weights=True), entry.kept_bytes)
+            if entry.work.name is not None
+            else entry
+            for block in blocks.blocks
+            for entry in records
+        ]
+
+    def works(self, num_chunks: int) -> tuple[UnitWork, ...]:
+        """Return all uses, and all stretches with work."""
+        works = [entry.work for entry in (*self._entries, *self._chunk * num_chunks)]
+        return tuple(w for w in works if w.name is not None or w.forward.num_operations or w.backward.num_operations)
+
+    # -- between units ---------------------------------------------------------------------------------------
+
+    def _record_kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a tensor saved by the graph between units."""
+        key = self.counter.storage_of(tensor)
+        if self.counter.is_own(key):
+            self._kept.setdefault(key, tensor.untyped_storage().nbytes())
+        return tensor
+
+    def _end_stretch(self) -> None:
+        """Record the compute since the last unit as a stretch."""
+        kept_before = self._entries[-1].kept_bytes if self._entries else 0
+        saved_bytes = sum(self._kept.values()) - kept_before
+        work = replace(
+            NO_WORK,
+            forward=self.counter.cost - self._start_cost,
+            saved_bytes=saved_bytes,
+            forward_temporary_bytes=max(0, self.counter.peak_bytes - kept_before - saved_bytes),
+            is_cut=False,
+        )
+        self._entries.append(_UseRecord(work, kept_before + saved_bytes))
+        self.begin()
+
+    def _end_backward(self, number: int) -> None:
+        """Record a stretch backward."""
+        entry = self._entries[number]
+        peak = max(0, self.counter.peak_bytes - entry.kept_bytes)
+        entry.work = replace(entry.work, backward=self.counter.cost - self._start_cost, backward_temporary_bytes=peak)
+        self.begin()
+
+    def _reset(self) -> None:
+        self._entries, self._kept, self._movable = [], {}, {}
+        self.begin()
+
+    # -- a unit ----------------------------------------------------------------------------------------------
+
+    def _call(
+        self, unit: UnitCandidate, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._is_inside:
+            return forward(*args, **kwargs)
+        self._end_stretch()
+        arguments, containers = receive_call(args, kwargs)
+        self._is_inside = True
+        try:
+            measurement = self._uses.measure(unit, forward, arguments)
+        finally:
+            self._is_inside = False
+        entry = _UseRecord(replace(measurement.work, name=unit.name, is_block=unit.is_block))
+        self._record_inputs(entry, arguments.tensors)
+        entry.kept_bytes = sum(self._kept.values())
+        self._entries.append(entry)
+        self.last_result_bytes = entry.work.result_bytes
+        number = len(self._entries) - 1
+        anchor = torch.empty((), device="meta", requires_grad=any(p.requires_grad for p in unit.module.parameters()))
+        self._start_cost = self.counter.cost
+        outputs = _UnitBoundary.apply(self, number, measurement, anchor, *arguments.tensors)
+        self.counter.begin()
+        return deliver_result(measurement.result, outputs, containers)
+
+    def _record_inputs(self, entry: _UseRecord, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the inputs kept for the backward of a use, each storage once."""
+        fresh = staying = 0
+        for storage, tensor in {self.counter.storage_of(tensor): tensor for tensor in tensors}.items():
+            num_bytes = tensor.untyped_storage().nbytes()
+            if storage in self._movable:  # an input shared by two units is never offloaded
+                first = self._movable.pop(storage)
+                first.work = replace(first.work, staying_bytes=first.work.staying_bytes + num_bytes)
+            elif self.counter.is_own(storage) and storage not in self._kept:
+                self._kept[storage] = num_bytes
+                fresh += num_bytes
+                if tensor.requires_grad:
+                    self._movable[storage] = entry
+                else:
+                    staying += num_bytes
+        entry.work = replace(entry.work, input_bytes=fresh, staying_bytes=staying)
+
+    def backward_of(self, number: int) -> None:
+        """Called when the backward between units reaches unit results."""
+        if number + 1 < len(self._entries):
+            self._end_backward(number + 1)
+
+    def begin(self) -> None:
+        """Start measuring from here: reset cost mark and memory peak."""
+        self._start_cost = self.counter.cost
+        self.counter.begin()
+
+
+class _UnitBoundary(torch.autograd.Function):
+    """Represents a unit use in the graph between units. Results and gradients have shapes only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        probe: _WorkloadProbe,
+        number: int,
+        measurement: UnitMeasurement,
+        _anchor: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.probe, ctx.number, ctx.tensors = probe, number, tensors
+        ctx.set_materialize_grads(False)
+        outputs = tuple(
+            torch.empty_strided(*like[:2], dtype=like[2], device="meta") if source is None else tensors[source]
+            for source, like in zip(measurement.sources, measurement.likes, strict=True)
+        )
+        if measurement.work.keeps_graph:  # a saved graph also keeps the results alive
+            ctx.results = [t.detach() for t in outputs]
+        plain = [t for t, differs in zip(outputs, measurement.differentiable, strict=True) if not differs]
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        ctx.probe.backward_of(ctx.number)
+        tensors, ctx.tensors, ctx.results = ctx.tensors, (), ()
+        gradients = [
+            torch.empty_like(t) if need else None for t, need in zip(tensors, ctx.needs_input_grad[4:], strict=True)
+        ]
+        del tensors
+        ctx.probe.begin()
+        return (None, None, None, None, *gradients)
+
+
+class _CountingRanks(SimulatedRanks):
+    """Simulated sequence-parallel ranks. Counts the bytes sent."""
+
+    def __init__(self, size: int, counter: OpCounter) -> None:
+        super().__init__(size)
+        self._counter = counter
+
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], operation: str) -> None:  # noqa: ARG002
+        self._counter.exchange(sum(piece.nbytes for piece in pieces[1:]))
+
+
+def _attention(model: nn.Module, batch: BatchSpec, counter: OpCounter) -> Attention:
+    """Return the attention for the batch: sequence-parallel if several ranks share sequences."""
+    if batch.shared_by == 1:
+        return Attention()
+    return SharedAttention(model, _CountingRanks(batch.shared_by, counter), Counters())
+
+
+def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
+    """Return the chunkable head of a causal model with the standard transformers loss, else None.
+
+    This loss is known to be additive over chunks. The engine decides by a trial run instead.
+    """
+    base, loss = find_base_model(model), getattr(model, "loss_function", None)
+    if batch.model_kind != "causal" or batch.length < 4 or base is None:
+        return None
+    return ChunkedHead(model, base) if getattr(loss, "__name__", "") == _CHUNKED_LOSS else None
+
+
+def _blocks_of_head(model: nn.Module) -> RowBlocks | None:
+    """Return the row blocks of the output embedding; None: a whole head."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    return blocks_of(getattr(find(), "weight", None))
+
+
+class _NoOwner:
+    """Owner of weights cut into row blocks. Only the blocks are computed with, so the whole weight has no values."""
+
+    def values_of(self, info: ParameterInfo) -> NoReturn:
+        raise ValueError(
+            f"{info.name} is cut into blocks of rows, but read by another operation than linear and embedding"
+        )
+
+    def refuse(self, info: ParameterInfo, what: str, how: str = "") -> None:
+        """Do nothing: no data can be lost here."""
+
+    def gradient_of(self, info: ParameterInfo) -> None:
+        """Return None: no loop reads gradients here."""
+
+    def check_drop(self, info: ParameterInfo) -> None:
+        """Do nothing: no data can be lost here."""
+
+
+def _num_logits(model: nn.Module) -> int:
+    return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]

@@ -1,0 +1,388 @@
+"""Memory use per tier: planned allocations plus memory added by a step."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from offload.engine.assemble import EnginePlan
+from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
+from offload.engine.units.recompute_policy import spread
+from offload.engine.units.saved_graph import SMALLEST_BYTES
+from offload.extras.plan.workload import UnitWork, Workload
+from offload.machine.hardware import Hardware
+from offload.planning.memory import Allocation, bytes_on, gradient_lasts, resident_regions
+from offload.planning.plan import Plan, budget_bytes
+from offload.planning.settings import Settings
+
+INPUTS, KEPT = "unit inputs", "kept tensors"
+"""Allocation names, as in the engine ledgers."""
+LASTING = "accumulated gradients"
+OPERATIONS = "operations"
+"""Peak bytes held by operations beyond all named allocations."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory use on one rank.
+
+    allocations: peak bytes by tier (device, pinned, cpu, nvme) and name.
+    budgets: byte limit per tier; None: no limit. Pinned and cpu share one limit.
+    host_bytes: total host memory for this rank, for any purpose.
+    is_one_memory: device memory is part of host memory.
+    loading_bytes: temporary host memory before the first step, while operations hold nothing yet.
+    kept: indices of uses with the autograd graph saved on the device instead of recomputation.
+    """
+
+    allocations: tuple[Allocation, ...]
+    budgets: Mapping[str, int | None]
+    host_bytes: int
+    is_one_memory: bool
+    loading_bytes: int
+    kept: frozenset[int]
+
+    def total(self, *tiers: str) -> int:
+        """Return the total bytes on some tiers."""
+        return sum(a.num_bytes for a in self.allocations if a.tier in tiers)
+
+    @property
+    def operations_bytes(self) -> int:
+        """Bytes operations take from host memory when compute runs on the CPU. No budget covers them."""
+        return sum(a.num_bytes for a in self.allocations if (a.tier, a.name) == ("cpu", OPERATIONS))
+
+    @property
+    def shortfalls(self) -> dict[str, int]:
+        """Bytes over budget per tier. "cpu" is pinned plus pageable memory."""
+        operations = self.operations_bytes
+        named_bytes = self.total("cpu", "pinned") - operations
+        used_bytes = (
+            named_bytes + max(operations, self.loading_bytes) + (self.total("device") if self.is_one_memory else 0)
+        )
+        needs = {"device": self.total("device"), "cpu": named_bytes, "nvme": self.total("nvme")}
+        excess = {tier: needs[tier] - budget for tier, budget in self.budgets.items() if budget is not None}
+        excess["cpu"] = max(excess.get("cpu", 0), used_bytes - self.host_bytes)
+        return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
+
+    @property
+    def fits(self) -> bool:
+        """True if every tier stays within budget."""
+        return not self.shortfalls
+
+
+def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
+    """Return the memory use on one rank. `workload` None: unknown; the result then covers planned allocations only."""
+    allocations, kept = prepared.plan.allocations, frozenset[int]()
+    if workload is not None:
+        step = StepMemory(prepared, workload, hardware)
+        allocations, kept = step.allocations, step.kept
+    resting = prepared.plan.layout.resting_labels(prepared.structure.regions)
+    pins = hardware.device == "cuda"  # transfer buffers are pinned only on CUDA devices
+    tiered = (
+        replace(a, tier="pinned") if pins and a.tier == "cpu" and a.name not in resting else a for a in allocations
+    )
+    return Footprint(
+        allocations=tuple(a for a in tiered if a.num_bytes),
+        budgets=_budgets(prepared.settings, prepared.plan, hardware, num_ranks),
+        host_bytes=hardware.host_bytes // num_ranks,
+        is_one_memory=hardware.shares_memory or hardware.device == "cpu",
+        loading_bytes=_loading_bytes(prepared),
+        kept=kept,
+    )
+
+
+def device_budget(plan: Plan, hardware: Hardware) -> int | None:
+    """Return the device memory limit for an engine in bytes; None: no limit."""
+    capacity = None if hardware.device == "cpu" else hardware.device_bytes
+    return min((each for each in (plan.device_bytes, capacity) if each is not None), default=None)
+
+
+def _budgets(settings: Settings, plan: Plan, hardware: Hardware, num_ranks: int) -> dict[str, int | None]:
+    host, disk = budget_bytes(settings.placement.host_memory), budget_bytes(settings.placement.nvme_memory)
+    if disk is None and hardware.disk_bytes is not None:
+        disk = hardware.disk_bytes // num_ranks
+    return {"device": device_budget(plan, hardware), "cpu": host, "nvme": disk}
+
+
+def _loading_bytes(prepared: EnginePlan) -> int:
+    """Return the fp32 size of the largest unit. Without a checkpoint, weights are initialized one unit at a time."""
+    infos = prepared.structure.infos
+    return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in prepared.structure.candidates)
+
+
+class StepMemory:
+    """Memory use on one rank during a step: planned allocations, tensors kept for the backward, and operation peaks."""
+
+    def __init__(self, prepared: EnginePlan, workload: Workload, hardware: Hardware) -> None:
+        self.settings, self.plan, self.workload, self.hardware = prepared.settings, prepared.plan, workload, hardware
+        self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
+        self._has_backward = prepared.settings.optimizer.has_gradients
+        # Row blocks add gradients to the gradient buffer or on the host.
+        self._in_row_blocks = {
+            region for unit in prepared.structure.units if unit.num_layers for region in unit.regions
+        }
+
+    @property
+    def allocations(self) -> list[Allocation]:
+        """All allocations by tier and name; host allocations have the names from the plan."""
+        planned = _add_bytes(self.plan.allocations, "device", LASTING, self._lasting_bytes)
+        return [*planned, *self._step_allocations(self.kept)]
+
+    @cached_property
+    def device_bytes(self) -> int:
+        """Peak device bytes, with minimum sizes for slots and gradient buffer."""
+        return self._planned_bytes + self._on_device(self.kept)
+
+    def offloaded_bytes(self, number: int) -> tuple[int, int]:
+        """Return (input bytes, graph bytes) offloaded for a use, by call index. One number is always 0."""
+        if not self._has_backward:
+            return 0, 0
+        call = self.workload.calls[number]
+        if number in self.offloaded:
+            return 0, self._graph_bytes(call)
+        return self._place_inputs(call, number in self.kept)[1], 0
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Call indices with the graph saved on the device, with the same choice as `RecomputePolicy`."""
+        calls, mode = self.workload.calls, self.settings.recompute
+        budget = device_budget(self.plan, self.hardware)
+        if not self._has_backward:
+            return frozenset()
+        always = frozenset(n for n, call in enumerate(calls) if call.keeps_graph or call.name is None)
+        if mode == "always" or (mode == "never" and self._offloads_graphs):
+            return always
+        if mode == "never" or budget is None:
+            return frozenset(range(len(calls)))
+        room = budget - self._planned_bytes
+        more = sorted(self._latest_graphs(always, room - self._on_device(always)))
+        # The engine notices operation memory beside saved graphs only during a run and then saves fewer graphs.
+        fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
+        return always.union(more[fewer:])
+
+    @cached_property
+    def offloaded(self) -> frozenset[int]:
+        """Call indices with offloaded graphs."""
+        return self._choose_offloaded(self.kept)
+
+    def _choose_offloaded(self, kept: frozenset[int]) -> frozenset[int]:
+        """Return the calls with offloaded graphs: as many calls outside `kept` as the tier has room for."""
+        if not self._offloads_graphs or not self._has_backward:
+            return frozenset()
+        calls = [
+            (number, call) for number, call in enumerate(self.workload.calls) if number not in kept and call.is_cut
+        ]
+        if self.settings.recompute == "never":
+            return frozenset(number for number, _ in calls)
+        calls.reverse()
+        chosen = spread([self._graph_bytes(call) for _, call in calls], self._graph_room)
+        return frozenset(calls[number][0] for number in chosen)
+
+    @property
+    def _offloads_graphs(self) -> bool:
+        return self.settings.placement.graphs in ("cpu", "nvme")
+
+    @property
+    def _graph_room(self) -> int:
+        tier, placement = self.settings.placement.graphs, self.settings.placement
+        budget = budget_bytes(placement.host_memory if tier == "cpu" else placement.nvme_memory)
+        capacity = self.hardware.host_bytes if tier == "cpu" else self.hardware.disk_bytes
+        inputs = sum(map(self._first_offloaded_bytes, self.workload.calls)) if placement.activations == tier else 0
+        room = [
+            each - bytes_on(tier, self.plan.allocations) - inputs for each in (budget, capacity) if each is not None
+        ]
+        limit = budget_bytes(placement.graphs_memory)
+        return min([*room, *([] if limit is None else [limit])], default=sys.maxsize)
+
+    def _graph_bytes(self, call: UnitWork) -> int:
+        """Return the offloaded graph bytes of a use, inputs included."""
+        inputs = call.input_bytes - call.staying_bytes - call.unsaved_bytes
+        inputs = inputs if inputs >= SMALLEST_BYTES else 0
+        return (call.leaving_bytes + inputs) * self.workload.num_micro_batches
+
+    @cached_property
+    def _planned_bytes(self) -> int:
+        return bytes_on("device", self.plan.allocations) + self._lasting_bytes
+
+    def _on_device(self, kept: frozenset[int]) -> int:
+        return bytes_on("device", self._step_allocations(kept))
+
+    def _step_allocations(self, kept: frozenset[int]) -> Iterator[Allocation]:
+        """Yield the allocations a step adds: tensors kept for the backward, and operation memory."""
+        work, operations_tier = self.workload, "cpu" if self.hardware.device == "cpu" else "device"
+        if not self._has_backward:
+            yield Allocation(operations_tier, OPERATIONS, self._forward_only_bytes())
+            return
+        on_device: Counter[str] = Counter()
+        input_bytes_offloaded, offloaded_graph_bytes, offloaded = 0, 0, self._choose_offloaded(kept)
+        for number, call in self._calls():
+            input_bytes_offloaded += self._first_offloaded_bytes(call)
+            if number in offloaded:
+                graph_bytes = self._graph_bytes(call)
+                total_bytes = _total_bytes(call, call.input_bytes + call.saved_bytes - call.unsaved_bytes, work)
+                on_device[KEPT] += total_bytes - graph_bytes
+                offloaded_graph_bytes += graph_bytes
+                continue
+            name, offloaded_bytes = self._place_inputs(call, number in kept)
+            on_device[name] += _total_bytes(call, call.input_bytes, work) - offloaded_bytes
+            if number in kept and call.name is not None and not call.keeps_graph:
+                on_device[KEPT] += call.saved_bytes * work.num_micro_batches
+        for name in (INPUTS, KEPT):
+            yield Allocation("device", name, on_device[name])
+        if input_bytes_offloaded:
+            yield Allocation(self.settings.placement.activations, CHECKPOINTS, input_bytes_offloaded)
+        if offloaded_graph_bytes:
+            yield Allocation(self.settings.placement.graphs, GRAPHS, offloaded_graph_bytes)
+        yield Allocation(operations_tier, OPERATIONS, self._operations(kept, sum(on_device.values())))
+
+    def _calls(self) -> Iterator[tuple[int, UnitWork]]:
+        """Yield (index, call). For a chunked head, only the last chunk."""
+        work = self.workload
+        ends = [number for number, call in enumerate(work.calls) if not call.is_cut and call.name is not None]
+        skipped = range(ends[0], ends[-1]) if work.num_chunks > 1 and ends else range(0)
+        yield from ((number, call) for number, call in enumerate(work.calls) if number not in skipped)
+
+    def _place_inputs(self, call: UnitWork, is_kept: bool) -> tuple[str, int]:
+        """Return the allocation name for the inputs of a use, and the bytes offloaded from the device."""
+        settings = self.settings
+        is_offloaded = settings.placement.activations in ("cpu", "nvme")
+        if not is_kept:
+            num_bytes = (call.input_bytes - call.staying_bytes) * self.workload.num_micro_batches if is_offloaded else 0
+            return INPUTS, num_bytes
+        counts_as_input = settings.recompute == "auto" and not is_offloaded and call.is_cut
+        return INPUTS if counts_as_input else KEPT, 0
+
+    def _first_offloaded_bytes(self, call: UnitWork) -> int:
+        """Return the input bytes offloaded in the first step.
+
+        The first step recomputes even graphs saved later, and the memory remains allocated for later steps.
+        """
+        always_kept = call.keeps_graph or call.name is None
+        return 0 if always_kept or self.settings.recompute == "never" else self._place_inputs(call, False)[1]
+
+    def _operations(self, kept: frozenset[int], waiting_bytes: int) -> int:
+        """Return the peak device bytes minus bytes kept at the end of the forward."""
+        work, offloaded = self.workload, self._choose_offloaded(kept)
+        parts, kept_bytes, peak_bytes = work.num_micro_batches, 0, 0
+        # A chunked head holds a full gradient for the hidden states, besides the hidden states.
+        last_result = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
+        hidden = sum(last_result) * parts if work.num_chunks > 1 else 0
+        for number, call in self._calls():
+            is_kept, is_offloaded = number in kept, number in offloaded
+            offloaded_bytes = self._graph_bytes(call) if is_offloaded else self._place_inputs(call, is_kept)[1]
+            kept_bytes += (
+                _total_bytes(call, call.input_bytes + (call.saved_bytes if is_offloaded else 0), work) - offloaded_bytes
+            )
+            if call.name is None:
+                kept_bytes += call.saved_bytes * parts
+                peak_bytes = max(
+                    peak_bytes, kept_bytes + max(call.forward_temporary_bytes, call.backward_temporary_bytes) * parts
+                )
+                continue
+            if not call.is_cut:
+                of_weights = max(0, call.backward_temporary_bytes - call.result_bytes - call.gradient_bytes)
+                peak_bytes = max(
+                    peak_bytes,
+                    kept_bytes + 2 * hidden + parts * (2 * call.result_bytes + call.gradient_bytes) + of_weights,
+                )
+                continue
+            if is_kept:
+                kept_bytes += call.saved_bytes * parts
+                if parts > 1 and not call.keeps_graph:  # with the results: the next unit reads a joined copy
+                    kept_bytes += call.result_bytes * parts
+            joined = 2 * parts if parts > 1 else 0
+            forward = max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined * call.result_bytes)
+            graph = call.saved_bytes if is_kept else 0
+            backward = (parts - 1) * call.gradient_bytes + call.backward_temporary_bytes - graph
+            if is_offloaded:  # offloaded after the forward; prefetched during the backward of another graph
+                forward += call.saved_bytes
+                backward += call.input_bytes + self._graph_bytes(call) // parts
+            elif self._place_inputs(call, is_kept)[1]:  # fetched per micro-batch, double-buffered
+                backward += min(2, parts) * call.input_bytes
+            backward += self._gradient_bytes(call)
+            backward = 2 * hidden + parts * call.result_bytes + max(backward, joined * call.gradient_bytes)
+            peak_bytes = max(peak_bytes, kept_bytes + max(forward, backward))
+        return max(0, peak_bytes - waiting_bytes)
+
+    def _gradient_bytes(self, call: UnitWork) -> int:
+        """Return parameter gradient bytes for a compiled unit, whose backward creates all gradients at once."""
+        if self.settings.compile == "never" or not call.is_block:
+            return 0
+        regions = [region for region in self._regions if region.trainable and call.name in region.units]
+        return sum(region.weight_bytes for region in regions)
+
+    def _forward_only_bytes(self) -> int:
+        """Return the peak operation memory for a forward-only step (MeZO).
+
+        The passes advance side by side: one runs a unit or stretch, and the others hold their input and result for it.
+        The result of the first unit (`inputs_embeds`) stays referenced in every pass until the last block ends.
+        """
+        work = self.workload
+        passes, parts = 2 * self.settings.optimizer.num_directions, work.num_micro_batches
+        first = next((call for call in work.calls if call.name is not None), None)
+        embedding_bytes = 0 if first is None or first.is_block else first.result_bytes
+        input_bytes = result_bytes = staying_bytes = peak_bytes = num_blocks = 0
+        for _, call in self._calls():
+            staying_bytes += _total_bytes(call, call.staying_bytes, work)
+            if call.name is None:
+                waiting_bytes = parts * ((passes - 1) * result_bytes + passes * input_bytes)
+                peak_bytes = max(peak_bytes, waiting_bytes + parts * (call.saved_bytes + call.forward_temporary_bytes))
+                continue
+            input_bytes = result_bytes
+            waiting_bytes = ((passes - 1) * call.result_bytes + passes * input_bytes) * parts
+            num_blocks += call.is_block
+            if call.is_block and num_blocks > 1:  # the input of the first block is this tensor
+                waiting_bytes += passes * embedding_bytes * parts
+            joined_bytes = 2 * parts * call.result_bytes if parts > 1 else 0
+            peak_bytes = max(
+                peak_bytes,
+                waiting_bytes + max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined_bytes),
+            )
+            result_bytes = call.result_bytes
+        return peak_bytes + passes * staying_bytes
+
+    def _latest_graphs(self, excluded: frozenset[int], room: int) -> set[int]:
+        """Return the uses outside `excluded` with room for a saved graph.
+
+        Late uses come first: their graphs are held for less time.
+        """
+        chosen = set()
+        for number, call in reversed(list(enumerate(self.workload.calls))):
+            size = call.saved_bytes * self.workload.num_micro_batches
+            if number not in excluded and size <= room:
+                chosen.add(number)
+                room -= size
+        return chosen
+
+    @cached_property
+    def _lasting_bytes(self) -> int:
+        """Device bytes for fp32 gradient sums across several uses of a unit.
+
+        Applies to shared blocks, and to a chunked head when the gradient buffer cannot accumulate.
+        """
+        if not self._has_backward:
+            return 0
+        uses = Counter(call.name for call in self.workload.calls if call.name is not None and call.is_cut)
+        pieces = {call.name for call in self.workload.calls if call.name is not None and not call.is_cut}
+        num_bytes = 0
+        for region in self._regions:
+            lasts = not region.trainable or gradient_lasts(region, self._resident) or region in self._in_row_blocks
+            is_repeated = any(uses[name] > 1 for name in region.units)
+            in_pieces = region.is_bf16 and not self.settings.splits and bool(pieces & set(region.units))
+            if not lasts and (is_repeated or in_pieces):
+                num_bytes += 4 * region.numel
+        return num_bytes
+
+
+def _total_bytes(call: UnitWork, num_bytes: int, work: Workload) -> int:
+    """Return the total over all micro-batches, given bytes per micro-batch. Shared input bytes count once."""
+    return num_bytes * work.num_micro_batches - call.shared_bytes * (work.num_micro_batches - 1)
+
+
+def _add_bytes(allocations: Sequence[Allocation], tier: str, name: str, num_bytes: int) -> list[Allocation]:
+    """Return the list with `num_bytes` added to one allocation."""
+    previous = next((a for a in allocations if (a.tier, a.name) == (tier, name)), Allocation(tier, name, 0))
+    return [*(a for a in allocations if a is not previous), replace(previous, num_bytes=previous.num_bytes + num_bytes)]

@@ -1,0 +1,242 @@
+"""Count compute and memory of operations on `meta` tensors, one dispatch at a time, below autograd.
+
+Values determined by shapes alone (positions, masks, lengths) are also computed on the CPU, because models branch on
+them (`if mask.all()`). Values derived from weights or tokens are unknown: a boolean reads as False, and reading a
+number raises `UnknownValueError`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+from offload.engine.recording.watching import WatchingMode
+from offload.extras.plan.workload import NO_COST, Cost
+
+_MOST_KNOWN = 1 << 22
+"""Size limit, in elements, for values computed on the CPU."""
+_aten = torch.ops.aten
+_VALUE_READS = (_aten._local_scalar_dense.default,)
+_COPIES = (_aten._to_copy.default,)
+_EMPTY = frozenset((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided))
+_FREE_OPERATIONS = _EMPTY | {_aten._unsafe_view, _aten._reshape_alias}
+"""Operations without compute, besides views: allocations, and views not marked as views."""
+_GATHERS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))
+"""Operations reading only as many bytes as the result has, from a possibly larger table."""
+
+
+def _histc(values: torch.Tensor, bins: int = 100, *_range: float, **_options: float) -> torch.Tensor:
+    return values.new_empty(bins)
+
+
+def _grouped_mm(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    groups = (len(offs),) if right.dim() == 2 else ()
+    return left.new_empty(*groups, left.shape[0], right.shape[-1])
+
+
+_STAND_INS: dict[Any, Any] = {_aten.histc: _histc, _aten._grouped_mm: _grouped_mm}
+"""Replacements for operations without a `meta` kernel, or with one limited to bf16."""
+
+
+class UnknownValueError(Exception):
+    """The model reads a value not determined by shapes."""
+
+
+class OpCounter(WatchingMode):
+    """Counts operations on `meta` tensors and the memory they would use.
+
+    cost: total work so far.
+    live_bytes: bytes of live tensors created by operations. Tensors from outside, such as weights, are not counted.
+    peak_bytes: maximum live_bytes since `begin`.
+    """
+
+    def __init__(self, *, fuses_dropout: bool = True) -> None:
+        """Create a counter. `fuses_dropout`: attention with dropout is one fused kernel too, as on GPUs."""
+        super().__init__()
+        self._fuses_dropout = fuses_dropout
+        self.live_bytes = self.peak_bytes = 0
+        self.cost = NO_COST
+        self._own: dict[int, int] = {}  # storage address -> bytes
+        self._others: dict[int, Any] = {}
+        self._values: Any = WeakIdKeyDictionary()
+
+    @contextmanager
+    def watching(self) -> Iterator[OpCounter]:
+        """Count operations in this context, with attention counted as one fused kernel."""
+        with ExitStack() as stack:
+            stack.enter_context(self)
+            stack.enter_context(_FusedAttention(self, self._fuses_dropout))
+            yield self
+
+    def exchange(self, num_bytes: float) -> None:
+        """Add bytes exchanged with the sequence-parallel ranks."""
+        self.cost += replace(NO_COST, exchanged_bytes=num_bytes)
+
+    def begin(self) -> int:
+        """Reset the peak. Returns the live bytes."""
+        self.peak_bytes = self.live_bytes
+        return self.live_bytes
+
+    def count(self, flops: float, num_bytes: float) -> None:
+        """Add a matrix product, or without `flops` another kernel."""
+        self.cost += Cost(flops, num_bytes, 1) if flops else Cost(0.0, 0.0, 1, num_bytes)
+
+    def count_attention(self, flops: float, num_bytes: float) -> None:
+        """Add a kernel of fused attention, which no torch operation represents."""
+        self.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """Return an identifier for the tensor storage, unique among live storages."""
+        return int(tensor.untyped_storage()._cdata)
+
+    def is_own(self, storage: int) -> bool:
+        """Return True if an operation under this counter created the storage."""
+        return storage in self._own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if func in _VALUE_READS and inputs[0].is_meta:
+            value = self._values.get(inputs[0])
+            if value is None and inputs[0].dtype == torch.bool:
+                return False  # a question about tokens, such as "any padding?"
+            return func(self._known_value(inputs[0]))
+        if func in _COPIES and inputs[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            return func(self._known_value(inputs[0]), **kwargs)
+        for tensor in inputs:
+            key = self.storage_of(tensor)
+            if key not in self._own and key not in self._others:
+                self._remember(self._others, tensor, key, 0)
+        stand_in = _STAND_INS.get(func.overloadpacket) if inputs and inputs[0].is_meta else None
+        result: Any = (stand_in or func)(*args, **kwargs)
+        outputs = [t for t in tree_iter(result) if isinstance(t, torch.Tensor)]
+        for tensor in outputs:
+            key = self.storage_of(tensor)
+            if tensor.is_meta and key not in self._own and key not in self._others:
+                num_bytes = tensor.untyped_storage().nbytes()
+                self._remember(self._own, tensor, key, num_bytes)
+                self.live_bytes += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if not func.is_view and func.overloadpacket not in _FREE_OPERATIONS and any(t.is_meta for t in outputs):
+            if func.overloadpacket in _GATHERS:
+                inputs = [*outputs, *inputs[1:]]
+            num_bytes = sum(map(_touched_bytes, inputs)) + sum(map(_touched_bytes, outputs))
+            self.count(_flops(func, args, kwargs, result), num_bytes)
+        self._compute_values(func, args, kwargs, inputs, outputs, result)
+        return result
+
+    def _remember(self, storages: dict[int, Any], tensor: torch.Tensor, key: int, num_bytes: int) -> None:
+        storages[key] = num_bytes
+
+        def forget() -> None:
+            self.live_bytes -= storages.pop(key)
+
+        weakref.finalize(tensor.untyped_storage(), forget).atexit = False
+
+    def _known_value(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = self._values.get(tensor)
+        if value is None:
+            raise UnknownValueError(f"a value of a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+        return value
+
+    def _compute_values(self, func: Any, args: Any, kwargs: Any, inputs: Any, outputs: Any, result: Any) -> None:
+        is_known = all(not t.is_meta or t in self._values for t in inputs)
+        is_small = all(t.numel() <= _MOST_KNOWN for t in (*outputs, *inputs))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        is_unwritten = func.overloadpacket in _EMPTY and any(t.is_floating_point() for t in outputs)  # unit results
+        if not is_known or not is_small or is_random or is_unwritten:
+            for tensor in outputs:
+                self._values.pop(tensor, None)
+            return
+        if not any(t.is_meta for t in outputs):
+            return
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: self._values.get(t, t), (args, kwargs))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        values = func(*args, **kwargs)
+        for tensor, value in zip(tree_iter(result), tree_iter(values), strict=True):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                self._values[tensor] = value
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Replaces torch attention, because the `meta` version materializes the score matrix."""
+
+    def __init__(self, counter: OpCounter, fuses_dropout: bool) -> None:
+        super().__init__()
+        self._counter, self._fuses_dropout = counter, fuses_dropout
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            arguments = _signature.bind_partial(*args, **kwargs).arguments
+            if self._fuses_dropout or not arguments.get("dropout_p"):
+                # A causal kernel skips the upper triangle, unless a mask is given.
+                is_half = arguments.get("is_causal", False) and arguments.get("attn_mask") is None
+                tensors = arguments["query"], arguments["key"], arguments["value"]
+                return _Attention.apply(*tensors, self._counter, 0.5 if is_half else 1.0)
+        return func(*args, **kwargs)
+
+
+def _attend(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, **options: Any) -> None:
+    """Argument names of torch attention, a builtin without signature."""
+
+
+_signature = inspect.signature(_attend)
+
+
+class _Attention(torch.autograd.Function):
+    """FlashAttention (arXiv:2205.14135) over [batch, heads, tokens, size].
+
+    Saves the inputs, the result and one number per score row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counter: OpCounter, share: float
+    ) -> Any:
+        batch, heads, tokens, _ = query.shape
+        if value.shape[-1] == query.shape[-1]:
+            result = torch.empty_like(query)  # kernels use the query layout
+        else:
+            result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, sums)
+        ctx.counter, ctx.share = counter, share
+        shapes = query.shape, (*key.shape[:1], heads, *key.shape[2:]), (*value.shape[:1], heads, *value.shape[2:])
+        ctx.shapes = shapes
+        num_bytes = sum(map(_touched_bytes, (query, key, value, result)))
+        counter.count_attention(share * sdpa_flop_count(*shapes), num_bytes)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        query, key, value, result, _ = ctx.saved_tensors
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        flops = ctx.share * sdpa_backward_flop_count(gradient.shape, *ctx.shapes)
+        num_bytes = sum(map(_touched_bytes, (query, key, value, result, gradient, *gradients)))
+        ctx.counter.count_attention(flops, num_bytes)
+        return (*gradients, None, None)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Return the FLOPs of a product, from the torch formulas plus a formula for grouped products."""
+    if func.overloadpacket is _aten._grouped_mm:
+        return 2.0 * args[0].numel() * args[1].shape[-1]  # [S, K] x [groups, K, N], or [M, S] x [S, N]
+    formula = flop_registry.get(func.overloadpacket)
+    return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes touched when reading or writing a tensor. An expanded tensor counts only the storage size."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

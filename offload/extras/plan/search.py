@@ -1,0 +1,348 @@
+"""Placement search: choose the tiers and options for the fastest step with enough room on every tier.
+
+Follows AMSP (arXiv:2311.00257), a search over the sharding degree of each kind of model state, extended here to tiers.
+Following arXiv:2310.05350, sharding goes no further than needed: among equally fast placements, the one with the least
+traffic is chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from offload.distributed.ranks import SimulatedRanks
+from offload.engine.assemble import EnginePlan
+from offload.errors import ConfigError, DoesNotFitError
+from offload.extras.plan.shortened import without_garbage_collector
+from offload.extras.plan.timing import PlannedStep, Timing, compute_seconds, link_seconds
+from offload.extras.plan.workload import Workload
+from offload.layout.codecs import EXACT
+from offload.layout.regions import DiskLayout
+from offload.machine.hardware import Hardware
+from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
+from offload.planning.machines import Machine
+from offload.planning.memory import bytes_on
+from offload.planning.plan import Plan, budget_bytes, make_plan, sharding_of
+from offload.planning.settings import Settings
+from offload.tiers.placement import Placement
+
+STATES = (
+    ("device", "device"),
+    ("device", "auto"),
+    ("device", "cpu"),
+    ("cpu", "cpu"),
+    ("device", "nvme"),
+    ("cpu", "auto"),
+    ("cpu", "nvme"),
+    ("auto", "auto"),
+    ("nvme", "nvme"),
+)
+"""(parameter tier, optimizer tier) candidates, fastest tier first.
+
+Optimizer "auto" splits the states: device (updated there) plus host, or host plus disk.
+"""
+_FILES = tuple(("files", states) for states in ("cpu", "auto", "nvme"))
+_RECOMPUTE = ("auto", "never", "always")
+MIN_GAIN = 0.01
+"""Relative gain needed to justify more traffic. Smaller differences are below forecast accuracy."""
+_NUM_STEPS = 3
+"""Simulated steps per candidate."""
+_PREFETCH: tuple[str | int, ...] = ("auto", 1, 4)
+"""Prefetch candidates without a device budget.
+
+With a budget, "auto" prefetches as far as the remaining memory allows.
+"""
+
+
+def search(candidates: Sequence[PlacementCandidate]) -> PlacementCandidate | None:
+    """Return the fastest estimate among those with enough room; None: none fits.
+
+    Estimates are ordered from least to most traffic. The result is the first within `MIN_GAIN` of the fastest.
+    """
+    # Branch and bound: refine the candidate with the lowest bound until that bound is a simulated step time.
+    bounds = {number: (estimate.least_seconds, False) for number, estimate in enumerate(candidates)}
+    step_times: dict[int, float] = {}
+    while True:
+        limit = (1 + MIN_GAIN) * min(step_times.values(), default=math.inf)
+        chosen = min((number for number, seconds in step_times.items() if seconds <= limit), default=len(candidates))
+        best = step_times.get(chosen, math.inf)
+        # Earlier candidates can replace the chosen one; later candidates can only prove it too slow.
+        open_ones = [
+            (bound, number, is_planned)
+            for number, (bound, is_planned) in bounds.items()
+            if (bound <= limit if number < chosen else (1 + MIN_GAIN) * bound < best)
+        ]
+        if not open_ones:
+            return candidates[chosen] if step_times else None
+        bound, number, is_planned = min(open_ones)
+        estimate = candidates[number]
+        del bounds[number]
+        if is_planned:
+            step_times[number] = estimate.step_seconds
+        elif estimate.fits:
+            bounds[number] = max(bound, estimate.bound_seconds), True
+
+
+def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_machines: int = 1) -> Iterator[Settings]:
+    """Yield every concrete choice for options set to "auto", from least to most traffic.
+
+    Covers tiers for parameters, optimizer states, gradients and activations, plus update place, prefetch and recompute.
+    With several ranks, also every ZeRO stage up to the configured one; with several machines, one replica per machine
+    or one over all. Clipping changes the numerical result, so `clip` is left to the engine. `limited`: the device has a
+    budget or is an accelerator.
+    """
+    placement = settings.placement
+    replica_counts: Sequence[int | str] = (settings.replicas,)
+    if settings.replicas == "auto" and num_machines > 1:
+        is_plain = settings.link_gradients == EXACT.name and settings.replica_states == "whole"
+        replica_counts = (num_machines, 1) if is_plain else (num_machines,)
+    shapes = [
+        (replicas, stage)
+        for replicas in replica_counts
+        for stage in (range(settings.zero_stage + 1) if num_ranks not in (1, replicas) else (settings.zero_stage,))
+    ]
+    seen: set[str] = set()
+    for (replicas, stage), (parameters, states) in itertools.product(
+        shapes, _FILES if placement.parameters == "files" else STATES
+    ):
+        if placement.parameters not in ("auto", parameters) or placement.optimizer not in ("auto", states):
+            continue
+        for gradients, activations, update, recompute, prefetch in itertools.product(
+            _gradients(placement, states),
+            _activations(placement),
+            _updates(settings, parameters, states),
+            _RECOMPUTE if settings.recompute == "auto" else (settings.recompute,),
+            _PREFETCH if settings.prefetch == "auto" and not limited and states != "device" else (settings.prefetch,),
+        ):
+            tiers = {"parameters": parameters, "optimizer": states, "gradients": gradients, "activations": activations}
+            options = {"update": update, "recompute": recompute, "prefetch": prefetch}
+            options |= {"zero_stage": stage, "replicas": replicas}
+            try:
+                candidate = replace(settings, placement=replace(placement, **tiers), **options)  # type: ignore[arg-type]
+            except ConfigError:  # invalid combination
+                continue
+            if repr(candidate) not in seen:
+                seen.add(repr(candidate))
+                yield candidate
+
+
+def _gradients(placement: Placement, states: str) -> Sequence[str]:
+    """Return the gradient tiers to try: the configured tier, and disk if optimizer states are on disk."""
+    on_disk = states == "nvme" and placement.gradients == "auto" and placement.nvme_dir is not None
+    return ("cpu", "nvme") if on_disk else (placement.gradients,)
+
+
+def _activations(placement: Placement) -> Sequence[str]:
+    """Return the activation tiers to try. "auto" is the device."""
+    if placement.activations != "auto":
+        return (placement.activations,)
+    return ("auto", "cpu", "nvme") if placement.nvme_dir is not None else ("auto", "cpu")
+
+
+def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
+    """Return the update places to try.
+
+    States split between device and host need updates on the device. States split between host and disk need a disk.
+    """
+    if states == "device":
+        return ("cpu" if settings.update == "auto" else settings.update,)
+    places = [update for update in ("cpu", "both", "device") if settings.update in ("auto", update)]
+    if states != "auto":
+        places = [update for update in places if update != "both"]
+    if settings.host_bound:
+        places = [update for update in places if update == "cpu"]
+    if states == "auto" and settings.placement.nvme_dir is None:
+        places = [update for update in places if update != "cpu"]
+    return places if parameters != "auto" or settings.placement.nvme_dir is not None else ()
+
+
+class PlacementCandidate:
+    """Estimates for one candidate, from cheap bounds to a full simulation."""
+
+    def __init__(self, settings: Settings, search: PlacementSearch) -> None:
+        self.settings, self._search = settings, search
+        self._hardware, self._regions = search.hardware, search.prepared.structure.regions
+        self._sharding = sharding_of(settings, search.ranks)
+
+    @property
+    def least_seconds(self) -> float:
+        """Lower bound for the step time, from settings alone."""
+        settings = self.settings
+        is_on_host = settings.update == "cpu" and settings.placement.optimizer != "device"
+        return max(self._search.compute_s, self._update_bound(DiskLayout(sharding=self._sharding)) if is_on_host else 0)
+
+    def _update_bound(self, layout: DiskLayout, backward_s: float = 0.0) -> float:
+        """Return the lower bound for host updates, in seconds.
+
+        Updates waiting for the gradient norm cannot overlap the next backward, so `backward_s` is added.
+        """
+        settings, num_bytes = self.settings, host_update_bytes(self._regions, layout)
+        waits = settings.needs_all_gradients and settings.resolved_clip != "speculative" and not settings.delay
+        update = _rate(link_seconds(settings, self._hardware, self._sharding)["update"], num_bytes)
+        return update + (backward_s if waits and num_bytes else 0.0)
+
+    @cached_property
+    def step(self) -> PlannedStep | None:
+        """Planned step; None: planning fails."""
+        plan = self._search.plan(self.settings)
+        if plan is None:
+            return None
+        prepared = replace(self._search.prepared, settings=self.settings, plan=plan)
+        return PlannedStep(prepared, self._search.workload, self._hardware)
+
+    @cached_property
+    def fits(self) -> bool:
+        """True if every tier has enough room."""
+        step, placement, hardware = self.step, self.settings.placement, self._hardware
+        if step is None:
+            return False
+        needs = {tier: bytes_on(tier, step.plan.allocations) + step.waiting_bytes(tier) for tier in ("cpu", "nvme")}
+        if needs["nvme"] and not hardware.rates.has_disk:
+            return False
+        budgets = {"cpu": budget_bytes(placement.host_memory), "nvme": budget_bytes(placement.nvme_memory)}
+        own = {"cpu": hardware.host_bytes // self._search.num_ranks, "nvme": None}
+        if hardware.disk_bytes is not None:
+            own["nvme"] = hardware.disk_bytes // self._search.num_ranks
+        rooms = {tier: own[tier] if budget is None else budget for tier, budget in budgets.items()}
+        if any(room is not None and needs[tier] > room for tier, room in rooms.items()):
+            return False
+        if hardware.shares_memory and step.device_bytes + needs["cpu"] > hardware.host_bytes // self._search.num_ranks:
+            return False
+        return step.budget_bytes is None or step.device_bytes <= step.budget_bytes
+
+    @cached_property
+    def bound_seconds(self) -> float:
+        """Lower bound for the step time, from the plan.
+
+        The maximum over busy times of single lanes and over sequential dependencies: gradients arrive after the last
+        forward and before the next one.
+        """
+        assert self.step is not None
+        calls, seconds, layout = self.step.calls, self.step.seconds(), self.step.plan.layout
+        forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
+        backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
+        sharding, trainable = self._sharding, [region for region in self._regions if region.trainable]
+        ranges = sharding.num_ranges
+        if self.step.plan.tiers[1] == "device":
+            return forward + backward + seconds["here"](update_bytes(trainable, sharding))
+        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in trainable)
+        gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // ranges
+        waiting = self.step.waiting_bytes("cpu", "nvme")
+        up, down = weights + waiting, gradients + waiting
+        streamed = streamed_bytes(trainable, layout)
+        up, down = up + streamed[0], down + streamed[1]
+        on_disk = sum(
+            region.plane(name).num_bytes(region.numel // ranges) for region in trainable for name in layout.of(region)
+        )
+        on_disk += self.step.waiting_bytes("nvme")
+        return max(
+            forward + backward,
+            forward + _rate(seconds["d2h"], gradients),
+            _rate(seconds["h2d"], up),
+            _rate(seconds["d2h"], down),
+            _rate(seconds["nvme_read"], on_disk),
+            _rate(seconds["nvme_write"], on_disk),
+            self._update_bound(layout, backward),
+        )
+
+    @cached_property
+    def timing(self) -> Timing:
+        """Simulated timing. Valid only if the candidate fits."""
+        assert self.step is not None
+        return self._search.simulate(self.step)
+
+    @property
+    def step_seconds(self) -> float:
+        """Simulated step time in seconds."""
+        return self.timing.step_seconds
+
+
+@dataclass
+class PlacementSearch:
+    """Evaluates candidate settings for a model on a machine. Plans and simulations are shared between candidates."""
+
+    prepared: EnginePlan
+    """Model structure and parameter layout. Of the settings, only the precision is read."""
+    workload: Workload
+    """Model compute."""
+    hardware: Hardware
+    """Hardware available to each rank."""
+    machine: Machine
+    """Machine for planning."""
+    num_ranks: int = 1
+    """Ranks sharing the memory and disk of a machine."""
+
+    @property
+    def ranks(self) -> SimulatedRanks:
+        """Simulated ranks on all machines."""
+        num_machines = self.hardware.num_machines
+        return SimulatedRanks(self.num_ranks * num_machines, num_machines)
+
+    def __post_init__(self) -> None:
+        self._plans: dict[str, Plan | None] = {}
+        self._timings: dict[str, Timing] = {}
+
+    def evaluate(self, settings: Settings) -> PlacementCandidate:
+        """Return the estimates for a candidate."""
+        return PlacementCandidate(settings, self)
+
+    def choose(self, settings: Settings, *, limited: bool, cuts: bool = False, times: bool = True) -> Settings:
+        """Return settings with every "auto" replaced by the search result.
+
+        Returns `settings` unchanged if nothing fits, so that planning reports every shortage, and for forward-only
+        optimizers, which have no bounds here. `cuts`: the ZeRO stage is open. `times` False: return the first candidate
+        with enough room.
+        """
+        if not settings.optimizer.has_gradients:
+            return settings
+        ranks = self.ranks
+        choices = placements(
+            settings, limited=limited, num_ranks=ranks.size if cuts else 1, num_machines=ranks.num_machines
+        )
+        if self.hardware.device == "cpu" and settings.update == "auto":  # one lane makes all updates
+            choices = (each for each in choices if each.update != "both")
+        candidates = map(self.evaluate, choices)
+        with without_garbage_collector():
+            chosen = search(list(candidates)) if times else next((each for each in candidates if each.fits), None)
+        return settings if chosen is None else chosen.settings
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Seconds of forward and backward compute, independent of placement."""
+        work, settings = self.workload, self.prepared.settings
+        parts, fuses = work.num_micro_batches, settings.compile == "auto"
+        return sum(
+            max(compute_seconds(call, [cost], parts, settings.precision, self.hardware, fuses=fuses))
+            for call in work.calls
+            for cost in (call.forward, call.backward)
+        )
+
+    def plan(self, settings: Settings) -> Plan | None:
+        """Return the plan for settings; None: planning fails."""
+        # Recomputation does not change the plan.
+        key = repr(replace(settings, recompute="always"))
+        if key not in self._plans:
+            units, regions = self.prepared.structure.units, self.prepared.structure.regions
+            try:
+                self._plans[key] = make_plan(settings, units, regions, self.ranks, self.machine)
+            except (DoesNotFitError, ConfigError):
+                self._plans[key] = None
+        return self._plans[key]
+
+    def simulate(self, step: PlannedStep) -> Timing:
+        """Return the simulated timing of a step, cached by everything the simulation depends on."""
+        calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls]
+        plan = step.simulated_plan()
+        settings = replace(plan.settings, recompute="always", prefetch="auto")  # calls and plan already include both
+        key = repr((replace(plan, regions=(), settings=settings), calls))
+        if key not in self._timings:
+            self._timings[key] = step.simulate(_NUM_STEPS)
+        return self._timings[key]
+
+
+def _rate(seconds: Callable[[int], float], num_bytes: int) -> float:
+    """Return the transfer time without per-transfer latency, because the number of transfers is unknown here."""
+    return seconds(num_bytes) - seconds(0)

@@ -1,0 +1,453 @@
+"""Simulate training steps: real engine components on simulated lanes with a virtual clock.
+
+`Executor`, `Slots`, `Store`, `Nvme`, `GradientFlow`, `Updates`, `SlotUpdates` and `ActivationOffload` are the engine
+classes, with all fences and rings. Simulated lanes do no work; each job takes the time its bytes take on the link.
+Memory is mapped but never touched, except for padding. This module adds only the call order in each training method.
+
+Not simulated: random delays, evaluation, checkpoint writes, and custom loops with several backwards per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.distributed.ranks import SimulatedRanks
+from offload.engine.gradients.device_updates import open_place
+from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.norms import CopySquares, Measures
+from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace
+from offload.engine.gradients.updates import Updates
+from offload.engine.methods.slot_updates import SlotUpdates
+from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
+from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
+from offload.lanes.ticket import Ticket
+from offload.layout.regions import DiskLayout, Region
+from offload.planning.disk import read_ring
+from offload.planning.memory import BUFFER, SCRATCH, SHARDS
+from offload.planning.settings import Settings
+from offload.schedule.execute import Executor
+from offload.tiers.accelerator_device import AcceleratorDevice
+from offload.tiers.counters import Counters
+from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
+from offload.tiers.device import CpuDevice
+from offload.tiers.host import Arena
+from offload.tiers.ledger import Ledger
+from offload.tiers.model_files import ModelFiles
+from offload.tiers.nvme import Nvme, Stripes
+from offload.tiers.slots import Slots
+from offload.tiers.store import Store
+from offload.tiers.tile import Tile
+
+_NUM_STEPS, _NUM_WARM = 6, 3
+"""Simulated steps, and warm-up steps among them.
+
+The first step fetches on demand. After it, device residency can still change from step to step for a while.
+"""
+
+
+@dataclass(frozen=True)
+class SimulatedCall:
+    """A unit use over all micro-batches in a step: forward, and later backward.
+
+    Without `regions`, a stretch between units.
+
+    regions: unit regions.
+    forward_s, backward_s: compute seconds. The backward includes activation recomputation.
+    forward_host_s, backward_host_s: launch time on the host; if the host itself computes, time for other work.
+    num_parts: micro-batch count. Seconds are divided evenly.
+    saved_bytes: offloaded input bytes; 0 if inputs stay on the device or the graph is offloaded.
+    graph_bytes: offloaded graph bytes. The graph replaces the inputs.
+    reads_weights: True if the backward reads weights.
+    """
+
+    regions: tuple[Region, ...]
+    forward_s: float
+    backward_s: float
+    forward_host_s: float = 0.0
+    backward_host_s: float = 0.0
+    num_parts: int = 1
+    saved_bytes: int = 0
+    graph_bytes: int = 0
+    reads_weights: bool = True
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """The engine plan, reduced to values needed to simulate the lanes.
+
+    regions: all regions, by index.
+    settings: update timing, activation tiers and update rule are read; the rest is ignored.
+    layout: planes on disk, tile size, and the range for this rank.
+    rings: disk ring sizes in bytes, by name.
+    buffer_bytes: gradient buffer size on the device.
+    capacity_bytes: device memory for streamed weights.
+    lookahead, max_cargoes: cargoes fetched ahead, and maximum held at the same time (None: as many as fit).
+    staging_bytes, shard_bytes: device buffers for gradients consumed immediately, and for reduced shards.
+    update_ring_bytes: device ring for host states updated on the device.
+    resident: indices of regions always on the device.
+    lasting: indices of regions whose gradients leave the device only after the backward.
+    num_machines: machines the ranks are spread over.
+    on_device: True if optimizer states are stored on the device.
+    in_stream: True if compute is an accelerator stream and the host runs ahead.
+    inline: True if compute itself makes copies and updates.
+    corrects: True if speculative clipping has to correct updates.
+    wide: True if the gradient buffer sums in fp32.
+    step_host_s: host seconds per step.
+    tile_host_s: host seconds per submitted update tile.
+    """
+
+    regions: tuple[Region, ...]
+    settings: Settings
+    layout: DiskLayout
+    buffer_bytes: int
+    capacity_bytes: int
+    lookahead: int
+    max_cargoes: int | None
+    rings: Mapping[str, int] = field(default_factory=dict)
+    staging_bytes: int = 0
+    shard_bytes: int = 0
+    update_ring_bytes: int = 0
+    resident: frozenset[int] = frozenset()
+    lasting: frozenset[int] = frozenset()
+    num_machines: int = 1
+    on_device: bool = False
+    in_stream: bool = False
+    inline: bool = False
+    corrects: bool = False
+    wide: bool = False
+    step_host_s: float = 0.0
+    tile_host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """Averages for a simulated steady-state step."""
+
+    seconds: float
+    """Step time in seconds."""
+    busy_s: Mapping[str, float]
+    """Busy seconds per link, and for compute."""
+    exposed_s: Mapping[str, float]
+    """Seconds compute waits, per link."""
+    nvme_written_bytes: float
+    """Bytes written to disk."""
+    network_bytes: float = 0.0
+    """Bytes this rank sends to other machines."""
+
+
+def simulate(
+    calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds], num_steps: int = _NUM_STEPS
+) -> SimulatedStep:
+    """Simulate steps and return the mean over the steps after warm-up.
+
+    seconds: transfer time functions, see `SimulatedLanes`. "collective" receives the bytes this rank contributes.
+    """
+    warm = min(_NUM_WARM, num_steps - 1)
+    with closing(SimulatedEngine(calls, plan, seconds)) as engine:
+        for _ in range(warm):
+            engine.step()
+        before = engine.totals()
+        for _ in range(num_steps - warm):
+            engine.step()
+        after, count = engine.totals(), num_steps - warm
+    mean = [{name: (b[name] - a.get(name, 0.0)) / count for name in b} for a, b in zip(before, after, strict=True)]
+    return SimulatedStep(mean[0]["now"], mean[1], mean[2], mean[0]["written"], mean[0]["sent"])
+
+
+class _SimulatedFile(Stripes):
+    """A size counter in place of a file."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def reserve(self, num_bytes: int) -> int:
+        self.num_bytes += num_bytes
+        return self.num_bytes - num_bytes
+
+
+class _SimulatedNvme(Nvme):
+    """NVMe tier with rings but no files."""
+
+    def __init__(self, rings: Mapping[str, int], lanes: SimulatedLanes, counters: Counters) -> None:
+        self._ledger = Ledger("nvme", None, "")
+        self._states, self._activations = _SimulatedFile(), _SimulatedFile()
+        self._arena = Arena(sum(rings.values()))
+        memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
+        self._open_channels(memory, lanes, counters)
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+class _SimulatedAccelerator(CpuDevice):
+    """CPU memory in place of accelerator memory, with the same decoding."""
+
+    decodes_at_once = AcceleratorDevice.decodes_at_once
+
+
+class _SimulatedMeasures(Measures):
+    """Every parameter has a gradient. With `corrects`, gradients are large enough to be clipped."""
+
+    def __init__(self, regions: Sequence[Region], square: float) -> None:
+        self.touched = {region.index: [True] * len(region.pieces) for region in regions}
+        self.squares = {piece: square * region.trainable for region in regions for piece in region.pieces}
+
+    def begin_step(self) -> None:
+        """Do nothing: all steps are equal."""
+
+    def measure(self, region: Region, flat: torch.Tensor) -> CopySquares | None:  # noqa: ARG002
+        return None
+
+    def finish(self) -> None:
+        """Do nothing: the simulated ranks exchange only a few numbers."""
+
+
+class _TimedUpdatePlace:
+    """Wraps an update place and adds host time per tile."""
+
+    def __init__(self, place: UpdatePlace, lanes: SimulatedLanes, tile_host_s: float) -> None:
+        self._place, self._lanes, self._tile_host_s = place, lanes, tile_host_s
+
+    def submit(self, tile: TileUpdate) -> Ticket:
+        """Submit a tile update."""
+        ticket = self._place.submit(tile)
+        self._lanes.spend(self._tile_host_s)
+        return ticket
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._place.begin_step()
+
+    def check(self) -> None:
+        """Do nothing: there is no computation to check."""
+
+
+class SimulatedEngine:
+    """An engine on simulated lanes. `step` calls the components like the real training methods."""
+
+    def __init__(self, calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds]) -> None:
+        self._calls, self._plan, settings = calls, plan, plan.settings
+        self._device_seconds, self._counters = seconds.get("here", lambda _: 0.0), Counters()
+        self._lanes = lanes = SimulatedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
+        device_class = _SimulatedAccelerator if plan.in_stream else CpuDevice
+        device, host = device_class(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
+        nvme = _SimulatedNvme(plan.rings, lanes, self._counters) if plan.rings else None
+        ring_bytes = read_ring(plan.layout, plan.regions)
+        files = ModelFiles(ring_bytes, host, lanes, self._counters, None) if ring_bytes else None
+        self._store = Store(
+            plan.regions,
+            (),
+            tier="device" if plan.on_device else "cpu",
+            device=device,
+            host=host,
+            lanes=lanes,
+            layout=plan.layout,
+            nvme=nvme,
+            files=files,
+            comm=SimulatedRanks(plan.layout.sharding.num_ranks, plan.num_machines),
+            counters=self._counters,
+        )
+        if settings.keeps_gradients:
+            self._store.hold_gradients(accumulates=False)
+        deferred = DeferredUpdates()
+        self._slots = Slots(
+            self._store, device, deferred, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
+        )
+        limit = settings.max_grad_norm or 1.0
+        flow = self._flow = GradientFlow(
+            self._store,
+            (),
+            device,
+            lanes,
+            self._counters,
+            settings,
+            device.allocate("staging", plan.staging_bytes),
+            {BUFFER: plan.buffer_bytes, SHARDS: plan.shard_bytes, SCRATCH: 0},
+            _SimulatedMeasures(plan.regions, (2.0 * limit) ** 2 if plan.corrects else 0.0),
+        )
+        for region in plan.regions:
+            if region.index in plan.lasting:
+                flow.make_lasting(region)
+        self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, lands_late=flow.lasts)
+        in_place = InPlaceUpdates(self._store.update_lane, device, nullcontext)
+        ring = device.allocate("update ring", plan.update_ring_bytes) if plan.update_ring_bytes else None
+        update_place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)
+        timed_place = _TimedUpdatePlace(update_place, lanes, plan.tile_host_s)
+        self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)  # type: ignore[arg-type]
+        self._pending = SlotUpdates(
+            self._store, self._slots, self._updates, deferred, lanes, device, settings.optimizer.lr
+        )
+
+        def pool(tier: str) -> ActivationOffload | None:
+            if tier == "nvme":
+                assert nvme is not None
+                return DiskActivationOffload(device, lanes, self._counters, nvme)
+            return HostActivationOffload(device, lanes, self._counters, host) if tier == "cpu" else None
+
+        self._inputs, self._graphs = pool(settings.placement.activations), pool(settings.placement.graphs)
+        largest = max((max(call.saved_bytes, call.graph_bytes) for call in calls), default=0)
+        self._sample_inputs = device.allocate("unit inputs", largest)
+        self._saved: dict[int, tuple[ActivationOffload, torch.Tensor]] = {}
+        self._prefetches: dict[tuple[int, int], Sequence[Ticket]] = {}
+        self._slots.keep([region for region in plan.regions if region.index in plan.resident])
+        self._users: dict[int, list[tuple[Region, ...]]] = {region.index: [] for region in plan.regions}
+        for call in calls:
+            for region in call.regions:
+                self._users[region.index].append(call.regions)
+        self._number = settings.delay_after
+
+    def totals(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Return totals so far: (time and bytes written or sent, busy seconds, exposed seconds)."""
+        counters = self._counters
+        sent = counters.network_bytes + counters.next_network_bytes
+        counts = {"now": self.now_s, "written": float(counters.nvme_write_bytes), "sent": float(sent)}
+        return counts, self._lanes.busy_s, dict(self._lanes.exposed_s)
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._store.close()
+
+    @property
+    def now_s(self) -> float:
+        """Simulated time in seconds."""
+        return self._lanes.now_s
+
+    def finish(self) -> None:
+        """Wait until all lanes are idle."""
+        self._lanes.finish()
+
+    def step(self) -> None:
+        """Simulate one step."""
+        self._slots.settle()
+        if self._plan.settings.optimizer.has_gradients:
+            self._step_of_backward()
+        else:
+            self._step_of_forwards()
+        self._number += 1
+        self._lanes.compute(0.0, self._plan.step_host_s)
+        self._slots.settle()
+
+    # -- methods of training ---------------------------------------------------------------------------------
+
+    def _step_of_backward(self) -> None:
+        """Same call order as `offload.engine.methods.backward`."""
+        updates, norm = self._updates, None
+        if updates.learns_first:
+            self._begin_pass(learns=True)
+            self._passes()
+            norm = updates.learn()
+            self._executor.end()
+        self._begin_pass(norm=norm)
+        self._passes()
+        rank, loss = self._order(), self._lanes.mark()
+        wraps = updates.is_immediate and not updates.learns_first
+        updates.apply(rank, lambda: self._expect_next(wraps))
+        self._lanes.wait(loss)
+
+    def _begin_pass(self, learns: bool = False, norm: float | None = None) -> None:
+        self._flow.begin_step()
+        self._flow.widen(self._plan.wide)
+        self._updates.begin_step(0.0, False, self._number, learns=learns, norm=norm)
+        self._executor.begin("step", wraps=self._updates.is_immediate)
+
+    def _step_of_forwards(self) -> None:
+        """Same call order as `offload.extras.zeroth.forwards`. The forward of each call includes all passes."""
+        self._updates.begin_step(0.0, True, self._number)
+        self._executor.begin("step")
+        for number, call in enumerate(self._calls):
+            self._forward(number, call)
+        self._lanes.wait(self._lanes.mark())  # for the losses
+        trainable = sorted((region for region in self._plan.regions if region.trainable), key=self._order())
+        works = {region: self._slot_update(region) for region in trainable}
+        self._updates.flush()
+        self._pending.defer({region: works.pop(region) for region in trainable if self._pending.can_defer(region)})
+        self._updates.descend(works, lambda: self._expect_next(wraps=False))
+
+    def _slot_update(self, region: Region) -> UpdateFunction:
+        """Return the update for a region, with simulated compute time if compute itself runs updates."""
+
+        def work(tile: Tile, _planes: object, _gradients: object) -> int:
+            self._lanes.compute(self._device_seconds(region.update_bytes(tile.end - tile.begin)))
+            return 0
+
+        return work
+
+    def _order(self) -> Callable[[Region], float]:
+        return self._executor.order(lambda region: self._users[region.index])
+
+    def _expect_next(self, wraps: bool) -> None:
+        """Same call order as `Method._start_fetches`."""
+        self._executor.end()
+        self._executor.expect("step", wraps)
+
+    # -- passes ----------------------------------------------------------------------------------------------
+
+    def _passes(self) -> None:
+        for number, call in enumerate(self._calls):
+            self._put(number, self._inputs, call.saved_bytes)
+            self._forward(number, call)
+        for number in reversed(range(len(self._calls))):
+            self._backward(number, self._calls[number])
+
+    def _put(self, number: int, pool: ActivationOffload | None, num_bytes: int) -> None:
+        if pool is not None and num_bytes:
+            self._saved[number] = pool, pool.put(self._sample_inputs[:num_bytes])
+
+    def _forward(self, number: int, call: SimulatedCall) -> None:
+        if call.regions:
+            self._executor.enter(call.regions, False)
+            self._pending.run(call.regions)
+        self._lanes.compute(call.forward_s, call.forward_host_s)
+        self._put(number, self._graphs, call.graph_bytes)
+        if call.regions:
+            self._executor.leave(call.regions, self._lanes.mark())
+
+    def _backward(self, number: int, call: SimulatedCall) -> None:
+        if call.regions:
+            self._executor.enter(call.regions, True, call.reads_weights)
+        self._flow.open(call.regions)
+        for part in range(call.num_parts):
+            self._wait_for_inputs(number, part)
+            self._lanes.compute(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)
+        self._prefetch_previous(number, 1)
+        self._flow.close(call.regions)
+        if call.regions:
+            self._executor.leave(call.regions, self._lanes.mark())
+
+    # -- saved inputs ----------------------------------------------------------------------------------------
+
+    def _wait_for_inputs(self, number: int, part: int) -> None:
+        """Wait for the saved inputs of a micro-batch and prefetch the next.
+
+        Like `UnitCall` and `SavedInputs.prefetch_previous`.
+        """
+        call = self._calls[number]
+        is_last = part + 1 == call.num_parts
+        self._prefetch(number, part)
+        if is_last:
+            self._prefetch_previous(number, 0)
+        elif call.regions and self._lanes.overlap:
+            self._prefetch(number, part + 1)
+        tickets = self._prefetches.pop((number, part), None)
+        if tickets is None:
+            return
+        self._lanes.compute_after(tickets)
+        if is_last:
+            pool, saved = self._saved.pop(number)
+            pool.free(saved.untyped_storage().data_ptr())
+
+    def _prefetch_previous(self, number: int, part: int) -> None:
+        regions = self._calls[number].regions
+        if regions and self._lanes.overlap:  # skip other chunks of the same head: each ends before the next begins
+            before = (n for n in reversed(range(number)) if self._calls[n].regions not in ((), regions))
+            self._prefetch(next(before, -1), part)
+
+    def _prefetch(self, number: int, part: int) -> None:
+        if number in self._saved and part < self._calls[number].num_parts and (number, part) not in self._prefetches:
+            pool, saved = self._saved[number]
+            size = len(saved) // self._calls[number].num_parts
+            _, self._prefetches[number, part], _ = pool.get(saved[part * size : (part + 1) * size])

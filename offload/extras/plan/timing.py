@@ -1,0 +1,497 @@
+"""Forecast step time: simulate the plan and workload at the rates of a machine (`simulated_step`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+from offload.engine.assemble import EnginePlan
+from offload.engine.spare_memory import divide_memory
+from offload.extras.plan.memory import StepMemory, device_budget
+from offload.extras.plan.routed import RoutedExperts, routed_experts
+from offload.extras.plan.shortened import simulate_shortened
+from offload.extras.plan.simulated_lanes import DECODING, Seconds
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep
+from offload.extras.plan.workload import Cost, UnitWork, Workload
+from offload.lanes.throttle import Throttle
+from offload.layout.planes import PAGE_BYTES
+from offload.layout.regions import DiskLayout, Region, Sharding
+from offload.machine.hardware import Hardware, Rates
+from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
+from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
+from offload.planning.memory import (
+    BUFFER,
+    SHARDS,
+    SLOT,
+    STAGING,
+    gradient_lasts,
+    resident_regions,
+    shard_bytes,
+    staging_bytes,
+)
+from offload.planning.settings import Settings
+from offload.tiers.nvme import ACTIVATION_RING, RING_TILES
+
+_USE_HOST_S = 0.05e-3, 0.1e-3
+_FUSED_SHARE = 0.43
+"""Share of non-product memory traffic left after torch.compile fusion.
+
+Derived from the torchtitan numbers for an 8B Llama on H100s, 5,762 and 6,667 tokens/s (docs/performance.md, table 1),
+with 24 % of an eager block in such operations.
+"""
+_EAGER_GAPS = 0.03
+"""Idle device time between eager kernels, relative to kernel time.
+
+A profiled step on an H200 (8B, 32,768 tokens) had 0.142 s of gaps beside 4.11 s of kernels.
+"""
+_PART_HOST_S = 0.15e-3, 0.35e-3
+"""Host seconds (forward, backward) for a unit use beyond plain PyTorch, per micro-batch; `_USE_HOST_S`: per use.
+
+Together 0.65 ms per use and step with one micro-batch (benchmarks/overhead.py).
+"""
+TILE_HOST_S = 0.2e-3
+"""Host time for one update tile, see `offload.planning.disk`."""
+STEP_HOST_S = 1e-3
+"""Host time per step outside units: batch H2D copy, loss D2H copy, gradient norm."""
+_MOST_PARTS = 4
+"""Maximum number of simulated micro-batches per use. More are grouped; the step time changes by less than 0.1 %."""
+_MOST_TILES = 4
+"""Maximum number of simulated tiles per region. More tiles hardly change the step time but slow the simulation."""
+_MOST_PIECES = 4
+"""Maximum number of simulated head chunks, for the same reason."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Step time forecast.
+
+    step_seconds: step time in the steady state.
+    lane_seconds: busy seconds per link, and for compute.
+    bound_by: the busiest lane.
+    tokens_per_second: throughput over all ranks.
+    mfu: model FLOPs (forward and backward without recomputation; all forwards for forward-only training) divided by the
+        FLOPs possible at device peak.
+    nvme_written_bytes: bytes this rank writes per step.
+    exposed: seconds compute was idle, by the link that caused the wait.
+    network_bytes: bytes this rank sends to other machines per step.
+    hides_from_tokens: token count over all ranks at which compute takes as long as the busiest link. None: no such
+        count, because the traffic grows as fast as compute, or compute itself sends over the network.
+    """
+
+    step_seconds: float
+    lane_seconds: Mapping[str, float]
+    bound_by: str
+    tokens_per_second: float
+    mfu: float
+    nvme_written_bytes: int
+    exposed: Mapping[str, float]
+    network_bytes: int = 0
+    hides_from_tokens: int | None = None
+
+
+@dataclass
+class PlannedStep:
+    """A planned step, in the form the simulated engine takes.
+
+    Throttles in the settings replace the link rates they limit.
+    """
+
+    prepared: EnginePlan
+    """Engine plan with settings."""
+    workload: Workload
+    """Model compute."""
+    hardware: Hardware
+    """Target machine."""
+    clips: bool = True
+    """True if the gradient norm exceeds the clip threshold.
+
+    Speculative clipping then corrects the updates made before the norm was known.
+    """
+
+    def __post_init__(self) -> None:
+        prepared, structure = self.prepared, self.prepared.structure
+        self.settings, self.regions, self.units, self.plan = (
+            prepared.settings,
+            structure.regions,
+            structure.units,
+            prepared.plan,
+        )
+
+    def simulate(self, num_steps: int = 6) -> Timing:
+        """Simulate `num_steps` steps and return the timing after warm-up.
+
+        Long rows of identical blocks are shortened.
+        """
+        return self._to_timing(simulate_shortened(self.calls, self.simulated_plan(), self.seconds(), num_steps))
+
+    # -- compute ---------------------------------------------------------------------------------------------
+
+    @property
+    def _in_stream(self) -> bool:
+        return self.hardware.device != "cpu"
+
+    @property
+    def inline(self) -> bool:
+        """True if compute itself makes the copies and updates."""
+        return not self.plan.overlap and not self._in_stream
+
+    @cached_property
+    def calls(self) -> list[SimulatedCall]:
+        """Unit uses in a step, in forward order."""
+        memory, parts = self._memory, self.workload.num_micro_batches
+        in_graphs = memory.kept | memory.offloaded
+        unit_regions = {unit.name: unit.regions for unit in self.units if not unit.resident}
+        if not self._has_backward:
+            return list(self._forward_only_calls(unit_regions))
+        calls = []
+        for number, (work, times) in enumerate(_limit_chunks(self.workload)):
+            regions = unit_regions.get(work.name or "", ())
+            experts = self._experts.get(work.name or "")
+            recomputation = [work.forward] if regions and number not in in_graphs else []
+            inputs, graph = memory.offloaded_bytes(number)
+            host = self._host_seconds(work) if regions else (0.0, 0.0)
+            forward, backward = (
+                self._compute(work, [work.forward]),
+                self._compute(work, [*recomputation, work.backward]),
+            )
+            adds_s = self._adding_seconds(work, regions)
+            exposed = (0.0, 0.0) if experts is None else self._exposed_expert_seconds(experts)
+            calls.append(
+                SimulatedCall(
+                    regions if experts is None else (*regions, *experts.hit),
+                    forward[0] * times + exposed[0],
+                    (backward[0] + adds_s) * times + exposed[1],
+                    (forward[1] + host[0]) * times,
+                    (backward[1] + host[1]) * times,
+                    num_parts=min(parts, _MOST_PARTS),
+                    saved_bytes=round(inputs * times),
+                    graph_bytes=round(graph * times),
+                    reads_weights=work.reads_weights,
+                )
+            )
+        return calls
+
+    @cached_property
+    def _experts(self) -> dict[str, RoutedExperts]:
+        """Streamed experts by block name."""
+        return routed_experts(self.prepared.structure, self.workload)
+
+    def _exposed_expert_seconds(self, experts: RoutedExperts) -> tuple[float, float]:
+        """Return the minimum (forward, backward) wait for the experts of a layer, in seconds.
+
+        The first record cannot be predicted, so its fetch is exposed. From the second micro-batch on, all records are
+        exposed.
+        """
+        seconds, num_repeats = self.seconds(), self.workload.num_micro_batches - 1
+        up = seconds["h2d"](experts.record_bytes) + num_repeats * seconds["h2d"](experts.travelling_bytes)
+        return up, up + num_repeats * seconds["d2h"](experts.gradient_bytes())
+
+    @cached_property
+    def _merged_regions(self) -> list[Region]:
+        """All regions, with experts merged."""
+        expert_regions = {r.index for unit in self.units if unit.in_records for r in unit.regions}
+        merged = [region for experts in self._experts.values() for region in (*experts.hit, *experts.missed)]
+        return [*(region for region in self.regions if region.index not in expert_regions), *merged]
+
+    @property
+    def _has_backward(self) -> bool:
+        return self.settings.optimizer.has_gradients
+
+    def _forward_only_calls(self, unit_regions: Mapping[str, tuple[Region, ...]]) -> Iterator[SimulatedCall]:
+        """Yield the uses of a forward-only step (MeZO), each with all passes and the weight perturbation.
+
+        A perturbation reads the weights once and writes both sides. The estimate assumes every unit participates, and
+        omits random number generation and magnitudes.
+        """
+        directions = self.settings.optimizer.num_directions
+        device_seconds = self.seconds()["here"]
+
+        def perturb_s(regions: Iterable[Region]) -> float:
+            return directions * device_seconds(3 * sum(region.weight_bytes for region in regions if region.trainable))
+
+        if stay := [unit for unit in self.units if unit.resident]:
+            yield SimulatedCall((), sum(perturb_s(unit.regions) for unit in stay), 0.0)
+        last = None
+        for work in self.workload.calls:
+            regions = unit_regions.get(work.name or "", ())
+            device_s, host_s = self._compute(work, [work.forward] * (2 * directions))
+            if regions and (directions > 1 or work.name != last):  # a repeated use keeps the weights
+                device_s += perturb_s(regions)
+            last = work.name or last
+            if regions:
+                host_s += 2 * directions * self._host_seconds(work)[0]
+            yield SimulatedCall(regions, device_s, 0.0, host_s, 0.0)
+
+    def _host_seconds(self, work: UnitWork) -> tuple[float, float]:
+        """Return the host seconds per use beyond kernel launches, (forward, backward)."""
+        num_runs, once, each = work.num_runs(self.workload.num_micro_batches), _USE_HOST_S, _PART_HOST_S
+        return once[0] + each[0] * num_runs, once[1] + each[1] * num_runs
+
+    def _adding_seconds(self, work: UnitWork, regions: Iterable[Region]) -> float:
+        """Return the device seconds for gradient accumulation over micro-batches or head chunks.
+
+        Each partial gradient is read, and the fp32 sum is read and written.
+        """
+        num_runs = work.num_runs(self.workload.num_micro_batches)
+        if num_runs == 1 and (work.is_cut or self.workload.num_chunks == 1):
+            return 0.0
+        moved = sum(region.weight_bytes + 8 * region.numel for region in regions if region.trainable)
+        return num_runs * moved / self.hardware.rates.elementwise
+
+    def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
+        parts, settings = self.workload.num_micro_batches, self.settings
+        fuses = settings.compile == "auto"
+        return compute_seconds(work, costs, parts, settings.precision, self.hardware, fuses=fuses)
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _memory(self) -> StepMemory:
+        return StepMemory(self.prepared, self.workload, self.hardware)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Device memory limit for the engine in bytes; None: no limit."""
+        return device_budget(self.plan, self.hardware)
+
+    def waiting_bytes(self, *tiers: str) -> int:
+        """Return the peak bytes of offloaded unit inputs and graphs on some tiers."""
+        placement = self.settings.placement
+        inputs = sum(call.saved_bytes for call in self.calls) if placement.activations in tiers else 0
+        return inputs + (sum(call.graph_bytes for call in self.calls) if placement.graphs in tiers else 0)
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak device bytes, with minimum sizes for slots and gradient buffer."""
+        return self._memory.device_bytes
+
+    def _room(self) -> tuple[int, int]:
+        """Return the bytes for slots and gradient buffer after spare memory is distributed."""
+        slots, buffer = self.plan.range(SLOT), self.plan.range(BUFFER)
+        if self.budget_bytes is None:
+            return slots[0], buffer[0]
+        return divide_memory(self.budget_bytes - (self.device_bytes - slots[0] - buffer[0]), slots, buffer)
+
+    # -- the engine ------------------------------------------------------------------------------------------
+
+    def simulated_plan(self) -> SimulatedPlan:
+        """Return the description of the engine lanes for the simulation."""
+        settings, plan = self.settings, self.plan
+        on_device, resident = plan.tiers[1] == "device", resident_regions(self.units)
+        names = [work.name for work in self.workload.calls]
+        often = {name for name in names if name is not None and names.count(name) > 1}
+        used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
+        lasting = {r.index for r in self.regions if gradient_lasts(r, resident)} | used_often
+        regions, experts, sharding = self._merged_regions, list(self._experts.values()), plan.layout.sharding
+        layout, factor = _coarsen(plan.layout, regions)
+        slots, buffer = self._room()
+        staging = plan.of("device" if on_device else "cpu", STAGING).num_bytes
+        shards = plan.of("device", SHARDS).num_bytes
+        if experts:  # merged experts are larger than one record
+            staging, shards = staging_bytes(regions, 2, sharding), shard_bytes(regions, 2, sharding)
+        lookahead, max_cargoes = plan.lookahead(settings.prefetch, len(self.regions))
+        waiting = {key: getattr(settings.placement, key).replace("auto", "device") for key in ("activations", "graphs")}
+        rings = {name: num_bytes * factor for name, num_bytes in plan.rings.items()}
+        if ACTIVATION_RING in rings:
+            rings[ACTIVATION_RING] = self._activation_ring(plan.rings[ACTIVATION_RING])
+        return SimulatedPlan(
+            regions=tuple(regions),
+            settings=replace(settings, clip=self._clip(on_device), placement=replace(settings.placement, **waiting)),
+            layout=layout,
+            rings=rings,
+            buffer_bytes=buffer + 2 * max((each.gradient_bytes(settings.splits) for each in experts), default=0),
+            capacity_bytes=slots + max((each.weight_bytes for each in experts), default=0),
+            lookahead=lookahead,
+            max_cargoes=max_cargoes,
+            staging_bytes=staging,
+            shard_bytes=shards,
+            update_ring_bytes=plan.of("device", DEVICE_UPDATE_RING).num_bytes * factor,
+            resident=frozenset(resident),
+            lasting=frozenset(lasting),
+            num_machines=self.hardware.num_machines,
+            on_device=on_device,
+            in_stream=self._in_stream,
+            inline=self.inline,
+            corrects=self.clips,
+            wide=settings.splits and self.workload.num_micro_batches > 1,
+            step_host_s=STEP_HOST_S,
+            tile_host_s=TILE_HOST_S / factor,
+        )
+
+    def _activation_ring(self, num_bytes: int) -> int:
+        """Return the activation ring size in bytes, enlarged if activations would exceed the simulated tile limit."""
+        largest = max((max(call.saved_bytes, call.graph_bytes) // call.num_parts for call in self.calls), default=0)
+        return max(num_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES)) if num_bytes else 0
+
+    def _clip(self, on_device: bool) -> str:
+        """Return the time of updates, "deferred" or "speculative".
+
+        "auto" follows the comparison in `resolve_clip`, and depends on `clips`.
+        """
+        settings, plan = self.settings, self.plan
+        waits = settings.needs_all_gradients and self._has_backward and not settings.delay
+        if on_device or not waits:
+            return "deferred"
+        if settings.resolved_clip != "auto":
+            return settings.resolved_clip
+        if self.inline or not plan.corrects_cheaply or self.clips:
+            return "deferred"
+        seconds, sharding = self.seconds(), plan.layout.sharding
+        on_host, (up, down) = host_update_bytes(self.regions, plan.layout), streamed_bytes(self.regions, plan.layout)
+        bytes_by_lane = {"update": on_host, "h2d": up, "d2h": down}
+        bytes_by_lane["update_on_device"] = update_bytes(self.regions, sharding) - on_host
+        update_s = max(seconds[lane](num_bytes) for lane, num_bytes in bytes_by_lane.items() if num_bytes)
+        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in self.regions)
+        forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
+        return "deferred" if update_s <= forward_s else "speculative"
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    def seconds(self) -> dict[str, Seconds]:
+        """Return the transfer time function for every link."""
+        layout = self.plan.layout
+        functions = link_seconds(self.settings, self.hardware, layout.sharding)
+        is_cached = layout.files and not layout.file_staging_bytes and not layout.planes
+        if is_cached and "nvme_read" not in self.settings.throttles:
+            # A read from the page cache is a memory copy: every byte is read and written once.
+            functions["nvme_read"] = Throttle(self.hardware.rates.host_bytes_per_s / 2).seconds
+        return functions
+
+    def _to_timing(self, step: SimulatedStep) -> Timing:
+        """Convert a simulated step to a `Timing`."""
+        rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.num_ranks, self.workload
+        seconds = max(step.seconds, self._two_way_seconds(step))
+        passes = 2 * self.settings.optimizer.num_directions
+        flops = sum(
+            each.num_runs(work.num_micro_batches)
+            * (each.forward.flops + each.backward.flops if self._has_backward else passes * each.forward.flops)
+            for each in work.calls
+        )
+        return Timing(
+            step_seconds=seconds,
+            lane_seconds={name: busy for name, busy in step.busy_s.items() if busy or name == "compute"},
+            bound_by=max(step.busy_s, key=lambda name: step.busy_s[name]),
+            tokens_per_second=work.num_tokens * ranks / seconds,
+            mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
+            nvme_written_bytes=round(step.nvme_written_bytes),
+            network_bytes=round(step.network_bytes),
+            exposed={name: waited for name, waited in step.exposed_s.items() if waited},
+            hides_from_tokens=self._hiding_tokens(step),
+        )
+
+    def _hiding_tokens(self, step: SimulatedStep) -> int | None:
+        """Return `Timing.hides_from_tokens`.
+
+        Compute and offloaded activations grow with the token count; all other traffic is constant.
+        """
+        if step.busy_s["network"] and (self.inline or self.plan.tiers[1] == "device"):
+            return None  # compute itself sends
+        seconds, share = self.seconds(), 0.0
+        compute_s = sum(call.forward_s + call.backward_s for call in self.calls)
+        host_s = step.busy_s["compute"] - compute_s  # host time per use
+        for lane, busy in step.busy_s.items():
+            tiers = {"h2d": ("cpu", "nvme"), "d2h": ("cpu", "nvme"), "nvme_read": ("nvme",), "nvme_write": ("nvme",)}
+            waiting = self.waiting_bytes(*tiers.get(lane, ()))
+            growing_s = seconds[lane](waiting) if waiting else 0.0
+            if lane == "compute" or busy <= growing_s:
+                continue
+            if growing_s >= compute_s:
+                return None
+            share = max(share, (busy - growing_s - host_s) / (compute_s - growing_s))
+        return ceil(share * self.workload.num_tokens * self.plan.layout.sharding.num_ranks)
+
+    def _two_way_seconds(self, step: SimulatedStep) -> float:
+        """Return the seconds for traffic in both directions, if H2D and D2H copies share bandwidth."""
+        rates = self.hardware.rates
+        if {"h2d", "d2h"} & self.settings.throttles.keys():
+            return 0.0
+        moved = step.busy_s["h2d"] * rates.h2d_bytes_per_s + step.busy_s["d2h"] * rates.d2h_bytes_per_s
+        return moved / rates.both_ways_bytes_per_s
+
+
+def _limit_chunks(work: Workload) -> list[tuple[UnitWork, float]]:
+    """Return the uses in a step as (use, multiplier), with the head cut into at most `_MOST_PIECES` chunks."""
+    if work.num_chunks <= _MOST_PIECES:
+        return [(use, 1.0) for use in work.calls]
+    num_uses = 1 if work.calls[-1] == work.calls[-2] else 2  # head, and the loss after it
+    first = len(work.calls) - num_uses * work.num_chunks
+    pieces = work.calls[first : first + num_uses * _MOST_PIECES]
+    times = work.num_chunks / _MOST_PIECES
+    return [(use, 1.0) for use in work.calls[:first]] + [(use, times) for use in pieces]
+
+
+def compute_seconds(
+    work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, precision: str, hardware: Hardware, *, fuses: bool
+) -> tuple[float, float]:
+    """Return (device seconds, host launch seconds) for the costs of a use, over all micro-batches.
+
+    Products take the longer of compute time and memory time. All other operations run one after the other at the rate
+    of elementwise kernels. An accelerator idles between kernels launched one by one. A CPU does both jobs, so there the
+    result is (the larger, 0). `fuses`: blocks are compiled.
+    """
+    rates, is_cpu, is_compiled = hardware.rates, hardware.device == "cpu", fuses and work.is_block
+    exchange = Throttle(rates.collective_bytes_per_s)
+    num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if is_compiled else 1.0
+    kernels = sum(sum(kernel_seconds(cost, precision, rates, share)) for cost in costs)
+    device = num_runs * kernels * (1.0 if is_cpu or is_compiled else 1 + _EAGER_GAPS)
+    device += num_runs * sum(exchange.seconds(round(cost.exchanged_bytes)) for cost in costs)
+    host = num_runs * sum(cost.num_operations for cost in costs) * rates.launch_s
+    return (max(device, host), 0.0) if is_cpu else (device, host)
+
+
+def kernel_seconds(cost: Cost, precision: str, rates: Rates, share: float = 1.0) -> tuple[float, float, float]:
+    """Return the seconds for (products, attention, all other kernels). `share`: part of the other bytes to count.
+
+    Products and attention read and write their operands meanwhile, and together take no less than these bytes.
+    """
+    attention = cost.attention_flops / rates.attention(precision)
+    products = (cost.flops - cost.attention_flops) / rates.flops_per_s[precision]
+    products = max(products, cost.num_bytes / rates.device_bytes_per_s - attention)
+    return products, attention, share * cost.moved_bytes / rates.elementwise
+
+
+def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> dict[str, Seconds]:
+    """Return the transfer time function for every link: from its throttle, or from the machine rate."""
+    rates, throttles = hardware.rates, settings.throttles
+    machine_rates = {
+        "h2d": rates.h2d_bytes_per_s,
+        "d2h": rates.d2h_bytes_per_s,
+        "update": rates.host_bytes_per_s,
+        "nvme_read": rates.nvme_read_bytes_per_s,
+        "nvme_write": rates.nvme_write_bytes_per_s,
+    }
+    functions: dict[str, Seconds] = {
+        link: throttles[link].seconds if link in throttles else Throttle(rate).seconds
+        for link, rate in machine_rates.items()
+    }
+    exchanges = _exchanges(hardware, sharding)
+    functions |= {link: throttles.get(link, exchange).seconds for link, exchange in exchanges.items()}
+    device = Throttle(rates.elementwise)
+    functions["update_on_device"] = throttles.get("update", device).seconds
+    functions["here"] = functions[DECODING] = device.seconds
+    return functions
+
+
+def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
+    """Return throttles for "collective" (within a replica) and "network" (between replicas).
+
+    Collective bytes count the shard of one rank, copied to every other rank. Network bytes count the data one rank
+    sends.
+    """
+    rates, local_ranks = hardware.rates, sharding.num_ranks // hardware.num_machines
+    num_far = max(0, sharding.size - local_ranks)
+    near, far = Throttle(rates.collective_bytes_per_s), Throttle(rates.network_bytes_per_s, rates.network_latency_s)
+    links = [(near, sharding.size - 1 - num_far), (far, num_far)]
+    rate = min((each.bytes_per_second / n for each, n in links if n and each.bytes_per_second), default=None)
+    within = Throttle(rate, far.latency_s if num_far else 0.0)
+    return {"collective": within, "network": far if hardware.num_machines > 1 else near}
+
+
+def _coarsen(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:
+    """Return a layout with at most `_MOST_TILES` tiles per region, and the number of real tiles per simulated tile."""
+    moving = [r for r in regions if layout.of(r) or r.index in layout.streamed]
+    tiles = max((-(-r.numel // layout.sharding.num_ranges // layout.tile_numel) for r in moving), default=1)
+    factor = max(1, -(-tiles // _MOST_TILES))
+    return replace(layout, tile_numel=layout.tile_numel * factor), factor

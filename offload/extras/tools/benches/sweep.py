@@ -1,0 +1,222 @@
+"""Measure training steps over token count (batch and sequence), placement and ZeRO stage on one machine.
+
+Each point is a short run of `python -m offload.train` in separate processes, with the model, data and settings given
+after `--`, so a failed point does not affect the others. The first steps do not count, because spare memory is
+distributed during them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offload.app.config.command_line import say
+from offload.errors import ConfigError, DiskError, DoesNotFitError
+from offload.extras.tools.benches.blocks import rotate
+from offload.extras.tools.benches.picture import draw, make_folder
+from offload.extras.tools.benches.report import BenchmarkOutput, Result, spread
+
+SUMMARY = "training steps over tokens a step, placement and ZeRO stage, with a picture"
+NUM_WARM_STEPS = 4  # after the third step an engine distributes spare device memory
+TIERS = ("device", "cpu", "nvme", "auto")
+MISFIT = "does not fit"
+RESIDENT = "device"
+"""Reference placement for ratios."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line options."""
+    parser.add_argument("--batch", type=int, nargs="+", default=[4, 8, 16], help="rows a step (default: 4 8 16)")
+    parser.add_argument("--sequence", type=int, nargs="+", default=[256], help="tokens a row (default: 256)")
+    parser.add_argument(
+        "--placement",
+        nargs="+",
+        default=["device", "cpu"],
+        help=f"{', '.join(TIERS)}, or two of them as PARAMETERS+OPTIMIZER (default: device cpu)",
+    )
+    parser.add_argument("--stage", type=int, nargs="+", choices=range(4), default=[3], help="ZeRO stages (default: 3)")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks (default: 1)")
+    parser.add_argument("--steps", type=int, default=8, help="measured in a run, after four (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each point, in turns (default: %(default)s)")
+    parser.add_argument("--picture", metavar="FILE.svg", help="draw tokens a second here, and in FILE-dark.svg")
+    parser.add_argument("settings", nargs="*", metavar="-- SETTINGS", help="any of train: -- --model.preset small ...")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Configuration for one run."""
+
+    batch: int
+    """Batch rows per step, over all ranks."""
+    sequence: int
+    """Tokens per row."""
+    placement: str
+    """A tier in `TIERS`, or two as PARAMETERS+OPTIMIZER."""
+    stage: int
+    """ZeRO stage."""
+    ranks: int
+    """Number of ranks."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.batch * self.sequence
+
+    @property
+    def line(self) -> str:
+        """Name shared by all points on one line."""
+        return self.placement + (f", stage {self.stage}, {self.ranks} ranks" if self.ranks > 1 else "")
+
+    @property
+    def name(self) -> str:
+        """Name in results."""
+        return f"{self.line}: {self.batch} x {self.sequence}"
+
+    def words(self) -> Iterator[str]:
+        """Yield the `train` options for this point."""
+        parameters, _, optimizer = self.placement.partition("+")
+        yield from ("--train.batch_size", str(self.batch), "--data.sequence_length", str(self.sequence))
+        yield from ("--offload.parameters", parameters, "--offload.optimizer", optimizer or parameters)
+        yield from ("--gpus", str(self.ranks))
+        if self.ranks > 1:
+            yield from ("--offload.zero_stage", str(self.stage))
+
+
+Steps = list[dict[str, Any]]
+"""metrics.jsonl lines of counted steps."""
+Train = Callable[[Point, Sequence[str], int], Steps]
+"""Trains a point with further settings for a number of counted steps. Raises OffloadError."""
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkOutput:
+    """Measure all points. Ratios compare with the resident placement ("device") at the same token count."""
+    return sweep(points(arguments), arguments, train_in_child)
+
+
+def points(arguments: argparse.Namespace) -> list[Point]:
+    """Return the requested points. Raises ConfigError."""
+    for key in ("steps", "rounds", "gpus"):
+        if getattr(arguments, key) < 1:
+            raise ConfigError(f"--{key} is {getattr(arguments, key)}; it must be at least 1.")
+    for key in ("batch", "sequence"):
+        if min(getattr(arguments, key)) < 1:
+            raise ConfigError(f"--{key} is {min(getattr(arguments, key))}; it must be at least 1.")
+    for name in arguments.placement:
+        if not 1 <= len(name.split("+")) <= 2 or not set(name.split("+")) <= set(TIERS):
+            raise ConfigError(f"--placement is {name!r}; it must be one of {', '.join(TIERS)}, or two joined by a +.")
+    stages = arguments.stage if arguments.gpus > 1 else arguments.stage[:1]  # with one rank all stages are the same
+    shapes = sorted(itertools.product(arguments.batch, arguments.sequence), key=lambda shape: shape[0] * shape[1])
+    lines = itertools.product(arguments.placement, stages)
+    return list(dict.fromkeys(Point(*shape, *line, arguments.gpus) for line in lines for shape in shapes))
+
+
+def sweep(points: Sequence[Point], arguments: argparse.Namespace, train: Train) -> BenchmarkOutput:
+    """Measure points with `train`, taking turns, and draw a picture."""
+    if arguments.picture:
+        make_folder(Path(arguments.picture))
+    runs: dict[Point, list[Steps]] = {point: [] for point in points}
+    left_out: dict[Point, str] = {}
+    for number in range(arguments.rounds):
+        for point in rotate(points, number):
+            if point in left_out:
+                continue
+            try:
+                steps = train(point, arguments.settings, arguments.steps)
+            except (DoesNotFitError, ConfigError) as error:
+                left_out[point] = f"{MISFIT}: {error}" if isinstance(error, DoesNotFitError) else str(error)
+                say(f"{point.name} is left out: {left_out[point]}")
+            else:
+                runs[point].append(steps)
+                say(f"{point.name}: {_rate(point, steps):,.0f} tokens/s")
+    if len(left_out) == len(points):
+        error_class = DoesNotFitError if all(why.startswith(MISFIT) for why in left_out.values()) else ConfigError
+        raise error_class(f"no point could be measured; the first one: {left_out[points[0]]}")
+    measured = {point: output for point, output in runs.items() if point not in left_out}
+    results = [_result(point, measured) for point in measured]
+    output = BenchmarkOutput(results, [(point.name, why) for point, why in left_out.items()])
+    if arguments.picture:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for point, result in zip(measured, results, strict=True):
+            lines.setdefault(point.line, []).append((point.tokens, result.value))
+        title = "Tokens a second over tokens a step"
+        try:
+            output.files.extend(draw(Path(arguments.picture), title, lines, "tokens a step", "tokens a second"))
+        except DiskError as error:  # keep the measurements
+            output.left_out.append(("the picture", str(error)))
+    return output
+
+
+def train_in_child(point: Point, settings: Sequence[str], num_steps: int) -> Steps:
+    """Train in a separate process and return the metrics."""
+    with tempfile.TemporaryDirectory(prefix="offload-sweep-") as folder:
+        command = [
+            *(sys.executable, "-m", "offload.train", *settings, *point.words()),
+            *("--train.steps", str(NUM_WARM_STEPS + num_steps), "--train.max_seconds", "none"),
+            *("--run.dir", f"{folder}/run", "--data.eval_share", "0"),
+            *("--checkpoint.export", "false", "--checkpoint.every", "none", "--checkpoint.resume", "never"),
+        ]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            messages = [line for line in process.stderr.splitlines() if line.startswith("offload: ")]
+            ended = (
+                f"ended by signal {-process.returncode}"
+                if process.returncode < 0
+                else f"exit code {process.returncode}"
+            )
+            if process.returncode == -signal.SIGKILL:
+                ended += (
+                    ", as the kernel does where memory runs out; give --offload.host_memory after --, or fewer rows"
+                )
+            text = (messages or [ended])[-1].removeprefix("offload: ")
+            raise (DoesNotFitError if process.returncode == DoesNotFitError.exit_code else ConfigError)(text)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines][NUM_WARM_STEPS:]
+
+
+def _rate(point: Point, steps: Steps) -> float:
+    """Return tokens per second at the median step time."""
+    return point.tokens / statistics.median(step["step_seconds"] for step in steps)
+
+
+def _result(point: Point, runs: Mapping[Point, list[Steps]]) -> Result:
+    steps = list(itertools.chain(*runs[point]))
+    seconds, rates = [step["step_seconds"] for step in steps], [_rate(point, each) for each in runs[point]]
+    exposed = {
+        name: statistics.median(step["lanes"].get(name, {}).get("exposed_seconds", 0.0) for step in steps)
+        for name in sorted({name for step in steps for name in step["lanes"]} - {"compute"})
+    }
+    worst = max(exposed, key=lambda name: exposed[name], default=None)
+    details = {
+        "tokens_per_step": point.tokens,
+        "batch": point.batch,
+        "sequence": point.sequence,
+        "placement": point.placement,
+        "stage": point.stage,
+        "ranks": point.ranks,
+        "step_seconds": statistics.median(seconds),
+        "rounds": [round(rate, 2) for rate in rates],
+        "spread": round(spread(seconds), 4),
+        "best": point.tokens / min(seconds),
+        "waits_for": worst if worst is not None and exposed[worst] > 0 else None,
+        "exposed_seconds": exposed,
+        "peak_device_bytes": max(step["peak_device_bytes"] for step in steps),
+        "peak_host_bytes": max(step["peak_host_bytes"] for step in steps),
+    }
+    rate, resident = statistics.median(rates), replace(point, placement=RESIDENT)
+    if point == resident or resident not in runs:
+        return Result(point.name, rate, "tokens/s", details=details)
+    quotients = [
+        own_rate / _rate(resident, resident_steps)
+        for own_rate, resident_steps in zip(rates, runs[resident], strict=True)
+    ]
+    return Result(point.name, rate, "tokens/s", resident.name, statistics.median(quotients), details)

@@ -1,0 +1,418 @@
+"""Equivalence check: engine and resident model over the first steps of a run, compared bit for bit.
+
+The engine trains all steps first, as in a run, then the resident model; weights are compared after the last step. After
+a difference, both train again and are compared after each step, to locate the first difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from offload.accelerators import open_accelerator, own_accelerator
+from offload.app.config.config import Config
+from offload.app.hf.models import BuiltModel, attention_options, fill_all, is_pretrained, load_model_config, load_whole
+from offload.app.training.build import Run, make_run
+from offload.app.training.differences import Difference, WeightComparison, json_number
+from offload.app.training.objectives import Batch
+from offload.app.training.parts import rate_at
+from offload.app.training.resident import BatchPart, ResidentTrainer, resident_bytes
+from offload.app.training.resume import ResumePoint, check_settings
+from offload.app.training.shares import Share
+from offload.distributed.comm import Comm
+from offload.distributed.outcome import share_failure
+from offload.distributed.share import share
+from offload.engine.engine import Engine
+from offload.engine.units.find import describe_parameters
+from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.extras.large.compiled_forwards import compile_modules
+from offload.layout.planes import DTYPES
+from offload.machine.environment import memory
+
+Say = Callable[[str], None]
+
+NUMBERS = ("loss", "grad_norm")
+_LENGTHS = ("train.steps", "train.epochs", "train.max_seconds")
+"""Settings of the length. If all have their defaults, a run over few rows is as long as the comparison."""
+TOLERANCES = {"fp32": {"numbers": 1e-4, "weights": 1e-2}, "bf16": {"numbers": 2e-2, "weights": 0.25}}
+"""Tolerances by precision, used when sum orders differ.
+
+numbers: relative difference between losses or norms. weights: distance relative to the change since the start. Single
+elements have no tolerance: a rule that divides by the root of a second moment turns a rounding-only gradient into a
+full-length step.
+"""
+NORM_ON_DEVICE = 1e-7
+"""Allowed relative difference between norms if the engine sums on an accelerator (docs/reference/numerics.md)."""
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Loss and gradient norm in one step on both sides, by name: "loss" and "grad_norm"."""
+
+    step: int
+    """Counted from 1."""
+    offloaded: dict[str, float]
+    """Values in the engine."""
+    resident: dict[str, float]
+    """Values on the resident side."""
+    norm_within: float = 0.0
+    """Relative difference up to which norms count as equal."""
+
+    def first_difference(self) -> Difference | None:
+        """Return the first number with a different bit. Norms: with a difference above `norm_within`."""
+        for name in NUMBERS:
+            if self.distance(name) > (self.norm_within if name == "grad_norm" else 0.0):
+                return Difference(self.step, name, (), self.offloaded[name], self.resident[name])
+        return None
+
+    def distance(self, name: str) -> float:
+        """Return the relative difference of a number between the sides."""
+        one, other = self.offloaded[name], self.resident[name]
+        if one == other or (math.isnan(one) and math.isnan(other)):
+            return 0.0
+        gap = abs(one - other) / max(abs(one), abs(other))
+        return gap if math.isfinite(gap) else math.inf
+
+    def fields(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        sides = {"offloaded": self.offloaded, "resident": self.resident}
+        values = {name: {side: json_number(its[name]) for side, its in sides.items()} for name in NUMBERS}
+        return {"step": self.step, **values}
+
+
+@dataclass
+class ParityResult:
+    """Result of the equivalence check. Differences are known on rank 0 only."""
+
+    num_ranks: int
+    """Ranks that trained the engine's side."""
+    precision: str
+    """Compute precision on both sides."""
+    in_same_order: bool
+    """True if the resident side sums in the engine's order as far as possible."""
+    notes: list[str]
+    """Intended approximations, equal on both sides."""
+    steps: list[StepNumbers] = field(default_factory=list)
+    """Numbers by step."""
+    weights: WeightComparison = field(default_factory=WeightComparison)
+    """Weights after the last step."""
+    first: Difference | None = None
+    """First difference. None: not searched, or not found in the comparison at each step."""
+    reasons: list[str] = field(default_factory=list)
+    """Reasons for possible bit differences. Empty: all bits must be equal."""
+    is_equal: bool = True
+    """False if an unexpected difference exists. Equal on all ranks."""
+
+    @property
+    def tolerance(self) -> dict[str, float] | None:
+        """An entry of `TOLERANCES`. None: every bit must be equal."""
+        return TOLERANCES[self.precision] if self.reasons else None
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """True if no loss, norm or weight differs."""
+        return not self.weights.differing and all(step.first_difference() is None for step in self.steps)
+
+    @property
+    def is_close(self) -> bool:
+        """True if all differences are within the tolerance."""
+        if (tolerance := self.tolerance) is None:
+            return self.is_bit_equal
+        numbers = [step.distance(name) for step in self.steps for name in NUMBERS]
+        return max(numbers, default=0.0) <= tolerance["numbers"] and self.weights.distance <= tolerance["weights"]
+
+    def fields(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "equal": self.is_equal,
+            "bit_equal": self.is_bit_equal,
+            "tolerance": self.tolerance,
+            "norm_within": max((step.norm_within for step in self.steps), default=0.0),
+            "order_differs": self.reasons,
+            "notes": self.notes,
+            "ranks": self.num_ranks,
+            "steps": [each.fields() for each in self.steps],
+            "weights": self.weights.fields(),
+            "first_difference": None if self.first is None else self.first.fields(),
+        }
+
+
+def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm, say: Say) -> ParityResult:
+    """Compare the engine with a resident model over the first steps of a configured run. Collective.
+
+    Both sides begin with the initial weights. With several ranks, rank 0 runs the resident side. After an unexpected
+    difference, both sides train a second time.
+
+    same_order: the resident side sums in the engine's order where possible. say: prints a line, on rank 0.
+
+    Raises ConfigError for settings without a comparison, DoesNotFitError if the resident model does not fit in memory.
+    """
+    with share_failure(comm, "check of the settings"):
+        config.check_source()
+        check_settings(config, comm.size)
+        if config.train.method != "sft":
+            raise ConfigError(
+                f"train.method is {config.train.method}, but the resident side can only train with the model's own "
+                "loss: compare train.method sft with the same settings."
+            )
+    result = _train_both(config, num_steps, same_order, comm, say, compares_each_step=False)
+    result.is_equal = not comm.any(not result.is_close, "whether both sides are equal")
+    if not result.is_equal and result.tolerance is None:
+        say("something differs: both sides train once more, with a comparison after each step.")
+        result.first = _train_both(
+            config, num_steps, same_order, comm, lambda _text: None, compares_each_step=True
+        ).first
+    return result
+
+
+def _train_both(
+    config: Config, num_steps: int, same_order: bool, comm: Comm, say: Say, *, compares_each_step: bool
+) -> ParityResult:
+    """Train both sides from the start. `compares_each_step`: compare weights after each step, until a difference."""
+    steps = range(num_steps)
+    run = make_run(ResumePoint(config), comm, say, say)
+    most = run.config.train.steps
+    if most is not None and num_steps > most and config.is_default(*_LENGTHS):
+        most = num_steps
+        run = replace(run, config=run.config.with_resolved(train__steps=most))
+    with closing(run.engine), ExitStack() as stack:
+        if (accelerator := own_accelerator(config.offload.device)) is not None:
+            stack.callback(accelerator.bound(1 << 62))  # the engine's budget must not limit the resident side
+        resident = None
+        with share_failure(comm, "making of the resident side"):
+            if most is not None and num_steps > most:
+                raise ConfigError(f"--steps is {num_steps}, but the run has only {most}: raise --train.steps as well.")
+            if comm.rank == 0:
+                resident = _build_resident(run, same_order)
+        sides = _Sides(run, resident, comm, same_order)
+        result = ParityResult(comm.size, str(run.config.train.precision), same_order, list(_notes(config)))
+        for group in [[step] for step in steps] if compares_each_step else [steps]:
+            done = [step for step in group if sides.train_offloaded(step)]
+            for step in done:
+                sides.train_resident(step, result)
+            if len(done) < len(group):
+                say(f"the data end before step {group[len(done)] + 1}.")
+            if compares_each_step and result.first is None:
+                result.first = sides.compare().first
+            if compares_each_step and comm.any(result.first is not None, "whether a side differs"):
+                return result
+        result.weights = sides.compare()
+        result.first = result.first or result.weights.first
+        result.reasons = sides.reasons()
+    return result
+
+
+def _notes(config: Config) -> Iterator[str]:
+    train, optimizer = config.train, config.optimizer
+    if optimizer.states == "int8":
+        yield "moments in int8 are an approximation of AdamW or Lion, made by the same kernel on both sides."
+    if optimizer.states == "bf16":
+        yield "moments in bf16 are rounded at random, by the same generator of (seed, step, element) on both sides."
+    if train.delay:
+        yield f"updates come a step late on both sides, from step {train.delay_after + 1} on."
+
+
+class _Sides:
+    """Both sides of an equivalence check. `resident`: None except on rank 0."""
+
+    def __init__(self, run: Run, resident: ResidentTrainer | None, comm: Comm, same_order: bool) -> None:
+        self._run, self._resident, self._comm, self._same_order = run, resident, comm, same_order
+        self._engine: Engine = run.engine
+        self._share = Share.of(run.config, comm)
+        self._offloaded: dict[int, dict[str, float]] = {}
+        self._initial = {} if resident is None else {name: value.clone() for name, value in resident.weights()}
+
+    def train_offloaded(self, step: int) -> bool:
+        """Train the engine on one batch. Return False at the end of the data. Collective."""
+        batches = self._batches(step)
+        if self._comm.any(not batches, "whether there are rows"):
+            return False
+        self._engine.lr = rate_at(step, self._run.config)
+        self._begin(step)
+        result = self._engine.step(batches[self._share.number])
+        self._offloaded[step] = {"loss": float(result.loss), "grad_norm": result.grad_norm}
+        return True
+
+    def train_resident(self, step: int, parity: ParityResult) -> None:
+        """Train the resident side on the engine's batch, and store both results. Collective."""
+        with share_failure(self._comm, "step of the resident side"):
+            if self._resident is not None:
+                self._resident.lr = rate_at(step, self._run.config)
+                if not parity.steps:
+                    compile_modules(self._resident.blocks(self._engine.compiled_classes))
+                self._begin(step)
+                loss, norm = self._step_resident(self._batches(step))
+                norm_within = 0.0 if self._engine.device.type == "cpu" else NORM_ON_DEVICE
+                numbers = {"loss": loss, "grad_norm": norm}
+                parity.steps.append(StepNumbers(step + 1, self._offloaded[step], numbers, norm_within))
+                parity.first = parity.first or parity.steps[-1].first_difference()
+
+    def _begin(self, step: int) -> None:
+        """Seed the generators equally on both sides."""
+        torch.manual_seed(self._run.config.run.seed * 1_000_003 + step)
+
+    def _batches(self, step: int) -> list[Batch]:
+        """Return the rows per rank or sequence group. Empty: end of the data."""
+        run, num_shares = self._run, self._share.num_shares
+        size, batches = run.config.train.batch_size, []
+        for number in range(num_shares):
+            try:
+                rows = run.data.batch(step, number, num_shares)
+            except StopIteration:
+                return []
+            batches.append(run.objective.apply(rows, step, share(size, number, num_shares).start, size))
+        return batches
+
+    def _step_resident(self, batches: list[Batch]) -> tuple[float, float]:
+        assert self._resident is not None
+        device = self._engine.device
+        parts = self._parts(batches)
+        before = _generators(device)
+        try:
+            numbers = self._resident.step(parts)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFitError(
+                "the resident side has too little memory for a step, because it holds the whole model on the device: "
+                f"{' '.join(str(error).split())[:300]} Lower --train.batch_size or --data.sequence_length."
+            ) from None
+        draws = any(not torch.equal(one, other) for one, other in zip(before, _generators(device), strict=True))
+        if draws and (self._comm.size > 1 or self._micro_rows):
+            raise ConfigError(
+                "the model draws random numbers (dropout), and ranks or micro-batches draw other numbers than plain "
+                "PyTorch for a whole batch, so nothing can be compared. Leave out --gpus and --train.micro_batch_size, "
+                "or set the model's dropout to 0."
+            )
+        return numbers
+
+    @property
+    def _micro_rows(self) -> int | None:
+        """Rows per micro-batch. None: whole batches."""
+        train = self._run.config.train
+        largest, size = -(-train.batch_size // self._share.num_shares), train.micro_batch_size
+        return size if size is not None and size < largest else None
+
+    def _parts(self, batches: list[Batch]) -> list[BatchPart]:
+        """Return the resident side's batches: all ranks' rows at once, or in the engine's parts."""
+        count = self._run.objective.count
+        whole = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        if not self._same_order:
+            return [(whole, 1.0)]
+        total = count(whole)
+        parts = []
+        for batch in batches:
+            num_rows = len(next(iter(batch.values())))
+            step = self._micro_rows or num_rows
+            for begin in range(0, num_rows, step):
+                part = {key: value[begin : begin + step] for key, value in batch.items()}
+                if num_targets := count(part):
+                    parts.append((part, num_targets / total))
+        return parts
+
+    def compare(self) -> WeightComparison:
+        """Compare all weights after the last step. Collective; the result is valid on rank 0."""
+        comparison, step = WeightComparison(), len(self._offloaded)
+        others = self._resident.weights() if self._resident is not None else None
+        for name, offloaded in self._engine.named_parameters():
+            if others is not None:
+                comparison.add(step, name, offloaded, next(others)[1], self._initial[name])
+        return comparison
+
+    def reasons(self) -> list[str]:
+        """Return the reasons for bit differences outside the engine's guarantees."""
+        engine, reasons = self._engine, []
+        if self._comm.size > 1:
+            reasons.append(f"{self._comm.size} ranks: each sums the gradients of its own rows, and a part of the norm")
+        if (size := self._run.config.train.sequence_parallel) > 1:
+            reasons.append(f"sequences shared by {size} ranks: sums over tokens are split")
+        if self._micro_rows:
+            reasons.append(f"micro-batches of {self._micro_rows} rows: the gradients of each are summed separately")
+        if engine.head_chunks > 1:
+            reasons.append(
+                f"the head in {engine.head_chunks} chunks: losses and gradients are summed chunk by chunk "
+                "(--train.head_chunk_bytes none computes all logits at once)"
+            )
+        if engine.max_grad_norm is not None:
+            if engine.clip == "speculative":
+                reasons.append("speculative clipping: updates are corrected (--train.clip deferred is exact)")
+            if engine.device.type != "cpu":
+                reasons.append("the norm for clipping is summed on the device (--train.max_grad_norm none is exact)")
+        return reasons
+
+
+def _build_resident(run: Run, same_order: bool) -> ResidentTrainer:
+    """Build the resident side with the initial model of the run. Raises DoesNotFitError."""
+    config, engine = run.config, run.engine
+    built = run.trainable.prepare(run.build_base())
+    infos = describe_parameters(built.model, engine.optimizer, str(config.train.precision))
+    _check_fit(resident_bytes(infos, engine.optimizer), engine)
+    built = run.trainable.prepare(_plain_base(run))
+    fill_all(built)
+    return ResidentTrainer(
+        built.model.train(),
+        engine.optimizer,
+        precision=str(config.train.precision),
+        device=engine.device,
+        update_devices=engine.update_devices,
+        max_grad_norm=engine.max_grad_norm,
+        seed=config.run.seed,
+        skips=config.train.on_nonfinite == "skip",
+        late_after=config.train.delay_after if config.train.delay else None,
+        sums_by_unit=same_order,
+        frozen_weights=config.offload.frozen_weights,
+        link_weights=config.offload.link_weights,
+    )
+
+
+def _plain_base(run: Run) -> BuiltModel:
+    """Return the base model of a run, without an adapter.
+
+    If a folder has complete, unquantized weights, `from_pretrained` loads them, so the check does not depend on our own
+    reader.
+    """
+    base, section = run.build_base(), run.config.model
+    if not is_pretrained(section, base.folder) or base.notes or base.quantized:
+        return base
+    assert base.folder is not None
+    config: Any = load_model_config(section)
+    if run.model_kind.name == "seq2seq":
+        config.decoder_start_token_id = base.model.config.decoder_start_token_id  # type: ignore[union-attr]
+    dtype = DTYPES[str(run.config.train.precision)]
+    plain = load_whole(run.model_kind.auto, base.folder, config, dtype, attention_options(section))
+    return replace(base, model=plain.model, fill=plain.fill)
+
+
+def _check_fit(needs: Mapping[str, int], engine: Engine) -> None:
+    """Raise DoesNotFitError if the resident side does not fit beside the engine. Activations are not counted."""
+    accelerator = own_accelerator(str(engine.device))
+    computes = "cpu" if accelerator is None else "device"
+    on_host = all(device.type == "cpu" for device in engine.update_devices.values())
+    updates = "cpu" if on_host else computes
+    places = {"weights": computes, "gradients": computes, "masters": updates, "moments": updates}
+    needs = {**needs, "first weights": needs["masters"]}  # needed for the distance
+    free = {
+        "cpu": memory().get("available_bytes"),
+        "device": None if accelerator is None else accelerator.free_bytes,
+    }
+    for tier, room in free.items():
+        on_tier = {name: num_bytes for name, num_bytes in needs.items() if places.get(name, "cpu") == tier}
+        needed = sum(on_tier.values())
+        if room is not None and needed > room:
+            listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in on_tier.items())
+            raise DoesNotFitError(
+                f"parity needs memory for the resident model beside the engine: {format_bytes(needed)} on the {tier} "
+                f"without activations ({listed}), but {format_bytes(room)} are free there. Use a smaller model of the "
+                "same family (--model.path of a config.json with fewer layers), or a machine with more memory."
+            )
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of random generators used in a forward pass."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(open_accelerator(device).module.get_rng_state(device))
+    return states

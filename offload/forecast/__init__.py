@@ -1,1 +1,0 @@
-"""Forecast memory use and step time before anything is allocated."""
