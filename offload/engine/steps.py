@@ -21,7 +21,7 @@ from offload.engine.loss.batch import IGNORED, Batch, BatchForm, check_batch, ma
 from offload.engine.loss.batch_agreement import PassInputs, agree_on_pass, host_labels
 from offload.engine.loss.group_loss import GroupLoss
 from offload.engine.loss.loss import LossFunction
-from offload.engine.loss.parts import Losses, sum_parts
+from offload.engine.loss.parts import Losses
 from offload.engine.loss.shared_rows import share_rows
 from offload.engine.methods.backward import Backward
 from offload.engine.methods.method import Method
@@ -78,7 +78,7 @@ class Steps:
         self._writes.check()
         self.trial_runs.forget_other_modes()
         inputs = self._agree("step", batch, loss_fn, self.method.lr)
-        result = self._run_until_recorded(lambda departed: self._step(self._rehearse(inputs, departed)))
+        result = self._run_until_recorded(self._step, inputs)
         self._writes.record_pass(is_step=True)
         return result
 
@@ -86,7 +86,7 @@ class Steps:
         """Return the batch's loss without side effects."""
         self._writes.record_pass(is_step=False)
         inputs = self._agree("evaluate", batch, loss_fn)
-        return self._run_until_recorded(lambda departed: self._evaluate(self._rehearse(inputs, departed)))
+        return self._run_until_recorded(self._evaluate, inputs)
 
     def replay(self, records: Iterable[Any]) -> None:
         """Repeat steps from records. Raises ConfigError."""
@@ -104,8 +104,7 @@ class Steps:
         self.resolve_clip(inputs.plan.num_elements)
         with self._recovery.ending():
             self._state.spare_memory.begin_step(inputs.plan.num_elements)
-            result = self.method.step(partial(self.losses.parts, inputs), inputs.plan.schedule_key, inputs.num_targets)
-            return replace(result, noise=self._noise(inputs))
+            return replace(self.method.step(inputs), noise=self._noise(inputs))
 
     def _noise(self, inputs: PassInputs) -> GradientNoise | None:
         """Return the gradient noise scale from the gradients of micro-batches and ranks; None if not measured.
@@ -130,7 +129,7 @@ class Steps:
             state.updates.flush()
             state.slots.settle()
             state.executor.begin(inputs.plan.schedule_key)
-            total = sum_parts(self.losses.parts(inputs), state.device.torch_device)
+            total = self.losses.total(inputs)
             state.executor.end()
             state.lanes.timeline.discount("h2d", "nvme_read")
             state.executor.expect(*self.method.expected)
@@ -252,8 +251,8 @@ class Steps:
         self.equivalence.check(inputs, sample)
         self.trial_runs.forget_traffic()
 
-    def _run_until_recorded(self, run: Callable[[bool | None], _Result]) -> _Result:
-        """Run a pass; after an unrecorded unit call, record the call and run again from the same random state.
+    def _run_until_recorded(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:
+        """Rehearse and run a pass; after an unrecorded unit call, record the call and repeat both with equal draws.
 
         Examples of new calls: the first batch with a padding mask, a longer sequence that fills a window. The recording
         uses full-length rows of the batch, from one rank or several. If no few rows show the new call, batches are no
@@ -266,7 +265,7 @@ class Steps:
 
         while True:
             try:
-                result = run(departed)
+                result = run(self._rehearse(inputs, departed))
                 if isinstance(result, StepResult) and result.skipped:
                     before.modules.put_back()
                 return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -40,11 +40,29 @@ class Losses:
         """True if some unit cannot cut the batch, so the model is called once per micro-batch."""
         return self._state.execution_mode.cut == "calls"
 
+    def total(
+        self, inputs: PassInputs, chunk_tokens: int | None = None, *, runs_backward: bool = False
+    ) -> torch.Tensor:
+        """Run the model over a batch; return this rank's loss, fp32 on the device.
+
+        `runs_backward`: each part's backward runs before the next part's forward. `chunk_tokens`: see `parts`.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
+        with closing(self.parts(inputs, chunk_tokens)) as parts:  # close now, not when a traceback frees the generator
+            for part in parts:
+                if runs_backward and part.requires_grad:
+                    self._state.backward(part)
+                total += part.detach().to(torch.float32)
+        return total
+
     def parts(self, inputs: PassInputs, chunk_tokens: int | None = None) -> Generator[torch.Tensor, None, None]:
         """Yield the loss in parts. The parts from all ranks add up to the mean over all targets.
 
         If possible, the units cut the batch: one model call, and the weights stream once. Otherwise the model is called
         once per micro-batch. `chunk_tokens`: tokens per head chunk; 0: all; None: per `chunk_tokens(inputs)`.
+
+        The backward of a part runs while this generator is paused at the `yield`, inside `micro_batches`: units cut the
+        batch in the backward like in the forward.
         """
         plan, batch = inputs.plan, inputs.batch
         own = plan.ranks[plan.rank]
@@ -157,21 +175,6 @@ class Losses:
         if not label_log_probs.requires_grad:
             return loss.detach(), None
         return loss.detach(), torch.nn.functional.pad(torch.autograd.grad(loss, label_log_probs)[0][:, 1:], (0, 1))
-
-
-def sum_parts(
-    parts: Generator[torch.Tensor, None, None],
-    device: torch.device,
-    on_part: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
-    """Return the sum of loss parts, fp32 on the device. `on_part` is called with every part."""
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    with closing(parts):  # close now, not when a traceback frees the generator
-        for part in parts:
-            if on_part is not None:
-                on_part(part)
-            total += part.detach().to(torch.float32)
-    return total
 
 
 def _target_share(inputs: PassInputs) -> float:

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 
 import torch
 
-from offload.engine.loss.parts import sum_parts
-from offload.engine.methods.method import LossParts, Method
+from offload.engine.loss.batch_agreement import PassInputs
+from offload.engine.methods.method import Method
 from offload.engine.methods.result import StepResult
 
 
@@ -21,44 +21,36 @@ class Backward(Method):
     def own_loop(self) -> Backward:
         return self
 
-    def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:
+    def step(self, inputs: PassInputs) -> StepResult:
         self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
         # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
         copies_per_micro_batch = self._losses.is_plain or self._streams_experts
         self._state.accumulate(self._state.plan.sums_gradients_on_host or (self._splits and copies_per_micro_batch))
         if self._state.updates.learns_first:
-            return self._learn_and_step(parts, tokens, schedule_key)
-        self.begin(schedule_key)
-        return self.end(self._passes(parts), tokens, schedule_key)
+            return self._learn_and_step(inputs)
+        self.begin(inputs.plan.schedule_key)
+        loss = self._losses.total(inputs, runs_backward=True)
+        return self.end(loss, inputs.num_targets, inputs.plan.schedule_key)
 
-    def trial(self, parts: LossParts) -> list[torch.Tensor]:
-        return [self._passes(parts)]
+    def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
+        return [self._losses.total(inputs, chunk_tokens, runs_backward=True)]
 
-    def _passes(self, parts: LossParts) -> torch.Tensor:
-        """Run forward and backward over a batch; return the loss on the device."""
-
-        def backward(part: torch.Tensor) -> None:
-            if part.requires_grad:
-                self._state.backward(part)
-
-        return sum_parts(parts(), self._state.device.torch_device, backward)
-
-    def _learn_and_step(self, parts: LossParts, tokens: int, schedule_key: Hashable) -> StepResult:
+    def _learn_and_step(self, inputs: PassInputs) -> StepResult:
         """Make a step with two backwards: the first for the norm only, the second for the updates.
 
         Both start with equal generator and buffer states.
         """
-        state, before = self._state, self._take_snapshot()
+        state, before, schedule_key = self._state, self._take_snapshot(), inputs.plan.schedule_key
         self.begin(schedule_key, learns=True)
-        loss = self._passes(parts)
+        loss = self._losses.total(inputs, runs_backward=True)
         norm = state.updates.learn()
         if math.isfinite(norm):
             before.put_back()
             state.executor.end()
             self._begin_pass(schedule_key, norm=norm)
             self._counters.begin_pass()
-            loss = self._passes(parts)
-        return self.end(loss, tokens, schedule_key)
+            loss = self._losses.total(inputs, runs_backward=True)
+        return self.end(loss, inputs.num_targets, schedule_key)
 
     def begin(self, schedule_key: Hashable, waits: bool = False, learns: bool = False) -> None:
         """Begin a step; gradients may arrive from now on.

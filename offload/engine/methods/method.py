@@ -1,14 +1,15 @@
-"""Interface for a training method: a step from the loss parts to the update."""
+"""Interface for a training method: a step from the batch to the update."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
+from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.state import EngineState
@@ -19,9 +20,6 @@ from offload.lanes.timeline import Span
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
-
-LossParts = Callable[[], Generator[torch.Tensor, None, None]]
-"""Runs the model over a batch once and yields the loss in parts; all ranks' parts add up."""
 
 
 class OwnSteps(Protocol):
@@ -61,15 +59,12 @@ class Method(ABC):
         """Create the objects of this method, at the end of the constructor."""
 
     @abstractmethod
-    def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:
-        """Train on a batch: run passes over `parts`, then update.
-
-        `schedule_key`: schedule key; passes with equal keys share a schedule. `tokens`: number of targets in the batch.
-        """
+    def step(self, inputs: PassInputs) -> StepResult:
+        """Train on a batch: run passes over the batch, then update."""
 
     @abstractmethod
-    def trial(self, parts: LossParts) -> list[torch.Tensor]:
-        """Run a step's passes over `parts` without an update; return the loss from each pass."""
+    def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
+        """Run a step's passes without an update, with `chunk_tokens` per head chunk; return the loss from each pass."""
 
     def begin_trial(self) -> None:  # noqa: B027 (most need nothing)
         """Prepare `install_weights` for a trial."""
