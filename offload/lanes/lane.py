@@ -1,4 +1,4 @@
-"""Lane: an ordered work queue with a thread, or an inline queue without one.
+"""Lane: an ordered work queue.
 
 A lane runs work in submission order, each piece after the tickets named with it. A lane with `overtakes` obeys the
 tickets only. All lanes in an engine share one lock. Each lane has a bell: a finished ticket, a cancellation or the
@@ -7,18 +7,16 @@ shutdown rings the bell to wake the lane thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from offload.lanes.ticket import Ticket
-from offload.lanes.timeline import Timeline
 
 Run = Callable[[], object]
 Tickets = Sequence[Ticket]
 
 
 class Lane:
-    """Interface between the engine and a lane. An inline lane finishes work inside `submit`."""
+    """Interface between the engine and a lane."""
 
     name: str
     error: BaseException | None = None
@@ -27,20 +25,11 @@ class Lane:
     """Number of submissions so far."""
 
     def submit(
-        self,
-        work: Run,
-        *,
-        reads: Tickets = (),
-        fills: Tickets = (),
-        name: str = "",
-        num_bytes: int = 0,
+        self, work: Run, *, reads: Tickets = (), fills: Tickets = (), name: str = "", num_bytes: int = 0
     ) -> Ticket:
         """Queue `work`, a transfer of `num_bytes`. Work starts when all `reads` tickets are done, and fails with any
         error among them. The `fills` tickets guard the buffer to overwrite: they must be over, failed or not.
         """
-        return self._submit(work, reads, fills, name, num_bytes)
-
-    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:
         raise NotImplementedError
 
     def revoke(self, since: int = 0) -> None:
@@ -62,22 +51,3 @@ class Lane:
 
     def close(self) -> None:
         """End the lane thread after the work in progress."""
-
-
-class InlineLane(Lane):
-    """Lane without a thread: runs work in the caller, at submission, and raises errors there. The full duration counts
-    as exposed time. `wait` waits for tickets from threaded lanes.
-    """
-
-    def __init__(self, name: str, timeline: Timeline, wait: Callable[[Tickets, Tickets], None]) -> None:
-        self.name, self._timeline, self._wait = name, timeline, wait
-
-    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
-        self.position += 1
-        self._wait(reads, fills)
-        begin = time.perf_counter()
-        work()
-        end = time.perf_counter()
-        self._timeline.add(self.name, name, begin, end)
-        self._timeline.expose(self.name, end - begin)
-        return Ticket(self.name, begin, end, is_done=True)

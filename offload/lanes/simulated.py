@@ -57,7 +57,15 @@ class SimulatedLane(Lane):
         self._ready: list[tuple[int, _WorkItem]] = []
         self._is_busy = False
 
-    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
+    def submit(
+        self,
+        work: Run,  # noqa: ARG002
+        *,
+        reads: Tickets = (),
+        fills: Tickets = (),
+        name: str = "",  # noqa: ARG002
+        num_bytes: int = 0,
+    ) -> Ticket:
         return self.enqueue(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
 
     def enqueue(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
@@ -113,7 +121,15 @@ class _WorkByCompute(Lane):
     def __init__(self, name: str, lanes: SimulatedLanes, seconds: Seconds) -> None:
         self.name, self._lanes, self._seconds = name, lanes, seconds
 
-    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
+    def submit(
+        self,
+        work: Run,  # noqa: ARG002
+        *,
+        reads: Tickets = (),
+        fills: Tickets = (),
+        name: str = "",  # noqa: ARG002
+        num_bytes: int = 0,
+    ) -> Ticket:
         self.position += 1
         self._lanes.compute_after(reads, fills=fills)
         self._work(self._seconds(num_bytes) if num_bytes else 0.0)

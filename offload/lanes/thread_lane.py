@@ -102,7 +102,9 @@ class ThreadLane(Lane):
         self._failed_at = 0  # position of the failed work
         self._thread: threading.Thread | None = None  # started by the first submission
 
-    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:
+    def submit(
+        self, work: Run, *, reads: Tickets = (), fills: Tickets = (), name: str = "", num_bytes: int = 0
+    ) -> Ticket:
         ticket = self._ticket()
         with self._lock:
             assert not self._is_closed, f"the lane {self.name} is closed"

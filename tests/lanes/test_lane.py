@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from offload.lanes.lane import InlineLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.streams import open_lanes, overlaps
 from offload.lanes.thread_lane import Link, ThreadLane
@@ -517,9 +516,9 @@ def test_a_wait_for_what_failed_is_exposed_too(open_threads):
 
 
 def test_an_inline_lane_works_where_it_is_submitted():
-    timeline, ran = Timeline(LANES), []
+    lanes, ran = Lanes(overlap=False, throttle={}), []
+    lane, timeline = lanes.h2d, lanes.timeline
     timeline.begin_step()
-    lane = InlineLane("h2d", timeline, lambda after, behind: None)
     ticket = lane.submit(lambda: ran.append(threading.current_thread()), reads=(), num_bytes=5, name="a")
     assert ran == [threading.current_thread()]
     assert ticket.is_over
