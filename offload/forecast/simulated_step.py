@@ -368,7 +368,7 @@ class SimulatedEngine:
     def _slot_update(self, region: Region) -> UpdateFunction:
         """Return the update for a region, with simulated compute time if compute itself runs updates."""
 
-        def work(tile: Tile, _planes: object, _gradients: object) -> int:
+        def work(tile: Tile, _planes: object) -> int:
             self._lanes.compute(self._device_seconds(region.update_bytes(tile.end - tile.begin)))
             return 0
 

@@ -9,8 +9,8 @@ import torch
 from offload.layout.regions import Region
 from offload.tiers.tile import Tile
 
-UpdateFunction = Callable[[Tile, Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
-"""Update function: (tile, planes, gradients) -> number of non-finite weights."""
+UpdateFunction = Callable[[Tile, Mapping[str, torch.Tensor]], int | torch.Tensor]
+"""Update function: (tile, planes, with gradients if the update has any) -> number of non-finite weights."""
 
 
 class DeferredUpdates:

@@ -164,17 +164,15 @@ class ImmediatePolicy(UpdatePolicy):
 
         number = self._running_norm.append(region)
 
-        def prepare() -> None:
-            if self._has_to_know:
-                for ticket in landing:  # the stream may be behind, and the host reads earlier results
-                    ticket.synchronize()
-                so_far = self._running_norm.total(number)
-                # `finish` raises the error for a non-finite step, with the unit name.
-                region_gradients.decide(
-                    clip_coefficient(self._norm_at(so_far), self._limit), is_applied=math.isfinite(so_far)
-                )
+        def choose_scale() -> float | None:
+            for ticket in landing:  # the stream may be behind, and the host reads earlier results
+                ticket.synchronize()
+            so_far = self._running_norm.total(number)
+            # `finish` raises the error for a non-finite step, with the unit name.
+            return clip_coefficient(self._norm_at(so_far), self._limit) if math.isfinite(so_far) else None
 
-        self._updates.submit(region_gradients, self._measures.touched[region.index], prepare, self.is_final)
+        touched, choose = self._measures.touched[region.index], choose_scale if self._has_to_know else None
+        self._updates.submit(region_gradients, touched, choose, self.is_final)
 
     def _norm_at(self, _so_far: float) -> float:
         return self._norm or 0.0

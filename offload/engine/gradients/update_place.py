@@ -28,8 +28,8 @@ class TileUpdate:
 
     region: Region
     """The tile's region."""
-    work: Callable[[Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
-    """Updates (planes, gradients) in place; returns the non-finite weight count."""
+    work: Callable[[Mapping[str, torch.Tensor]], int | torch.Tensor]
+    """Updates planes in place; returns the non-finite weight count."""
     lease: Lease
     """Lease on the tile's states."""
     planes: Mapping[str, torch.Tensor]
@@ -51,7 +51,7 @@ class TileUpdate:
         Returns the non-finite weight count if only the accelerator knows the value; otherwise refuses such weights here
         and returns None.
         """
-        num_wrong = self.work(planes, planes["gradients"])
+        num_wrong = self.work(planes)
         if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
             return num_wrong
         if num_wrong:

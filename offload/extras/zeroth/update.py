@@ -82,7 +82,7 @@ class ZerothOrderUpdate:
     ) -> UpdateFunction:
         state, engine = self._state.store[region], self._state
 
-        def work(tile: Tile, planes: Mapping[str, torch.Tensor], _gradients: torch.Tensor) -> int | torch.Tensor:
+        def work(tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
             states = {name: flat for name, flat in planes.items() if name != "gradients"}
             num_wrong = descend_tile(state, tile, states, touched, thresholds, engine.rules, engine.infos, estimate)
             if tile is state.tiles[-1]:
