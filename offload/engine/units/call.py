@@ -123,7 +123,10 @@ class UnitCall:
         # kept their graph.
         replayed_outputs = [tensor.clone() for tensor in outputs]
         with self._runner.outputs.recorded_in(outputs), self._runner.outputs.replayed(replayed_outputs):
-            result = run_without_graph(*use)
+            if unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
+                result = run_with_graph(*use)[1]
+            else:
+                result = runner.run(unit, self._arguments, inputs, others, forward)
         outputs[:] = [saved.save_input(tensor, movable=True) for tensor in outputs]
         for tensor in outputs:
             saved.reserve(tensor, "unit inputs", self._claim)
@@ -259,11 +262,8 @@ class UnitCall:
             runner.outputs.replayed(outputs),
         ):
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
-            results = self._thread_state.run(
-                lambda: runner.run(
-                    unit, self._arguments, inputs, others, runner.forwards.for_recomputation(micro_batch.forward)
-                )
-            ).tensors
+            forward = runner.forwards.for_recomputation(micro_batch.forward)
+            results = self._thread_state.run(runner.run, unit, self._arguments, inputs, others, forward).tensors
         dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
         targets = [*results, *(t for t in dirty if all(t is not other for other in results))]
         return leaves, [t if t.requires_grad else None for t in targets]
@@ -350,21 +350,3 @@ def run_part_alone(
     """Run one micro-batch without a backward."""
     forward = runner.forwards.of(unit, runner, arguments, tensors, others)
     return runner.run(unit, arguments, tensors, others, forward)
-
-
-def run_without_graph(
-    unit: Unit,
-    runner: UnitRunner,
-    arguments: Arguments,
-    tensors: Sequence[torch.Tensor],
-    others: Sequence[Any],
-    forward: Forward,
-    needs: Sequence[bool],
-) -> Arguments:
-    """Run a unit and drop the graph.
-
-    A graph is recorded if torch would otherwise select a kernel with different last bits.
-    """
-    if not unit.traits.needs_graph:
-        return runner.run(unit, arguments, tensors, others, forward)
-    return run_with_graph(unit, runner, arguments, tensors, others, forward, needs)[1]

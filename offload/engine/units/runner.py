@@ -163,21 +163,15 @@ class UnitRunner:
         arguments: Arguments,
         tensors: Sequence[torch.Tensor],
         others: Sequence[Any],
-        module_forward: Forward,
+        forward: Forward,
     ) -> Arguments:
-        """Run the unit module by `module_forward`; return (result, container changes)."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self._is_in_model = True
-            try:
-                return module_forward(*args, **kwargs)
-            finally:
-                self._is_in_model = False
-
+        """Run the unit module by `forward`; return (result, container changes)."""
         has_installed = unit.install_live()
+        self._is_in_model = True
         try:
             return run_over_copies(forward, arguments, tensors, others)
         finally:
+            self._is_in_model = False
             if has_installed:
                 unit.install(unit.placeholders)
 
