@@ -77,14 +77,14 @@ class Fence:
         """Return the tickets to wait for before a fill."""
         return (*self.before_read(), *self._readers)
 
-    def read(self, *tickets: Ticket) -> None:
+    def record_reader(self, *tickets: Ticket) -> None:
         """Record readers."""
         if len(self._readers) >= _MANY:  # a buffer without further fills (frozen weights) would collect readers forever
             self._readers = [reader for reader in self._readers if not reader.is_over]
         self._readers += tickets
 
-    def fill(self, *tickets: Ticket) -> None:
-        """Record the writers of one joint fill, after all earlier users."""
+    def record_writer(self, *tickets: Ticket) -> None:
+        """Record the writers of one joint fill. They run after all earlier users."""
         self._filled = tickets
         self._readers.clear()
 

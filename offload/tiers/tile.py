@@ -45,7 +45,7 @@ class Tile:
         if self.stale is None:
             return self.lend(self.travelling, *co_fetched, fetches=True, is_ahead=is_ahead)
         fence, weights = self.stale, {"weights": self.planes[STALE]}
-        return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
+        return Lease(weights, fence.before_read(), fence.before_fill(), fence.record_reader, fence.record_writer)
 
     def show(self, is_updated: bool) -> None:
         """Let the next pass compute with the current weights, after pending updates.
@@ -58,8 +58,8 @@ class Tile:
         if is_updated:
             self.planes["weights"], self.planes[STALE] = self.planes[STALE], self.planes["weights"]
             self.stale = Fence("stale weights")
-            self.stale.fill(*self.fence.before_read())
-        self.fence.read(*readers)
+            self.stale.record_writer(*self.fence.before_read())
+        self.fence.record_reader(*readers)
 
     @property
     def states(self) -> list[str]:
@@ -91,7 +91,13 @@ class Tile:
         `fetch`.
         """
         planes = {name: self.planes[name] for name in names if name in self.planes}
-        lease = Lease(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
+        lease = Lease(
+            planes,
+            self.fence.before_read(),
+            self.fence.before_fill(),
+            self.fence.record_reader,
+            self.fence.record_writer,
+        )
         if self.stale is not None and STALE in planes:
             lease = lease.beside(self.stale)
         disk_names = self._on_disk(names)
@@ -177,7 +183,10 @@ class RegionState:
         """Yield (elements, lease) for all waiting gradients on this rank. End each lease before the next one."""
         if self.gradients is not None:
             planes, fence = {"gradients": self.gradients}, self.landing
-            yield slice(0, len(self.gradients)), Lease(planes, (), fence.before_fill(), fence.read, fence.fill)
+            yield (
+                slice(0, len(self.gradients)),
+                Lease(planes, (), fence.before_fill(), fence.record_reader, fence.record_writer),
+            )
         elif self.has_room_on_disk:
             for tile in self.tiles:
                 yield slice(tile.begin - self.begin, tile.end - self.begin), tile.land("gradients")

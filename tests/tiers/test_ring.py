@@ -23,8 +23,8 @@ def taken(ring: Ring, num_bytes: int) -> RingSlice:
 def used(stretch: RingSlice) -> list[Ticket]:
     """Fill, read and release a slice."""
     tickets = [Ticket("d2h"), Ticket("update")]
-    stretch.fence.fill(tickets[0])
-    stretch.fence.read(tickets[1])
+    stretch.fence.record_writer(tickets[0])
+    stretch.fence.record_reader(tickets[1])
     stretch.is_open = False
     return tickets
 

@@ -184,7 +184,7 @@ class GradientTransfer:
             self.policy.receive(region, state.gradients, state.landing)
             return
         staged, stretch = self._take_staging(len(flat), region.plane("gradients").dtype)
-        stretch.fence.fill(self._copy_to_host(region, staged, flat, source, reads, stretch.fills, squares))
+        stretch.fence.record_writer(self._copy_to_host(region, staged, flat, source, reads, stretch.fills, squares))
         self.policy.receive(region, staged, stretch.fence)
         stretch.close()
 
@@ -196,14 +196,14 @@ class GradientTransfer:
             return
         if self.accumulates:
             assert state.sums is not None
-            state.landing.fill(self._zero(region, state.sums, state.landing.before_fill()))
+            state.landing.record_writer(self._zero(region, state.sums, state.landing.before_fill()))
         elif state.keeps_gradients:
             for _, lease in state.land():
                 lease.done_writing(self._zero(region, lease.planes["gradients"], lease.fills))
             self.policy.receive(region, state.gradients, state.landing)
         else:
             target, stretch = self._take_own_staging(region)
-            stretch.fence.fill(self._zero(region, target, stretch.fills))
+            stretch.fence.record_writer(self._zero(region, target, stretch.fills))
             self.policy.receive(region, target, stretch.fence)
             stretch.close()
 
@@ -226,7 +226,7 @@ class GradientTransfer:
                 copied = self._store.network_lane.submit(
                     partial(target.copy_, total[span]), reads=(ticket,), fills=fills, name=region.name
                 )
-                fence.read(copied)
+                fence.record_reader(copied)
                 lease.done_writing(copied)
                 self._tickets.append(copied)
             self.policy.receive(region, None, state.landing)
@@ -237,7 +237,7 @@ class GradientTransfer:
                 fence = stretch.fence
             fills = fence.before_fill() if stretch is None else stretch.fills
             _, _, ticket = between.sum(region, flat, source, reads, measure, into, fills)
-            fence.fill(ticket)
+            fence.record_writer(ticket)
             self._tickets.append(ticket)
             self.policy.receive(region, into, fence)
             if stretch is not None:
@@ -252,12 +252,12 @@ class GradientTransfer:
         self._sent.add(region.index)
         flat, source, reads = self._reduce(region, flat, source)
         if is_final:  # already summed over the whole step
-            fence.fill(self._copy_to_host(region, plane, flat, source, reads, fence.before_fill()))
+            fence.record_writer(self._copy_to_host(region, plane, flat, source, reads, fence.before_fill()))
             return
         # Sums over micro-batches or ranks are rounded once, after all passes.
         dtype = flat.dtype if self._reduction is None else torch.float32
         staged, stretch = self._take_staging(len(flat), dtype)
-        stretch.fence.fill(self._copy_to_host(region, staged, flat, source, reads, stretch.fills))
+        stretch.fence.record_writer(self._copy_to_host(region, staged, flat, source, reads, stretch.fills))
 
         def add() -> None:
             if first:
@@ -268,9 +268,9 @@ class GradientTransfer:
         ticket = self._store.update_lane.submit(
             add, reads=stretch.fence.before_read(), fills=fence.before_fill(), name=f"add {region.name}"
         )
-        stretch.fence.read(ticket)
+        stretch.fence.record_reader(ticket)
         stretch.close()
-        fence.fill(ticket)
+        fence.record_writer(ticket)
         self._tickets.append(ticket)
 
     def _copy_squares(self, squares: CopySquares | None) -> None:
@@ -312,7 +312,7 @@ class GradientTransfer:
                 flat.fill_(float("nan"))
 
         ticket = self._store.d2h_lane.submit(copy, reads=reads, fills=fills, name=region.name, num_bytes=target.nbytes)
-        source.read(ticket)
+        source.record_reader(ticket)
         self._tickets.append(ticket)
         self._store.count_d2h(target.nbytes)
         return ticket
@@ -388,14 +388,14 @@ class Reduction:
             name=f"reduce {region.name}",
             num_bytes=(2 if whole else 1) * shard.nbytes,
         )
-        source.read(ticket)
+        source.record_reader(ticket)
         self._counters.count("reduce_scatter_elements", region.numel)
         far, piece_bytes = store.within.num_far, (part.stop - part.start) * flat.itemsize
         self._counters.count("network_bytes", (2 if whole else 1) * piece_bytes * far)
         if whole:
             self._counters.count("all_gather_elements", region.numel)
-            fence.read(ticket)
+            fence.record_reader(ticket)
             return flat, source, ticket
         if fence is not source:
-            fence.fill(ticket)
+            fence.record_writer(ticket)
         return shard, fence, ticket
