@@ -1,4 +1,4 @@
-"""Deferred updates: ready, but not yet submitted."""
+"""Deferred updates: ready, but not yet in a lane."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ UpdateFunction = Callable[[Tile, Mapping[str, torch.Tensor]], int | torch.Tensor
 
 
 class DeferredUpdates:
-    """Updates to submit before the next weight use.
+    """Updates to start before the next use of the weights.
 
-    submissions: submit functions by region, ordered by use in the next step. in_slot: update functions for regions
-    updated in their slots, at the next fetch.
+    pending: by region, in the order of use in the next step, functions that submit an update to its lane. in_slot:
+    update functions for regions updated in their slots, at the next fetch.
     """
 
     def __init__(self) -> None:
-        self.submissions: dict[Region, Callable[[], None]] = {}
+        self.pending: dict[Region, Callable[[], None]] = {}
         self.in_slot: dict[Region, UpdateFunction] = {}
 
-    def submit(self, last: Region | None = None) -> None:
-        """Submit deferred updates up to region `last` (None: all).
+    def start(self, last: Region | None = None) -> None:
+        """Start pending updates up to region `last` (None: all).
 
         `last` is the next region to fetch: updates behind it would fill the ring needed for the fetch. No effect if
-        `last` has no deferred update.
+        `last` has no pending update.
         """
-        if last is None or last in self.submissions:
-            for region in list(self.submissions):
-                self.submissions.pop(region)()
+        if last is None or last in self.pending:
+            for region in list(self.pending):
+                self.pending.pop(region)()
                 if region is last:
                     break

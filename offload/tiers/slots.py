@@ -413,7 +413,7 @@ class Slots:
 
         All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
-        self._deferred.submit(region)
+        self._deferred.start(region)  # the copy waits for the update
         if self._store.tier == "device" and region.travels is EXACT:
             own_range = self._store[region].planes["weights"]
             return self._gather_ranges(region, flat, own_range, fills, is_ahead)

@@ -68,7 +68,7 @@ def test_nothing_where_the_buffer_is_too_small_beside_what_is_open():
 
 ACTIONS = st.one_of(
     st.tuples(st.just("take"), st.integers(1, 24)),
-    st.tuples(st.sampled_from(["fill", "read", "close"]), st.integers(0, 30)),
+    st.tuples(st.sampled_from(["record_writer", "record_reader", "close"]), st.integers(0, 30)),
     st.tuples(st.just("reset"), st.just(0)),
 )
 

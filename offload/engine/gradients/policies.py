@@ -93,13 +93,11 @@ class DeferredPolicy(UpdatePolicy):
             # Another rank may have gradients this rank lacks.
             if has_peers or any(touched[state.region.index]):
                 region_gradients = RegionGradients(state.region, state.gradients, state.landing, scale)
-                deferred.submissions[state.region] = partial(
-                    updates.submit, region_gradients, touched[state.region.index]
-                )
+                deferred.pending[state.region] = partial(updates.update, region_gradients, touched[state.region.index])
             else:
                 early.give_back(state.tiles)
-        updates.slots.invalidate(deferred.submissions)
-        updates.show(deferred.submissions.keys() if self.is_late else ())
+        updates.slots.invalidate(deferred.pending)
+        updates.show(deferred.pending.keys() if self.is_late else ())
         return UpdateResult(norm)
 
 
@@ -172,7 +170,7 @@ class ImmediatePolicy(UpdatePolicy):
             return clip_coefficient(self._norm_at(so_far), self._limit) if math.isfinite(so_far) else None
 
         touched, choose = self._measures.touched[region.index], choose_scale if self._has_to_know else None
-        self._updates.submit(region_gradients, touched, choose, self.is_final)
+        self._updates.update(region_gradients, touched, choose, self.is_final)
 
     def _norm_at(self, _so_far: float) -> float:
         return self._norm or 0.0

@@ -116,7 +116,7 @@ class TileUpdates:
 
     # -- updates ---------------------------------------------------------------------------------------------
 
-    def submit(
+    def update(
         self,
         region_gradients: RegionGradients,
         touched: Sequence[bool],
@@ -143,7 +143,7 @@ class TileUpdates:
                 planes["gradients"].fill_(float("nan"))
             return num_wrong
 
-        self.submit_work(region_gradients, update, "update", publishes=is_final)
+        self.submit_tiles(region_gradients, update, "update", publishes=is_final)
 
     def correct(self, region_gradients: RegionGradients, touched: Sequence[bool], scale: float) -> None:
         """Submit a correction from the applied coefficient to `scale`."""
@@ -154,7 +154,7 @@ class TileUpdates:
             assert region_gradients.scale is not None
             return run(tile, planes, scale=scale, applied_scale=region_gradients.scale)
 
-        self.submit_work(region_gradients, correct, "correct", publishes=False)
+        self.submit_tiles(region_gradients, correct, "correct", publishes=False)
 
     def _update_function(self, region: Region, touched: Sequence[bool]) -> Callable[..., int | torch.Tensor]:
         """Return `update_tile` for a region with the current settings: `tune` may change them before the update."""
@@ -175,7 +175,7 @@ class TileUpdates:
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
-    def submit_work(self, region_gradients: RegionGradients, work: UpdateFunction, verb: str, publishes: bool) -> None:
+    def submit_tiles(self, region_gradients: RegionGradients, work: UpdateFunction, verb: str, publishes: bool) -> None:
         """Submit work on a region's states, tile by tile, after its gradients and after every fetch of the overwritten
         data. `publishes`: the weights are then final and are sent to other ranks with a copy.
         """

@@ -233,10 +233,10 @@ class Updates:
         """Submit a step's updates without gradients, in this order. Calls `start_fetches` like `apply`."""
         for region, work in works.items():
             region_gradients = RegionGradients(region, torch.empty(0, device="cpu"), Fence("no gradients"))
-            self._deferred.submissions[region] = partial(
-                self.tiles.submit_work, region_gradients, work, "update", publishes=True
+            self._deferred.pending[region] = partial(
+                self.tiles.submit_tiles, region_gradients, work, "update", publishes=True
             )
-        self._slots.invalidate(self._deferred.submissions)
+        self._slots.invalidate(self._deferred.pending)
         self._end(start_fetches)
 
     def flush(self) -> None:
@@ -246,12 +246,12 @@ class Updates:
             self.descend(works, lambda: None)
 
     def _end(self, start_fetches: Callable[[], None]) -> None:
-        """Allow fetches for the next step, then submit the due updates."""
-        self.tiles.begin(bool(self._deferred.submissions))
+        """Allow fetches for the next step, then start the other pending updates."""
+        self.tiles.begin(bool(self._deferred.pending))
         with interrupts.uninterrupted():
             self._slots.refresh()
-            start_fetches()
-            self._deferred.submit()
+            start_fetches()  # each fetch starts the pending updates up to its own region
+            self._deferred.start()
             self._settle()
 
     def _settle(self) -> None:
@@ -267,7 +267,7 @@ class Updates:
 
     def give_up(self) -> str | None:
         """Cancel work after an exception. Return the reason if the states are torn, else None."""
-        self._deferred.submissions.clear()
+        self._deferred.pending.clear()
         self.tiles.early.forget()
         self._lanes.give_up()
         self.tiles.place.reset()
