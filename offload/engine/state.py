@@ -147,7 +147,7 @@ class EngineState:
             Measures(self.store, self.device, self.lanes),
         )
         lookahead = plan.lookahead(settings.prefetch, len(regions))
-        self.executor = Executor(self.slots, *lookahead, lands_late=self.gradients.lasts)
+        self.executor = Executor(self.slots, *lookahead, updates_at_end=self.gradients.lasts)
         workspace = self._open_workspace()
         place = self._open_update_place(counters, has_workspace=workspace is not None)
         self.updates = Updates(

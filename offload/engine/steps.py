@@ -70,7 +70,7 @@ class Steps:
         self._modules = list(state.model.modules())
         method = METHODS[self._rule.method]
         self.method: Method = method(state, counters, settings, self.losses, self._take_snapshot)
-        self._writes = ForeignWrites(state, counters, is_late=settings.delay > 0 or not has_backward)
+        self._writes = ForeignWrites(state, counters, updates_later=settings.delay > 0 or not has_backward)
         self.equivalence = EquivalenceChecks(state, self.method, self.losses, settings.precision)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:

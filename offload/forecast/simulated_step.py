@@ -270,7 +270,7 @@ class SimulatedEngine:
         for region in plan.regions:
             if region.index in plan.lasting:
                 flow.make_lasting(region)
-        self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, lands_late=flow.lasts)
+        self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, updates_at_end=flow.lasts)
         in_place = InPlaceUpdates(self._store.update_lane, device, nullcontext)
         ring = device.allocate("update ring", plan.update_ring_bytes) if plan.update_ring_bytes else None
         update_place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)

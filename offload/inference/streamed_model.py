@@ -105,7 +105,7 @@ class StreamedModel:
             counters=counters,
         )
         self._slots = slots = Slots(store, device, DeferredUpdates(), lanes, counters, slot_bytes=0, slot_name=SLOTS)
-        self._executor = Executor(slots, 1, None, lands_late=lambda _: False)
+        self._executor = Executor(slots, 1, None, updates_at_end=lambda _: False)
         self._units = list(open_units(candidates, regions, slots, slots.parameters))
         self._running_unit: Unit | None = None
         self._begin: Any = None

@@ -159,7 +159,7 @@ class RegionState:
         return self.tiles[0].begin
 
     @property
-    def is_late(self) -> bool:
+    def is_stale(self) -> bool:
         """True if passes compute with stale weights."""
         return self.tiles[0].stale is not None
 
@@ -169,8 +169,8 @@ class RegionState:
         return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]
 
     @property
-    def keeps_gradients(self) -> bool:
-        """True if gradients wait for the gradient norm."""
+    def has_gradient_plane(self) -> bool:
+        """True if gradients have memory or disk room of their own, to wait for the gradient norm."""
         return self.gradients is not None or self.has_room_on_disk
 
     @property

@@ -32,14 +32,14 @@ class UpdateResult:
     """Global gradient norm before clipping."""
     skipped: bool = False
     """True if gradients were not finite and nothing was updated."""
-    num_corrected: int = 0
+    corrected: int = 0
     """Number of regions first updated with another coefficient, then corrected."""
-    is_coarse: bool = False
+    coarse: bool = False
     """True if a correction was less exact than the summation order explains."""
 
 
 class UpdatePolicy:
-    """Decides the handling of gradients. This base class only lets them arrive.
+    """Decides the handling of a step's gradients.
 
     drops: gradients are measured, then discarded. updates_at_arrival: each region is updated as soon as the gradients
     arrive, so the ranks have to agree on the region's norm at that time. is_final: such updates are never corrected,
@@ -60,6 +60,10 @@ class UpdatePolicy:
         raise NotImplementedError
 
 
+class NoPolicy(UpdatePolicy):
+    """Between steps, until `Updates.begin_step` chooses a policy: gradients arrive, and no update follows."""
+
+
 class NormOnlyPolicy(UpdatePolicy):
     """Norm only: a second backward makes the updates, because this update rule keeps no gradients."""
 
@@ -69,7 +73,7 @@ class NormOnlyPolicy(UpdatePolicy):
 class DeferredPolicy(UpdatePolicy):
     """Updates regions after the global norm is known, in the order of their next use."""
 
-    is_late = False
+    is_delayed = False
 
     def __init__(self, updates: TileUpdates, measures: Measures, deferred: DeferredUpdates, reads_early: bool) -> None:
         """`reads_early`: read states from disk during the backward."""
@@ -85,9 +89,9 @@ class DeferredPolicy(UpdatePolicy):
         scale, has_peers = clip_coefficient(norm, limit), updates.store.comm.size > 1
         if not has_peers:  # with peers: other ranks may already have updated theirs
             early.check()
-        waiting = [state for state in updates.store.states if state.keeps_gradients]
-        # Late updates start with the regions the next backward needs first, to free room for gradients.
-        waiting.sort(key=lambda state: rank(state.region), reverse=self.is_late)
+        waiting = [state for state in updates.store.states if state.has_gradient_plane]
+        # Delayed updates start with the regions the next backward needs first, to free room for gradients.
+        waiting.sort(key=lambda state: rank(state.region), reverse=self.is_delayed)
         early.follow([state.region for state in waiting])
         for state in waiting:
             # Another rank may have gradients this rank lacks.
@@ -97,14 +101,14 @@ class DeferredPolicy(UpdatePolicy):
             else:
                 early.give_back(state.tiles)
         updates.slots.invalidate(deferred.pending)
-        updates.show(deferred.pending.keys() if self.is_late else ())
+        updates.show(deferred.pending.keys() if self.is_delayed else ())
         return UpdateResult(norm)
 
 
 class DelayedPolicy(DeferredPolicy):
     """Like DeferredPolicy, but the updates run beside the next step, whose weights are one step old."""
 
-    is_late = True
+    is_delayed = True
 
 
 class RunningNorm:
@@ -202,7 +206,7 @@ class SpeculativePolicy(ImmediatePolicy):
             self._updates.correct(region_gradients, self._measures.touched[region_gradients.region.index], scale)
         for region_gradients in sorted(self._updated, key=lambda region_gradients: rank(region_gradients.region)):
             self._updates.publish(region_gradients.region)
-        return UpdateResult(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
+        return UpdateResult(norm, corrected=len(wrong), coarse=worst > COARSE_RATIO)
 
 
 def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, order: Sequence[Piece] = ()) -> NoReturn:

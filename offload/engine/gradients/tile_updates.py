@@ -208,7 +208,7 @@ class TileUpdates:
 
     def show(self, late: Collection[Region]) -> None:
         """Let the next pass use the old weights of the regions `late`, and the newest weights of all others."""
-        changed = [state for state in self.store.states if state.is_late or state.region in late]
+        changed = [state for state in self.store.states if state.is_stale or state.region in late]
         self.begin(bool(late))
         self.slots.invalidate([state.region for state in changed])
         for state in changed:

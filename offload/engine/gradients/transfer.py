@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from offload.engine.gradients.norms import CopySquares, Measures
-from offload.engine.gradients.policies import UpdatePolicy
+from offload.engine.gradients.policies import NoPolicy, UpdatePolicy
 from offload.engine.gradients.replica_sums import ReplicaSums
 from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
@@ -28,8 +28,9 @@ _CHUNK = 1 << 24
 class GradientTransfer:
     """Moves gradients to their memory until the update.
 
-    The `policy` is called for each region with gradients on their way. Over several ranks the gradients are summed
-    here. Every opened trainable region is then included, because another rank may have gradients this rank lacks.
+    `Updates` sets the `policy` of a step, which is called for each region with gradients on their way. Over several
+    ranks the gradients are summed here. Every opened trainable region is then included, because another rank may have
+    gradients this rank lacks.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class GradientTransfer:
         self._store, self._measures = store, measures
         self._device, self._lanes, self._counters, self._debug = device, lanes, counters, debug
         self.accumulates = False
-        self.policy = UpdatePolicy()
+        self.policy: UpdatePolicy = NoPolicy()
         self._staging = Ring(staging, "gradient staging")
         self._sent: set[int] = set()
         self._tickets: list[Ticket] = []
 
     def begin_step(self) -> None:
-        self.policy = UpdatePolicy()
+        self.policy = NoPolicy()
         self._sent.clear()
         self._tickets.clear()
         if self._reduction is not None:
@@ -125,7 +126,8 @@ class GradientTransfer:
             self._counters.count("all_gather_elements", region.numel)
             self._counters.count("network_bytes", own.nbytes * store.within.num_far)
 
-    def has_gradients(self, region: Region) -> bool:
+    def sends(self, region: Region) -> bool:
+        """Return whether a region is sent: with a gradient on this rank, or with other ranks that may have one."""
         return self._store.comm.size > 1 or any(self._measures.touched[region.index])
 
     def _measure(self, region: Region) -> Callable[[torch.Tensor], None]:
@@ -176,7 +178,7 @@ class GradientTransfer:
             self._tickets += reads if self._reduction is not None else ()
             return
         state = self._store[region]
-        if state.keeps_gradients:
+        if state.has_gradient_plane:
             for span, lease in state.land():
                 target = lease.planes["gradients"]
                 lease.done_writing(self._copy_to_host(region, target, flat[span], source, reads, lease.fills, squares))
@@ -197,7 +199,7 @@ class GradientTransfer:
         if self.accumulates:
             assert state.sums is not None
             state.landing.record_writer(self._zero(region, state.sums, state.landing.before_fill()))
-        elif state.keeps_gradients:
+        elif state.has_gradient_plane:
             for _, lease in state.land():
                 lease.done_writing(self._zero(region, lease.planes["gradients"], lease.fills))
             self.policy.receive(region, state.gradients, state.landing)

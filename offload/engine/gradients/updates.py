@@ -77,7 +77,6 @@ class Updates:
         # Inline updates hide nothing.
         self.clip = "deferred" if self._is_inline else settings.resolved_clip
         self.num_unclipped: int | None = None  # steps so far, while `clip` is undecided; else None
-        self._policy = UpdatePolicy()
 
     @property
     def infos(self) -> Sequence[ParameterInfo]:
@@ -110,7 +109,7 @@ class Updates:
     @property
     def is_immediate(self) -> bool:
         """True if, in this step, regions are updated at arrival without a later correction."""
-        return self._policy.is_final
+        return self._flow.transfer.policy.is_final
 
     def decide(self, clip: str, num_unclipped: int | None = None) -> None:
         """Set the clipping mode: "deferred", "speculative", or "auto" after `num_unclipped` steps without clipping.
@@ -155,8 +154,7 @@ class Updates:
         self._lanes.settle()
         self.tiles.lr = lr
         self.tiles.place.begin_step()
-        self._policy = self._choose(waits, self.delays(number), learns, norm)
-        self._flow.transfer.policy = self._policy
+        self._flow.transfer.policy = self._choose(waits, self.delays(number), learns, norm)
 
     def _choose(self, waits: bool, delays: bool, learns: bool, norm: float | None) -> UpdatePolicy:
         tiles, measures, limit = self.tiles, self._measures, self._limit
@@ -215,6 +213,7 @@ class Updates:
         return result
 
     def _clip(self, rank: Callable[[Region], float]) -> UpdateResult:
+        policy = self._flow.transfer.policy
         self._flow.finish()
         norm = total_norm(self._measures.squares.values())
         if self._norm is not None and math.isfinite(norm):
@@ -222,9 +221,9 @@ class Updates:
         if math.isfinite(norm):
             if self.num_unclipped is not None:
                 self._count_step(norm)
-            return self._policy.finish(norm, self._limit, rank)
+            return policy.finish(norm, self._limit, rank)
         if not self._skips or self.tiles.is_updating:
-            refuse_gradients(self.tiles, self._measures, norm, self._policy.arrived)
+            refuse_gradients(self.tiles, self._measures, norm, policy.arrived)
         self.tiles.early.give_back()
         self.tiles.show(())
         return UpdateResult(norm, skipped=True)

@@ -26,13 +26,13 @@ class Losses:
     """Runs the model on a batch, in micro-batches and with the head in chunks.
 
     Ranks may have different row counts; all ranks run as many parts as the largest batch needs. `num_chunks`: head
-    chunks in the last loss. `chunk_bytes`: limit for logits in memory. `has_gradient`: a backward follows, so a loss
+    chunks in the last loss. `chunk_bytes`: limit for logits in memory. `has_backward`: a backward follows, so a loss
     must be a tensor.
     """
 
-    def __init__(self, state: EngineState, chunk_bytes: int | None, has_gradient: bool = True) -> None:
+    def __init__(self, state: EngineState, chunk_bytes: int | None, has_backward: bool = True) -> None:
         self._model, self._state = state.model, state
-        self.chunk_bytes, self.has_gradient = chunk_bytes, has_gradient
+        self.chunk_bytes, self.has_backward = chunk_bytes, has_backward
         self.num_chunks = 1
 
     @property
@@ -87,7 +87,7 @@ class Losses:
             self.num_chunks = 1
             share = _target_share(inputs)
             batch = batch if share else _without_ignored(batch)
-            loss = run_loss(self._model, batch, inputs.loss_fn, has_gradient=self.has_gradient)
+            loss = run_loss(self._model, batch, inputs.loss_fn, has_backward=self.has_backward)
             yield _scale(loss, share, inputs)
 
     def _micro_batches(self, inputs: PassInputs) -> Generator[torch.Tensor, None, None]:
@@ -115,7 +115,7 @@ class Losses:
             elif loss_fn is None and rule.takes_count:
                 share, extra = 1.0, {"num_items_in_batch": tokens}
             with self._state.runner.as_engine_calls():
-                loss = run_loss(self._model, part, loss_fn, has_gradient=self.has_gradient, **extra)
+                loss = run_loss(self._model, part, loss_fn, has_backward=self.has_backward, **extra)
             yield _scale(loss, share, inputs)
         gradients = [(t, leaf.grad) for t in graph_inputs if (leaf := leaves[id(t)]).grad is not None]
         torch.autograd.backward([t for t, _ in gradients], [gradient for _, gradient in gradients])

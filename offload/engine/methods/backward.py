@@ -78,5 +78,5 @@ class Backward(Method):
         read_loss = state.device.copy_to_host(loss)  # before the host waits for the norm
         result = state.updates.apply(rank, lambda: self._start_fetches(tokens is not None))
         (total,) = self.sum(float(read_loss()))
-        is_skipped, num_corrected, is_coarse = result.skipped, result.num_corrected, result.is_coarse
-        return self._finish(total, result.norm, tokens, skipped=is_skipped, corrected=num_corrected, coarse=is_coarse)
+        skipped, corrected, coarse = result.skipped, result.corrected, result.coarse
+        return self._finish(total, result.norm, tokens, skipped=skipped, corrected=corrected, coarse=coarse)

@@ -316,6 +316,7 @@ def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arg
     """Run one differentiable use of a unit. The anchor makes the outputs require gradients even if no input does."""
     call = UnitCall(unit, runner, arguments)
     outputs = UnitFunction.apply(call, runner.anchor if unit.trainable else None, *arguments.tensors)
+    # Two ways back: autograd returns tensors alone, so the tree around them comes as `call.result`.
     # The outputs hold the call through their graph. If the call also held the outputs (or an input changed in place,
     # now an output), the reference cycle would never be freed. Inputs needed by the backward are saved elsewhere.
     result, call.result, call.dirty = call.result, None, []
