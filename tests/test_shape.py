@@ -20,7 +20,7 @@ def test_each_module_has_a_ring_and_each_name_of_the_table_a_module() -> None:
 
 def test_imports_go_inward() -> None:
     modules = {
-        "offload.engine.step": "from offload.telemetry import loggers\nimport offload.lanes.lane\n",
+        "offload.engine.step": "from offload.telemetry import loggers\nimport offload.lanes.ticket\n",
         "offload.training.trainer": "def f():\n    from offload.data import rows\nfrom offload.engine import step\n",
         "offload.data.rows": "from offload.forecast import search\nfrom offload.data import cache\nimport offload.hf\n",
     }

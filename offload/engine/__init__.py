@@ -27,7 +27,7 @@ Helpers of the main path:
     engine/units/recompute_policy.py, saved_graph.py   whether a use saves its autograd graph, and how
     tiers/store.py, tile.py, lease.py   state storage; leases on tiles and their lifetime
     tiers/nvme.py                  states on disk
-    lanes/ticket.py, lane.py       dependencies between work items; work queues beside compute
+    lanes/ticket.py, lanes.py      dependencies between work items; work queues beside compute
     engine/gradients/norms.py      global gradient norm
     engine/gradients/policies.py   update timing: at once, deferred, speculative, delayed
     engine/gradients/tile_updates.py, update_place.py   tile updates, and the device that runs them

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from offload.lanes.lane import Lane, Run, Tickets
 from offload.lanes.thread_lane import Link, ThreadLane
 from offload.lanes.throttle import LANES, Throttle
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Lane, Run, Ticket, Tickets, wait_until_done
 from offload.lanes.timeline import LaneTime, Span, Timeline
-from offload.lanes.waiting import wait_until_done
 
 
 class InlineLane(Lane):

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from offload.lanes.lane import Lane, Run, Tickets
 from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import LANES
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Lane, Run, Ticket, Tickets
 
 COMPUTE, DECODING = "compute", "decoding"
 

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from offload.lanes.lane import Lane, Run, Tickets
 from offload.lanes.throttle import Throttle
-from offload.lanes.ticket import CancelledError, Ticket
+from offload.lanes.ticket import Bell, CancelledError, Countdown, Lane, Run, Ticket, Tickets, wait_until_done
 from offload.lanes.timeline import Timeline
-from offload.lanes.waiting import Bell, Countdown, wait_until_done
 
 _LONGEST_DELAY_S = 0.004
 

@@ -13,9 +13,8 @@ import torch
 from offload.errors import DiskError, warn
 from offload.files.directories import check_dirs, check_space
 from offload.files.scratch import open_nameless
-from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Fence, Ticket
+from offload.lanes.ticket import Fence, Lane, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region, stripe, stripe_bytes
 from offload.native.io import File, IoEngine, wait_for_all

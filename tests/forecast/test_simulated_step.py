@@ -11,9 +11,8 @@ import torch
 from benchmarks.ideal import Unit, Use, Work, ideal
 from offload import Placement
 from offload.forecast.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
-from offload.lanes.lane import Lane
 from offload.lanes.simulated import SimulatedLanes
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Lane, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region, build_regions
 from offload.planning.settings import Settings

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Fence, Ticket
+from offload.lanes.ticket import Fence, Lane, Ticket
 from offload.layout.planes import CODES
 from offload.layout.regions import Region, align
 from offload.planning.device_updates import PLANE_ALIGNMENT, UPDATE_RING
