@@ -48,7 +48,6 @@ from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.tiers.counters import Counters
-from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import open_device
 from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import READ_RING, ModelFiles
@@ -56,6 +55,7 @@ from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates
 from offload.tiers.watched_files import READ_STAGING, WatchedFiles
 
 

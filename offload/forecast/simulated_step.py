@@ -30,7 +30,6 @@ from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.tiers.counters import Counters
-from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.device import AcceleratorDevice, CpuDevice
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
@@ -38,7 +37,7 @@ from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import Nvme, Stripes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import Tile
+from offload.tiers.tile import DeferredUpdates, Tile, UpdateFunction
 
 _NUM_STEPS, _NUM_WARM = 6, 3
 """Simulated steps, and warm-up steps among them.

@@ -30,13 +30,13 @@ from offload.layout.planes import DTYPES
 from offload.layout.regions import DiskLayout, ParameterInfo, build_regions
 from offload.schedule.execute import Executor
 from offload.tiers.counters import Counters
-from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import open_device
 from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import RING_TILES
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates
 
 SLOTS = "slots"
 _TILE_NUMEL = 1 << 22

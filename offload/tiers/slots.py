@@ -15,9 +15,9 @@ from offload.layout.codecs import EXACT
 from offload.layout.regions import Piece, Region
 from offload.tiers.counters import Counters
 from offload.tiers.decoding import Decoder, stored_view
-from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import Device, copy_planes
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates
 
 _SLOT_ALIGNMENT_BYTES = 512
 _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32

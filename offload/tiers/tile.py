@@ -1,8 +1,10 @@
-"""Tile: unit of update. RegionState: all tiles and planes in a region on this rank."""
+"""Tile: unit of update. RegionState: all tiles and planes in a region on this rank. DeferredUpdates: updates that are
+ready, but not yet in a lane.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -183,10 +185,8 @@ class RegionState:
         """Yield (elements, lease) for all waiting gradients on this rank. End each lease before the next one."""
         if self.gradients is not None:
             planes, fence = {"gradients": self.gradients}, self.landing
-            yield (
-                slice(0, len(self.gradients)),
-                Lease(planes, (), fence.before_fill(), fence.record_reader, fence.record_writer),
-            )
+            lease = Lease(planes, (), fence.before_fill(), fence.record_reader, fence.record_writer)
+            yield slice(0, len(self.gradients)), lease
         elif self.has_room_on_disk:
             for tile in self.tiles:
                 yield slice(tile.begin - self.begin, tile.end - self.begin), tile.land("gradients")
@@ -204,3 +204,31 @@ class RegionState:
         """Return the elements in piece number `position`."""
         start = self.region.offsets[position]
         return slice(start, start + self.region.sizes[position])
+
+
+UpdateFunction = Callable[[Tile, Mapping[str, torch.Tensor]], int | torch.Tensor]
+"""Update function: (tile, planes, with gradients if the update has any) -> number of non-finite weights."""
+
+
+class DeferredUpdates:
+    """Updates to start before the next use of the weights.
+
+    pending: by region, in the order of use in the next step, functions that submit an update to its lane. in_slot:
+    update functions for regions updated in their slots, at the next fetch.
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[Region, Callable[[], None]] = {}
+        self.in_slot: dict[Region, UpdateFunction] = {}
+
+    def start(self, last: Region | None = None) -> None:
+        """Start pending updates up to region `last` (None: all).
+
+        `last` is the next region to fetch: updates behind it would fill the ring needed for the fetch. No effect if
+        `last` has no pending update.
+        """
+        if last is None or last in self.pending:
+            for region in list(self.pending):
+                self.pending.pop(region)()
+                if region is last:
+                    break

@@ -18,7 +18,7 @@ from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece, Region
 from offload.optim.update import clip_coefficient, total_norm
-from offload.tiers.deferred_updates import DeferredUpdates
+from offload.tiers.tile import DeferredUpdates
 
 COARSE_RATIO = 8.0
 """Above this ratio c_s / c, a speculative correction loses more than 1e-5 relative to the largest update."""

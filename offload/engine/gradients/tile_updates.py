@@ -15,11 +15,10 @@ from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.update import update_tile
 from offload.planning.settings import Settings
-from offload.tiers.deferred_updates import UpdateFunction
 from offload.tiers.lease import Lease
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import Tile
+from offload.tiers.tile import Tile, UpdateFunction
 
 
 @dataclass

@@ -30,9 +30,9 @@ from offload.layout.regions import ParameterInfo, Region
 from offload.optim.rule import UpdateRule
 from offload.optim.update import clip_coefficient, total_norm
 from offload.planning.settings import Settings
-from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates, UpdateFunction
 
 UNCLIPPED_STEPS = 8
 """After this many steps without clipping, a run with `clip: auto` becomes speculative, if that hides updates.

@@ -10,10 +10,10 @@ import torch
 from offload.engine.gradients.updates import Updates
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
-from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.device import Device, copy_planes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates, UpdateFunction
 
 
 class SlotUpdates:

@@ -24,9 +24,9 @@ from offload.layout.regions import Piece, Region
 from offload.planning.memory import EXPERT_SLOT
 from offload.planning.plan import Plan
 from offload.tiers.counters import Counters
-from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates
 
 IMPLEMENTATION = "offload"
 """Name of this implementation in transformers."""

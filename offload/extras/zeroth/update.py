@@ -13,8 +13,7 @@ from offload.extras.zeroth.mezo import MeZO
 from offload.layout.regions import Region
 from offload.optim.rule import parameter_key
 from offload.optim.update import ZerothOrderStep, descend_tile
-from offload.tiers.deferred_updates import UpdateFunction
-from offload.tiers.tile import Tile
+from offload.tiers.tile import Tile, UpdateFunction
 
 _BLOCKS = "(blocks)"
 """Key for the block choice, in place of a parameter name."""
