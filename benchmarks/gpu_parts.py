@@ -33,7 +33,7 @@ from offload.accelerators import Accelerator, own_accelerator
 from offload.benches import step as step_bench
 from offload.benches.report import Result
 from offload.engine.units import compiled_forwards as forwards
-from offload.engine.units.run_ahead import RunAhead
+from offload.engine.units.uses import RunAhead
 from offload.errors import DoesNotFitError
 from offload.machine.environment import memory
 

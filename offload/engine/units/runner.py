@@ -16,15 +16,14 @@ from offload.distributed.comm import Comm
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
-from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.expert_outputs import ExpertOutputs
 from offload.engine.units.forwards import Forward, OriginalForwards
 from offload.engine.units.offloaded_tensor import OffloadedTensor
-from offload.engine.units.run_ahead import RunAhead
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
+from offload.engine.units.uses import Claim, Claims, RunAhead
 from offload.errors import OffloadError
 from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
