@@ -7,7 +7,8 @@ Reading order for the main path (twelve files, about 3,500 lines):
     engine/methods/backward.py     Backward.step: forward, backward, update
     engine/loss/parts.py           Losses.parts: run the model, yield the loss in parts
     engine/units/unit.py           Unit.route: forward for a module with streamed weights
-    engine/units/call.py           UnitCall: forward, and backward with recomputation, for one unit use
+    engine/units/call.py           Router.call: with backward, without, or into a recording;
+                                   UnitCall: forward, and backward with recomputation, for one unit use
     engine/units/runner.py         UnitRunner.enter, run, leave: fetch weights, run the module, free the slot
     schedule/execute.py            Executor.enter: choose the next fetches
     tiers/slots.py                 Slots.fetch: copy weights to the device (H2D copy)
@@ -18,7 +19,6 @@ Reading order for the main path (twelve files, about 3,500 lines):
 Helpers of the main path:
 
     engine/loss/batch_agreement.py agreement between ranks before a pass
-    engine/units/router.py         dispatch for unit calls: with backward, without, or into a recording
     engine/units/forwards.py       the forward for a use: the module's own; compiled_forwards.py has another
     engine/units/compile_wrappers.py   removes torch.compile wrappers from a model
     engine/units/arguments.py      unit call arguments, each tensor listed once

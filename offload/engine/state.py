@@ -26,13 +26,13 @@ from offload.engine.units.activation_offload import (
     DiskActivationOffload,
     HostActivationOffload,
 )
+from offload.engine.units.call import Router
 from offload.engine.units.cutting import RowCutting
 from offload.engine.units.execution_mode import ExecutionMode
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.model_structure import ModelStructure
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership
-from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.shared_attention import open_attention
