@@ -4,8 +4,8 @@ Reading order for the main path (twelve files, about 3,500 lines):
 
     engine/engine.py               Engine.step: the public call
     engine/steps.py                Steps.step: agree with the other ranks, record new calls, make the step
-    engine/methods/backward.py     Backward.step: forward, backward, update
-    engine/loss/parts.py           Losses.parts: run the model, yield the loss in parts
+    engine/methods/method.py       Backward.step: forward, backward, update
+    engine/loss/parts.py           Losses.total: run the model, and the backward of each part of the loss
     engine/units/unit.py           Unit.route: forward for a module with streamed weights
     engine/units/call.py           Router.call: with backward, without, or into a recording;
                                    UnitCall: forward, and backward with recomputation, for one unit use

@@ -23,8 +23,7 @@ from offload.engine.loss.group_loss import GroupLoss
 from offload.engine.loss.loss import LossFunction
 from offload.engine.loss.parts import Losses
 from offload.engine.loss.shared_rows import share_rows
-from offload.engine.methods.backward import Backward
-from offload.engine.methods.method import Method
+from offload.engine.methods.method import Backward, Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.recording.shared_trial import check_sharing
 from offload.engine.recording.trial_runs import TrialRuns

@@ -331,7 +331,7 @@ class SimulatedEngine:
     # -- methods of training ---------------------------------------------------------------------------------
 
     def _step_of_backward(self) -> None:
-        """Same call order as `offload.engine.methods.backward`."""
+        """Same call order as `offload.engine.methods.method.Backward`."""
         updates, norm = self._updates, None
         if updates.learns_first:
             self._begin_pass(learns=True)
