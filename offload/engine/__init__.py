@@ -1,6 +1,6 @@
 """One training step over streamed units.
 
-Reading order for the main path (twelve files, about 3,500 lines):
+Reading order for the main path (twelve files, about 4,300 lines):
 
     engine/engine.py               Engine.step: the public call
     engine/steps.py                Steps.step: agree with the other ranks, record new calls, make the step
