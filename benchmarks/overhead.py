@@ -29,8 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.units.call import UnitCall
-from offload.engine.units.router import Router
+from offload.engine.units.call import Router, UnitCall
 from offload.engine.units.unit import Unit
 from offload.extras.tools.benches.report import machine, versions
 from offload.planning.memory import SLOT

@@ -22,7 +22,7 @@ class InputNoise(Stage):
     """Adds normal noise to the first input of each block."""
 
     @classmethod
-    def over(cls, inner: Stage, state: Any, settings: Any) -> Stage:
+    def over(cls, inner: Stage, state: Any, settings: Any) -> Stage:  # noqa: ARG003
         return cls(inner)
 
     def of(self, unit: Unit, use: Use) -> Forward:

@@ -21,7 +21,7 @@ def test_each_module_has_a_ring_and_each_name_of_the_table_a_module() -> None:
 
 def test_imports_go_inward() -> None:
     modules = {
-        "offload.engine.step": "from offload.app.telemetry import loggers\nimport offload.lanes.lane\n",
+        "offload.engine.step": "from offload.app.telemetry import loggers\nimport offload.lanes.ticket\n",
         "offload.app.trainer": "def f():\n    from offload.extras.data import rows\nfrom offload.engine import step\n",
         "offload.extras.data.rows": "from offload.extras.plan import search\nimport offload.app.hf\n",
         "offload.extras.generate.sampler": "from offload.extras.data import tokenizer\n",

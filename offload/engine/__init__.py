@@ -1,13 +1,14 @@
 """One training step over streamed units.
 
-Reading order for the main path (twelve files, about 3,500 lines):
+Reading order for the main path (twelve files, about 4,300 lines):
 
     engine/engine.py               Engine.step: the public call
     engine/steps.py                Steps.step: agree with the other ranks, record new calls, make the step
-    engine/methods/backward.py     Backward.step: forward, backward, update
-    engine/loss/parts.py           Losses.parts: run the model, yield the loss in parts
+    engine/methods/method.py       Backward.step: forward, backward, update
+    engine/loss/parts.py           Losses.total: run the model, and the backward of each part of the loss
     engine/units/unit.py           Unit.route: forward for a module with streamed weights
-    engine/units/call.py           UnitCall: forward, and backward with recomputation, for one unit use
+    engine/units/call.py           Router.call: with backward, without, or into a recording;
+                                   UnitCall: forward, and backward with recomputation, for one unit use
     engine/units/runner.py         UnitRunner.enter, run, leave: fetch weights, run the module, free the slot
     schedule/execute.py            Executor.enter: choose the next fetches
     tiers/slots.py                 Slots.fetch: copy weights to the device (H2D copy)
@@ -27,7 +28,7 @@ Helpers of the main path:
     engine/units/recompute_policy.py, saved_graph.py   whether a use saves its autograd graph, and how
     tiers/store.py, tile.py, lease.py   state storage; leases on tiles and their lifetime
     tiers/nvme.py                  states on disk
-    lanes/ticket.py, lane.py       dependencies between work items; work queues beside compute
+    lanes/ticket.py, lanes.py      dependencies between work items; work queues beside compute
     engine/gradients/norms.py      global gradient norm
     engine/gradients/policies.py   update timing: at once, deferred, speculative, delayed
     engine/gradients/tile_updates.py, update_place.py   tile updates, and the device that runs them

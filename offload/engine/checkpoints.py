@@ -382,7 +382,7 @@ def _contents(engine: EngineState, changed: Collection[str] | None = None) -> di
     """Return the entries for parameters and buffers. `changed`: the only frozen parameters to include."""
     contents = {}
     for state in engine.store.states:
-        left_out = _unsaved_planes(state.is_late)
+        left_out = _unsaved_planes(state.is_stale)
         kept = [plane for plane in state.region.states if plane.name not in left_out]
         planes = {plane.name: plane.dtype for plane in kept}
         blocks = {plane.name: plane.block for plane in kept if plane.block > 1}

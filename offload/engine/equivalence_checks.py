@@ -71,8 +71,8 @@ class EquivalenceChecks:
             partial(self._compare, inputs, sample, cuts=inputs.plan.num_parts > 1),
             cuts=inputs.plan.num_parts > 1,
             chunks=self._losses.chunk_tokens(inputs) > 0,
-            recomputes=inputs.is_training and self._losses.has_gradient,
-            interleaves=inputs.is_training and not self._losses.has_gradient,
+            recomputes=inputs.is_training and self._losses.has_backward,
+            interleaves=inputs.is_training and not self._losses.has_backward,
         )
         if is_conclusive:
             self._checked.setdefault(self._key(inputs), set()).add(_ints(inputs))
@@ -200,17 +200,16 @@ class EquivalenceChecks:
 
     def _pass_pair(self, inputs: PassInputs, chunk_tokens: int) -> PassPair:
         state, method, trains = self._state, self._method, inputs.is_training
-        has_backward = trains and self._losses.has_gradient
-        parts = partial(self._losses.parts, inputs, chunk_tokens=chunk_tokens)
+        has_backward = trains and self._losses.has_backward
 
         def evaluate() -> list[torch.Tensor]:
-            with closing(parts()) as losses:
-                return [sum(losses, torch.zeros((), device=state.device.torch_device))]
+            with closing(self._losses.parts(inputs, chunk_tokens)) as parts:
+                return [sum(parts, torch.zeros((), device=state.device.torch_device))]
 
         return PassPair(
             {"": state.model, "batch": inputs.batch, "loss_fn": inputs.loss_fn},
-            lambda: run_loss(state.model, inputs.batch, inputs.loss_fn, has_gradient=has_backward),
-            partial(method.trial, parts) if trains else evaluate,
+            lambda: run_loss(state.model, inputs.batch, inputs.loss_fn, has_backward=has_backward),
+            partial(method.trial, inputs, chunk_tokens) if trains else evaluate,
             method.install_weights if trains else lambda unit, _: unit.install(unit.live()),
             method.num_passes if trains else 1,
             has_backward,

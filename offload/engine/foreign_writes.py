@@ -18,15 +18,15 @@ class ForeignWrites:
     numpy, by `.data`, under no_grad), and the next update overwrites the change.
     """
 
-    def __init__(self, state: EngineState, counters: Counters, is_late: bool) -> None:
-        """`is_late`: updates run in a later step, so device weights differ from the engine's weights until then.
+    def __init__(self, state: EngineState, counters: Counters, updates_later: bool) -> None:
+        """`updates_later`: updates run in a later step; device weights differ from the engine's weights until then.
 
         No check either if weights are partitioned over ranks or states are on disk: the reads would displace data in
         the rings.
         """
         self._state, self._counters, self._was_step = state, counters, False
         is_elsewhere = bool(state.plan.rings) or state.plan.layout.sharding.gathers
-        self._num_left = 0 if is_late or is_elsewhere else _NUM_CHECKS
+        self._num_left = 0 if updates_later or is_elsewhere else _NUM_CHECKS
 
     def record_pass(self, is_step: bool) -> None:
         """Record the end of a pass. The next look compares weights only after a training step: in an evaluation a model

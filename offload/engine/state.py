@@ -28,12 +28,12 @@ from offload.engine.units.activation_offload import (
     HostActivationOffload,
 )
 from offload.engine.units.attention import attention_for
+from offload.engine.units.call import Router
 from offload.engine.units.candidates import Splitting, UnitCandidate
 from offload.engine.units.execution_mode import ExecutionMode
 from offload.engine.units.model_structure import ModelStructure
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership
-from offload.engine.units.router import Router
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.stages import open_stages
@@ -47,7 +47,6 @@ from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.tiers.counters import Counters
-from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import open_device
 from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import READ_RING, ModelFiles
@@ -55,6 +54,7 @@ from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates
 from offload.tiers.watched_files import READ_STAGING, WatchedFiles
 
 
@@ -147,7 +147,7 @@ class EngineState:
             Measures(self.store, self.device, self.lanes),
         )
         lookahead = plan.lookahead(settings.prefetch, len(regions))
-        self.executor = Executor(self.slots, *lookahead, lands_late=self.gradients.lasts)
+        self.executor = Executor(self.slots, *lookahead, updates_at_end=self.gradients.lasts)
         workspace = self._open_workspace()
         place = self._open_update_place(counters, has_workspace=workspace is not None)
         self.updates = Updates(

@@ -21,9 +21,8 @@ from offload.engine.loss.batch import IGNORED, Batch, BatchForm, check_batch, ma
 from offload.engine.loss.batch_agreement import PassInputs, agree_on_pass, host_labels
 from offload.engine.loss.group_loss import GroupLoss
 from offload.engine.loss.loss import LossFunction
-from offload.engine.loss.parts import Losses, sum_parts
-from offload.engine.methods.backward import Backward
-from offload.engine.methods.method import Method
+from offload.engine.loss.parts import Losses
+from offload.engine.methods.method import Backward, Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
@@ -68,7 +67,7 @@ class Steps:
         self._modules = list(state.model.modules())
         method = METHODS[self._rule.method]
         self.method: Method = method(state, counters, settings, self.losses, self._take_snapshot)
-        self._writes = ForeignWrites(state, counters, is_late=settings.delay > 0 or not has_backward)
+        self._writes = ForeignWrites(state, counters, updates_later=settings.delay > 0 or not has_backward)
         self.equivalence = EquivalenceChecks(state, self.method, self.losses, settings.precision)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
@@ -76,7 +75,7 @@ class Steps:
         self._writes.check()
         self.trial_runs.forget_other_modes()
         inputs = self._agree("step", batch, loss_fn, self.method.lr)
-        result = self._run_until_recorded(lambda departed: self._step(self._rehearse(inputs, departed)))
+        result = self._run_until_recorded(self._step, inputs)
         self._writes.record_pass(is_step=True)
         return result
 
@@ -84,7 +83,7 @@ class Steps:
         """Return the batch's loss without side effects."""
         self._writes.record_pass(is_step=False)
         inputs = self._agree("evaluate", batch, loss_fn)
-        return self._run_until_recorded(lambda departed: self._evaluate(self._rehearse(inputs, departed)))
+        return self._run_until_recorded(self._evaluate, inputs)
 
     def replay(self, records: Iterable[Any]) -> None:
         """Repeat steps from records. Raises ConfigError."""
@@ -102,8 +101,7 @@ class Steps:
         self.resolve_clip(inputs.plan.num_elements)
         with self._recovery.ending():
             self._state.spare_memory.begin_step(inputs.plan.num_elements)
-            result = self.method.step(partial(self.losses.parts, inputs), inputs.plan.schedule_key, inputs.num_targets)
-            return replace(result, noise=self._noise(inputs))
+            return replace(self.method.step(inputs), noise=self._noise(inputs))
 
     def _noise(self, inputs: PassInputs) -> GradientNoise | None:
         """Return the gradient noise scale from the gradients of micro-batches and ranks; None if not measured.
@@ -129,7 +127,7 @@ class Steps:
             state.slots.settle()
             state.runner.writes.begin()
             state.executor.begin(inputs.plan.schedule_key)
-            total = sum_parts(self.losses.parts(inputs), state.device.torch_device)
+            total = self.losses.total(inputs)
             state.runner.check_writes()
             state.executor.end()
             state.lanes.timeline.discount("h2d", "nvme_read")
@@ -251,8 +249,8 @@ class Steps:
         self.equivalence.check(inputs, sample)
         self.trial_runs.forget_traffic()
 
-    def _run_until_recorded(self, run: Callable[[bool | None], _Result]) -> _Result:
-        """Run a pass; after an unrecorded unit call, record the call and run again from the same random state.
+    def _run_until_recorded(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:
+        """Rehearse and run a pass; after an unrecorded unit call, record the call and repeat both with equal draws.
 
         Examples of new calls: the first batch with a padding mask, a longer sequence that fills a window. The recording
         uses full-length rows of the batch, from one rank or several. If no few rows show the new call, batches are no
@@ -265,7 +263,7 @@ class Steps:
 
         while True:
             try:
-                result = run(departed)
+                result = run(self._rehearse(inputs, departed))
                 if isinstance(result, StepResult) and result.skipped:
                     before.modules.put_back()
                 return result

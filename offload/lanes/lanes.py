@@ -8,12 +8,37 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from offload.lanes.lane import InlineLane, Lane, Run, Tickets
 from offload.lanes.thread_lane import Link, ThreadLane
 from offload.lanes.throttle import LANES, Throttle
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Lane, Run, Ticket, Tickets, wait_until_done
 from offload.lanes.timeline import LaneTime, Span, Timeline
-from offload.lanes.waiting import wait_until_done
+
+
+class InlineLane(Lane):
+    """Lane without a thread: runs work in the caller, at submission, and raises errors there. The full duration counts
+    as exposed time.
+    """
+
+    def __init__(self, name: str, lanes: Lanes) -> None:
+        self.name, self._lanes = name, lanes
+
+    def submit(
+        self,
+        work: Run,
+        *,
+        reads: Tickets = (),
+        fills: Tickets = (),
+        name: str = "",
+        num_bytes: int = 0,  # noqa: ARG002
+    ) -> Ticket:
+        self.position += 1
+        self._lanes.compute_after(reads, fills=fills)
+        begin = time.perf_counter()
+        work()
+        end = time.perf_counter()
+        self._lanes.timeline.add(self.name, name, begin, end)
+        self._lanes.timeline.expose(self.name, end - begin)
+        return Ticket(self.name, begin, end, is_done=True)
 
 
 class ComputeLane(Lane):
@@ -26,7 +51,15 @@ class ComputeLane(Lane):
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
 
-    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
+    def submit(
+        self,
+        work: Run,
+        *,
+        reads: Tickets = (),
+        fills: Tickets = (),
+        name: str = "",
+        num_bytes: int = 0,  # noqa: ARG002
+    ) -> Ticket:
         self.position += 1
         self._lanes.compute_after(reads, fills=fills)
         begin = self._lanes.now()
@@ -119,7 +152,7 @@ class Lanes:
         return ThreadLane(name, self.lock, self.links[link], self.delays(name), name == "h2d", self.enter, abort)
 
     def _inline(self, name: str) -> Lane:
-        return InlineLane(name, self.timeline, lambda reads, fills: self.compute_after(reads, fills=fills))
+        return InlineLane(name, self)
 
     def enter(self) -> None:
         """Prepare the current lane thread before the first work: select the device."""

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from offload.accelerators import Accelerator
-from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
 from offload.lanes.thread_lane import ThreadLane, Work
 from offload.lanes.throttle import Throttle
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Lane, Ticket
 from offload.lanes.timeline import LaneTime, Span
 
 Abort = Callable[[BaseException], None] | None

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from offload.lanes.lane import Lane, Run, Tickets
 from offload.lanes.throttle import Throttle
-from offload.lanes.ticket import CancelledError, Ticket
+from offload.lanes.ticket import Bell, CancelledError, Countdown, Lane, Run, Ticket, Tickets, wait_until_done
 from offload.lanes.timeline import Timeline
-from offload.lanes.waiting import Bell, Countdown, wait_until_done
 
 _LONGEST_DELAY_S = 0.004
 
@@ -102,7 +100,9 @@ class ThreadLane(Lane):
         self._failed_at = 0  # position of the failed work
         self._thread: threading.Thread | None = None  # started by the first submission
 
-    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:
+    def submit(
+        self, work: Run, *, reads: Tickets = (), fills: Tickets = (), name: str = "", num_bytes: int = 0
+    ) -> Ticket:
         ticket = self._ticket()
         with self._lock:
             assert not self._is_closed, f"the lane {self.name} is closed"

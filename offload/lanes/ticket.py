@@ -1,9 +1,20 @@
-"""Tickets, and the race rule for a buffer: no read before the fill is done, no fill before the reads are done."""
+"""Work beside compute: tickets and waits for them, the interface of a lane, and fences.
+
+A lane is an ordered work queue. It runs work in submission order, each piece after the tickets named with it. A lane
+with `overtakes` obeys the tickets only. All lanes in an engine share one lock. Each lane has a bell: a finished ticket,
+a cancellation or the shutdown rings the bell to wake the lane thread.
+
+A fence is the race rule for a buffer: no read before the fill is done, no fill before the reads are done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
+
+from offload.interrupts import interrupts
 
 _MANY = 16
 
@@ -56,6 +67,48 @@ class Ticket:
         return self.is_done and (self.event is None or bool(self.event.query()))
 
 
+Run = Callable[[], object]
+Tickets = Sequence[Ticket]
+
+
+class Lane:
+    """Interface between the engine and a lane."""
+
+    name: str
+    error: BaseException | None = None
+    """First failure, kept until the failed work is cancelled or the lanes forget failures."""
+    position: int = 0
+    """Number of submissions so far."""
+
+    def submit(
+        self, work: Run, *, reads: Tickets = (), fills: Tickets = (), name: str = "", num_bytes: int = 0
+    ) -> Ticket:
+        """Queue `work`, a transfer of `num_bytes`. Work starts when all `reads` tickets are done, and fails with any
+        error among them. The `fills` tickets guard the buffer to overwrite: they must be over, failed or not.
+        """
+        raise NotImplementedError
+
+    def revoke(self, since: int = 0) -> None:
+        """Cancel like `cancel`, but return at once."""
+
+    def cancel(self, since: int = 0) -> None:
+        """Cancel the work submitted after position `since`: drop pieces not yet begun, stop the throttle sleep of begun
+        pieces, and forget their error. Returns when no such piece runs any more (on a GPU: when all are in the stream).
+        """
+
+    def finish(self) -> None:
+        """Wait until all work is done or failed."""
+
+    def drain(self) -> None:
+        """Wait until all work is done, then raise the first lane error."""
+
+    def abandon(self) -> None:
+        """Cancel all work without waiting for begun pieces. The thread then ends. Takes no lock."""
+
+    def close(self) -> None:
+        """End the lane thread after the work in progress."""
+
+
 class Fence:
     """Race rule for one buffer: a read waits for the last fill, and a fill waits for all readers.
 
@@ -77,14 +130,14 @@ class Fence:
         """Return the tickets to wait for before a fill."""
         return (*self.before_read(), *self._readers)
 
-    def read(self, *tickets: Ticket) -> None:
+    def record_reader(self, *tickets: Ticket) -> None:
         """Record readers."""
         if len(self._readers) >= _MANY:  # a buffer without further fills (frozen weights) would collect readers forever
             self._readers = [reader for reader in self._readers if not reader.is_over]
         self._readers += tickets
 
-    def fill(self, *tickets: Ticket) -> None:
-        """Record the writers of one joint fill, after all earlier users."""
+    def record_writer(self, *tickets: Ticket) -> None:
+        """Record the writers of one joint fill. They run after all earlier users."""
         self._filled = tickets
         self._readers.clear()
 
@@ -96,3 +149,64 @@ class Fence:
     def forgive(self) -> None:
         """Forget failed fills. The caller repairs the buffer content."""
         self._filled = [ticket for ticket in self._filled if ticket.error is None]
+
+
+class Bell:
+    """Wakes one thread. A ring before the wait is kept until the wait.
+
+    A ring is one call into C and needs no lock. A finalizer can ring at any point, also between the check for work and
+    the wait. (A Condition would lose the ring, and a finalizer may run in the thread holding the lock of the
+    Condition.)
+    """
+
+    __slots__ = ("_silence",)
+
+    def __init__(self) -> None:
+        self._silence = threading.Lock()
+        self._silence.acquire()
+
+    def ring(self) -> None:
+        """Wake the thread, now or at the next wait."""
+        with suppress(RuntimeError):  # already ringing
+            self._silence.release()
+
+    def wait(self, timeout_s: float = -1) -> None:
+        """Wait for a ring. The ring may be an old one: the caller must check the condition again."""
+        self._silence.acquire(timeout=timeout_s)
+
+
+class Countdown:
+    """Calls `then` when the last ticket is done. `left` counts the unfinished tickets. Use under the lock
+    of the lanes.
+    """
+
+    __slots__ = ("_then", "left")
+
+    def __init__(self, tickets: Iterable[Ticket], then: Callable[[], None]) -> None:
+        self._then, self.left = then, 0
+        for ticket in tickets:
+            if not ticket.is_done:
+                ticket.watchers.append(self.tick)
+                self.left += 1
+
+    def tick(self) -> None:
+        """Count one finished ticket."""
+        self.left -= 1
+        if not self.left:
+            self._then()
+
+
+def wait_until_done(lock: AbstractContextManager[object], tickets: Sequence[Ticket]) -> None:
+    """Block until all tickets are done or an interrupt comes. `lock`: the lock of the lanes that own the tickets."""
+    for ticket in tickets:
+        if not ticket.is_done:
+            break
+    else:
+        return
+    bell = Bell()
+    with lock:
+        countdown = Countdown(tickets, bell.ring)
+    with interrupts.wake_on_signal(bell.ring):
+        while countdown.left:
+            bell.wait()
+            interrupts.check()

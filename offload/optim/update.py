@@ -19,7 +19,6 @@ def update_tile(
     state: RegionState,
     tile: Tile,
     planes: Mapping[str, torch.Tensor],
-    gradients: torch.Tensor,
     touched: Sequence[bool],
     rules: Sequence[UpdateRule],
     infos: Sequence[ParameterInfo],
@@ -33,7 +32,7 @@ def update_tile(
     """Update the touched parameters in a region tile. Return the number of non-finite weights: an int, or on an
     accelerator a 0-dim int64 tensor without a synchronization.
 
-    planes, gradients (fp32 or bf16): flat over the tile. touched: per parameter, True if a gradient arrived; other
+    planes: flat over the tile; `gradients` in fp32 or bf16. touched: per parameter, True if a gradient arrived; other
     parameters keep weights and moments, as in torch. scale: factor on the gradients (clipping coefficient).
     applied_scale: correct an update already made (and counted) with this scale to the result for `scale`. rules:
     indexed by `Region.rule`. seed: base for random bits in rules. workspace: device memory for rules with device
@@ -43,7 +42,7 @@ def update_tile(
         planes = {**planes}
         planes["weights"].copy_(planes.pop(STALE))
     num_wrong: int | torch.Tensor = 0
-    rule = rules[state.region.rule]
+    gradients, rule = planes["gradients"], rules[state.region.rule]
     one_by_one = rule.by_parameter or rule.by_matrix
     table = state.region.by_name
     flats = [(name, flat, table[name]) for name, flat in planes.items() if name != CODES]

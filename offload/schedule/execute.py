@@ -25,13 +25,18 @@ class Executor:
     fetches on demand and is recorded; later passes follow a schedule. A pass departing from the recorded order
     continues on demand and is recorded again.
 
-    lands_late: returns True for a region updated after the backward instead of during it.
+    updates_at_end: returns True for a region updated after the backward instead of during it.
     """
 
     def __init__(
-        self, slots: Slots, lookahead: int, max_cargoes: int | None, *, lands_late: Callable[[Region], bool]
+        self, slots: Slots, lookahead: int, max_cargoes: int | None, *, updates_at_end: Callable[[Region], bool]
     ) -> None:
-        self._slots, self._lookahead, self._max_cargoes, self._lands_late = slots, lookahead, max_cargoes, lands_late
+        self._slots, self._lookahead, self._max_cargoes, self._updates_at_end = (
+            slots,
+            lookahead,
+            max_cargoes,
+            updates_at_end,
+        )
         self._orders: dict[Hashable, list[Use]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._homes: dict[int, int] = {}
@@ -140,7 +145,7 @@ class Executor:
         order = self._orders.get(pass_key) or self._orders.get(_family(pass_key))
         if order is None:
             return
-        valid_offsets, late = self._slots.valid_offsets(), self._with_any(self._lands_late)
+        valid_offsets, late = self._slots.valid_offsets(), self._with_any(self._updates_at_end)
         key = (
             pass_key,
             wraps,

@@ -31,11 +31,11 @@ class Lease:
         """Return a lease that also reads the buffer behind `fence`."""
 
         def read(ticket: Ticket) -> None:
-            fence.read(ticket)
+            fence.record_reader(ticket)
             self.done_reading(ticket)
 
         def write(ticket: Ticket) -> None:
-            fence.read(ticket)
+            fence.record_reader(ticket)
             self.done_writing(ticket)
 
         return replace(self, reads=(*self.reads, *fence.before_read()), done_reading=read, done_writing=write)

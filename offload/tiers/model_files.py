@@ -103,11 +103,11 @@ class ModelFiles:
         reading = self._lanes.fetch_read.submit(
             lambda: self._fill(record, planes), fills=ring_slice.fills, name=record.region.name, num_bytes=sum(sizes)
         )
-        ring_slice.fence.fill(reading)
+        ring_slice.fence.record_writer(reading)
         self._counters.count("nvme_read_bytes", sum(sizes), is_ahead)
 
         def read(ticket: Ticket) -> None:
-            ring_slice.fence.read(ticket)
+            ring_slice.fence.record_reader(ticket)
             ring_slice.close()
             lease.done_reading(ticket)
 

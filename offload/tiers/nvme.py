@@ -13,9 +13,8 @@ import torch
 from offload.errors import DiskError, warn
 from offload.files.directories import check_dirs, check_space
 from offload.files.scratch import open_nameless
-from offload.lanes.lane import Lane
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Fence, Ticket
+from offload.lanes.ticket import Fence, Lane, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region, stripe, stripe_bytes
 from offload.native.io import File, IoEngine, wait_for_all
@@ -107,7 +106,7 @@ class Channel:
             name=name,
             num_bytes=num_bytes,
         )
-        ring_slice.fence.fill(ticket)
+        ring_slice.fence.record_writer(ticket)
         self._counters.count("nvme_read_bytes", num_bytes, is_ahead)
         return ticket
 
@@ -130,7 +129,7 @@ class Channel:
             name=name,
             num_bytes=num_bytes,
         )
-        ring_slice.fence.read(ticket)
+        ring_slice.fence.record_reader(ticket)
         self._counters.count("nvme_write_bytes", num_bytes)
         return ticket
 
@@ -182,7 +181,7 @@ class Record:
         name = self.name if fetches else f"update {self.name}"
         reading = channel.read(self.file, self.offset + first, ring_slice, reads=reads, name=name, is_ahead=is_ahead)
         for fence in self._fences(names):
-            fence.read(reading)
+            fence.record_reader(reading)
         if not fetches:
             self._recent = names, ring_slice
         written_names = [name for name in names if name != "gradients"]
@@ -214,12 +213,12 @@ class Record:
         """Add the planes in a slice to a lease. Changed planes in `written_names` are written back."""
 
         def read(ticket: Ticket) -> None:
-            ring_slice.fence.read(ticket)
+            ring_slice.fence.record_reader(ticket)
             ring_slice.close()
             lease.done_reading(ticket)
 
         def changed(ticket: Ticket) -> None:
-            ring_slice.fence.fill(ticket)
+            ring_slice.fence.record_writer(ticket)
             self._write_back(written_names, channel, ring_slice, ticket)
             lease.done_writing(ticket)
 
@@ -236,7 +235,7 @@ class Record:
             return None
 
         def read(ticket: Ticket) -> None:
-            ring_slice.fence.read(ticket)
+            ring_slice.fence.record_reader(ticket)
             lease.done_reading(ticket)
 
         views = self._views(lent_names, ring_slice)
@@ -256,7 +255,7 @@ class Record:
                 fills=fence.before_fill(),
                 name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
             )
-            fence.fill(writing)
+            fence.record_writer(writing)
         ring_slice.close()
 
     def _fences(self, names: Sequence[str]) -> list[Fence]:

@@ -15,9 +15,9 @@ from offload.layout.codecs import EXACT
 from offload.layout.regions import Piece, Region
 from offload.tiers.counters import Counters
 from offload.tiers.decoding import Decoder, stored_view
-from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import Device, copy_planes
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates
 
 _SLOT_ALIGNMENT_BYTES = 512
 _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
@@ -150,7 +150,7 @@ class Slots:
                 if part[0] < part[1]:
                     slots.append(Slot(other.cargo, *part, fence=other.fence))  # noqa: PERF401
         self._slots = [*slots, slot]
-        slot.fence.fill(*self._fill(slot, overwritten, fills, is_ahead))
+        slot.fence.record_writer(*self._fill(slot, overwritten, fills, is_ahead))
         self._valid_slots[cargo] = slot  # only now: all copies are submitted
 
     def wait(self, cargo: int, regions: Sequence[Region]) -> None:
@@ -167,10 +167,10 @@ class Slots:
         """Record compute, up to `marks`, as a weight reader."""
         slot = self._valid_slots.get(cargo)
         if slot is not None:
-            slot.fence.read(*marks)
+            slot.fence.record_reader(*marks)
         for region in regions:
             if region.index in self._resident_fences:
-                self._resident_fences[region.index].read(*marks)
+                self._resident_fences[region.index].record_reader(*marks)
 
     def settle(self) -> None:
         """Order compute after all copies of resident regions, because modules read them without a fetch."""
@@ -208,7 +208,7 @@ class Slots:
         """Remove slots from the valid ones. Compute may still read them."""
         marks = self._lanes.mark() if slots else ()
         for slot in slots:
-            slot.fence.read(*marks)
+            slot.fence.record_reader(*marks)
             del self._valid_slots[slot.cargo]
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -339,7 +339,9 @@ class Slots:
         for index, fence in self._resident_fences.items():
             region = self._store.region(index)
             if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
-                fence.fill(*self._copy_to_device(region, self._flats[index], fence.before_fill(), is_ahead=True))
+                fence.record_writer(
+                    *self._copy_to_device(region, self._flats[index], fence.before_fill(), is_ahead=True)
+                )
 
     def retry(self) -> None:
         """Copy resident regions again after a failed copy. No reader has used them since."""
@@ -381,7 +383,7 @@ class Slots:
     def _new_fence(self, buffer_type: str) -> Fence:
         """Return a fence for new memory. The fence waits for compute: clearing, or earlier readers, may be pending."""
         fence = Fence(buffer_type)
-        fence.read(*self._lanes.mark())
+        fence.record_reader(*self._lanes.mark())
         return fence
 
     def _fill(self, slot: Slot, overwritten: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
@@ -411,7 +413,7 @@ class Slots:
 
         All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
-        self._deferred.submit(region)
+        self._deferred.start(region)  # the copy waits for the update
         if self._store.tier == "device" and region.travels is EXACT:
             own_range = self._store[region].planes["weights"]
             return self._gather_ranges(region, flat, own_range, fills, is_ahead)
@@ -472,5 +474,5 @@ class Slots:
 
         ticket = self._lanes.h2d.submit(poison, fills=fills, name="poison")
         for slot in overwritten:
-            slot.fence.fill(ticket)
+            slot.fence.record_writer(ticket)
         return ticket

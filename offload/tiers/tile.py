@@ -1,8 +1,10 @@
-"""Tile: unit of update. RegionState: all tiles and planes in a region on this rank."""
+"""Tile: unit of update. RegionState: all tiles and planes in a region on this rank. DeferredUpdates: updates that are
+ready, but not yet in a lane.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,7 +47,7 @@ class Tile:
         if self.stale is None:
             return self.lend(self.travelling, *co_fetched, fetches=True, is_ahead=is_ahead)
         fence, weights = self.stale, {"weights": self.planes[STALE]}
-        return Lease(weights, fence.before_read(), fence.before_fill(), fence.read, fence.fill)
+        return Lease(weights, fence.before_read(), fence.before_fill(), fence.record_reader, fence.record_writer)
 
     def show(self, is_updated: bool) -> None:
         """Let the next pass compute with the current weights, after pending updates.
@@ -58,8 +60,8 @@ class Tile:
         if is_updated:
             self.planes["weights"], self.planes[STALE] = self.planes[STALE], self.planes["weights"]
             self.stale = Fence("stale weights")
-            self.stale.fill(*self.fence.before_read())
-        self.fence.read(*readers)
+            self.stale.record_writer(*self.fence.before_read())
+        self.fence.record_reader(*readers)
 
     @property
     def states(self) -> list[str]:
@@ -91,7 +93,13 @@ class Tile:
         `fetch`.
         """
         planes = {name: self.planes[name] for name in names if name in self.planes}
-        lease = Lease(planes, self.fence.before_read(), self.fence.before_fill(), self.fence.read, self.fence.fill)
+        lease = Lease(
+            planes,
+            self.fence.before_read(),
+            self.fence.before_fill(),
+            self.fence.record_reader,
+            self.fence.record_writer,
+        )
         if self.stale is not None and STALE in planes:
             lease = lease.beside(self.stale)
         disk_names = self._on_disk(names)
@@ -153,7 +161,7 @@ class RegionState:
         return self.tiles[0].begin
 
     @property
-    def is_late(self) -> bool:
+    def is_stale(self) -> bool:
         """True if passes compute with stale weights."""
         return self.tiles[0].stale is not None
 
@@ -163,8 +171,8 @@ class RegionState:
         return [tile for tiles in (self.tiles, *self.others.values()) for tile in tiles]
 
     @property
-    def keeps_gradients(self) -> bool:
-        """True if gradients wait for the gradient norm."""
+    def has_gradient_plane(self) -> bool:
+        """True if gradients have memory or disk room of their own, to wait for the gradient norm."""
         return self.gradients is not None or self.has_room_on_disk
 
     @property
@@ -177,7 +185,8 @@ class RegionState:
         """Yield (elements, lease) for all waiting gradients on this rank. End each lease before the next one."""
         if self.gradients is not None:
             planes, fence = {"gradients": self.gradients}, self.landing
-            yield slice(0, len(self.gradients)), Lease(planes, (), fence.before_fill(), fence.read, fence.fill)
+            lease = Lease(planes, (), fence.before_fill(), fence.record_reader, fence.record_writer)
+            yield slice(0, len(self.gradients)), lease
         elif self.has_room_on_disk:
             for tile in self.tiles:
                 yield slice(tile.begin - self.begin, tile.end - self.begin), tile.land("gradients")
@@ -195,3 +204,31 @@ class RegionState:
         """Return the elements in piece number `position`."""
         start = self.region.offsets[position]
         return slice(start, start + self.region.sizes[position])
+
+
+UpdateFunction = Callable[[Tile, Mapping[str, torch.Tensor]], int | torch.Tensor]
+"""Update function: (tile, planes, with gradients if the update has any) -> number of non-finite weights."""
+
+
+class DeferredUpdates:
+    """Updates to start before the next use of the weights.
+
+    pending: by region, in the order of use in the next step, functions that submit an update to its lane. in_slot:
+    update functions for regions updated in their slots, at the next fetch.
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[Region, Callable[[], None]] = {}
+        self.in_slot: dict[Region, UpdateFunction] = {}
+
+    def start(self, last: Region | None = None) -> None:
+        """Start pending updates up to region `last` (None: all).
+
+        `last` is the next region to fetch: updates behind it would fill the ring needed for the fetch. No effect if
+        `last` has no pending update.
+        """
+        if last is None or last in self.pending:
+            for region in list(self.pending):
+                self.pending.pop(region)()
+                if region is last:
+                    break

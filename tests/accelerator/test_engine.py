@@ -223,7 +223,7 @@ def test_an_update_comes_after_what_was_read_into_states_that_stay(
             state.planes["exp_avg_sq"].fill_(0.0)
             updates.tiles.place.begin_step()
             landed = RegionGradients(state.region, gradients, Fence("gradients"))
-            updates.tiles.submit(landed, [True] * len(state.region.parameters))
+            updates.tiles.update(landed, [True] * len(state.region.parameters))
             time.sleep(0.2 if broken else 0.02)
         parts_of(engine).lanes.finish()
         assert bool(state.planes["exp_avg_sq"][state.span(0)].any()) == (not broken)

@@ -26,7 +26,7 @@ from offload.engine.units.activation_offload import HostActivationOffload
 from offload.errors import DoesNotFitError, NonFiniteError, TornError
 from offload.extras.generate.streamed_model import StreamedModel
 from offload.lanes.streams import StreamLanes, open_lanes
-from offload.lanes.waiting import wait_until_done
+from offload.lanes.ticket import wait_until_done
 from offload.machine import probe
 from offload.native import device_update, kernels, torch_fallback
 from offload.tiers import device

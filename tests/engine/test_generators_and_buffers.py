@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import Engine, MeZO, Placement
-from offload.engine.units.rng_state import RngState
 from offload.engine.units.runner import generator_seed
+from offload.engine.units.snapshots import RngState
 from tests.engine.compare import assert_same, assert_weights, same_bits, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.families import build, gpt2, llama, tokens

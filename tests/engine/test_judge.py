@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from offload import SGD, Engine, MeZO
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.loss.chunked_head import ChunkedHead
-from offload.engine.units import arguments, call, unit
+from offload.engine.units import arguments, unit
 from offload.engine.units.call import UnitCall, UnitFunction
+from offload.engine.units.runner import UnitRunner
 from offload.engine.units.snapshots import ModuleSnapshot
 from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.traits import BatchAxis, UnitTraits
@@ -336,8 +337,8 @@ def lose_a_gradient(original: Any, use: UnitCall, number: int) -> Any:
 
 
 @contextmanager
-def recompute_in_eval_mode(original: Any, condition: ModuleSnapshot, undo: Any) -> Iterator[None]:
-    with original(condition, undo):
+def recompute_in_eval_mode(original: Any, condition: ModuleSnapshot) -> Iterator[None]:
+    with original(condition):
         for module in condition._modules:
             module.training = False
         yield
@@ -386,7 +387,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
     "a recompute draws anew": (
         of(DropsOut),
         around(
-            call, "run_without_graph", lambda original, *args: (torch.rand((), device=own_device()), original(*args))[1]
+            UnitRunner, "snapshot", lambda original, *args: (original(*args), torch.rand((), device=own_device()))[0]
         ),
         {},
     ),
@@ -404,7 +405,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
     ),
     "a recompute has other surroundings": (
         Scaled,
-        around(ThreadState, "run", lambda original, self, function, undo: function()),
+        around(ThreadState, "run", lambda original, self, function, *args: function(*args)),
         {},
     ),
 }

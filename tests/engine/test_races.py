@@ -411,7 +411,7 @@ def land(engine: Engine, state: Any, value: float) -> None:
 def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
     """Submit an update. `gradients=None`: the gradients are on disk."""
     landed = RegionGradients(state.region, gradients, Fence("gradients on disk"))
-    parts_of(engine).updates.tiles.submit(landed, [True] * len(state.region.parameters))
+    parts_of(engine).updates.tiles.update(landed, [True] * len(state.region.parameters))
 
 
 def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
@@ -533,7 +533,7 @@ def test_gradients_wait_for_the_update_that_reads_those_before(one: Engine, lane
     state.gradients.fill_(0.0)
     with held_up(getattr(parts.lanes, lane)):
         parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
-        parts.updates.tiles.submit(RegionGradients(state.region, state.gradients, state.landing), [True])
+        parts.updates.tiles.update(RegionGradients(state.region, state.gradients, state.landing), [True])
         land(one, state, 1.0)
     settle(one)
     exp_avg = state.tiles[0].planes["exp_avg"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "noise_stage.py"
 
 
 @pytest.fixture
-def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def noise(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("noise_stage", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -28,7 +27,7 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     monkeypatch.setattr(STAGES, "_objects", dict(STAGES._objects))
     STAGES.register("input noise", module.InputNoise)
-    yield module
+    return module
 
 
 class NoisyForward(torch.autograd.Function):

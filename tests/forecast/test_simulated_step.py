@@ -12,8 +12,7 @@ from benchmarks.ideal import Unit, Use, Work, ideal
 from offload import Placement
 from offload.extras.plan.simulated_lanes import SimulatedLanes
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
-from offload.lanes.lane import Lane
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Lane, Ticket
 from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane
 from offload.layout.regions import DiskLayout, ParameterInfo, Region

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from offload.lanes.lane import InlineLane
 from offload.lanes.lanes import Lanes
 from offload.lanes.streams import open_lanes, overlaps
 from offload.lanes.thread_lane import Link, ThreadLane
@@ -517,9 +516,9 @@ def test_a_wait_for_what_failed_is_exposed_too(open_threads):
 
 
 def test_an_inline_lane_works_where_it_is_submitted():
-    timeline, ran = Timeline(LANES), []
+    lanes, ran = Lanes(overlap=False, throttle={}), []
+    lane, timeline = lanes.h2d, lanes.timeline
     timeline.begin_step()
-    lane = InlineLane("h2d", timeline, lambda after, behind: None)
     ticket = lane.submit(lambda: ran.append(threading.current_thread()), reads=(), num_bytes=5, name="a")
     assert ran == [threading.current_thread()]
     assert ticket.is_over
@@ -573,13 +572,13 @@ def test_a_reader_waits_for_the_writer_and_a_writer_for_all_before_it():
     fence = Fence("slot")
     assert list(fence.before_read()) == list(fence.before_fill()) == []
     filled, readers, refilled = Ticket("h2d"), [Ticket("compute"), Ticket("update")], Ticket("h2d")
-    fence.fill(filled)
+    fence.record_writer(filled)
     assert list(fence.before_read()) == list(fence.before_fill()) == [filled]
     for reader in readers:
-        fence.read(reader)
+        fence.record_reader(reader)
     assert list(fence.before_read()) == [filled]
     assert list(fence.before_fill()) == [filled, *readers]
-    fence.fill(refilled)
+    fence.record_writer(refilled)
     assert list(fence.before_read()) == list(fence.before_fill()) == [refilled]
 
 
@@ -597,9 +596,9 @@ def test_a_fence_that_is_never_filled_forgets_readers_that_are_over():
     fence = Fence("frozen weights")
     under_way = [Ticket("h2d"), Ticket("h2d", is_done=True, event=Event(False))]
     for ticket in under_way:
-        fence.read(ticket)
+        fence.record_reader(ticket)
     for _ in range(300):
-        fence.read(Ticket("h2d", is_done=True))
-        fence.read(Ticket("h2d", is_done=True, event=Event(True)))
+        fence.record_reader(Ticket("h2d", is_done=True))
+        fence.record_reader(Ticket("h2d", is_done=True, event=Event(True)))
         assert len(fence.before_fill()) < 40
         assert list(fence.before_fill())[:2] == under_way

@@ -155,7 +155,7 @@ def test_a_link_is_busy_while_anything_goes_on_over_it(monkeypatch):
     timeline, chance = Timeline(LANES), random.Random(5)
     for throttle in (None, Throttle(latency_s=0.5)):
         link, now, under_way, busy = Link("nvme_read", timeline, throttle), 0.0, [], []
-        monkeypatch.setattr("offload.lanes.lane.time.perf_counter", lambda: now)  # noqa: B023
+        monkeypatch.setattr("offload.lanes.thread_lane.time.perf_counter", lambda: now)  # noqa: B023
         timeline.end_step()
         for _ in range(400):
             now += chance.random()

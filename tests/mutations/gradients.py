@@ -151,8 +151,8 @@ def norm_summed_from_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_against_torch.py")
 def gradient_of_a_unit_lost(patch: pytest.MonkeyPatch) -> None:
-    lands = GradientTransfer.has_gradients
-    patch.setattr(GradientTransfer, "has_gradients", lambda self, region: region.index != 1 and lands(self, region))
+    sends = GradientTransfer.sends
+    patch.setattr(GradientTransfer, "sends", lambda self, region: region.index != 1 and sends(self, region))
 
 
 @mutation("tests/engine/test_own_loops.py")

@@ -9,7 +9,7 @@ import torch
 
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.recording.equivalence import PassComparator
-from offload.engine.units import call, router, snapshots
+from offload.engine.units import call, snapshots
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.extras.adapters import merge
 from offload.extras.large import tiles
@@ -28,7 +28,7 @@ enter_as(
 # Entries added by a unit to a caller's mapping stay in a copy.
 enter_as(
     "results-written-into-arguments-lost",
-    replaced(router, "deliver_result", lambda result, tensors, its: result.fill(tensors, containers=its)[0]),
+    replaced(call, "deliver_result", lambda result, tensors, its: result.fill(tensors, containers=its)[0]),
     "tests/engine/test_handmade.py",
     fuzzed=True,
 )

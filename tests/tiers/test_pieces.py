@@ -45,7 +45,8 @@ class Stack:
             touched = [True] * len(state.region.pieces)
             for tile in state.tiles:
                 how = {"rules": [self.rule], "infos": self.infos, "lr": 0.01, "scale": 1.0, "seed": 3}
-                update_tile(state, tile, tile.planes, flat[tile.begin : tile.end], touched, **how)  # type: ignore[arg-type]
+                planes = {**tile.planes, "gradients": flat[tile.begin : tile.end]}
+                update_tile(state, tile, planes, touched, **how)  # type: ignore[arg-type]
             state.count(touched)
 
 

@@ -23,8 +23,8 @@ def taken(ring: Ring, num_bytes: int) -> RingSlice:
 def used(stretch: RingSlice) -> list[Ticket]:
     """Fill, read and release a slice."""
     tickets = [Ticket("d2h"), Ticket("update")]
-    stretch.fence.fill(tickets[0])
-    stretch.fence.read(tickets[1])
+    stretch.fence.record_writer(tickets[0])
+    stretch.fence.record_reader(tickets[1])
     stretch.is_open = False
     return tickets
 
@@ -68,7 +68,7 @@ def test_nothing_where_the_buffer_is_too_small_beside_what_is_open():
 
 ACTIONS = st.one_of(
     st.tuples(st.just("take"), st.integers(1, 24)),
-    st.tuples(st.sampled_from(["fill", "read", "close"]), st.integers(0, 30)),
+    st.tuples(st.sampled_from(["record_writer", "record_reader", "close"]), st.integers(0, 30)),
     st.tuples(st.just("reset"), st.just(0)),
 )
 

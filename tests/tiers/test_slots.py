@@ -13,11 +13,11 @@ from offload.layout.build_regions import build_regions
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.adamw import AdamW
 from offload.tiers.counters import Counters
-from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import CpuDevice
 from offload.tiers.ledger import Ledger
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates
 
 SHAPES = {"a": [(40, 30), (7,)], "b": [(64, 64), (1,), ()]}
 

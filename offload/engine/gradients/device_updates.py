@@ -62,15 +62,15 @@ class DeviceUpdates:
             name=tile.name,
             num_bytes=up_bytes,
         )
-        stretch.fence.fill(up)
-        tile.fence.read(up)
+        stretch.fence.record_writer(up)
+        tile.fence.record_reader(up)
         updated = self._lanes.update_on_device.submit(
             partial(self._run, tile, {**tile.planes, **device_planes}, self._counts),
             reads=stretch.fence.before_read(),
             name=tile.name,
             num_bytes=tile.num_bytes,
         )
-        stretch.fence.fill(updated)
+        stretch.fence.record_writer(updated)
         down_bytes = sum(flat.nbytes for flat in changed.values())
         down = self._lanes.update_down.submit(
             partial(copy_planes, self._device, changed, device_planes),
@@ -79,7 +79,7 @@ class DeviceUpdates:
             name=tile.name,
             num_bytes=down_bytes,
         )
-        stretch.fence.read(down)
+        stretch.fence.record_reader(down)
         stretch.close()
         tile.lease.done_writing(down)
         self._counters.count("h2d_bytes", up_bytes)
@@ -114,9 +114,9 @@ class DeviceUpdates:
                     tile.refuse(num_wrong)
 
         copied = self._lanes.update_on_device.submit(copy_to_host, fills=self._counts_fence.before_fill(), name="check")
-        self._counts_fence.fill(copied)
+        self._counts_fence.record_writer(copied)
         checked = self._lanes.update.submit(refuse, reads=self._counts_fence.before_read(), name="check")
-        self._counts_fence.read(checked)
+        self._counts_fence.record_reader(checked)
 
     def reset(self) -> None:
         """Take back all stretches after a step was given up."""

@@ -32,7 +32,7 @@ class NormOnlyPolicy(UpdatePolicy):
 class DelayedPolicy(DeferredPolicy):
     """Like DeferredPolicy, but the updates run beside the next step, whose weights are one step old."""
 
-    is_late = True
+    is_delayed = True
 
 
 class RunningNorm:
@@ -90,17 +90,15 @@ class ImmediatePolicy(UpdatePolicy):
 
         number = self._running_norm.append(region)
 
-        def prepare() -> None:
-            if self._has_to_know:
-                for ticket in landing:  # the stream may be behind, and the host reads earlier results
-                    ticket.synchronize()
-                so_far = self._running_norm.total(number)
-                # `finish` raises the error for a non-finite step, with the unit name.
-                region_gradients.decide(
-                    clip_coefficient(self._norm_at(so_far), self._limit), is_applied=math.isfinite(so_far)
-                )
+        def choose_scale() -> float | None:
+            for ticket in landing:  # the stream may be behind, and the host reads earlier results
+                ticket.synchronize()
+            so_far = self._running_norm.total(number)
+            # `finish` raises the error for a non-finite step, with the unit name.
+            return clip_coefficient(self._norm_at(so_far), self._limit) if math.isfinite(so_far) else None
 
-        self._updates.submit(region_gradients, self._measures.touched[region.index], prepare, self.is_final)
+        touched, choose = self._measures.touched[region.index], choose_scale if self._has_to_know else None
+        self._updates.update(region_gradients, touched, choose, self.is_final)
 
     def _norm_at(self, _so_far: float) -> float:
         return self._norm or 0.0
@@ -132,4 +130,4 @@ class SpeculativePolicy(ImmediatePolicy):
             self._updates.correct(region_gradients, self._measures.touched[region_gradients.region.index], scale)
         for region_gradients in sorted(self._updated, key=lambda region_gradients: rank(region_gradients.region)):
             self._updates.publish(region_gradients.region)
-        return UpdateResult(norm, num_corrected=len(wrong), is_coarse=worst > COARSE_RATIO)
+        return UpdateResult(norm, corrected=len(wrong), coarse=worst > COARSE_RATIO)

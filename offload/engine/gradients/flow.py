@@ -302,7 +302,7 @@ class GradientFlow:
             if buffer is None:
                 continue
             flat, stretch = buffer
-            if self.transfer.has_gradients(region):
+            if self.transfer.sends(region):
                 self.transfer.send(region, flat, stretch.fence)
             stretch.close()
 
@@ -338,5 +338,5 @@ class GradientFlow:
             return
         for index, flat in self._lasting.items():
             region = self._store.region(index)
-            if self.transfer.has_gradients(region):
+            if self.transfer.sends(region):
                 self.transfer.send(region, flat, Fence("accumulated gradients"), is_final=True)

@@ -30,6 +30,13 @@ class Measures:
 
     Over several ranks both cover all ranks: each rank sums its own range, and the sums are added in rank order, so all
     ranks get equal bits. Before that, `touched` covers this rank only.
+
+    A square comes from one of four places:
+
+    - one rank, computing on a CPU, one contribution: `record_square`, while the gradient is copied into the buffer;
+    - one rank, computing on a CPU, several contributions: `measure`, from the buffer;
+    - one rank with a GPU: `measure` too, and `CopySquares` brings the numbers to the host;
+    - several ranks: `measure_shard`, from the sum over all ranks, exchanged at once or in `finish`.
     """
 
     def __init__(self, store: Store, device: Device, lanes: Lanes) -> None:

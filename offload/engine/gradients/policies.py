@@ -17,7 +17,7 @@ from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece, Region
 from offload.optim.update import clip_coefficient
-from offload.tiers.deferred_updates import DeferredUpdates
+from offload.tiers.tile import DeferredUpdates
 
 COARSE_RATIO = 8.0
 """Above this ratio c_s / c, a speculative correction loses more than 1e-5 relative to the largest update."""
@@ -31,14 +31,14 @@ class UpdateResult:
     """Global gradient norm before clipping."""
     skipped: bool = False
     """True if gradients were not finite and nothing was updated."""
-    num_corrected: int = 0
+    corrected: int = 0
     """Number of regions first updated with another coefficient, then corrected."""
-    is_coarse: bool = False
+    coarse: bool = False
     """True if a correction was less exact than the summation order explains."""
 
 
 class UpdatePolicy:
-    """Decides the handling of gradients. This base class only lets them arrive.
+    """Decides the handling of a step's gradients.
 
     drops: gradients are measured, then discarded. updates_at_arrival: each region is updated as soon as the gradients
     arrive, so the ranks have to agree on the region's norm at that time. is_final: such updates are never corrected,
@@ -59,10 +59,14 @@ class UpdatePolicy:
         raise NotImplementedError
 
 
+class NoPolicy(UpdatePolicy):
+    """Between steps, until `Updates.begin_step` chooses a policy: gradients arrive, and no update follows."""
+
+
 class DeferredPolicy(UpdatePolicy):
     """Updates regions after the global norm is known, in the order of their next use."""
 
-    is_late = False
+    is_delayed = False
 
     def __init__(self, updates: TileUpdates, measures: Measures, deferred: DeferredUpdates, reads_early: bool) -> None:
         """`reads_early`: read states from disk during the backward."""
@@ -78,21 +82,19 @@ class DeferredPolicy(UpdatePolicy):
         scale, has_peers = clip_coefficient(norm, limit), updates.store.comm.size > 1
         if not has_peers:  # with peers: other ranks may already have updated theirs
             early.check()
-        waiting = [state for state in updates.store.states if state.keeps_gradients]
-        # Late updates start with the regions the next backward needs first, to free room for gradients.
-        waiting.sort(key=lambda state: rank(state.region), reverse=self.is_late)
+        waiting = [state for state in updates.store.states if state.has_gradient_plane]
+        # Delayed updates start with the regions the next backward needs first, to free room for gradients.
+        waiting.sort(key=lambda state: rank(state.region), reverse=self.is_delayed)
         early.follow([state.region for state in waiting])
         for state in waiting:
             # Another rank may have gradients this rank lacks.
             if has_peers or any(touched[state.region.index]):
                 region_gradients = RegionGradients(state.region, state.gradients, state.landing, scale)
-                deferred.submissions[state.region] = partial(
-                    updates.submit, region_gradients, touched[state.region.index]
-                )
+                deferred.pending[state.region] = partial(updates.update, region_gradients, touched[state.region.index])
             else:
                 early.give_back(state.tiles)
-        updates.slots.invalidate(deferred.submissions)
-        updates.show(deferred.submissions.keys() if self.is_late else ())
+        updates.slots.invalidate(deferred.pending)
+        updates.show(deferred.pending.keys() if self.is_delayed else ())
         return UpdateResult(norm)
 
 

@@ -191,12 +191,12 @@ class ReplicaSums:
         copied = self._store.d2h_lane.submit(
             partial(self._device.copy, terms, flat), reads=reads, fills=stretch.fills, name=name, num_bytes=terms.nbytes
         )
-        source.read(copied)
+        source.record_reader(copied)
         self._store.count_d2h(terms.nbytes)
-        stretch.fence.fill(copied)
+        stretch.fence.record_writer(copied)
         piece = stretch.flat[terms.nbytes : num_bytes] if flat.dtype == torch.bfloat16 else None
         ticket = self.exchange(region, terms, into, measure, reads=(copied,), fills=fills, piece=piece)
-        stretch.fence.fill(ticket)
+        stretch.fence.record_writer(ticket)
         stretch.close()
         return into, stretch.fence, ticket
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -15,11 +15,10 @@ from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.update import update_tile
 from offload.planning.settings import Settings
-from offload.tiers.deferred_updates import UpdateFunction
 from offload.tiers.lease import Lease
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import Tile
+from offload.tiers.tile import Tile, UpdateFunction
 
 
 @dataclass
@@ -32,14 +31,8 @@ class RegionGradients:
     """Gradients in memory; None: on disk with the region's states."""
     fence: Fence
     """Fence for the gradients' memory."""
-    scale: float = 1.0
-    """Clipping coefficient, multiplied with the gradients."""
-    is_applied: bool = True
-    """False if the step is skipped and the region must not be updated."""
-
-    def decide(self, scale: float, *, is_applied: bool) -> None:
-        """Set the coefficient once the norm is known."""
-        self.scale, self.is_applied = scale, is_applied
+    scale: float | None = 1.0
+    """Clipping coefficient, multiplied with the gradients. None: the region is not updated, because the step fails."""
 
 
 class EarlyReads:
@@ -122,50 +115,58 @@ class TileUpdates:
 
     # -- updates ---------------------------------------------------------------------------------------------
 
-    def submit(
+    def update(
         self,
         region_gradients: RegionGradients,
         touched: Sequence[bool],
-        prepare: Callable[[], None] = lambda: None,
+        choose_scale: Callable[[], float | None] | None = None,
         is_final: bool = True,
     ) -> None:
-        """Submit a region's update. `prepare` is called on the lane before the first tile.
+        """Submit a region's update.
 
-        `is_final`: no correction follows.
+        `choose_scale`: called on the lane before the first tile, returns the region's `scale`. `is_final`: no
+        correction follows.
         """
-        state, settings = self.store[region_gradients.region], self._update_settings()
+        state, run = self.store[region_gradients.region], self._update_function(region_gradients.region, touched)
         first, last = state.tiles[0], state.tiles[-1]
 
-        def update(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
-            if tile is first:
-                prepare()
-            if not region_gradients.is_applied:
+        def update(tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+            if tile is first and choose_scale is not None:
+                region_gradients.scale = choose_scale()
+            if region_gradients.scale is None:
                 return 0
-            scale, space = region_gradients.scale, self._workspace
-            num_wrong = update_tile(state, tile, planes, gradients, touched, **settings, scale=scale, workspace=space)
+            num_wrong = run(tile, planes, scale=region_gradients.scale)
             if tile is last:
                 state.count(touched)
             if self._debug and is_final:
-                gradients.fill_(float("nan"))
+                planes["gradients"].fill_(float("nan"))
             return num_wrong
 
-        self.submit_work(region_gradients, update, "update", publishes=is_final)
+        self.submit_tiles(region_gradients, update, "update", publishes=is_final)
 
     def correct(self, region_gradients: RegionGradients, touched: Sequence[bool], scale: float) -> None:
         """Submit a correction from the applied coefficient to `scale`."""
-        state, settings = self.store[region_gradients.region], self._update_settings()
+        run = self._update_function(region_gradients.region, touched)
 
-        def correct(tile: Tile, planes: Mapping[str, torch.Tensor], gradients: torch.Tensor) -> int | torch.Tensor:
+        def correct(tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
             # The update has run by now, so `region_gradients.scale` is final.
-            return update_tile(
-                state, tile, planes, gradients, touched, **settings, scale=scale, applied_scale=region_gradients.scale
-            )
+            assert region_gradients.scale is not None
+            return run(tile, planes, scale=scale, applied_scale=region_gradients.scale)
 
-        self.submit_work(region_gradients, correct, "correct", publishes=False)
+        self.submit_tiles(region_gradients, correct, "correct", publishes=False)
 
-    def _update_settings(self) -> dict[str, Any]:
-        """Return the current settings for an update: `tune` may change them before the update runs."""
-        return {"rules": self.rules, "infos": self.infos, "lr": self.lr, "seed": self._seed}
+    def _update_function(self, region: Region, touched: Sequence[bool]) -> Callable[..., int | torch.Tensor]:
+        """Return `update_tile` for a region with the current settings: `tune` may change them before the update."""
+        return partial(
+            update_tile,
+            self.store[region],
+            touched=touched,
+            rules=self.rules,
+            infos=self.infos,
+            lr=self.lr,
+            seed=self._seed,
+            workspace=self._workspace,
+        )
 
     def publish(self, region: Region) -> None:
         """Send corrected, now final weights to the other ranks."""
@@ -173,7 +174,7 @@ class TileUpdates:
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
-    def submit_work(self, region_gradients: RegionGradients, work: UpdateFunction, verb: str, publishes: bool) -> None:
+    def submit_tiles(self, region_gradients: RegionGradients, work: UpdateFunction, verb: str, publishes: bool) -> None:
         """Submit work on a region's states, tile by tile, after its gradients and after every fetch of the overwritten
         data. `publishes`: the weights are then final and are sent to other ranks with a copy.
         """
@@ -206,7 +207,7 @@ class TileUpdates:
 
     def show(self, late: Collection[Region]) -> None:
         """Let the next pass use the old weights of the regions `late`, and the newest weights of all others."""
-        changed = [state for state in self.store.states if state.is_late or state.region in late]
+        changed = [state for state in self.store.states if state.is_stale or state.region in late]
         self.begin(bool(late))
         self.slots.invalidate([state.region for state in changed])
         for state in changed:

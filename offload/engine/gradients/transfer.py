@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from offload.engine.gradients.norms import CopySquares, Measures
-from offload.engine.gradients.policies import UpdatePolicy
+from offload.engine.gradients.policies import NoPolicy, UpdatePolicy
 from offload.engine.gradients.replica_sums import ReplicaSums
 from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
@@ -28,8 +28,9 @@ _CHUNK = 1 << 24
 class GradientTransfer:
     """Moves gradients to their memory until the update.
 
-    The `policy` is called for each region with gradients on their way. Over several ranks the gradients are summed
-    here. Every opened trainable region is then included, because another rank may have gradients this rank lacks.
+    `Updates` sets the `policy` of a step, which is called for each region with gradients on their way. Over several
+    ranks the gradients are summed here. Every opened trainable region is then included, because another rank may have
+    gradients this rank lacks.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class GradientTransfer:
         self._store, self._measures = store, measures
         self._device, self._lanes, self._counters, self._debug = device, lanes, counters, debug
         self.accumulates = False
-        self.policy = UpdatePolicy()
+        self.policy: UpdatePolicy = NoPolicy()
         self._staging = Ring(staging, "gradient staging")
         self._sent: set[int] = set()
         self._tickets: list[Ticket] = []
 
     def begin_step(self) -> None:
-        self.policy = UpdatePolicy()
+        self.policy = NoPolicy()
         self._sent.clear()
         self._tickets.clear()
         if self._reduction is not None:
@@ -125,7 +126,8 @@ class GradientTransfer:
             self._counters.count("all_gather_elements", region.numel)
             self._counters.count("network_bytes", own.nbytes * store.within.num_far)
 
-    def has_gradients(self, region: Region) -> bool:
+    def sends(self, region: Region) -> bool:
+        """Return whether a region is sent: with a gradient on this rank, or with other ranks that may have one."""
         return self._store.comm.size > 1 or any(self._measures.touched[region.index])
 
     def _measure(self, region: Region) -> Callable[[torch.Tensor], None]:
@@ -176,7 +178,7 @@ class GradientTransfer:
             self._tickets += reads if self._reduction is not None else ()
             return
         state = self._store[region]
-        if state.keeps_gradients:
+        if state.has_gradient_plane:
             for span, lease in state.land():
                 target = lease.planes["gradients"]
                 lease.done_writing(self._copy_to_host(region, target, flat[span], source, reads, lease.fills, squares))
@@ -184,7 +186,7 @@ class GradientTransfer:
             self.policy.receive(region, state.gradients, state.landing)
             return
         staged, stretch = self._take_staging(len(flat), region.plane("gradients").dtype)
-        stretch.fence.fill(self._copy_to_host(region, staged, flat, source, reads, stretch.fills, squares))
+        stretch.fence.record_writer(self._copy_to_host(region, staged, flat, source, reads, stretch.fills, squares))
         self.policy.receive(region, staged, stretch.fence)
         stretch.close()
 
@@ -196,14 +198,14 @@ class GradientTransfer:
             return
         if self.accumulates:
             assert state.sums is not None
-            state.landing.fill(self._zero(region, state.sums, state.landing.before_fill()))
-        elif state.keeps_gradients:
+            state.landing.record_writer(self._zero(region, state.sums, state.landing.before_fill()))
+        elif state.has_gradient_plane:
             for _, lease in state.land():
                 lease.done_writing(self._zero(region, lease.planes["gradients"], lease.fills))
             self.policy.receive(region, state.gradients, state.landing)
         else:
             target, stretch = self._take_own_staging(region)
-            stretch.fence.fill(self._zero(region, target, stretch.fills))
+            stretch.fence.record_writer(self._zero(region, target, stretch.fills))
             self.policy.receive(region, target, stretch.fence)
             stretch.close()
 
@@ -226,7 +228,7 @@ class GradientTransfer:
                 copied = self._store.network_lane.submit(
                     partial(target.copy_, total[span]), reads=(ticket,), fills=fills, name=region.name
                 )
-                fence.read(copied)
+                fence.record_reader(copied)
                 lease.done_writing(copied)
                 self._tickets.append(copied)
             self.policy.receive(region, None, state.landing)
@@ -237,7 +239,7 @@ class GradientTransfer:
                 fence = stretch.fence
             fills = fence.before_fill() if stretch is None else stretch.fills
             _, _, ticket = between.sum(region, flat, source, reads, measure, into, fills)
-            fence.fill(ticket)
+            fence.record_writer(ticket)
             self._tickets.append(ticket)
             self.policy.receive(region, into, fence)
             if stretch is not None:
@@ -252,12 +254,12 @@ class GradientTransfer:
         self._sent.add(region.index)
         flat, source, reads = self._reduce(region, flat, source)
         if is_final:  # already summed over the whole step
-            fence.fill(self._copy_to_host(region, plane, flat, source, reads, fence.before_fill()))
+            fence.record_writer(self._copy_to_host(region, plane, flat, source, reads, fence.before_fill()))
             return
         # Sums over micro-batches or ranks are rounded once, after all passes.
         dtype = flat.dtype if self._reduction is None else torch.float32
         staged, stretch = self._take_staging(len(flat), dtype)
-        stretch.fence.fill(self._copy_to_host(region, staged, flat, source, reads, stretch.fills))
+        stretch.fence.record_writer(self._copy_to_host(region, staged, flat, source, reads, stretch.fills))
 
         def add() -> None:
             if first:
@@ -268,9 +270,9 @@ class GradientTransfer:
         ticket = self._store.update_lane.submit(
             add, reads=stretch.fence.before_read(), fills=fence.before_fill(), name=f"add {region.name}"
         )
-        stretch.fence.read(ticket)
+        stretch.fence.record_reader(ticket)
         stretch.close()
-        fence.fill(ticket)
+        fence.record_writer(ticket)
         self._tickets.append(ticket)
 
     def _copy_squares(self, squares: CopySquares | None) -> None:
@@ -312,7 +314,7 @@ class GradientTransfer:
                 flat.fill_(float("nan"))
 
         ticket = self._store.d2h_lane.submit(copy, reads=reads, fills=fills, name=region.name, num_bytes=target.nbytes)
-        source.read(ticket)
+        source.record_reader(ticket)
         self._tickets.append(ticket)
         self._store.count_d2h(target.nbytes)
         return ticket
@@ -388,14 +390,14 @@ class Reduction:
             name=f"reduce {region.name}",
             num_bytes=(2 if whole else 1) * shard.nbytes,
         )
-        source.read(ticket)
+        source.record_reader(ticket)
         self._counters.count("reduce_scatter_elements", region.numel)
         far, piece_bytes = store.within.num_far, (part.stop - part.start) * flat.itemsize
         self._counters.count("network_bytes", (2 if whole else 1) * piece_bytes * far)
         if whole:
             self._counters.count("all_gather_elements", region.numel)
-            fence.read(ticket)
+            fence.record_reader(ticket)
             return flat, source, ticket
         if fence is not source:
-            fence.fill(ticket)
+            fence.record_writer(ticket)
         return shard, fence, ticket

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.lanes.lane import Lane
-from offload.lanes.ticket import Fence, Ticket
+from offload.lanes.ticket import Fence, Lane, Ticket
 from offload.layout.regions import Region
 from offload.tiers.device import Device
 from offload.tiers.lease import Lease
@@ -23,8 +22,8 @@ class TileUpdate:
 
     region: Region
     """The tile's region."""
-    work: Callable[[Mapping[str, torch.Tensor], torch.Tensor], int | torch.Tensor]
-    """Updates (planes, gradients) in place; returns the non-finite weight count."""
+    work: Callable[[Mapping[str, torch.Tensor]], int | torch.Tensor]
+    """Updates planes in place; returns the non-finite weight count."""
     lease: Lease
     """Lease on the tile's states."""
     planes: Mapping[str, torch.Tensor]
@@ -46,7 +45,7 @@ class TileUpdate:
         Returns the non-finite weight count if only the accelerator knows the value; otherwise refuses such weights here
         and returns None.
         """
-        num_wrong = self.work(planes, planes["gradients"])
+        num_wrong = self.work(planes)
         if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
             return num_wrong
         if num_wrong:
@@ -100,7 +99,7 @@ class InPlaceUpdates:
             name=tile.name,
             num_bytes=tile.num_bytes,
         )
-        tile.fence.read(ticket)
+        tile.fence.record_reader(ticket)
         tile.lease.done_writing(ticket)
         return ticket
 

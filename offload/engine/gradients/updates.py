@@ -22,9 +22,9 @@ from offload.layout.regions import ParameterInfo, Region
 from offload.optim.rule import UpdateRule
 from offload.optim.update import clip_coefficient, total_norm
 from offload.planning.settings import Settings
-from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates, UpdateFunction
 
 UNCLIPPED_STEPS = 8
 """After this many steps without clipping, a run with `clip: auto` becomes speculative, if that hides updates.
@@ -69,7 +69,6 @@ class Updates:
         # Inline updates hide nothing.
         self.clip = "deferred" if self._is_inline else settings.resolved_clip
         self.num_unclipped: int | None = None  # steps so far, while `clip` is undecided; else None
-        self._policy = UpdatePolicy()
 
     @property
     def infos(self) -> Sequence[ParameterInfo]:
@@ -102,7 +101,7 @@ class Updates:
     @property
     def is_immediate(self) -> bool:
         """True if, in this step, regions are updated at arrival without a later correction."""
-        return self._policy.is_final
+        return self._flow.transfer.policy.is_final
 
     def decide(self, clip: str, num_unclipped: int | None = None) -> None:
         """Set the clipping mode: "deferred", "speculative", or "auto" after `num_unclipped` steps without clipping.
@@ -147,8 +146,7 @@ class Updates:
         self._lanes.settle()
         self.tiles.lr = lr
         self.tiles.place.begin_step()
-        self._policy = self._choose(waits, self.delays(number), learns, norm)
-        self._flow.transfer.policy = self._policy
+        self._flow.transfer.policy = self._choose(waits, self.delays(number), learns, norm)
 
     def _choose(self, waits: bool, delays: bool, learns: bool, norm: float | None) -> UpdatePolicy:
         tiles, measures, limit = self.tiles, self._measures, self._limit
@@ -207,6 +205,7 @@ class Updates:
         return result
 
     def _clip(self, rank: Callable[[Region], float]) -> UpdateResult:
+        policy = self._flow.transfer.policy
         self._flow.finish()
         norm = total_norm(self._measures.squares.values())
         if self._norm is not None and math.isfinite(norm):
@@ -214,9 +213,9 @@ class Updates:
         if math.isfinite(norm):
             if self.num_unclipped is not None:
                 self._count_step(norm)
-            return self._policy.finish(norm, self._limit, rank)
+            return policy.finish(norm, self._limit, rank)
         if not self._skips or self.tiles.is_updating:
-            refuse_gradients(self.tiles, self._measures, norm, self._policy.arrived)
+            refuse_gradients(self.tiles, self._measures, norm, policy.arrived)
         self.tiles.early.give_back()
         self.tiles.show(())
         return UpdateResult(norm, skipped=True)
@@ -225,10 +224,10 @@ class Updates:
         """Submit a step's updates without gradients, in this order. Calls `start_fetches` like `apply`."""
         for region, work in works.items():
             region_gradients = RegionGradients(region, torch.empty(0, device="cpu"), Fence("no gradients"))
-            self._deferred.submissions[region] = partial(
-                self.tiles.submit_work, region_gradients, work, "update", publishes=True
+            self._deferred.pending[region] = partial(
+                self.tiles.submit_tiles, region_gradients, work, "update", publishes=True
             )
-        self._slots.invalidate(self._deferred.submissions)
+        self._slots.invalidate(self._deferred.pending)
         self._end(start_fetches)
 
     def flush(self) -> None:
@@ -238,12 +237,12 @@ class Updates:
             self.descend(works, lambda: None)
 
     def _end(self, start_fetches: Callable[[], None]) -> None:
-        """Allow fetches for the next step, then submit the due updates."""
-        self.tiles.begin(bool(self._deferred.submissions))
+        """Allow fetches for the next step, then start the other pending updates."""
+        self.tiles.begin(bool(self._deferred.pending))
         with interrupts.uninterrupted():
             self._slots.refresh()
-            start_fetches()
-            self._deferred.submit()
+            start_fetches()  # each fetch starts the pending updates up to its own region
+            self._deferred.start()
             self._settle()
 
     def _settle(self) -> None:
@@ -259,7 +258,7 @@ class Updates:
 
     def give_up(self) -> str | None:
         """Cancel work after an exception. Return the reason if the states are torn, else None."""
-        self._deferred.submissions.clear()
+        self._deferred.pending.clear()
         self.tiles.early.forget()
         self._lanes.give_up()
         self.tiles.place.reset()

@@ -93,12 +93,12 @@ def find_loss(outputs: Any) -> torch.Tensor:
     return loss
 
 
-def check_loss(loss: Any, *, has_gradient: bool = True) -> torch.Tensor:
+def check_loss(loss: Any, *, has_backward: bool = True) -> torch.Tensor:
     """Validate the result of a loss function.
 
     Without a gradient, Python and numpy numbers are valid too. Raises ConfigError.
     """
-    if not has_gradient and not isinstance(loss, bool) and isinstance(loss, Real):
+    if not has_backward and not isinstance(loss, bool) and isinstance(loss, Real):
         return torch.tensor(float(loss), dtype=torch.float32, device="cpu")
     if not isinstance(loss, torch.Tensor) or loss.dim():
         description = (
@@ -112,11 +112,11 @@ def check_loss(loss: Any, *, has_gradient: bool = True) -> torch.Tensor:
 
 
 def run_loss(
-    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, *, has_gradient: bool = True, **extra: Any
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, *, has_backward: bool = True, **extra: Any
 ) -> torch.Tensor:
     """Run the model on a batch. Return the loss from `loss_fn`, or the model loss without one."""
     outputs = model(**select_inputs(model, batch, loss_fn), **extra)
-    return check_loss(loss_fn(outputs, batch), has_gradient=has_gradient) if loss_fn else find_loss(outputs)
+    return check_loss(loss_fn(outputs, batch), has_backward=has_backward) if loss_fn else find_loss(outputs)
 
 
 def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: LossFunction | None) -> LossRule | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -25,13 +25,13 @@ class Losses:
     """Runs the model on a batch, in micro-batches and with the head in chunks.
 
     Ranks may have different row counts; all ranks run as many parts as the largest batch needs. `num_chunks`: head
-    chunks in the last loss. `chunk_bytes`: limit for logits in memory. `has_gradient`: a backward follows, so a loss
+    chunks in the last loss. `chunk_bytes`: limit for logits in memory. `has_backward`: a backward follows, so a loss
     must be a tensor.
     """
 
-    def __init__(self, state: EngineState, chunk_bytes: int | None, has_gradient: bool = True) -> None:
+    def __init__(self, state: EngineState, chunk_bytes: int | None, has_backward: bool = True) -> None:
         self._model, self._state = state.model, state
-        self.chunk_bytes, self.has_gradient = chunk_bytes, has_gradient
+        self.chunk_bytes, self.has_backward = chunk_bytes, has_backward
         self.num_chunks = 1
 
     @property
@@ -39,11 +39,29 @@ class Losses:
         """True if some unit cannot cut the batch, so the model is called once per micro-batch."""
         return self._state.execution_mode.cut == "calls"
 
+    def total(
+        self, inputs: PassInputs, chunk_tokens: int | None = None, *, runs_backward: bool = False
+    ) -> torch.Tensor:
+        """Run the model over a batch; return this rank's loss, fp32 on the device.
+
+        `runs_backward`: each part's backward runs before the next part's forward. `chunk_tokens`: see `parts`.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
+        with closing(self.parts(inputs, chunk_tokens)) as parts:  # close now, not when a traceback frees the generator
+            for part in parts:
+                if runs_backward and part.requires_grad:
+                    self._state.runner.backward(part)
+                total += part.detach().to(torch.float32)
+        return total
+
     def parts(self, inputs: PassInputs, chunk_tokens: int | None = None) -> Generator[torch.Tensor, None, None]:
         """Yield the loss in parts. The parts from all ranks add up to the mean over all targets.
 
         If possible, the units cut the batch: one model call, and the weights stream once. Otherwise the model is called
         once per micro-batch. `chunk_tokens`: tokens per head chunk; 0: all; None: per `chunk_tokens(inputs)`.
+
+        The backward of a part runs while this generator is paused at the `yield`, inside `micro_batches`: units cut the
+        batch in the backward like in the forward.
         """
         plan, batch = inputs.plan, inputs.batch
         own = plan.ranks[plan.rank]
@@ -68,7 +86,7 @@ class Losses:
             self.num_chunks = 1
             share = _target_share(inputs)
             batch = batch if share else _without_ignored(batch)
-            loss = run_loss(self._model, batch, inputs.loss_fn, has_gradient=self.has_gradient)
+            loss = run_loss(self._model, batch, inputs.loss_fn, has_backward=self.has_backward)
             yield _scale(loss, share, inputs)
 
     def _micro_batches(self, inputs: PassInputs) -> Generator[torch.Tensor, None, None]:
@@ -96,7 +114,7 @@ class Losses:
             elif loss_fn is None and rule.takes_count:
                 share, extra = 1.0, {"num_items_in_batch": tokens}
             with self._state.runner.as_engine_calls():
-                loss = run_loss(self._model, part, loss_fn, has_gradient=self.has_gradient, **extra)
+                loss = run_loss(self._model, part, loss_fn, has_backward=self.has_backward, **extra)
             yield _scale(loss, share, inputs)
         gradients = [(t, leaf.grad) for t in graph_inputs if (leaf := leaves[id(t)]).grad is not None]
         torch.autograd.backward([t for t, _ in gradients], [gradient for _, gradient in gradients])
@@ -158,21 +176,6 @@ class Losses:
         if not label_log_probs.requires_grad:
             return loss.detach(), None
         return loss.detach(), torch.nn.functional.pad(torch.autograd.grad(loss, label_log_probs)[0][:, 1:], (0, 1))
-
-
-def sum_parts(
-    parts: Generator[torch.Tensor, None, None],
-    device: torch.device,
-    on_part: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
-    """Return the sum of loss parts, fp32 on the device. `on_part` is called with every part."""
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    with closing(parts):  # close now, not when a traceback frees the generator
-        for part in parts:
-            if on_part is not None:
-                on_part(part)
-            total += part.detach().to(torch.float32)
-    return total
 
 
 def _target_share(inputs: PassInputs) -> float:

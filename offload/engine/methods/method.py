@@ -1,14 +1,16 @@
-"""Interface for a training method: a step from the loss parts to the update."""
+"""Training methods: the interface for a step from the batch to the update, and the step with gradients."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
+from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.state import EngineState
@@ -19,9 +21,6 @@ from offload.lanes.timeline import Span
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
-
-LossParts = Callable[[], Generator[torch.Tensor, None, None]]
-"""Runs the model over a batch once and yields the loss in parts; all ranks' parts add up."""
 
 
 class OwnSteps(Protocol):
@@ -64,15 +63,12 @@ class Method(ABC):
         """Create the objects of this method, at the end of the constructor."""
 
     @abstractmethod
-    def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:
-        """Train on a batch: run passes over `parts`, then update.
-
-        `schedule_key`: schedule key; passes with equal keys share a schedule. `tokens`: number of targets in the batch.
-        """
+    def step(self, inputs: PassInputs) -> StepResult:
+        """Train on a batch: run passes over the batch, then update."""
 
     @abstractmethod
-    def trial(self, parts: LossParts) -> list[torch.Tensor]:
-        """Run a step's passes over `parts` without an update; return the loss from each pass."""
+    def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
+        """Run a step's passes without an update, with `chunk_tokens` per head chunk; return the loss from each pass."""
 
     def begin_trial(self) -> None:  # noqa: B027 (most need nothing)
         """Prepare `install_weights` for a trial."""
@@ -138,3 +134,77 @@ class Method(ABC):
         seconds, lanes, self.spans = state.lanes.end_step()
         loss_tensor = torch.tensor(loss, dtype=torch.float32, device="cpu")
         return StepResult(loss_tensor, grad_norm, tokens, seconds=seconds, lanes=lanes, **more)
+
+
+class Backward(Method):
+    """Runs forward and backward, clips and updates. Own loops run both themselves, and call `begin` and `end` here."""
+
+    def prepare(self) -> None:
+        self._splits, self._streams_experts = self._settings.splits, self._state.runner.stages.fetches_per_micro_batch
+
+    def own_loop(self) -> Backward:
+        return self
+
+    def step(self, inputs: PassInputs) -> StepResult:
+        self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
+        # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
+        copies_per_micro_batch = self._losses.is_plain or self._streams_experts
+        self.make_room(self._state.plan.sums_gradients_on_host or (self._splits and copies_per_micro_batch))
+        if self._state.updates.learns_first:
+            return self._learn_and_step(inputs)
+        self.begin(inputs.plan.schedule_key)
+        loss = self._losses.total(inputs, runs_backward=True)
+        return self.end(loss, inputs.num_targets, inputs.plan.schedule_key)
+
+    def make_room(self, accumulates: bool = True) -> None:
+        if self._state.has_room_for_sums is not accumulates:
+            self._state.accumulate(accumulates)
+
+    def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
+        return [self._losses.total(inputs, chunk_tokens, runs_backward=True)]
+
+    def _learn_and_step(self, inputs: PassInputs) -> StepResult:
+        """Make a step with two backwards: the first for the norm only, the second for the updates.
+
+        Both start with equal generator and buffer states.
+        """
+        state, before, schedule_key = self._state, self._take_snapshot(), inputs.plan.schedule_key
+        self.begin(schedule_key, learns=True)
+        loss = self._losses.total(inputs, runs_backward=True)
+        norm = state.updates.learn()
+        if math.isfinite(norm):
+            before.put_back()
+            state.executor.end()
+            self._begin_pass(schedule_key, norm=norm)
+            self._counters.begin_pass()
+            loss = self._losses.total(inputs, runs_backward=True)
+        return self.end(loss, inputs.num_targets, schedule_key)
+
+    def begin(self, schedule_key: Hashable, waits: bool = False, learns: bool = False) -> None:
+        """Begin a step; gradients may arrive from now on.
+
+        `waits`: gradients come from several backwards. `learns`: the next backward is for the norm only.
+        """
+        self._state.lanes.timeline.begin_step()
+        self._counters.begin_step()
+        self._begin_pass(schedule_key, waits, learns)
+
+    def _begin_pass(
+        self, schedule_key: Hashable, waits: bool = False, learns: bool = False, norm: float | None = None
+    ) -> None:
+        state = self._state
+        state.runner.begin_step()
+        state.updates.begin_step(
+            self.lr, waits or state.gradients.accumulates, state.runner.step_number, learns=learns, norm=norm
+        )
+        state.executor.begin(schedule_key, wraps=state.updates.is_immediate)
+
+    def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
+        """Finish the gradients, clip, update, and start to fetch the next step's weights."""
+        state, rank = self._state, self._order()
+        self.expected = schedule_key, state.updates.is_immediate and not state.updates.learns_first
+        read_loss = state.device.copy_to_host(loss)  # before the host waits for the norm
+        result = state.updates.apply(rank, lambda: self._start_fetches(tokens is not None))
+        (total,) = self.sum(float(read_loss()))
+        skipped, corrected, coarse = result.skipped, result.corrected, result.coarse
+        return self._finish(total, result.norm, tokens, skipped=skipped, corrected=corrected, coarse=coarse)

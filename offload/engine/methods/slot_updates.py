@@ -10,10 +10,10 @@ import torch
 from offload.engine.gradients.updates import Updates
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
-from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.device import Device, copy_planes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates, UpdateFunction
 
 
 class SlotUpdates:
@@ -56,7 +56,7 @@ class SlotUpdates:
             (tile,) = self._store[region].tiles  # one tile: neither on disk nor partitioned
             # A kept slot holds the weights from the last copy to the host, and this copy may still be in progress.
             self._lanes.compute_after(tile.fence.before_fill())
-            num_wrong = self._works[region](tile, planes, torch.empty(0, device="cpu"))
+            num_wrong = self._works[region](tile, planes)
             if isinstance(num_wrong, torch.Tensor):
                 self._counts.append((region, num_wrong))
             elif num_wrong:

@@ -22,7 +22,7 @@ from offload.engine.recording.plain import PlainPass
 from offload.engine.recording.sketch import Sketch
 from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
-from offload.engine.units.router import CallTarget
+from offload.engine.units.call import CallTarget
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.engine.units.unit import Unit

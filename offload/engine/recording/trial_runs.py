@@ -189,7 +189,7 @@ class TrialRuns:
         ]
         try:
             for samples in variants:
-                runs = [partial(run_loss, self._model, s, loss_fn, has_gradient=self._has_backward) for s in samples]
+                runs = [partial(run_loss, self._model, s, loss_fn, has_backward=self._has_backward) for s in samples]
                 self._record(list(zip(rows, runs, strict=True)))
         except Exception:  # discard the partial results
             for unit, before in variants_before:

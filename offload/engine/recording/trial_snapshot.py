@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.engine.state import EngineState
-from offload.engine.units.rng_state import RngState
+from offload.engine.units.snapshots import RngState
 from offload.engine.units.state_snapshot import StateSnapshot
 
 

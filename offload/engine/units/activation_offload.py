@@ -138,7 +138,7 @@ class ActivationOffload(ABC):
             del self._free[number]
         buffer.shape, buffer.layout = tensor.shape, TensorLayout.of(tensor)
         copy = buffer.memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
-        buffer.fence.fill(*self._copy_out(tensor, copy, buffer))
+        buffer.fence.record_writer(*self._copy_out(tensor, copy, buffer))
         self._counters.count("d2h_bytes", num_bytes)
         return copy
 
@@ -271,7 +271,7 @@ class HostActivationOffload(ActivationOffload):
             name="activations",
             num_bytes=copy.nbytes,
         )
-        buffer.fence.read(ticket)
+        buffer.fence.record_reader(ticket)
         return (ticket,)
 
 
@@ -320,7 +320,7 @@ class DiskActivationOffload(ActivationOffload):
                 name="activations",
                 num_bytes=tile.nbytes,
             )
-            stretch.fence.fill(d2h_ticket)
+            stretch.fence.record_writer(d2h_ticket)
             tickets.append(
                 self._channel.write(
                     buffer.file,
@@ -346,7 +346,7 @@ class DiskActivationOffload(ActivationOffload):
             read_ticket = self._channel.read(
                 buffer.file, buffer.offset + first, stretch, reads=reads, name="activations", is_ahead=False
             )
-            buffer.fence.read(read_ticket)
+            buffer.fence.record_reader(read_ticket)
             size = num_rows * run_bytes
             offset = stretch.flat.storage_offset() + begin - first
             source = stretch.flat.as_strided((num_rows, run_bytes), (row_bytes, 1), offset)
@@ -356,7 +356,7 @@ class DiskActivationOffload(ActivationOffload):
                 name="activations",
                 num_bytes=size,
             )
-            stretch.fence.read(h2d_ticket)
+            stretch.fence.record_reader(h2d_ticket)
             stretch.close()
             tickets.append(h2d_ticket)
             end += size

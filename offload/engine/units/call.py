@@ -1,16 +1,17 @@
-"""One use of a unit in a pass with a backward: per micro-batch, with recomputation or a saved graph."""
+"""Unit calls: the router of all calls, and one use of a unit, per micro-batch, with recomputation or a saved graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from offload.engine.units.arguments import Arguments
+from offload.engine.gradients.flow import GradientObserver
+from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.recompute_policy import OFFLOADED
 from offload.engine.units.runner import UnitRunner, synchronized
 from offload.engine.units.saved_graph import (
@@ -123,7 +124,10 @@ class UnitCall:
         # kept their graph.
         replayed_outputs = [tensor.clone() for tensor in outputs]
         with self._runner.outputs.recorded_in(outputs), self._runner.outputs.replayed(replayed_outputs):
-            result = run_without_graph(*use)
+            if unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
+                result = run_with_graph(*use)[1]
+            else:
+                result = runner.run(unit, self._arguments, inputs, others, forward)
         outputs[:] = [saved.save_input(tensor, movable=True) for tensor in outputs]
         for tensor in outputs:
             saved.reserve(tensor, "unit inputs", self._claim)
@@ -259,11 +263,8 @@ class UnitCall:
             runner.outputs.replayed(outputs),
         ):
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
-            results = self._thread_state.run(
-                lambda: runner.run(
-                    unit, self._arguments, inputs, others, runner.stages.for_recomputation(micro_batch.forward)
-                )
-            ).tensors
+            forward = runner.stages.for_recomputation(micro_batch.forward)
+            results = self._thread_state.run(runner.run, unit, self._arguments, inputs, others, forward).tensors
         dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
         targets = [*results, *(t for t in dirty if all(t is not other for other in results))]
         return leaves, [t if t.requires_grad else None for t in targets]
@@ -316,6 +317,7 @@ def call_unit(unit: Unit, runner: UnitRunner, arguments: Arguments) -> tuple[Arg
     """Run one differentiable use of a unit. The anchor makes the outputs require gradients even if no input does."""
     call = UnitCall(unit, runner, arguments)
     outputs = UnitFunction.apply(call, runner.anchor if unit.trainable else None, *arguments.tensors)
+    # Two ways back: autograd returns tensors alone, so the tree around them comes as `call.result`.
     # The outputs hold the call through their graph. If the call also held the outputs (or an input changed in place,
     # now an output), the reference cycle would never be freed. Inputs needed by the backward are saved elsewhere.
     result, call.result, call.dirty = call.result, None, []
@@ -352,19 +354,52 @@ def run_part_alone(
     return runner.run(unit, arguments, tensors, others, forward)
 
 
-def run_without_graph(
-    unit: Unit,
-    runner: UnitRunner,
-    arguments: Arguments,
-    tensors: Sequence[torch.Tensor],
-    others: Sequence[Any],
-    forward: Forward,
-    needs: Sequence[bool],
-) -> Arguments:
-    """Run a unit and drop the graph.
+CallTarget = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
 
-    A graph is recorded if torch would otherwise select a kernel with different last bits.
-    """
-    if not unit.traits.needs_graph:
-        return runner.run(unit, arguments, tensors, others, forward)
-    return run_with_graph(unit, runner, arguments, tensors, others, forward, needs)[1]
+
+class Router:
+    """Receives all unit calls: runs them with or without a backward, or passes them to a `diverted` target."""
+
+    def __init__(self, runner: UnitRunner, recover: Callable[[], None]) -> None:
+        """`recover`: resets the engine after a pass failed halfway."""
+        self._runner, self._recover = runner, recover
+        self._diverted: CallTarget | None = None
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit forward for a module call."""
+        return (self._diverted or self.stream)(unit, args, kwargs)
+
+    def stream(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit forward by the runner, as in training steps. Trials divert calls to here: not part of `call`."""
+        runner = self._runner
+        if runner.has_failed:
+            self._recover()
+        with interrupts:
+            runner.collect()
+            is_step = torch.is_grad_enabled() or runner.has_micro_batches
+            arguments, containers = receive_call(args, kwargs, opens_caches=is_step)
+            runner.count(unit, arguments)
+            if torch.is_grad_enabled() and (unit.trainable or any(t.requires_grad for t in arguments.tensors)):
+                runner.expect_backward(unit)
+                return deliver_result(*call_unit(unit, runner, arguments), containers)
+            return deliver_result(*call_unit_without_graph(unit, runner, arguments), containers)
+
+    @contextmanager
+    def trial_mode(self, calls: CallTarget, observer: GradientObserver = lambda *_: None) -> Iterator[None]:
+        """Send unit calls to `calls`, and gradients only to `observer`, during the context. For trial runs."""
+        gradients = self._runner.gradients
+        with self.diverted(calls):
+            gradients.observe(observer)
+            try:
+                yield
+            finally:
+                gradients.observe(None)
+
+    @contextmanager
+    def diverted(self, calls: CallTarget) -> Iterator[None]:
+        """Send unit calls to `calls` during the context."""
+        self._diverted = calls
+        try:
+            yield
+        finally:
+            self._diverted = None

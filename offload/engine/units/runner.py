@@ -16,15 +16,14 @@ from offload.distributed.comm import Comm
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
-from offload.engine.units.claims import Claim, Claims
 from offload.engine.units.kept_outputs import KeptOutputs
 from offload.engine.units.offloaded_tensor import OffloadedTensor
-from offload.engine.units.run_ahead import RunAhead
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.stages import Forward, OriginalForward, Stage
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
+from offload.engine.units.uses import Claim, Claims, RunAhead
 from offload.engine.units.weight_writes import WeightWrites, refuse_writes
 from offload.errors import OffloadError
 from offload.interrupts import interrupts
@@ -165,23 +164,17 @@ class UnitRunner:
         arguments: Arguments,
         tensors: Sequence[torch.Tensor],
         others: Sequence[Any],
-        module_forward: Forward,
+        forward: Forward,
     ) -> Arguments:
-        """Run the unit module by `module_forward`; return (result, container changes)."""
+        """Run the unit module by `forward`; return (result, container changes)."""
         if unit in self.writes.parameters:
-            module_forward = self.writes.checked(unit, module_forward)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self._is_in_model = True
-            try:
-                return module_forward(*args, **kwargs)
-            finally:
-                self._is_in_model = False
-
+            forward = self.writes.checked(unit, forward)
         has_installed = unit.install_live()
+        self._is_in_model = True
         try:
             return run_over_copies(forward, arguments, tensors, others)
         finally:
+            self._is_in_model = False
             if has_installed:
                 unit.install(unit.placeholders)
 

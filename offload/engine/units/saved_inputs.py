@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from offload.engine.units.activation_offload import ActivationOffload, TensorLayout
-from offload.engine.units.claims import Claim
 from offload.engine.units.recompute_policy import RecomputePolicy
+from offload.engine.units.uses import Claim
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.tiers.device import Device

@@ -31,13 +31,13 @@ from offload.layout.planes import DTYPES
 from offload.layout.regions import DiskLayout, ParameterInfo
 from offload.schedule.execute import Executor
 from offload.tiers.counters import Counters
-from offload.tiers.deferred_updates import DeferredUpdates
 from offload.tiers.device import open_device
 from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import RING_TILES
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
+from offload.tiers.tile import DeferredUpdates
 
 SLOTS = "slots"
 _TILE_NUMEL = 1 << 22
@@ -106,7 +106,7 @@ class StreamedModel:
             counters=counters,
         )
         self._slots = slots = Slots(store, device, DeferredUpdates(), lanes, counters, slot_bytes=0, slot_name=SLOTS)
-        self._executor = Executor(slots, 1, None, lands_late=lambda _: False)
+        self._executor = Executor(slots, 1, None, updates_at_end=lambda _: False)
         self._units = list(open_units(candidates, regions, slots, slots.parameters))
         self._running_unit: Unit | None = None
         self._begin: Any = None

@@ -18,7 +18,7 @@ from torch import nn
 
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.rerouting import forwards_replaced
-from offload.engine.units.rng_state import RngState
+from offload.engine.units.snapshots import RngState
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.extras.large.tiles import RowModule, TiledForward, Tiles
 

@@ -248,7 +248,7 @@ class _TiledCall:
         """Return leaf and weight gradients for one tile with incoming `gradients`."""
         assert self.thread_state is not None
         with torch.enable_grad():
-            results = self.thread_state.run(lambda: self._own_results(leaves)).tensors
+            results = self.thread_state.run(self._own_results, leaves).tensors
         pairs = [(t, g) for t, g in zip(results, gradients, strict=True) if t.requires_grad and g is not None]
         wanted = [t for t in (*leaves, *weights) if t.requires_grad]
         if not pairs or not wanted:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from offload.lanes.lane import Lane, Run, Tickets
 from offload.lanes.lanes import Lanes
 from offload.lanes.throttle import LANES
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Lane, Run, Ticket, Tickets
 
 COMPUTE, DECODING = "compute", "decoding"
 
@@ -57,7 +56,15 @@ class SimulatedLane(Lane):
         self._ready: list[tuple[int, _WorkItem]] = []
         self._is_busy = False
 
-    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
+    def submit(
+        self,
+        work: Run,  # noqa: ARG002
+        *,
+        reads: Tickets = (),
+        fills: Tickets = (),
+        name: str = "",  # noqa: ARG002
+        num_bytes: int = 0,
+    ) -> Ticket:
         return self.enqueue(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
 
     def enqueue(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
@@ -113,7 +120,15 @@ class _WorkByCompute(Lane):
     def __init__(self, name: str, lanes: SimulatedLanes, seconds: Seconds) -> None:
         self.name, self._lanes, self._seconds = name, lanes, seconds
 
-    def _submit(self, work: Run, reads: Tickets, fills: Tickets, name: str, num_bytes: int) -> Ticket:  # noqa: ARG002
+    def submit(
+        self,
+        work: Run,  # noqa: ARG002
+        *,
+        reads: Tickets = (),
+        fills: Tickets = (),
+        name: str = "",  # noqa: ARG002
+        num_bytes: int = 0,
+    ) -> Ticket:
         self.position += 1
         self._lanes.compute_after(reads, fills=fills)
         self._work(self._seconds(num_bytes) if num_bytes else 0.0)

@@ -32,7 +32,6 @@ from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.tiers.accelerator_device import AcceleratorDevice
 from offload.tiers.counters import Counters
-from offload.tiers.deferred_updates import DeferredUpdates, UpdateFunction
 from offload.tiers.device import CpuDevice
 from offload.tiers.host import Arena
 from offload.tiers.ledger import Ledger
@@ -40,7 +39,7 @@ from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import Nvme, Stripes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import Tile
+from offload.tiers.tile import DeferredUpdates, Tile, UpdateFunction
 
 _NUM_STEPS, _NUM_WARM = 6, 3
 """Simulated steps, and warm-up steps among them.
@@ -272,7 +271,7 @@ class SimulatedEngine:
         for region in plan.regions:
             if region.index in plan.lasting:
                 flow.make_lasting(region)
-        self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, lands_late=flow.lasts)
+        self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, updates_at_end=flow.lasts)
         in_place = InPlaceUpdates(self._store.update_lane, device, nullcontext)
         ring = device.allocate("update ring", plan.update_ring_bytes) if plan.update_ring_bytes else None
         update_place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)
@@ -334,7 +333,7 @@ class SimulatedEngine:
     # -- methods of training ---------------------------------------------------------------------------------
 
     def _step_of_backward(self) -> None:
-        """Same call order as `offload.engine.methods.backward`."""
+        """Same call order as `offload.engine.methods.method.Backward`."""
         updates, norm = self._updates, None
         if updates.learns_first:
             self._begin_pass(learns=True)
@@ -370,7 +369,7 @@ class SimulatedEngine:
     def _slot_update(self, region: Region) -> UpdateFunction:
         """Return the update for a region, with simulated compute time if compute itself runs updates."""
 
-        def work(tile: Tile, _planes: object, _gradients: object) -> int:
+        def work(tile: Tile, _planes: object) -> int:
             self._lanes.compute(self._device_seconds(region.update_bytes(tile.end - tile.begin)))
             return 0
 

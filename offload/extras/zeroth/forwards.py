@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 
 import torch
 
-from offload.engine.loss.parts import sum_parts
-from offload.engine.methods.method import LossParts, Method
+from offload.engine.loss.batch_agreement import PassInputs
+from offload.engine.methods.method import Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.units.unit import Unit
@@ -33,8 +32,8 @@ class Forwards(Method):
         self._perturbed = PerturbedWeights(state, self._rule, self._settings.seed)
         self._interleaved = InterleavedForwards(state, self._pending, self._perturbed)
 
-    def step(self, parts: LossParts, schedule_key: Hashable, tokens: int) -> StepResult:
-        state = self._state
+    def step(self, inputs: PassInputs) -> StepResult:
+        state, schedule_key = self._state, inputs.plan.schedule_key
         state.lanes.timeline.begin_step()
         self._counters.begin_step()
         state.runner.begin_step()
@@ -42,7 +41,7 @@ class Forwards(Method):
         state.updates.begin_step(self.lr, True, number)
         state.executor.begin(schedule_key)
         self.begin_trial()
-        losses = self._measure(parts)
+        losses = self._measure(inputs)
         slopes = self._rule.slopes(losses)
         measured = ZerothOrderRecord(
             number + 1, self._settings.seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, self.descent.frozen
@@ -64,10 +63,10 @@ class Forwards(Method):
             self.descent.update(measured, self._perturbed.thresholds, rank, lambda: self._start_fetches(is_batch=True))
         mean = sum(loss for pair in losses for loss in pair) / (2 * len(losses))
         slope = math.sqrt(sum(slope * slope for slope in slopes) / len(slopes))
-        return self._finish(mean, slope, tokens, skipped=skipped, measured=None if skipped else measured)
+        return self._finish(mean, slope, inputs.num_targets, skipped=skipped, measured=None if skipped else measured)
 
-    def trial(self, parts: LossParts) -> list[torch.Tensor]:
-        return self._losses_of(parts)
+    def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
+        return self._losses_of(inputs, chunk_tokens)
 
     def begin_trial(self) -> None:
         number = self._state.runner.step_number + 1
@@ -111,17 +110,16 @@ class Forwards(Method):
         self._interleaved.free()
         self._perturbed.free()
 
-    def _measure(self, parts: LossParts) -> list[tuple[float, float]]:
+    def _measure(self, inputs: PassInputs) -> list[tuple[float, float]]:
         """Return the losses on both sides of the weights for each direction, summed over all ranks."""
-        losses = self._losses_of(parts)
+        losses = self._losses_of(inputs)
         self._pending.check()
         values = self.sum(*self._state.device.copy_to_host(torch.stack(losses))().tolist())
         return list(zip(values[::2], values[1::2], strict=True))
 
-    def _losses_of(self, parts: LossParts) -> list[torch.Tensor]:
+    def _losses_of(self, inputs: PassInputs, chunk_tokens: int | None = None) -> list[torch.Tensor]:
         """Return the losses from all passes over this rank's rows."""
-        device = self._state.device.torch_device
-        return self._interleaved.run(lambda: sum_parts(parts(), device), self.num_passes)
+        return self._interleaved.run(lambda: self._losses.total(inputs, chunk_tokens), self.num_passes)
 
 
 def _format_losses(losses: list[tuple[float, float]]) -> str:

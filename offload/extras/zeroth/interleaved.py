@@ -13,8 +13,7 @@ from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.call import run_part_alone
-from offload.engine.units.rng_state import RngState
-from offload.engine.units.snapshots import DictSnapshots
+from offload.engine.units.snapshots import DictSnapshots, RngState
 from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.unit import Unit
 from offload.extras.zeroth.perturbed import PerturbedWeights

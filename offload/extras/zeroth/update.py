@@ -13,8 +13,7 @@ from offload.extras.zeroth.mezo import MeZO
 from offload.layout.regions import Region
 from offload.optim.rule import parameter_key
 from offload.optim.update import ZerothOrderStep, descend_tile
-from offload.tiers.deferred_updates import UpdateFunction
-from offload.tiers.tile import Tile
+from offload.tiers.tile import Tile, UpdateFunction
 
 _BLOCKS = "(blocks)"
 """Key for the block choice, in place of a parameter name."""
@@ -82,7 +81,7 @@ class ZerothOrderUpdate:
     ) -> UpdateFunction:
         state, engine = self._state.store[region], self._state
 
-        def work(tile: Tile, planes: Mapping[str, torch.Tensor], _gradients: torch.Tensor) -> int | torch.Tensor:
+        def work(tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
             states = {name: flat for name, flat in planes.items() if name != "gradients"}
             num_wrong = descend_tile(state, tile, states, touched, thresholds, engine.rules, engine.infos, estimate)
             if tile is state.tiles[-1]:
