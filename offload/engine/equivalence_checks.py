@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -19,7 +19,7 @@ from offload.engine.loss.loss import run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
 from offload.engine.recording.equivalence import EquivalenceResult, PassComparator, PassPair
-from offload.engine.recording.trial_runs import MOST_CHOICES
+from offload.engine.recording.known import KnownPasses
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
 from offload.errors import ConfigError, OffloadError, warn
@@ -35,30 +35,9 @@ class EquivalenceChecks:
     model's.
     """
 
-    def __init__(self, state: EngineState, method: Method, losses: Losses, precision: str) -> None:
-        self._state, self._method, self._losses = state, method, losses
+    def __init__(self, state: EngineState, method: Method, losses: Losses, known: KnownPasses, precision: str) -> None:
+        self._state, self._method, self._losses, self._known = state, method, losses, known
         self._comparator = PassComparator(state, precision)
-        self._checked: dict[str, set[str]] = {}
-
-    @property
-    def checked(self) -> dict[str, list[str]]:
-        """Checked kinds of passes with the execution at that time, including those before a resume.
-
-        Values: the integers in the batches.
-        """
-        return {key: sorted(ints) for key, ints in self._checked.items()}
-
-    def has_checked(self, inputs: PassInputs) -> bool:
-        """Return whether such passes were checked with the current execution and this batch's integers.
-
-        Also True after many different integers: they are then counts, and select no code path.
-        """
-        known = self._checked.get(self._key(inputs), set())
-        return _ints(inputs) in known or len(known) >= MOST_CHOICES
-
-    def restore(self, checked: Mapping[str, Iterable[str]]) -> None:
-        """Take over the checks from a checkpoint: another batch must not lead to another decision."""
-        self._checked = {key: set(ints) for key, ints in checked.items()}
 
     def check(self, inputs: PassInputs, sample: Batch) -> None:
         """Check passes of this kind on a few rows.
@@ -75,7 +54,7 @@ class EquivalenceChecks:
             interleaves=inputs.is_training and not self._losses.has_backward,
         )
         if is_conclusive:
-            self._checked.setdefault(self._key(inputs), set()).add(_ints(inputs))
+            self._known.add_check(inputs, has_chunks=self._losses.chunk_tokens(inputs) > 0)
 
     def check_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
         """Check a model call in an own loop, on the first sample that runs.
@@ -157,13 +136,6 @@ class EquivalenceChecks:
         )
         return True
 
-    def _key(self, inputs: PassInputs) -> str:
-        rank_batch = inputs.plan.ranks[0]
-        names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in rank_batch.shapes)
-        cuts, chunks = inputs.plan.num_parts > 1, self._losses.chunk_tokens(inputs) > 0
-        modes, mode = sorted({each.modes for each in inputs.plan.ranks}), vars(self._state.execution_mode).values()
-        return repr((rank_batch.operation, names, rank_batch.has_loss_function, cuts, chunks, modes, *mode))
-
     def _refuse_sums(self, inputs: PassInputs, sample: Batch) -> None:
         """Raise ConfigError if the losses from the ranks' rows do not add up to the whole batch's loss.
 
@@ -214,10 +186,6 @@ class EquivalenceChecks:
             method.num_passes if trains else 1,
             has_backward,
         )
-
-
-def _ints(inputs: PassInputs) -> str:
-    return repr(sorted({rank_batch.ints for rank_batch in inputs.plan.ranks}))
 
 
 def _weighted_mean(tensor: torch.Tensor) -> torch.Tensor:

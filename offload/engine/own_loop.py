@@ -158,9 +158,9 @@ class OwnLoop:
             recovery.check_sound()
             state.attention.refuse_own_loop()
             self._steps.method.own_loop()
-            trial_runs.forget_other_modes()
+            trial_runs.known.forget_other_modes()
             if agree_on_pass(
-                state.comm, "own loop", recording_status=lambda: (trial_runs.is_new_call(args, kwargs), False)
+                state.comm, "own loop", recording_status=lambda: (trial_runs.known.is_new_call(args, kwargs), False)
             ).is_new:
                 samples = trial_runs.samples.call_samples(args, kwargs)
                 trial_runs.on_call(args, kwargs, partial(self._steps.equivalence.check_call, module, samples))

@@ -24,6 +24,7 @@ from offload.engine.loss.loss import LossFunction
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Backward, Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
+from offload.engine.recording.known import KnownPasses
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
 from offload.engine.units.execution_mode import ExecutionMode
@@ -63,17 +64,18 @@ class Steps:
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
         self.losses = Losses(state, settings.chunk_bytes(state.plan.device_bytes), has_backward)
         self._chooses_chunks, self._chooses_clip = settings.head_chunk_bytes == "auto", state.updates.clip == "auto"
-        self.trial_runs = TrialRuns(state, counters, settings.rows, cuts, has_backward)
+        self.known = KnownPasses(state, settings.rows)
+        self.trial_runs = TrialRuns(state, counters, self.known, cuts, has_backward)
         self._modules = list(state.model.modules())
         method = METHODS[self._rule.method]
         self.method: Method = method(state, counters, settings, self.losses, self._take_snapshot)
         self._writes = ForeignWrites(state, counters, updates_later=settings.delay > 0 or not has_backward)
-        self.equivalence = EquivalenceChecks(state, self.method, self.losses, settings.precision)
+        self.equivalence = EquivalenceChecks(state, self.method, self.losses, self.known, settings.precision)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch in host memory."""
         self._writes.check()
-        self.trial_runs.forget_other_modes()
+        self.known.forget_other_modes()
         inputs = self._agree("step", batch, loss_fn, self.method.lr)
         result = self._run_until_recorded(self._step, inputs)
         self._writes.record_pass(is_step=True)
@@ -164,7 +166,7 @@ class Steps:
         """Final decisions that change result bits; JSON."""
         updates, trial_runs = self._state.updates, self.trial_runs
         mode, resident = asdict(self._state.execution_mode), [unit.name for unit in self._state.units if unit.resident]
-        checked = self.equivalence.checked
+        checked = {kind: sorted(ints) for kind, ints in self.known.checks.items()}
         chunks = {"chunk_bytes": self.losses.chunk_bytes, "losses": trial_runs.loss_decisions}
         clip = {"clip": updates.clip, "unclipped": updates.num_unclipped}
         return {**clip, "way": mode, **chunks, "resident": resident, "judged": checked}
@@ -176,7 +178,8 @@ class Steps:
         if self._chooses_chunks:
             self.losses.chunk_bytes = decided.get("chunk_bytes", LEAST_CHUNK_BYTES)  # the value before it was saved
         self.trial_runs.reset(decided.get("losses", {}))
-        self.equivalence.restore(decided.get("judged", {}))
+        # another batch must not lead to another decision
+        self.known.checks = {kind: set(ints) for kind, ints in decided.get("judged", {}).items()}
         before = (
             ExecutionMode(cut="calls") if decided.get("plain") else ExecutionMode()
         )  # for old checkpoints without `way`
@@ -187,8 +190,8 @@ class Steps:
     def _agree(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassInputs:
         """Agree with the other ranks on a pass, and copy the batch to the device."""
         batch, shared = self._state.attention.share(batch, loss_fn)
-        recording_status = partial(self.trial_runs.recording_status, batch, loss_fn)
-        comm, modes = self._state.comm, self.trial_runs.modes
+        recording_status = partial(self.known.recording_status, batch, loss_fn)
+        comm, modes = self._state.comm, self.known.modes
         if isinstance(loss_fn, GroupLoss):
             loss_fn.check(check_batch(batch), self._micro_rows)
         plan = agree_on_pass(
@@ -208,16 +211,18 @@ class Steps:
             self._state.slots.settle()
             needs_mask = inputs.plan.needs_mask
             self._state.attention.begin_pass(needs_mask or departed is not None)  # a trial may drop masks
-            inputs = self.trial_runs.on_batch(inputs, departed)
+            inputs = self.trial_runs.on_batch(inputs, departed) if is_recorded else self.known.complete(inputs)
             mode = self._state.execution_mode
             if is_recorded and mode.cut == "units" and self._state.comm.any(not self.splits, "splitting of batches"):
                 mode.change(cut="calls")
             if is_recorded and inputs.form.is_whole and self._micro_rows is not None:
                 self._stay_whole(inputs.form.obstacle)
-            is_due = (is_recorded or inputs.is_training) and not self.equivalence.has_checked(inputs)
+            is_due = (is_recorded or inputs.is_training) and not self.known.has_checked(
+                inputs, has_chunks=self.losses.chunk_tokens(inputs) > 0
+            )
             if is_due or inputs.plan.has_other_values or departed is not None:
                 self._check_equivalence(inputs)
-                form = BatchForm.of(inputs.batch, self.trial_runs.rows)  # the trial used another rank's sample
+                form = BatchForm.of(inputs.batch, self.known.rows)  # the trial used another rank's sample
                 inputs = replace(inputs, form=form)
             if is_recorded and self._state.attention.check(self._state, inputs):
                 self.trial_runs.forget_traffic()

@@ -30,7 +30,7 @@ def steps_of(engine: Engine) -> Steps:
 
 def head_of(engine: Engine) -> ChunkedHead | None:
     """Return the chunked head for any batch signature. None: no chunked head."""
-    return next((found.head for found in steps_of(engine).trial_runs._results.values() if found.head), None)
+    return next((found.head for found in steps_of(engine).known.results.values() if found.head), None)
 
 
 def recovery_of(engine: Engine) -> Recovery:

@@ -39,7 +39,7 @@ def start(name: str, output: Path, *flags: str, rank: int = 0, **variables: str)
 
 
 def test_there_is_a_test_of_each() -> None:
-    assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDED, "toy", "real_model", "real_trainer"}
+    assert {file.stem for file in FOLDER.glob("*.py")} == {*NEEDED, "toy", "real_model", "real_trainer", "noise_stage"}
 
 
 @pytest.mark.slow

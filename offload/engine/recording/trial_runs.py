@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
 from typing import Any, TypeVar
@@ -17,8 +16,6 @@ from offload.distributed.agreement import digest
 from offload.engine.loss.batch import (
     Batch,
     BatchForm,
-    Rows,
-    batch_pattern,
     check_batch,
     describe,
     has_equal_rows,
@@ -29,6 +26,7 @@ from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
 from offload.engine.loss.group_loss import GroupLoss, TokenLoss, rows_per_group
 from offload.engine.loss.label_trials import LabelTrials
 from offload.engine.loss.loss import LossFunction, LossRule, probe_loss, run_loss, select_inputs
+from offload.engine.recording.known import KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.recording.trial_snapshot import TrialSnapshot
@@ -39,79 +37,40 @@ from offload.modules import in_eval_mode
 from offload.tiers.counters import Counters
 
 _Result = TypeVar("_Result")
-MOST_CHOICES = 4
-"""Recorded values per int argument. An int with more values is a count, not a choice between branches."""
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """Trial run results for one batch pattern."""
-
-    rule: LossRule
-    """How the model loss counts targets."""
-    head: ChunkedHead | None
-    """The head with logits in chunks. None: full logits."""
-    form: BatchForm
-    """Row axes of the batch."""
 
 
 class TrialRuns:
     """Runs the recording passes, and the trials of loss and head.
 
-    `rows`: configured row axes of the batch values, or None. `may_cut_rows`: batches may need to be cut into rows, or
-    are parts of a larger batch. Every pass restores weights, buffers, random generators and counters.
+    `known`: receives the results. `may_cut_rows`: batches may need to be cut into rows, or are parts of a larger batch.
+    Every pass restores weights, buffers, random generators and counters.
     """
 
     def __init__(
-        self, state: EngineState, counters: Counters, rows: Rows | None, may_cut_rows: bool, has_backward: bool
+        self, state: EngineState, counters: Counters, known: KnownPasses, may_cut_rows: bool, has_backward: bool
     ) -> None:
-        self._has_backward, self.rows, self.samples = has_backward, rows, Samples(state, rows)
+        self._has_backward, self.known, self.samples = has_backward, known, Samples(state, known.rows)
         self._model, self._state, self._counters, self._may_cut_rows = state.model, state, counters, may_cut_rows
-        self._unused_sample: Batch | None = None
+        self._unused_sample: tuple[Batch, Batch] | None = None  # (batch, recorded rows of the batch)
         self._is_training = False
         self._roots: Mapping[str, Any] = {}  # the arguments of the model call
-        self._modes: tuple[list[bool], list[int]] = ([], [])
-        self.modes = 0
-        """Hash of training modes and frozen parameters at the last recording."""
-        self._results: dict[Hashable, TrialResult] = {}
-        self._choices: dict[Hashable, dict[Hashable, set[int]]] = {}  # recorded int values per batch pattern or call
         self._watched_calls: set[Hashable] = set()
-        self._constant_keys: dict[Hashable, set[str]] = {}  # keys with equal values in all recorded rows, by pattern
         self.is_complete = True
         """False from the start of a recording until `end`."""
         self.loss_decisions: dict[str, list[int]] = {}  # loss decisions by the names of the batch tensors
-        self._modules = list(self._model.modules())
-        configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
-        self._configs = list(configs.values())
-
-    def recording_status(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[bool, bool]:
-        """Return (needs a recording, pattern is already recorded).
-
-        A recorded pattern needs another recording for new int values, and for rows that now differ in a value that was
-        equal in all recorded rows: such a recording says nothing about row cuts.
-        """
-        signature, form = self._signature(batch, loss_fn), BatchForm.of(batch, self.rows)
-        constant_keys, is_known = self._constant_keys.get(signature, set()), signature in self._results
-        differs = is_known and (
-            self._is_new(signature, _int_arguments((), batch))
-            or constant_keys != form.constant_keys(batch, constant_keys)
-        )
-        return not is_known or differs, is_known
 
     def on_batch(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
-        """Return the inputs completed with the trial run results for this batch pattern. Collective.
+        """Record a kind of batch that is new to some rank; return the inputs completed with the results. Collective.
 
-        If the batch is new to some rank, record first: on a few rows and tokens, or on the whole batch if a few rows
-        cannot run alone. Not None `departed`: some rank departed from the recorded behaviour (True: this rank), and the
-        recording is repeated on rows of full length.
+        The recording runs on a few rows and tokens, or on the whole batch if a few rows cannot run alone. Not None
+        `departed`: some rank departed from the recorded behaviour (True: this rank), and the recording is repeated on
+        rows of full length.
         """
         batch, loss_fn = inputs.batch, inputs.loss_fn
-        signature, self._unused_sample = self._signature(batch, loss_fn), None
-        if not inputs.plan.is_new and departed is None:
-            return replace(inputs, **vars(self._results[signature]))
+        signature = self.known.signature(batch, loss_fn)
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
         self._is_training = inputs.is_training
-        leader = self.samples.choose_leader(batch, lambda: self.recording_status(batch, loss_fn)[0], departed)
+        leader = self.samples.choose_leader(batch, lambda: self.known.recording_status(batch, loss_fn)[0], departed)
         form = self._record_batch(batch, loss_fn, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # not conclusive: the next batch may be
@@ -120,40 +79,37 @@ class TrialRuns:
             rule, head = self._keep_decision(batch, rule, head)
         result = TrialResult(replace(rule, counts_rows=isinstance(loss_fn, GroupLoss)), head, form)
         if self.samples.compute_on_leader(leader, lambda: signature[1]) == signature[1]:  # else another rank's pattern
-            self._results[signature] = result
-            self._store_ints(signature, _int_arguments((), batch))
+            self.known.results[signature] = result
+            self.known.store_ints(signature, int_arguments((), batch))
         return replace(inputs, **vars(result))
 
     def take_sample(self, inputs: PassInputs) -> Batch:
         """Return rows for an equivalence check: the last recorded ones if not taken yet. Collective."""
-        sample, self._unused_sample = self._unused_sample, None
-        if sample is None:
-            leader = self.samples.choose_leader(
-                inputs.batch, lambda: self.recording_status(inputs.batch, inputs.loss_fn)[0], None
-            )
-            sample = self.samples.take(inputs.batch, inputs.form, leader, False, rows_per_group(inputs.loss_fn))[0]
-        return sample
-
-    def _signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
-        return _loss_key(loss_fn), batch_pattern(batch, check_batch(batch)), self._flags()
+        unused, self._unused_sample = self._unused_sample, None
+        if unused is not None and unused[0] is inputs.batch:
+            return unused[1]
+        leader = self.samples.choose_leader(
+            inputs.batch, lambda: self.known.recording_status(inputs.batch, inputs.loss_fn)[0], None
+        )
+        return self.samples.take(inputs.batch, inputs.form, leader, False, rows_per_group(inputs.loss_fn))[0]
 
     def _record_batch(
         self, batch: Batch, loss_fn: LossFunction | None, leader: int, has_full_length: bool
     ) -> BatchForm:
         """Record on a few rows of a batch, else on the whole batch. Return the row axes used."""
-        rows, signature = check_batch(batch), self._signature(batch, loss_fn)
+        rows, signature = check_batch(batch), self.known.signature(batch, loss_fn)
         is_text = self.samples.compute_on_leader(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
-        form, earlier = BatchForm.of(batch, self.rows), self._results.get(signature)
+        form, earlier = BatchForm.of(batch, self.known.rows), self.known.results.get(signature)
         form = replace(form, obstacle=earlier.form.obstacle) if earlier is not None else form
         # Owner functions stay with each caller.
         leader_form = self.samples.compute_on_leader(leader, lambda: replace(form, owners={}))
         form = form if self._state.comm.rank == leader else leader_form
-        self._constant_keys.pop(signature, None)
+        self.known.constant_keys.pop(signature, None)
         if not form.is_whole:
             samples = self.samples.take(batch, form, leader, has_full_length, rows_per_group(loss_fn))
-            self._unused_sample, constant_keys = samples[0], form.constant_keys(samples[-1], form.axes)
+            self._unused_sample, constant_keys = (batch, samples[0]), form.constant_keys(samples[-1], form.axes)
             if len(constant_keys) == len(form.axes) or (self._may_cut_rows and not is_text):
-                self._constant_keys[signature] = constant_keys
+                self.known.constant_keys[signature] = constant_keys
             try:
                 sizes = [check_batch(sample) for sample in samples]
                 self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
@@ -168,9 +124,9 @@ class TrialRuns:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             obstacle = f"on {' and '.join(map(str, ROWS))} rows the model raises {reason}"
             form = replace(form, obstacle=obstacle)
-        self._constant_keys.pop(signature, None)
+        self.known.constant_keys.pop(signature, None)
         samples = self.samples.take(batch, form, leader, has_full_length)
-        self._unused_sample = samples[0]
+        self._unused_sample = batch, samples[0]
         try:
             self._record_on((0, 0), loss_fn, [samples])
         except (OffloadError, torch.OutOfMemoryError):
@@ -228,8 +184,8 @@ class TrialRuns:
     def reset(self, loss_decisions: Mapping[str, Sequence[int]]) -> None:
         """Discard all recordings, as in a fresh engine, and adopt the `loss_decisions` of another engine."""
         self.loss_decisions = {key: list(values) for key, values in loss_decisions.items()}
-        self._results.clear()
-        self._choices.clear()
+        self.known.results.clear()
+        self.known.choices.clear()
         for unit in self._state.units:
             unit.variants.clear()
         self.is_complete = True
@@ -239,30 +195,11 @@ class TrialRuns:
     ) -> tuple[LossRule, ChunkedHead | None]:
         """Return the first loss decision for this pattern: fixed for later batches and resumed runs."""
         names = " ".join(f"{name}:{_num_axes(value)}" for name, value in sorted(batch.items()))
-        key = f"{names} {digest(repr(self._flags()).encode())}"
+        key = f"{names} {digest(repr(self.known.flags()).encode())}"
         decision = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.loss_decisions.setdefault(key, decision)
         is_same = head is not None and head.vocabulary == vocabulary
         return LossRule(bool(shifts), bool(takes_count)), head if is_same else ChunkedHead.of(self._model, vocabulary)
-
-    def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """True if this call in the caller's own loop needs a recording: a new pattern, or a new value for an int.
-
-        An int with few values may select a branch in the model. Ints with `MOST_CHOICES` recorded values are lengths
-        and counts (`logits_to_keep`, `max_length_q`) and may be new in every call.
-        """
-        return self._is_new(self._signature_of_call(args, kwargs), _int_arguments(args, kwargs))
-
-    def _is_new(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> bool:
-        seen_values = self._choices.get(signature)
-        return seen_values is None or any(
-            len(seen_values[key]) < MOST_CHOICES and value not in seen_values[key] for key, value in ints
-        )
-
-    def _store_ints(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> None:
-        seen_values = self._choices.setdefault(signature, {})
-        for key, value in ints:
-            seen_values.setdefault(key, set()).add(value)
 
     def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], check_equivalence: Callable[[], None]) -> None:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
@@ -272,44 +209,17 @@ class TrialRuns:
         self._record([(0, lambda: _call_on_copies(self._model, args, kwargs))] * 2)
         check_equivalence()
         self.forget_traffic()
-        self._store_ints(self._signature_of_call(args, kwargs), _int_arguments(args, kwargs))
+        self.known.store_ints(self.known.signature_of_call(args, kwargs), int_arguments(args, kwargs))
         self.is_complete = True
 
     def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
-        signature = (self._signature_of_call(args, kwargs), self._model.training)
+        signature = (self.known.signature_of_call(args, kwargs), self._model.training)
         if signature not in self._watched_calls:
             with self._isolated():
                 self._run_until_settled(lambda _: _call_on_copies(self._model, args, kwargs))
             self.forget_traffic()
             self._watched_calls.add(signature)
-
-    def _signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-        """Return a key shared by calls with the same path through the model. An int counts as zero or nonzero."""
-        arguments = [*enumerate(args), *kwargs.items()]
-        plain = [(key, value) for key, value in arguments if isinstance(value, bool | str | None)]
-        ints = [(key, type(value), bool(value)) for key, value in _int_arguments(args, kwargs)]
-        return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self._flags()
-
-    def forget_other_modes(self) -> None:
-        """Discard recordings from another training mode (dropout, moving statistics) or for other frozen parameters."""
-        if self._update_modes():
-            self._results.clear()
-            self._choices.clear()
-
-    def _update_modes(self) -> bool:
-        """Store the current modes. Return True if they changed."""
-        modes = [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
-        if modes == self._modes:
-            return False
-        self._modes, self.modes = modes, digest(repr(modes).encode())
-        return True
-
-    def _flags(self) -> Hashable:
-        """Return the boolean options of the model configuration. Some make tensors leave units by another path."""
-        return tuple(
-            (key, value) for config in self._configs for key, value in vars(config).items() if isinstance(value, bool)
-        )
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""
@@ -325,7 +235,7 @@ class TrialRuns:
             if self._is_training:
                 before.refuse_writes()
         self._state.runner.stages.check()
-        self._update_modes()
+        self.known.update_modes()
         self.forget_traffic()
 
     def forget_traffic(self) -> None:
@@ -397,28 +307,6 @@ def _record_few(
     if state.comm.any(not is_known, "outcome of a sample call"):
         for variant in (variant for unit in state.units for variant in unit.variants.values()):
             variant.learned.clear()  # from another mode
-
-
-def _int_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:
-    """Return the ints among the arguments, by position or name."""
-    arguments = [*enumerate(args), *kwargs.items()]
-    return [(key, value) for key, value in arguments if isinstance(value, int) and not isinstance(value, bool)]
-
-
-def _loss_key(loss_fn: Any) -> Hashable:
-    """Return a key for a loss function: the code and the boolean or string options.
-
-    Function identity is no key, because a lambda in a loop is a new function every time.
-    """
-    if isinstance(loss_fn, partial):
-        return _loss_key(loss_fn.func), _options([*loss_fn.args, *loss_fn.keywords.items()])
-    closure = inspect.getclosurevars(loss_fn).nonlocals if inspect.isfunction(loss_fn) else {}
-    state = getattr(getattr(loss_fn, "__self__", loss_fn), "__dict__", {})
-    return getattr(loss_fn, "__code__", type(loss_fn)), _options([*closure.items(), *state.items()])
-
-
-def _options(values: Sequence[Any]) -> Hashable:
-    return tuple(v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None))
 
 
 def _is_raised_in(function: Any, error: Exception) -> bool:

@@ -1,0 +1,165 @@
+"""Properties of recorded kinds of passes: results of trials, recorded integers, modes, and finished checks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from offload.distributed.agreement import digest
+from offload.engine.loss.batch import Batch, BatchForm, Rows, batch_pattern, check_batch
+from offload.engine.loss.batch_agreement import PassInputs
+from offload.engine.loss.chunked_head import ChunkedHead
+from offload.engine.loss.loss import LossFunction, LossRule
+from offload.engine.state import EngineState
+
+MOST_CHOICES = 4
+"""Recorded values per int argument. An int with more values is a count, not a choice between branches."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """Trial run results for one batch pattern."""
+
+    rule: LossRule
+    """How the model loss counts targets."""
+    head: ChunkedHead | None
+    """The head with logits in chunks. None: full logits."""
+    form: BatchForm
+    """Row axes of the batch."""
+
+
+class KnownPasses:
+    """Properties of the recorded kinds of passes.
+
+    `rows`: configured row axes of the batch values, or None. `results`: trial results by kind of batch. `choices`:
+    recorded int values by kind of batch or call. `constant_keys`: keys with equal values in all recorded rows, by kind
+    of batch. `modes`: hash of training modes and frozen parameters at the last recording. `checks`: integers of the
+    checked batches, by kind of pass and execution.
+    """
+
+    def __init__(self, state: EngineState, rows: Rows | None) -> None:
+        self._state, self.rows = state, rows
+        self.results: dict[Hashable, TrialResult] = {}
+        self.choices: dict[Hashable, dict[Hashable, set[int]]] = {}
+        self.constant_keys: dict[Hashable, set[str]] = {}
+        self.checks: dict[str, set[str]] = {}
+        self.modes = 0
+        self._modes: tuple[list[bool], list[int]] = ([], [])
+        self._modules = list(state.model.modules())
+        configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
+        self._configs = list(configs.values())
+
+    def recording_status(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[bool, bool]:
+        """Return (needs a recording, pattern is already recorded).
+
+        A recorded pattern needs another recording for new int values, and for rows that now differ in a value that was
+        equal in all recorded rows: such a recording says nothing about row cuts.
+        """
+        signature, form = self.signature(batch, loss_fn), BatchForm.of(batch, self.rows)
+        constant_keys, is_known = self.constant_keys.get(signature, set()), signature in self.results
+        differs = is_known and (
+            self._is_new(signature, int_arguments((), batch))
+            or constant_keys != form.constant_keys(batch, constant_keys)
+        )
+        return not is_known or differs, is_known
+
+    def complete(self, inputs: PassInputs) -> PassInputs:
+        """Return the inputs of a recorded kind, completed with the trial results."""
+        return replace(inputs, **vars(self.results[self.signature(inputs.batch, inputs.loss_fn)]))
+
+    def signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
+        return _loss_key(loss_fn), batch_pattern(batch, check_batch(batch)), self.flags()
+
+    def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """True if this call in the caller's own loop needs a recording: a new pattern, or a new value for an int.
+
+        An int with few values may select a branch in the model. Ints with `MOST_CHOICES` recorded values are lengths
+        and counts (`logits_to_keep`, `max_length_q`) and may be new in every call.
+        """
+        return self._is_new(self.signature_of_call(args, kwargs), int_arguments(args, kwargs))
+
+    def _is_new(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> bool:
+        seen_values = self.choices.get(signature)
+        return seen_values is None or any(
+            len(seen_values[key]) < MOST_CHOICES and value not in seen_values[key] for key, value in ints
+        )
+
+    def store_ints(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> None:
+        seen_values = self.choices.setdefault(signature, {})
+        for key, value in ints:
+            seen_values.setdefault(key, set()).add(value)
+
+    def signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+        """Return a key shared by calls with the same path through the model. An int counts as zero or nonzero."""
+        arguments = [*enumerate(args), *kwargs.items()]
+        plain = [(key, value) for key, value in arguments if isinstance(value, bool | str | None)]
+        ints = [(key, type(value), bool(value)) for key, value in int_arguments(args, kwargs)]
+        return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self.flags()
+
+    def forget_other_modes(self) -> None:
+        """Discard recordings from another training mode (dropout, moving statistics) or for other frozen parameters."""
+        if self.update_modes():
+            self.results.clear()
+            self.choices.clear()
+
+    def update_modes(self) -> bool:
+        """Store the current modes. Return True if they changed."""
+        modes = [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
+        if modes == self._modes:
+            return False
+        self._modes, self.modes = modes, digest(repr(modes).encode())
+        return True
+
+    def flags(self) -> Hashable:
+        """Return the boolean options of the model configuration. Some make tensors leave units by another path."""
+        return tuple(
+            (key, value) for config in self._configs for key, value in vars(config).items() if isinstance(value, bool)
+        )
+
+    def has_checked(self, inputs: PassInputs, has_chunks: bool) -> bool:
+        """Return whether such passes were checked with the current execution and this batch's integers.
+
+        Also True after many different integers: they are then counts, and select no code path.
+        """
+        known = self.checks.get(self._check_key(inputs, has_chunks), set())
+        return _ints(inputs) in known or len(known) >= MOST_CHOICES
+
+    def add_check(self, inputs: PassInputs, has_chunks: bool) -> None:
+        """Record a check of such passes with the current execution."""
+        self.checks.setdefault(self._check_key(inputs, has_chunks), set()).add(_ints(inputs))
+
+    def _check_key(self, inputs: PassInputs, has_chunks: bool) -> str:
+        rank_batch = inputs.plan.ranks[0]
+        names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in rank_batch.shapes)
+        modes, mode = sorted({each.modes for each in inputs.plan.ranks}), vars(self._state.execution_mode).values()
+        cuts = inputs.plan.num_parts > 1
+        return repr((rank_batch.operation, names, rank_batch.has_loss_function, cuts, has_chunks, modes, *mode))
+
+
+def _ints(inputs: PassInputs) -> str:
+    return repr(sorted({rank_batch.ints for rank_batch in inputs.plan.ranks}))
+
+
+def int_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:
+    """Return the ints among the arguments, by position or name."""
+    arguments = [*enumerate(args), *kwargs.items()]
+    return [(key, value) for key, value in arguments if isinstance(value, int) and not isinstance(value, bool)]
+
+
+def _loss_key(loss_fn: Any) -> Hashable:
+    """Return a key for a loss function: the code and the boolean or string options.
+
+    Function identity is no key, because a lambda in a loop is a new function every time.
+    """
+    if isinstance(loss_fn, partial):
+        return _loss_key(loss_fn.func), _options([*loss_fn.args, *loss_fn.keywords.items()])
+    closure = inspect.getclosurevars(loss_fn).nonlocals if inspect.isfunction(loss_fn) else {}
+    state = getattr(getattr(loss_fn, "__self__", loss_fn), "__dict__", {})
+    return getattr(loss_fn, "__code__", type(loss_fn)), _options([*closure.items(), *state.items()])
+
+
+def _options(values: Sequence[Any]) -> Hashable:
+    return tuple(v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None))
