@@ -43,7 +43,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "data": ("tools",),  # the HTML page
     "generate": ("adapters", "data"),
-    "plan": ("adapters", "large"),
+    "plan": ("adapters", "large", "zeroth"),
     "prefs": ("data",),
     "tools": ("large",),
     "zeroth": ("adapters",),

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from offload.extras.zeroth import lockstep as lockstep_module
+from offload.extras.zeroth.lockstep import Lockstep
 from offload.interrupts import interrupts
-from offload.lanes import lockstep as lockstep_module
-from offload.lanes.lockstep import Lockstep
 from tests.forks import PATIENCE_S
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from offload.engine.methods import slot_updates
 from offload.engine.methods.method import Method
-from offload.engine.methods.slot_updates import SlotUpdates
-from offload.extras.zeroth import interleaved
+from offload.extras.zeroth import interleaved, slot_updates
 from offload.extras.zeroth import update as zeroth_order_update
 from offload.extras.zeroth.mezo import MeZO
 from offload.extras.zeroth.perturbed import PerturbedWeights
+from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.extras.zeroth.update import ZerothOrderUpdate
 from tests.mutations import enter_as, mutation, replaced
 

@@ -21,9 +21,9 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import CopySquares, Measures
 from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace
 from offload.engine.gradients.updates import Updates
-from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
 from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
+from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Ticket
 from offload.layout.regions import DiskLayout, Region
 from offload.planning.disk import read_ring

@@ -9,12 +9,12 @@ import torch
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.methods.method import Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
-from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, NonFiniteError
 from offload.extras.zeroth.interleaved import InterleavedForwards
 from offload.extras.zeroth.mezo import MeZO
 from offload.extras.zeroth.perturbed import PerturbedWeights
+from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.extras.zeroth.update import ZerothOrderUpdate
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.call import run_part_alone
 from offload.engine.units.snapshots import DictSnapshots, RngState
 from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.unit import Unit
+from offload.extras.zeroth.lockstep import Lockstep
 from offload.extras.zeroth.perturbed import PerturbedWeights
-from offload.lanes.lockstep import Lockstep
+from offload.extras.zeroth.slot_updates import SlotUpdates
 
 
 class InterleavedForwards:

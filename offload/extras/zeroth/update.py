@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from offload.engine.methods.result import ZerothOrderRecord
-from offload.engine.methods.slot_updates import SlotUpdates
 from offload.engine.state import EngineState
 from offload.extras.zeroth.mezo import MeZO
+from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.layout.regions import Region
 from offload.optim.rule import parameter_key
 from offload.optim.update import ZerothOrderStep, descend_tile
