@@ -45,8 +45,8 @@ def main(words: list[str]) -> int:
     num_steps, same_order, as_json = _steps(own["steps"]), is_on(own, "same-order"), is_on(own, "json")
     if 0 < (every := config.lora.restart_every) < num_steps:
         raise ConfigError(
-            f"--steps is {num_steps}, but the resident side cannot restart its adapter (lora.restart_every is "
-            f"{every}): set --steps to at most {every}."
+            f"--steps is {num_steps}, but the comparison run in plain PyTorch cannot merge and restart an adapter "
+            f"(lora.restart_every is {every}): set --steps to at most {every}."
         )
     if config.offload.link_gradients != "exact":
         raise ConfigError(

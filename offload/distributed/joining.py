@@ -88,7 +88,8 @@ def _meet(environ: Mapping[str, str], timeout: timedelta) -> tuple[int, Any]:
 def _meeting_place(*_variables: str) -> tuple[Any, int, int]:
     """Connect to the store, or open it on rank 0. Return (store, rank, number of ranks).
 
-    The store lives as long as the process, or until the variables change: a late rank must find it for the next group.
+    The store lives as long as the process, or until MASTER_ADDR or another of the variables changes: a late rank must
+    still find the store when the next process group begins.
     """
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     return store, rank, size

@@ -203,10 +203,10 @@ def prepare(
     machine: Machine | None = None,
     quantized: Mapping[nn.Parameter, Codec] | None = None,
 ) -> EnginePlan:
-    """Find the units and plan for a machine (None: this machine). Collective.
+    """Divide a model into units (modules that are fetched one at a time), and plan the memory of a machine. Collective.
 
-    All ranks check for equal settings, models and plans. The model may be on `meta`. `quantized`: see `Structure.of`.
-    Raises ConfigError and DoesNotFitError.
+    All ranks check for equal settings, models and plans. The model may be on `meta`. `machine`: None for this machine.
+    `quantized`: see `Structure.of`. Raises ConfigError and DoesNotFitError.
     """
     machine = machine or ThisMachine(own_accelerator(str(engine_device(settings, comm))))
     comm.agree("the engine's settings", _field_texts(settings, ignored=("throttle", "debug", "device")))

@@ -101,7 +101,7 @@ class _ReopenedFiles:
 
 
 def _file_source(source: Source | None, info: ParameterInfo) -> Source:
-    """Return the source of a frozen parameter. Raises ConfigError."""
+    """Return the place in the model files that holds a frozen parameter. Raises ConfigError if no file does."""
     if source is None:
         raise ConfigError(
             f"offload.parameters is files, but the frozen parameter {info.name} cannot be read directly from the "

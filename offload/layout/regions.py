@@ -341,11 +341,11 @@ class Sharding:
 
 @dataclass(frozen=True)
 class DiskLayout:
-    """Planes on disk per region, and division into tiles.
+    """State arrays on disk, by region (a flat array of parameters), and the division of regions into tiles.
 
-    A region with planes on disk is read, updated and written in tiles, and each tile has one record on disk. A tile
-    never crosses a rank range end. Tiles for a rule by matrix end at parameter borders, however large the parameters
-    are.
+    A state array is a plane: weights, a moment, gradients. A region with planes on disk is read, updated and written
+    in tiles, and each tile has one record on disk. A tile ends at the latest where the share of a rank ends. For an
+    update rule over whole matrices (Muon) tiles end between parameters, however large the parameters are.
     """
 
     planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class Arena:
         self._map.pin(pinning, pieces, [address + border for border in self._borders])
 
     def close(self) -> None:
-        """Unpin. The last tensor frees the mapping, and would otherwise unpin too."""
+        """Unpin now. The memory itself lives until the last tensor over it is deleted."""
         self._map.unpin()
 
     def _pin(self, num_bytes: int, pinning: Pinning) -> None:

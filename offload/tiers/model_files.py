@@ -142,7 +142,7 @@ class ModelFiles:
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned bytes in the ring, available for copies without staging."""
+        """Pinned bytes of the ring buffer for reads of model files. The device copies from there directly."""
         return self._arena.pinned_bytes
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class UpdatePolicy:
         """Called when this rank's gradients of a region are on their way to memory, or to disk (None)."""
 
     def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
-        """Clip to `limit` once the global norm is known. `rank`: order in which the next step needs the regions."""
+        """Clip to `limit`, now with the global norm. `rank`: position of a region in the order of the next fetches."""
         raise NotImplementedError
 
 

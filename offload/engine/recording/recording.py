@@ -232,9 +232,10 @@ class Recording:
         return is_first
 
     def _learn_batch(self, unit: Unit) -> None:
-        """Compare with the previous pass: tensor growth per row, fixed graph memory, and cuts as far as shapes allow.
+        """Compare the uses of a unit with those in the previous pass over another number of rows.
 
-        The equivalence check later confirms that the parts give the whole.
+        The unit traits receive the growth of each tensor per row, the graph bytes independent of the rows, and whether
+        the batch can be split into micro-batches. The equivalence check later compares micro-batches with the whole.
         """
         assert self._before is not None
         traits, uses, before = unit.traits, self.uses[unit.name], self._before.uses.get(unit.name, [])

@@ -17,7 +17,10 @@ _DESCRIPTIONS = {
 
 @dataclass
 class ExecutionMode:
-    """Settings for all further passes. A setting is disabled if the equivalence check finds different results."""
+    """How units run in all passes after the recording: micro-batches by unit, logits in chunks, and so on.
+
+    An option ends where the equivalence check finds other results than in plain PyTorch.
+    """
 
     cut: str = "units"
     """Micro-batch cutting.

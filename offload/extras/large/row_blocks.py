@@ -20,7 +20,7 @@ from offload.errors import ConfigError
 
 
 class RowBlock(nn.Module):
-    """Some rows of a weight and bias: one unit."""
+    """Some rows of a large weight, with the same part of the bias. The block is fetched as one unit."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()

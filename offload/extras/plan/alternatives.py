@@ -384,7 +384,7 @@ def _as_flag(key: str, value: Any) -> Any:
 
 
 def _more_host_memory(forecaster: Forecaster, initial: Forecast) -> tuple[int, Forecast]:
-    """Return (additional host memory in whole GiB, forecast with this memory)."""
+    """Return additional host memory in whole GiB, enough for a plan without a shortfall there, and the forecast."""
     more_bytes, prediction = 0, initial
     for _ in range(_MAX_ENLARGEMENTS):
         too_few = prediction.memory.shortfalls.get("cpu", 0) * initial.num_ranks
