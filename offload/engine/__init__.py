@@ -7,7 +7,7 @@ Reading order for the main path (twelve files, about 4,300 lines):
     engine/methods/method.py       Backward.step: forward, backward, update
     engine/loss/parts.py           Losses.total: run the model, and the backward of each part of the loss
     engine/units/unit.py           Unit.route: forward for a module with streamed weights
-    engine/units/call.py           Router.call: with backward, without, or into a recording;
+    engine/units/call.py           Router.stream: a unit call with backward or without;
                                    UnitCall: forward, and backward with recomputation, for one unit use
     engine/units/runner.py         UnitRunner.enter, run, leave: fetch weights, run the module, free the slot
     schedule/execute.py            Executor.enter: choose the next fetches
@@ -19,7 +19,6 @@ Reading order for the main path (twelve files, about 4,300 lines):
 Helpers of the main path:
 
     engine/loss/batch_agreement.py agreement between ranks before a pass
-    engine/units/router.py         dispatch for unit calls: with backward, without, or into a recording
     engine/units/stages.py         the forward for a use: the module's own, within the stages of extras
     engine/units/compile_wrappers.py   removes torch.compile wrappers from a model
     engine/units/arguments.py      unit call arguments, each tensor listed once

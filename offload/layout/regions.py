@@ -195,6 +195,12 @@ class Region:
         """Bytes in the travelling plane."""
         return self.travelling.num_bytes(self.numel)
 
+    def stored_view(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the copy target for stored data: the end of the device weights `weights`, so records need no extra
+        memory. Exact weights fill all of `weights`.
+        """
+        return weights.view(torch.uint8)[-self.travelling_bytes :].view(self.travelling.dtype)
+
     def factor_spans(self, factor: Factor) -> list[slice]:
         """Return the slice for each piece, by position, in the factor array."""
         ends = list(accumulate((factor.numel(piece.shape) for piece in self.pieces), initial=0))

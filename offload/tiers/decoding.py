@@ -22,15 +22,8 @@ def decoding_bytes(regions: Iterable[Region]) -> int:
     return table_bytes + max((num_bytes - tables for tables, num_bytes in needs), default=0)
 
 
-def stored_view(region: Region, weights: torch.Tensor) -> torch.Tensor:
-    """Return the copy target for a region's stored data: the end of `weights`, so records need no extra memory. Exact
-    weights fill the whole of `weights`.
-    """
-    return weights.view(torch.uint8)[-region.travelling_bytes :].view(region.travelling.dtype)
-
-
 class Decoder:
-    """Decodes records at the position from `stored_view`. For one lane at a time."""
+    """Decodes records at the position from `Region.stored_view`. For one lane at a time."""
 
     def __init__(self, regions: Iterable[Region], device: Device, lanes: Lanes) -> None:
         regions = list(regions)
@@ -48,7 +41,7 @@ class Decoder:
         """Decode a region's flat weights."""
         assert isinstance(region.travels, QuantizedCodec)
         begin = 0 if len(region.travels.tables) else self._table_bytes  # keep another codec's tables
-        region.travels.decode(stored_view(region, weights), weights, self._workspace[begin:])
+        region.travels.decode(region.stored_view(weights), weights, self._workspace[begin:])
         for used in (weights, self._workspace):
             self._device.lend(used)
 

@@ -14,7 +14,7 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import EXACT
 from offload.layout.regions import Piece, Region
 from offload.tiers.counters import Counters
-from offload.tiers.decoding import Decoder, stored_view
+from offload.tiers.decoding import Decoder
 from offload.tiers.device import Device, copy_planes
 from offload.tiers.store import Store
 from offload.tiers.tile import DeferredUpdates
@@ -418,7 +418,7 @@ class Slots:
             own_range = self._store[region].planes["weights"]
             return self._gather_ranges(region, flat, own_range, fills, is_ahead)
         tickets, is_link = [], self._copy_lane is self._lanes.h2d
-        stored, plane = stored_view(region, flat), region.travelling
+        stored, plane = region.stored_view(flat), region.travelling
         for tile in self._store[region].held_tiles:
             lease, tile_range = tile.fetch(is_ahead, *co_fetched), slice(tile.begin, tile.end)
             targets = {

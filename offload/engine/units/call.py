@@ -358,19 +358,15 @@ CallTarget = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Router:
-    """Receives all unit calls: runs them with or without a backward, or passes them to a `diverted` target."""
+    """Receives all unit calls (`Unit.route`): runs them, or passes them on in a trial."""
 
     def __init__(self, runner: UnitRunner, recover: Callable[[], None]) -> None:
         """`recover`: resets the engine after a pass failed halfway."""
         self._runner, self._recover = runner, recover
-        self._diverted: CallTarget | None = None
-
-    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit forward for a module call."""
-        return (self._diverted or self.stream)(unit, args, kwargs)
+        self.diverted_to: CallTarget | None = None
 
     def stream(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit forward by the runner, as in training steps. Trials divert calls to here: not part of `call`."""
+        """Run a unit forward by the runner, as in training steps."""
         runner = self._runner
         if runner.has_failed:
             self._recover()
@@ -398,8 +394,8 @@ class Router:
     @contextmanager
     def diverted(self, calls: CallTarget) -> Iterator[None]:
         """Send unit calls to `calls` during the context."""
-        self._diverted = calls
+        self.diverted_to = calls
         try:
             yield
         finally:
-            self._diverted = None
+            self.diverted_to = None

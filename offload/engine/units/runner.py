@@ -16,9 +16,8 @@ from offload.distributed.comm import Comm
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
-from offload.engine.units.kept_outputs import KeptOutputs
 from offload.engine.units.offloaded_tensor import OffloadedTensor
-from offload.engine.units.saved_inputs import SavedInputs
+from offload.engine.units.saved_inputs import KeptOutputs, SavedInputs
 from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.stages import Forward, OriginalForward, Stage
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
