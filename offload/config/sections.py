@@ -401,11 +401,6 @@ class TrainSection(Section):
     """
     early_stopping_min_delta: Rate = 0.0
     """With train.early_stopping_patience: minimum decrease to count as a lower loss."""
-    noise_scale: bool = False
-    """Estimate the gradient noise scale in tokens: roughly the batch size beyond which larger batches save few steps
-    (McCandlish et al., arXiv:1812.06162). The estimate needs several micro-batches or ranks, and covers only parameters
-    with a separate gradient for each of these parts.
-    """
     log_every: Count = 10
     """Print a line every this many steps (a terminal shows every step)."""
     head_chunk_bytes: Chunks = "auto"
