@@ -30,6 +30,12 @@ RETIRED: Mapping[str, Retirement] = {
         "appendix A.1)",
         resumes=True,
     ),
+    "train.loss_type": Retirement(
+        default="sigmoid",
+        replacement="the loss of DPO is sigmoid; for hinge, ipo and others give TRL's DPOTrainer the mixin of "
+        "OffloadTrainer, as in `class DPO(OffloadMixin, trl.DPOTrainer)` (docs/how-to/trainer.md)",
+        resumes=False,
+    ),
 }
 """Removed settings by full key."""
 

@@ -47,7 +47,6 @@ _FIXED_KEYS = (
     "model.preset",
     "train.method",
     "train.beta",
-    "train.loss_type",
     "train.center_rewards_coefficient",
     "train.batch_size",
     "train.precision",
@@ -429,7 +428,6 @@ def _check_ranks(config: Config, world_size: int) -> None:
 
 _METHOD_KEYS = {
     "train.beta": ("dpo", "orpo"),
-    "train.loss_type": ("dpo",),
     "train.center_rewards_coefficient": ("reward",),
 }
 """Training methods for which each setting exists."""

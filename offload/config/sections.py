@@ -339,8 +339,6 @@ class TrainSection(Section):
     """For dpo: reward per nat of log-probability above the reference. For orpo: weight of the preference term relative
     to the loss of the chosen answer (lambda in the paper).
     """
-    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """For dpo: loss function on the margin of a pair."""
     center_rewards_coefficient: Rate = 0.0
     """For reward: weight of the squared score sum of a pair. The term keeps the mean score near zero."""
     steps: Count | None = None

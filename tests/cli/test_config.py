@@ -28,7 +28,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "model": "path preset init attention",
         "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
         "packing_isolated group_by_length train_on_prompt num_workers eval_share eval_source",
-        "train": "method beta loss_type center_rewards_coefficient "
+        "train": "method beta center_rewards_coefficient "
         "steps epochs max_seconds batch_size micro_batch_size precision recompute compile sequence_tile "
         "sequence_parallel "
         "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
@@ -110,7 +110,11 @@ def test_the_earlier_name_of_a_key_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "off", "on", "words"),
-    [("train.noise_scale", False, True, "two runs at different batch sizes")],
+    [
+        ("train.noise_scale", False, True, "two runs at different batch sizes"),
+        ("train.loss_type", "sigmoid", "hinge", "TRL's DPOTrainer the mixin of OffloadTrainer"),
+        ("train.loss_type", "sigmoid", "ipo", "TRL's DPOTrainer the mixin of OffloadTrainer"),
+    ],
 )
 def test_a_removed_setting_is_refused_with_a_replacement(
     tmp_path: Path, key: str, off: Any, on: Any, words: str
