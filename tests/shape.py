@@ -44,7 +44,7 @@ RINGS = {
     "zeroth": "offload.extras.zeroth offload.replay",
     "quant": "offload.extras.quant",
     "adapters": "offload.extras.adapters offload.hf.adapters offload.hf.base_mark offload.hf.base_reads "
-    "offload.hf.loftq offload.hf.lora_layers offload.hf.merge offload.hf.residual",
+    "offload.hf.lora_layers offload.hf.merge offload.hf.residual",
     "prefs": "offload.extras.prefs",
     "data": "offload.data offload.extras.data offload.look offload.reporting.data_page",
     "plan": "offload.extras.plan offload.forecast offload.plan",

@@ -514,9 +514,8 @@ class OptimizerSection(Section):
 
 def _as_init(value: Any) -> Any:
     if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d{0,2})?|loftq(_[1-9]\d?)?", str(value)):
-        known = "default, gaussian, orthogonal, olora, pissa, pissa_niter_16 (iterations), loftq, or loftq_5 (rounds)"
-        raise ValueError(f"should be {known}")
-    return value
+        raise ValueError("should be default, gaussian, orthogonal, olora, pissa, or pissa_niter_16 (iterations)")
+    return value  # a run with loftq is refused later, because its checkpoints can be resumed
 
 
 LoraInit = Annotated[str, BeforeValidator(_as_init)]
@@ -543,8 +542,7 @@ class LoraSection(Section):
     """Token ids with trainable embedding rows (trainable_token_indices)."""
     init: LoraInit = "default"
     """Initial matrix values (init_lora_weights): default, gaussian, orthogonal. olora, pissa or pissa_niter_16 (with
-    the iteration count) move part of the base weights into the adapter; the base loses this part. loftq or loftq_5
-    (with the round count) start from the quantization error of offload.frozen_weights.
+    the iteration count) move part of the base weights into the adapter; the base loses this part.
     """
     use_rslora: bool = False
     """Scale by 1/sqrt(rank) instead of 1/rank."""

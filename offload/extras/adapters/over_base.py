@@ -21,13 +21,10 @@ from offload.engine.units.find import describe_parameters
 from offload.errors import OffloadError
 from offload.hf.adapters import CONFIG, INITIAL, WEIGHTS, Adaptation, config_bytes, describe_adapter, write_adapter
 from offload.hf.base_mark import BaseMark, load_base_config, mark_base
-from offload.hf.loftq import initialize_loftq
 from offload.hf.models import BuiltModel, ModelKind, fill_all, load_model_config
 from offload.hf.residual import to_bytes
 from offload.hf.sources import RemovedProduct
 from offload.hf.write import write_configuration
-from offload.layout.codecs import EXACT
-from offload.layout.planes import DTYPES
 from offload.optim.adamw import AdamW
 from offload.training.resident import as_computed, master_of
 from offload.training.resume import ResumePoint
@@ -79,17 +76,7 @@ class AdapterOverBase(TrainablePart):
     def prepare(self, built: BuiltModel) -> BuiltModel:
         """Put the adapter over the base."""
         self.adaptation.check_tier(self.parameters)
-        names = {parameter: name for name, parameter in built.model.named_parameters()}
         adapted = self.adaptation.apply_to(built, self.seed)
-        if self.adaptation.loftq_rounds:
-            rule, rests = AdamW(), (self.precision, self.frozen_weights)
-            infos = describe_parameters(adapted.model, rule, *rests, adapted.quantized)
-            codes = {
-                parameter: (info.codec, DTYPES[info.compute])
-                for info, parameter in zip(infos, adapted.model.parameters(), strict=True)
-                if info.codec is not EXACT and parameter not in adapted.quantized
-            }
-            initialize_loftq(adapted, names, codes, self.adaptation.loftq_rounds)
         self.removed.update(adapted.removed)
         return adapted
 
