@@ -39,7 +39,7 @@ MADE = "<!-- Made by docs/make.py from {}: change it there, and run `make docs`.
 SETTINGS = """# Settings
 
 Pass settings as `--section.field VALUE` on the command line, or in a YAML file with the same sections
-(`--config FILE`). The command line overrides the file. `train`, `plan`, `parity` and `bench sweep` take all settings.
+(`--config FILE`). The command line overrides the file. `train`, `plan` and `parity` take all settings.
 
 A size is `6GiB` or `6G`, `512MiB`, `1.5GB`, a number of bytes, or `none` for no limit. An unknown key raises
 an error with the most similar name.
@@ -113,9 +113,7 @@ def commands_page() -> str:
         page.append(f"## {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n")
         page.append(_help(name, Config.SECTIONS))
         if name == "bench":
-            page.extend(
-                f"### bench {part}\n\n{_help(f'bench {part}', {})}" for part in ("step", "nvme", "sweep", "compare")
-            )
+            page.extend(f"### bench {part}\n\n{_help(f'bench {part}', {})}" for part in ("step", "nvme"))
     return "".join(page)
 
 

@@ -11,15 +11,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from offload.app.config.command_line import run_command
+from offload.errors import ConfigError
 from offload.extras.tools.benches.report import BenchmarkOutput
 
-NAMES = ("step", "nvme", "sweep", "compare")
-"""Modules in offload.extras.tools.benches. Each has a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which
-returns a list of Result, or a BenchmarkOutput.
+NAMES = ("step", "nvme")
+"""Modules in offload.benches. Each has a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which returns a list
+of Result, or a BenchmarkOutput.
 """
+_MOVED = ("compare", "sweep")
+_CLONE = "compare and sweep are in a clone of the project, as python -m benchmarks.NAME."
 
 
 def main(words: list[str]) -> int:
+    if words and words[0] in _MOVED:
+        raise ConfigError(f"bench {words[0]} is now python -m benchmarks.{words[0]}: {_CLONE}")
     return measure(_parser().parse_args(words))
 
 
@@ -58,7 +63,7 @@ def _only_results_on_stdout() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m offload.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m offload.bench", description=__doc__, epilog=_CLONE)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name in NAMES:
         module = importlib.import_module(f"offload.extras.tools.benches.{name}")

@@ -44,6 +44,7 @@ from offload.machine.cores import use_share_of_cores
 from offload.optim.rule import UpdateRule
 from offload.planning.plan import describe_frozen_weights, describe_links
 from offload.planning.settings import Settings, with_settings
+from offload.retired import without_retired
 from offload.tiers.counters import Counters
 from offload.tiers.placement import Placement
 
@@ -89,7 +90,7 @@ class Engine:
         )
         positional = {"optimizer": optimizer, "placement": placement}
         options |= {key: value for key, value in positional.items() if value is not None}
-        settings = replace(settings or Settings(), **options)
+        settings = replace(settings or Settings(), **without_retired(options))
         if torch.is_inference_mode_enabled():
             raise ConfigError(
                 "Engine() was called under torch.inference_mode, where training is not possible: call it outside."

@@ -16,7 +16,6 @@ from offload.accelerators import own_accelerator
 from offload.doors import Door
 from offload.engine.equivalence_checks import EquivalenceChecks
 from offload.engine.foreign_writes import ForeignWrites
-from offload.engine.gradients.noise import GradientNoise
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, check_batch, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs, agree_on_pass, host_labels
 from offload.engine.loss.group_loss import GroupLoss
@@ -103,16 +102,7 @@ class Steps:
         self.resolve_clip(inputs.plan.num_elements)
         with self._recovery.ending():
             self._state.spare_memory.begin_step(inputs.plan.num_elements)
-            return replace(self.method.step(inputs), noise=self._noise(inputs))
-
-    def _noise(self, inputs: PassInputs) -> GradientNoise | None:
-        """Return the gradient noise scale from the gradients of micro-batches and ranks; None if not measured.
-
-        Collective.
-        """
-        flow, own = self._state.gradients, inputs.plan.ranks[inputs.plan.rank]
-        targets = () if inputs.labels is None else map(inputs.rule.count, inputs.labels.split(own.micro_rows))
-        return flow.noise_estimator.estimate(self._state.infos, flow.measures.squares, targets, self._state.comm)
+            return self.method.step(inputs)
 
     def _evaluate(self, inputs: PassInputs) -> torch.Tensor:
         state = self._state

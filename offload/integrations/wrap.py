@@ -19,6 +19,7 @@ from offload.integrations.rules import followed_keys, rate_of, rule_of_optimizer
 from offload.machine.environment import memory
 from offload.optim.rule import UpdateRule
 from offload.planning.settings import Settings
+from offload.retired import without_retired
 from offload.tiers.placement import Placement
 
 _MASTER = "master"
@@ -76,6 +77,7 @@ def wrap(
 
 def _with_placement(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return engine settings, with the fields of a placement collected. Raises ConfigError for an unknown key."""
+    settings = without_retired(settings)
     places = {field.name for field in fields(Placement)}
     field_names = {field.name for field in fields(Settings)} - {"optimizer"} | places
     for key in settings:
@@ -222,7 +224,7 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
             "weights: load it without (device_map=None; in TRL's trainers model_init_kwargs={'device_map': None}), or "
             "give the Trainer the model instead of its name."
         )
-    options = dict(settings)
+    options = without_retired(settings)
     unknown = set(options) - {field.name for field in fields(Settings)} - {"fill", "comm"}
     if unknown:
         raise ConfigError(

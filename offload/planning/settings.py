@@ -75,7 +75,6 @@ class Settings:
     update: update place for states stored on the host: cpu; device (states stream there beside compute); both (on the
         device for as many regions as have room for resident states, on the host for the others); or auto (the fastest
         by measurement).
-    noise_scale: measure the gradient noise over micro-batches and ranks in each step (`StepResult.noise`).
     frozen_weights: storage and transfer format for matrices in frozen blocks: exact; int8 (one byte per element, a
         scale per 128); or nf4 (half a byte, QLoRA, arXiv:2305.14314). Weights are dequantized on the device, and
         training is exact for the dequantized weights. Embeddings, weights outside blocks, vectors, and matrices below
@@ -117,7 +116,6 @@ class Settings:
     delay: int = 0
     delay_after: int = 0
     update: str = "auto"
-    noise_scale: bool = False
     frozen_weights: str = EXACT.name
     link_weights: str = EXACT.name
     link_gradients: str = EXACT.name
@@ -243,12 +241,6 @@ class Settings:
                 f"train.compile is {self.compile}",
                 "which cannot compile the communication between ranks in attention",
                 "--train.compile never",
-            ),
-            (
-                self.noise_scale,
-                "train.noise_scale is true",
-                "which needs different samples on each rank",
-                "--train.noise_scale false",
             ),
             (
                 graphs in ("cpu", "nvme") and self.recompute != "never",

@@ -1,4 +1,4 @@
-"""`offload.bench compare` on handwritten files."""
+"""`benchmarks.compare` on handwritten files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks import compare
+from benchmarks.alone import main_of
 from offload import bench
 from offload.errors import ConfigError
+
+main = main_of(compare)
 
 
 def write(path: Path, *results: dict[str, Any], **more: Any) -> str:
@@ -23,7 +27,7 @@ def result(name: str, value: float, unit: str = "ms", **more: Any) -> dict[str, 
 
 
 def compared(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert bench.main(["compare", "--json", *words]) == 0
+    assert main(["--json", *words]) == 0
     return dict(json.loads(capsys.readouterr().out))
 
 
@@ -62,7 +66,7 @@ def test_what_differs_by_more_than_the_spread_is_marked(tmp_path: Path, capsys: 
     assert [each["differs"] for each in found["results"]] == [True, True, False, False, False, True]
     assert found["only_in"] == {"before": ["gone"], "after": ["new"]}
     assert found["conditions"] == {"torch": ["2", "3"]}
-    assert bench.main(["compare", before, after]) == 0
+    assert main([before, after]) == 0
     said = capsys.readouterr().out
     assert said.count("better │") == 1
     assert "only in A: gone" in said
@@ -99,15 +103,15 @@ WRONG = (
 def test_what_holds_no_results_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ConfigError, match="is not the result of a benchmark"):
-        bench.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")])
+        main([str(tmp_path / "a.json"), str(tmp_path / "a.json")])
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        bench.main(["compare", str(tmp_path / "b.json"), str(tmp_path / "a.json")])
+        main([str(tmp_path / "b.json"), str(tmp_path / "a.json")])
 
 
 def test_files_of_different_benchmarks_are_refused(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{name}.json", *(result(f"{name}{k}", 1.0) for k in range(9))) for name in "ab"]
     with pytest.raises(ConfigError, match=r"a\.json and .*b\.json have no result in common: give") as raised:
-        bench.main(["compare", *files])
+        main(files)
     assert raised.value.exit_code == 2
     assert "a0" not in str(raised.value)
 
@@ -115,4 +119,10 @@ def test_files_of_different_benchmarks_are_refused(tmp_path: Path) -> None:
 def test_other_units_are_refused(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{unit}.json", result("x", 1.0, unit)) for unit in ("ms", "s")]
     with pytest.raises(ConfigError, match="x is in ms in one file and in s in the other"):
-        bench.main(["compare", *files])
+        main(files)
+
+
+@pytest.mark.parametrize("name", ["compare", "sweep"])
+def test_the_command_of_the_package_names_the_new_place(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"python -m benchmarks\.{name}"):
+        bench.main([name, "a", "b"])

@@ -1,10 +1,10 @@
-"""`offload.bench sweep`: points, derived results, and two real training runs."""
+"""`benchmarks.sweep`: points, derived results, and two real training runs."""
 
 from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
-from offload import bench
+from benchmarks import sweep
+from benchmarks.alone import main_of
+from benchmarks.sweep import Point, Steps
 from offload.errors import ConfigError, DiskError, DoesNotFitError
-from offload.extras.tools.benches import sweep
-from offload.extras.tools.benches.sweep import Point, Steps
 from tests import forks
 
 
 def arguments(*words: str) -> Namespace:
-    return bench._parser().parse_args(["sweep", *words])
+    parser = ArgumentParser()
+    sweep.add_arguments(parser)
+    return parser.parse_args(words)
 
 
 class Played:
@@ -143,7 +145,7 @@ def test_two_points_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sweep.subprocess, "run", lambda command, **_: forks.run(command[1:], cwd=tmp_path))
     words = ["--data.source", "text.txt", "--offload.device_memory", "4MiB", "--train.precision", "fp32"]
     points = ["--batch", "2", "--sequence", "16", "--placement", "device", "cpu", "--steps", "2", "--rounds", "1"]
-    assert bench.main(["sweep", "--json", *points, "--", *words]) == 0
+    assert main_of(sweep)(["--json", *points, "--", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     (streamed,) = found["results"]
     assert (streamed["name"], streamed["unit"], streamed["tokens_per_step"]) == ("cpu: 2 x 16", "tokens/s", 32)

@@ -117,7 +117,6 @@ def _cases() -> list[Case]:
         case("recompute-auto-bf16", bf16, place={**CPU, "device_memory": "192KiB"}, recompute="auto"),
         case("stays", place=STAYS),
         case("stays-bf16", bf16, place={**STAYS, "device_memory": "192KiB"}, micro_batch_size=2, debug=4),
-        case("noise-scale", host, micro_batch_size=1, noise_scale=True),
         case("activations-cpu", place={**CPU, "activations": "cpu"}, prefetch=2, model="gpt2"),
         case("prefetch-0", bf16, place={**CPU, "device_memory": "128KiB"}, prefetch=0),
         case("poisoned", host, debug=3, micro_batch_size=2),

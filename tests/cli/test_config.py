@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import OffloadSection
 from offload.errors import ConfigError, counted
 from offload.extras.plan.alternatives import to_flags
+from offload.retired import RETIRED
 from offload.sizes import parse_size, written_size
 
 
@@ -26,11 +28,11 @@ def test_every_key_of_the_contract_is_there() -> None:
         "model": "path preset init attention",
         "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
         "packing_isolated group_by_length train_on_prompt num_workers eval_share eval_source",
-        "train": "method beta loss_type center_rewards_coefficient "
+        "train": "method beta center_rewards_coefficient "
         "steps epochs max_seconds batch_size micro_batch_size precision recompute compile sequence_tile "
         "sequence_parallel "
         "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
-        "early_stopping_min_delta noise_scale log_every head_chunk_bytes",
+        "early_stopping_min_delta log_every head_chunk_bytes",
         "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "
         "adjust_lr_fn num_perturbations layer_fraction magnitude_quantile master freeze decay_1d groups schedule "
         "warmup_steps",
@@ -104,6 +106,39 @@ def test_the_earlier_name_of_a_key_is_read(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"data\.eval_fraction is the earlier name of data\.eval_share, and both"):
         Config.load(None, {"data.eval_fraction": 0.1, "data.eval_share": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("key", "off", "on", "words"),
+    [
+        ("train.noise_scale", False, True, "two runs at different batch sizes"),
+        ("train.loss_type", "sigmoid", "hinge", "TRL's DPOTrainer the mixin of OffloadTrainer"),
+        ("train.loss_type", "sigmoid", "ipo", "TRL's DPOTrainer the mixin of OffloadTrainer"),
+    ],
+)
+def test_a_removed_setting_is_refused_with_a_replacement(
+    tmp_path: Path, key: str, off: Any, on: Any, words: str
+) -> None:
+    """The former default is ignored: old configurations run."""
+    section, name = key.split(".")
+    path, origins = tmp_path / "run.yaml", {"train.steps": (3, "file")}
+    path.write_text(f"{section}:\n  {name}: {str(off).lower()}\n")
+    assert Config.load(path).to_dict() == Config(**{section: {name: off}}).to_dict() == Config.load().to_dict()
+    assert Config.load().resumed({**origins, key: (off, "default")}, "there").train.steps == 3
+    path.write_text(f"{section}:\n  {name}: {str(on).lower()}\n")
+    for refused in (
+        lambda: Config.load(path),
+        lambda: Config(**{section: {name: on}}),
+        lambda: parse_config([f"--{key}", str(on)], prog="train", description=""),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(key)} is no longer a setting: .*{words}"):
+            refused()
+    saved = {**origins, key: (on, "command line")}
+    if RETIRED[key].resumes:
+        assert Config.load().resumed(saved, "there").train.steps == 3
+    else:
+        with pytest.raises(ConfigError, match=words):
+            Config.load().resumed(saved, "there")
 
 
 def test_every_key_has_help() -> None:

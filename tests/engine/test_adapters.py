@@ -166,7 +166,7 @@ def test_what_an_adapters_folder_has_of_the_base_is_taken(tmp_path: Path, how: d
         ),
         (
             {"config": {"peft_type": "LORA", "init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}},
-            "on a GPU",
+            "loftq, which is no longer computed: set --lora.init default",
         ),
         ({"config": {"r": 4}}, "has no peft_type"),
         ({"config": {"peft_type": "LORA", "rank": 4}}, "with rank .*, but LoraConfig of peft .* has no such field"),

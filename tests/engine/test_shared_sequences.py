@@ -181,7 +181,6 @@ def test_what_cannot_be_shared_is_refused_by_its_numbers() -> None:
         ({"sequence_parallel": 0}, "train.sequence_parallel is 0; it must be a number of ranks, at least 1."),
         ({"optimizer": MeZO()}, "optimizer.name is MeZO"),
         ({"compile": "auto"}, "train.compile is auto"),
-        ({"noise_scale": True}, "train.noise_scale is true"),
         ({"placement": Placement(graphs="cpu")}, "set --train.recompute never, or --offload.graphs device"),
     ],
 )

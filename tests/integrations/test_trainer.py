@@ -222,6 +222,7 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
     refused("save_only_model=False", save_only_model=True, kwargs={"eval_dataset": rows(4)}, **how)
     refused("offload has max_grad_norm=2.0, but the Trainer's arguments have 0.5", {"max_grad_norm": 2.0})
     refused("offload has 'prefetsch', which is not a setting", {"prefetsch": 2})
+    refused("train.noise_scale is no longer a setting: measure", {"noise_scale": True})
     refused("precision='fp32', and the Trainer's arguments bf16=True", {"precision": "fp32"}, bf16=True)
     spread = llama()
     spread.hf_device_map = {"model": 0, "lm_head": "disk"}

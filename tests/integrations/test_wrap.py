@@ -259,6 +259,8 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no optimizer": (given(lambda m: m.parameters()), r"torch.optim.AdamW\(model.parameters\(\)\)"),
     "wrapped again": (wrapped(wrapped_again), "given the optimizer OffloadOptimizer|given the optimizer Wrapped"),
     "a keyword": (given(over_all, device_mem="1GiB"), r"'device_mem' \(did you mean device_memory\?\)"),
+    "a removed keyword": (given(over_all, noise_scale=True), r"^train\.noise_scale is no longer a setting: measure"),
+    "a removed keyword of an engine": (lambda m: offload.Engine(m, noise_scale=True), "noise_scale is no longer"),
     "a place twice": (given(over_all, placement={}, parameters="cpu"), "given parameters and a placement"),
     "a tier": (given(over_all, optimizer="disk"), "offload.optimizer is 'disk'; allowed"),
     "a size": (given(over_all, device_memory="much"), "offload.device_memory"),

@@ -34,6 +34,7 @@ from offload.app.config.sections import (
     read_yaml,
 )
 from offload.errors import ConfigError, nearest, shorten, too_few_rows
+from offload.retired import without_retired
 
 BUILTIN_DEVICE_MEMORY = 9 * 2**20
 """Device budget in bytes for the built-in run on a CPU. The states take 16 MiB, so the run has to stream. (On a GPU the
@@ -46,7 +47,6 @@ _FIXED_KEYS = (
     "model.preset",
     "train.method",
     "train.beta",
-    "train.loss_type",
     "train.center_rewards_coefficient",
     "train.batch_size",
     "train.precision",
@@ -205,8 +205,9 @@ class Config(BaseModel):
         like the learning rate or the clipping mode, stay; values derived from the machine, like the prefetch distance,
         are resolved again. Raises ConfigError with the keys if a value fixed for the run was set differently.
         """
-        saved = _with_current_names(saved)
-        previous = Config.load(None, {key: value for key, (value, _) in saved.items()})
+        saved = {current_name(key): each for key, each in saved.items()}
+        values = without_retired({key: value for key, (value, _) in saved.items()}, resumes=True)
+        previous = Config.load(None, values)
         copy, changed = self.model_copy(deep=True), []
         is_rule_set = self.origin("optimizer.name") != "default"
         changes_rule = self.optimizer.reset and is_rule_set and self.optimizer.name != previous.optimizer.name
@@ -427,7 +428,6 @@ def _check_ranks(config: Config, world_size: int) -> None:
 
 _METHOD_KEYS = {
     "train.beta": ("dpo", "orpo"),
-    "train.loss_type": ("dpo",),
     "train.center_rewards_coefficient": ("reward",),
 }
 """Training methods for which each setting exists."""
@@ -519,8 +519,6 @@ def _check_rule(config: Config) -> None:
             f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, but {rule} has no gradients to clip: leave "
             "it out, or set it to none."
         )
-    if not config.has_gradients and config.train.noise_scale:
-        raise ConfigError(f"train.noise_scale is true, but {rule} has no gradients to measure: leave it out.")
     if config.optimizer.master == "bf16" and config.train.precision == "fp32":
         raise ConfigError(
             "optimizer.master is bf16, but train.precision fp32 computes with all 32 bits of the weights: set "
@@ -740,13 +738,13 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values under current key names. Raises ConfigError if a key appears under both names."""
+    """Return the values under current key names, without retired settings. Raises ConfigError."""
     for key in values:
         if current_name(key) != key and current_name(key) in values:
             raise ConfigError(
                 f"{key} is the earlier name of {current_name(key)}, and both are set; leave one of them out."
             )
-    return {current_name(key): value for key, value in values.items()}
+    return without_retired({current_name(key): value for key, value in values.items()})
 
 
 def _yaml_value(value: Any) -> str:

@@ -19,6 +19,7 @@ from offload.app.config.config import Config, all_keys, unknown_keys
 from offload.app.config.other_trainers import current_name, equivalent_setting
 from offload.app.config.sections import nested_types
 from offload.errors import ConfigError, nearest, shorten
+from offload.retired import RETIRED, refusal
 
 _ABOUT_GPUS = (
     "Train with N processes on this machine, one for each GPU; without any GPU all of them on the CPU. The same as "
@@ -94,6 +95,9 @@ def _unknown_words(unknown: Sequence[str], own: Iterable[str]) -> str:
     sentences, keys = [], []
     for word in dict.fromkeys(word for word in unknown if word.startswith("--")):
         key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if key in RETIRED:
+            sentences.append(refusal(key))
+            continue
         is_option = "." not in key and not equivalent_setting(key)
         if is_option and (close := nearest(key, ["config", "debug", "gpus", "help", *own])):
             sentences.append(f"unknown option {shorten(word)}{close}; see --help.")

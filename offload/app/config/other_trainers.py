@@ -27,7 +27,6 @@ _NAMES: dict[str, str] = {
     "validation_split_percentage",
     "train.method": "rl rlhf training_method finetuning_stage",
     "train.beta": "dpo_beta pref_beta orpo_alpha orpo_beta rl_beta",
-    "train.loss_type": "pref_loss dpo_loss dpo_loss_type",
     "train.center_rewards_coefficient": "center_rewards",
     "train.steps": "max_steps num_train_steps max_train_steps num_steps iterations",
     "train.epochs": "num_train_epochs num_epochs n_epochs",

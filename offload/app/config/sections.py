@@ -339,8 +339,6 @@ class TrainSection(Section):
     """For dpo: reward per nat of log-probability above the reference. For orpo: weight of the preference term relative
     to the loss of the chosen answer (lambda in the paper).
     """
-    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """For dpo: loss function on the margin of a pair."""
     center_rewards_coefficient: Rate = 0.0
     """For reward: weight of the squared score sum of a pair. The term keeps the mean score near zero."""
     steps: Count | None = None
@@ -401,11 +399,6 @@ class TrainSection(Section):
     """
     early_stopping_min_delta: Rate = 0.0
     """With train.early_stopping_patience: minimum decrease to count as a lower loss."""
-    noise_scale: bool = False
-    """Estimate the gradient noise scale in tokens: roughly the batch size beyond which larger batches save few steps
-    (McCandlish et al., arXiv:1812.06162). The estimate needs several micro-batches or ranks, and covers only parameters
-    with a separate gradient for each of these parts.
-    """
     log_every: Count = 10
     """Print a line every this many steps (a terminal shows every step)."""
     head_chunk_bytes: Chunks = "auto"
@@ -521,9 +514,8 @@ class OptimizerSection(Section):
 
 def _as_init(value: Any) -> Any:
     if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d{0,2})?|loftq(_[1-9]\d?)?", str(value)):
-        known = "default, gaussian, orthogonal, olora, pissa, pissa_niter_16 (iterations), loftq, or loftq_5 (rounds)"
-        raise ValueError(f"should be {known}")
-    return value
+        raise ValueError("should be default, gaussian, orthogonal, olora, pissa, or pissa_niter_16 (iterations)")
+    return value  # a run with loftq is refused later, because its checkpoints can be resumed
 
 
 LoraInit = Annotated[str, BeforeValidator(_as_init)]
@@ -550,8 +542,7 @@ class LoraSection(Section):
     """Token ids with trainable embedding rows (trainable_token_indices)."""
     init: LoraInit = "default"
     """Initial matrix values (init_lora_weights): default, gaussian, orthogonal. olora, pissa or pissa_niter_16 (with
-    the iteration count) move part of the base weights into the adapter; the base loses this part. loftq or loftq_5
-    (with the round count) start from the quantization error of offload.frozen_weights.
+    the iteration count) move part of the base weights into the adapter; the base loses this part.
     """
     use_rslora: bool = False
     """Scale by 1/sqrt(rank) instead of 1/rank."""

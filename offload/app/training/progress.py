@@ -10,8 +10,6 @@ from typing import Any
 
 from offload.app.config.sections import TrainSection
 
-_NOISE_RATE = 0.02
-
 
 @dataclass
 class Best:
@@ -35,27 +33,6 @@ class Best:
             self.mark, self.num_since = loss, 0
 
 
-@dataclass
-class Noise:
-    """Gradient noise scale, averaged over roughly the last hundred steps.
-
-    The two estimates in a step are noisy and their ratio is biased, so the scale is a ratio of means (McCandlish et
-    al., arXiv:1812.06162, appendix A.1).
-    """
-
-    trace: float = 0.0
-    """Covariance trace for single-target gradients, exponentially averaged."""
-    square: float = 0.0
-    """Squared gradient norm, exponentially averaged."""
-
-    def fields(self, trace: float, square: float, share: float) -> dict[str, float]:
-        """Add the estimates from a step. Return the fields for a metrics.jsonl line."""
-        self.trace += _NOISE_RATE * (trace - self.trace)
-        self.square += _NOISE_RATE * (square - self.square)
-        scale = self.trace / self.square if self.square > 0 else math.nan
-        return {"noise_scale": scale, "noise_trace": trace, "noise_square": square, "noise_share": share}
-
-
 class RunProgress:
     """Run counters, from the start or resume point on.
 
@@ -63,7 +40,6 @@ class RunProgress:
     - loss: last step. eval_loss: last evaluation, after step `eval_step`. None before the first.
     - best: best evaluation.
     - num_tokens: tokens in all steps, without padding.
-    - noise: gradient noise scale.
     """
 
     def __init__(self, meta: Mapping[str, Any] | None, train: TrainSection) -> None:
@@ -72,7 +48,6 @@ class RunProgress:
         self.num_done = self.first_step = int(saved["step"])
         self.loss, self.eval_loss, self.num_coarse = saved["loss"], saved["eval_loss"], saved["num_coarse"]
         self.eval_step: int | None = saved.get("eval_step")
-        self.noise = Noise(**saved.get("noise", {}))
         self.best, self.num_tokens = Best(**saved.get("best", {})), int(saved.get("tokens", 0))
         self.last: Mapping[str, Any] = {}
         """metrics.jsonl fields for the last step in this process."""
@@ -99,7 +74,6 @@ class RunProgress:
             "eval_step": self.eval_step,
             "best": asdict(self.best),
             "tokens": self.num_tokens,
-            "noise": asdict(self.noise),
             "num_coarse": self.num_coarse,
         }
 

@@ -240,8 +240,6 @@ def step_fields(
         fields["compiled_graphs"] = engine.compiled_graphs
     if config.offload.graphs == "cpu":
         fields["graphs_on_host_bytes"] = engine.graphs_on_host_bytes
-    if result.noise is not None and not result.skipped:
-        fields |= progress.noise.fields(*result.noise)
     if result.measured is not None:
         fields |= result.measured.fields()
     if config.train.clip != "deferred":

@@ -81,13 +81,6 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
 def check_settings(config: Config, num_ranks: int) -> None:
     """Check settings before any work. Raises ConfigError."""
     config.check_ranks(num_ranks)
-    train = config.train
-    if train.noise_scale and num_ranks == 1 and (train.micro_batch_size or train.batch_size) >= train.batch_size:
-        raise ConfigError(
-            f"train.noise_scale is true, but the {train.batch_size} rows of a step are one part, and the noise scale "
-            "compares the gradients of several parts: set --train.micro_batch_size to fewer rows, or train over "
-            "several ranks."
-        )
     if dirs := make_placement(config).dirs:
         check_dirs(dirs)
     parse_throttle(config.offload.throttle)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from offload.engine.gradients.noise import MicroBatchNoise, NoiseEstimator
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.transfer import GradientTransfer
 from offload.errors import ConfigError
@@ -40,8 +39,7 @@ class GradientFlow:
     """Takes gradients out of autograd one parameter at a time (only one is in memory), and sends them on region by
     region.
 
-    `measures`: norms over all gradients. `noise_estimator`: norms for single micro-batches. `is_over`: gradients
-    are summed and measured, and no more may be added.
+    `measures`: norms over all gradients. `is_over`: gradients are summed and measured, and no more may be added.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class GradientFlow:
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        self.noise_estimator = MicroBatchNoise() if settings.noise_scale else NoiseEstimator()
         self.transfer = GradientTransfer(
             store, measures, device, lanes, counters, staging, sizes, bool(settings.debug), self._exist
         )
@@ -103,7 +100,6 @@ class GradientFlow:
     def begin_step(self) -> None:
         self._end_lasting()
         self.measures.begin_step()
-        self.noise_estimator.forget()
         self.transfer.begin_step()
         self._open.clear()
         self._buffer.reset()
@@ -233,14 +229,6 @@ class GradientFlow:
             begin, end = end, end + self._passing_bytes(region)
             self._open[region.index] = stretch.flat[begin:end].view(self._passing_dtype(region)), stretch
 
-    def widen(self, sums_in_fp32: bool, num_parts: int = 0) -> None:
-        """Set whether gradients from several micro-batches are summed in the buffer, in fp32.
-
-        `num_parts`: number of micro-batches in this rank's batch; 0: unknown.
-        """
-        self.sums_in_fp32 = sums_in_fp32
-        self.noise_estimator.cut(num_parts)
-
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
         """Context: gradients from repeated unit uses add up, and leave the device at the end (head chunks)."""
@@ -279,7 +267,6 @@ class GradientFlow:
                 "engine.grad_norm() or an update had measured the gradients of this step: call engine.update() first, "
                 "and start the next step with a forward of the model."
             )
-        self.noise_estimator.record(piece, gradient, self._repeats)
         touched = self.measures.touched[region.index]
         lasts = region.index in self._lasting
         flat = self._lasting[region.index] if lasts else self._open[region.index][0]

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.engine.gradients.noise import GradientNoise
 from offload.errors import ConfigError
 from offload.lanes.timeline import LaneTime
 
@@ -99,7 +98,5 @@ class StepResult:
     """Step duration on this thread, in seconds."""
     lanes: Mapping[str, LaneTime] = field(default_factory=dict)
     """For each lane: busy time, and time compute waited for the lane."""
-    noise: GradientNoise | None = None
-    """With `noise_scale`: gradient scatter over micro-batches and ranks; None: not known exactly."""
     measured: ZerothOrderRecord | None = None
     """Record for a replay, from a step without gradients; None: the step was skipped."""

@@ -187,8 +187,7 @@ class UnitCall:
                 unit.install(unit.live())
             with unit.frozen_with(self._frozen):
                 for number, micro_batch in enumerate(synchronized(runner, unit, self._micro_batches)):
-                    with runner.gradients.noise_estimator.within(number, len(self._micro_batches)):
-                        input_gradients.append(self._backward_of(number, micro_batch, gradients, trains))
+                    input_gradients.append(self._backward_of(number, micro_batch, gradients, trains))
             runner.saved.prefetch_previous(self, 1)  # Start this copy before the weight copies submitted by `leave`.
             if trains:
                 runner.gradients.close(unit.regions)

@@ -258,12 +258,12 @@ class UnitRunner:
         `num_parts`: the maximum micro-batch count over all ranks.
         """
         self._batch, self.num_parts = (batch_rows, rows) if rows < batch_rows else None, num_parts
-        self.gradients.widen(num_parts > 1, -(-batch_rows // rows))
+        self.gradients.sums_in_fp32 = num_parts > 1
         try:
             yield
         finally:
             self._batch, self.num_parts = None, 1
-            self.gradients.widen(False)
+            self.gradients.sums_in_fp32 = False
 
     @contextmanager
     def whole_batch(self) -> Iterator[None]:

@@ -36,6 +36,10 @@ _NUM_NAMES = 12  # modules listed in an error
 INITIAL = "adapter_initial.safetensors"
 """Checkpoint file beside the adapter state: the products that the adapter initialization subtracted from the base."""
 _DATA_INITS = ("eva", "corda", "lora_ga")
+_NO_LOFTQ = (
+    ", which is no longer computed: set --lora.init default, gaussian, orthogonal, olora or pissa, all possible with "
+    "--offload.frozen_weights nf4."
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,6 @@ class Adaptation:
 
     If set, the initialization does not run again.
     """
-    loftq_rounds: int = 0
-    """LoftQ rounds for the initial values, run once the storage format of the base is known. 0: no LoftQ."""
 
     @classmethod
     def of(cls, section: LoraSection, model_kind: str) -> Adaptation:
@@ -69,8 +71,8 @@ class Adaptation:
         targets: Any = section.target_modules and list(section.target_modules)
         if not targets and section.target_parameters:
             targets = []
-        rounds = _loftq_rounds(section)
-        init: Any = True if rounds or section.init == "default" else section.init
+        if section.init.startswith("loftq"):
+            raise ConfigError(f"lora.init is {section.init}{_NO_LOFTQ}")
         return cls(
             LoraConfig(
                 r=section.rank,
@@ -80,12 +82,11 @@ class Adaptation:
                 target_parameters=_as_list(section.target_parameters),
                 modules_to_save=_as_list(section.modules_to_save),
                 trainable_token_indices=_as_list(section.trainable_tokens),
-                init_lora_weights=init,
+                init_lora_weights=cast("Any", True if section.init == "default" else section.init),
                 use_rslora=section.use_rslora,
                 use_dora=section.use_dora,
                 task_type=_TASKS.get(model_kind),
-            ),
-            loftq_rounds=rounds,
+            )
         )
 
     @classmethod
@@ -330,18 +331,6 @@ def _require_peft() -> None:
         )
 
 
-def _loftq_rounds(section: LoraSection) -> int:
-    """Return the LoftQ rounds in the settings. Raises ConfigError."""
-    if not section.init.startswith("loftq"):
-        return 0
-    if section.use_dora:
-        raise ConfigError(
-            "lora.init is loftq and lora.use_dora is true: DoRA's norms come from the unquantized weights, and do not "
-            "fit LoftQ's initial values. Leave one of the two out."
-        )
-    return int(section.init.partition("_")[2] or 1)
-
-
 def _as_list(values: tuple[Any, ...] | None) -> list[Any] | None:
     return None if values is None else list(values)
 
@@ -365,10 +354,7 @@ def _read_config(path: Path, label: str) -> Any:
             "save_pretrained writes it."
         )
     if values.get("init_lora_weights") == "loftq":
-        raise ConfigError(
-            f"{label} is {path}, with init_lora_weights loftq, which PEFT computes with bitsandbytes on a GPU, for "
-            "another quantized base: leave the file out, and set --lora.init loftq with --offload.frozen_weights nf4."
-        )
+        raise ConfigError(f"{label} is {path}, with init_lora_weights loftq{_NO_LOFTQ}")
     values.pop("runtime_config", None)
     try:
         with warnings.catch_warnings():

@@ -35,10 +35,7 @@ from offload.extras.adapters.adapters import (
     write_adapter,
 )
 from offload.extras.adapters.base_mark import BaseMark, load_base_config, mark_base
-from offload.extras.adapters.loftq import initialize_loftq
 from offload.extras.adapters.residual import to_bytes
-from offload.layout.codecs import EXACT
-from offload.layout.planes import DTYPES
 from offload.optim.adamw import AdamW
 
 
@@ -87,17 +84,7 @@ class AdapterOverBase(TrainablePart):
     def prepare(self, built: BuiltModel) -> BuiltModel:
         """Put the adapter over the base."""
         self.adaptation.check_tier(self.parameters)
-        names = {parameter: name for name, parameter in built.model.named_parameters()}
         adapted = self.adaptation.apply_to(built, self.seed)
-        if self.adaptation.loftq_rounds:
-            rule, rests = AdamW(), (self.precision, self.frozen_weights)
-            infos = describe_parameters(adapted.model, rule, *rests, adapted.quantized)
-            codes = {
-                parameter: (info.codec, DTYPES[info.compute])
-                for info, parameter in zip(infos, adapted.model.parameters(), strict=True)
-                if info.codec is not EXACT and parameter not in adapted.quantized
-            }
-            initialize_loftq(adapted, names, codes, self.adaptation.loftq_rounds)
         self.removed.update(adapted.removed)
         return adapted
 

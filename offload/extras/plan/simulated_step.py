@@ -349,7 +349,7 @@ class SimulatedEngine:
 
     def _begin_pass(self, learns: bool = False, norm: float | None = None) -> None:
         self._flow.begin_step()
-        self._flow.widen(self._plan.wide)
+        self._flow.sums_in_fp32 = self._plan.wide
         self._updates.begin_step(0.0, False, self._number, learns=learns, norm=norm)
         self._executor.begin("step", wraps=self._updates.is_immediate)
 

@@ -27,28 +27,19 @@ class DPO(TokenLoss):
 
     The reward of an answer is `beta` times its log-probability ratio to the reference model. The reference
     log-probabilities are the first column of `reference` in the batch, fp32 [rows, tokens].
-
-    `loss_type`: sigmoid; hinge (SLiC, Zhao et al. 2023, arXiv:2305.10425); ipo (Azar et al. 2023, arXiv:2310.12036,
-    equation 17, with log-probabilities averaged over the tokens in a row).
     """
 
     group: ClassVar[int] = 2
     own: ClassVar[frozenset[str]] = frozenset({"labels", "reference"})
 
-    def __init__(self, beta: float, loss_type: str) -> None:
+    def __init__(self, beta: float) -> None:
         super().__init__()
-        self._beta, self._loss_type = beta, loss_type
+        self._beta = beta
 
     def of(self, log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
         sums, beta = log_probs.sum(1), self._beta
         ratios = sums - batch["reference"][:, 0]
-        if self._loss_type == "ipo":
-            means = _margins(ratios / _num_targets(batch["labels"]))
-            losses = (means - 1 / (2 * beta)) ** 2
-        elif self._loss_type == "hinge":
-            losses = torch.relu(1 - beta * _margins(ratios))
-        else:
-            losses = -logsigmoid(beta * _margins(ratios))
+        losses = -logsigmoid(beta * _margins(ratios))
         return self._mean(losses, batch, **_reward_metrics(beta * ratios), **_sum_metrics(sums))
 
 

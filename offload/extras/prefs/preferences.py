@@ -32,7 +32,7 @@ class Preferences(Objective):
         """Return the objective for a training method other than sft."""
         train = config.train
         losses: Mapping[str, GroupLoss] = {
-            "dpo": DPO(train.beta, train.loss_type),
+            "dpo": DPO(train.beta),
             "orpo": ORPO(train.beta),
             "reward": Reward(train.center_rewards_coefficient),
         }

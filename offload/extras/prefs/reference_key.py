@@ -44,9 +44,9 @@ LEFT_OUT: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("train.beta", "train.loss_type", "train.steps", "train.epochs", "train.max_seconds", "train.recompute"),
+            *("train.beta", "train.steps", "train.epochs", "train.max_seconds", "train.recompute"),
             *("train.max_grad_norm", "train.clip", "train.on_nonfinite", "train.delay", "train.delay_after"),
-            *("train.eval_every", "train.eval_batches", "train.log_every", "train.noise_scale"),
+            *("train.eval_every", "train.eval_batches", "train.log_every"),
             *("train.early_stopping_patience", "train.early_stopping_min_delta", "optimizer.reset", "optimizer.lr"),
             *("optimizer.betas", "optimizer.eps", "optimizer.weight_decay", "optimizer.momentum", "optimizer.nesterov"),
             *("optimizer.schedule", "optimizer.warmup_steps", "optimizer.states"),

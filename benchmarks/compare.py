@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.alone import main_of
+from offload.app.config.command_line import run_command
 from offload.errors import ConfigError, shorten
 from offload.extras.tools.benches.report import format_value, print_table, spread
 
@@ -171,3 +174,7 @@ def _others(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[s
 def _title(key: Key) -> str:
     benchmark, name, threads = key
     return (f"{benchmark}: " if benchmark else "") + name + (f", {threads} threads" if threads else "")
+
+
+if __name__ == "__main__":
+    run_command(main_of(sys.modules[__name__]))

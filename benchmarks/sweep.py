@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload.app.config.command_line import say
+from benchmarks.alone import main_of
+from benchmarks.picture import draw, make_folder
+from offload.app.config.command_line import run_command, say
 from offload.errors import ConfigError, DiskError, DoesNotFitError
 from offload.extras.tools.benches.blocks import rotate
-from offload.extras.tools.benches.picture import draw, make_folder
 from offload.extras.tools.benches.report import BenchmarkOutput, Result, spread
 
 SUMMARY = "training steps over tokens a step, placement and ZeRO stage, with a picture"
@@ -220,3 +221,7 @@ def _result(point: Point, runs: Mapping[Point, list[Steps]]) -> Result:
         for own_rate, resident_steps in zip(rates, runs[resident], strict=True)
     ]
     return Result(point.name, rate, "tokens/s", resident.name, statistics.median(quotients), details)
+
+
+if __name__ == "__main__":
+    run_command(main_of(sys.modules[__name__]))
