@@ -93,7 +93,7 @@ def test_what_cannot_be_chosen_is_not_played(fakes: list[Fake], chosen: int, pla
 )
 def test_no_placement_that_fits_is_faster(placement: dict[str, Any]) -> None:
     place = placer()
-    every = [place.evaluate(each) for each in placements(wanted(**placement), limited=True)]
+    every = [place.evaluate(each) for each in placements(wanted(**placement))]
     found = search(every)
     fastest = min(each.step_seconds for each in every if each.fits)
     assert found is not None
@@ -110,7 +110,7 @@ def test_no_placement_that_fits_is_faster(placement: dict[str, Any]) -> None:
 def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float) -> None:
     settings = wanted(device_memory=device_kib * KIB, host_memory=host_kib * KIB)
     place = placer(replace(RATES, h2d_bytes_per_s=link, d2h_bytes_per_s=link))
-    found = search([place.evaluate(each) for each in placements(settings, limited=True)])
+    found = search([place.evaluate(each) for each in placements(settings)])
     if found is not None:
         step = found.step
         assert step is not None
@@ -122,7 +122,7 @@ def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float)
 
 
 def best(place: PlacementSearch, settings: Settings) -> PlacementCandidate:
-    found = search([place.evaluate(each) for each in placements(settings, limited=True)])
+    found = search([place.evaluate(each) for each in placements(settings)])
     assert found is not None
     return found
 
@@ -152,11 +152,11 @@ def test_what_memory_does_not_hold_is_on_disk() -> None:
 
 @pytest.mark.slow
 def test_what_is_chosen_says_where_everything_is_and_what_does_not_fit_is_left_as_it_is() -> None:
-    chosen = placer().choose(wanted(device_memory="150KiB"), limited=True)
+    chosen = placer().choose(wanted(device_memory="150KiB"))
     assert "auto" not in (chosen.placement.parameters, chosen.placement.optimizer, chosen.update)
-    assert placer().choose(chosen, limited=True) == chosen
+    assert placer().choose(chosen) == chosen
     impossible = wanted(device_memory="10KiB")
-    assert placer().choose(impossible, limited=True) is impossible
+    assert placer().choose(impossible) is impossible
 
 
 def test_a_machine_without_a_disk_has_nothing_on_it() -> None:
@@ -168,10 +168,10 @@ def test_a_machine_without_a_disk_has_nothing_on_it() -> None:
 
 def test_settings_that_say_what_they_want_are_left_alone() -> None:
     chosen = Settings(placement=Placement(parameters="cpu", optimizer="cpu"), update="cpu", clip="deferred", prefetch=2)
-    assert list(placements(chosen, limited=True)) == [chosen]
+    assert list(placements(chosen)) == [chosen]
 
 
 def test_ranks_may_shard_less_than_they_are_told() -> None:
     chosen = Settings(placement=Placement(parameters="cpu", optimizer="cpu"), update="cpu", clip="deferred", prefetch=2)
-    stages = [each.zero_stage for each in placements(chosen, limited=True, num_ranks=2)]
+    stages = [each.zero_stage for each in placements(chosen, num_ranks=2)]
     assert stages == [0, 1, 2, 3]

@@ -52,7 +52,6 @@ _SEARCH_OPTIONS = {
         for key in ("parameters", "optimizer", "gradients", "activations", "graphs")
     },
     "offload.update": "update",
-    "offload.prefetch": "prefetch",
     "offload.zero_stage": "zero_stage",
     "offload.replicas": "replicas",
     "train.recompute": "recompute",
@@ -338,9 +337,8 @@ class Forecaster:
         search = PlacementSearch(
             prepared, work, prediction.hardware.for_one_rank(self.num_ranks), machine, self.num_ranks
         )
-        is_limited = prediction.hardware.device != "cpu" or settings.placement.device_memory is not None
         is_open = prediction.config.origin("offload.zero_stage") == "resolved"
-        chosen = search.choose(settings, limited=is_limited, cuts=is_open, times=times)
+        chosen = search.choose(settings, cuts=is_open, times=times)
         values = {key: attrgetter(path)(chosen) for key, path in _SEARCH_OPTIONS.items()}
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCH_OPTIONS[key])(settings)}
 

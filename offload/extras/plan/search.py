@@ -50,11 +50,6 @@ MIN_GAIN = 0.01
 """Relative gain needed to justify more traffic. Smaller differences are below forecast accuracy."""
 _NUM_STEPS = 3
 """Simulated steps per candidate."""
-_PREFETCH: tuple[str | int, ...] = ("auto", 1, 4)
-"""Prefetch candidates without a device budget.
-
-With a budget, "auto" prefetches as far as the remaining memory allows.
-"""
 
 
 def search(candidates: Sequence[PlacementCandidate]) -> PlacementCandidate | None:
@@ -86,13 +81,12 @@ def search(candidates: Sequence[PlacementCandidate]) -> PlacementCandidate | Non
             bounds[number] = max(bound, estimate.bound_seconds), True
 
 
-def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_machines: int = 1) -> Iterator[Settings]:
+def placements(settings: Settings, *, num_ranks: int = 1, num_machines: int = 1) -> Iterator[Settings]:
     """Yield every concrete choice for options set to "auto", from least to most traffic.
 
-    Covers tiers for parameters, optimizer states, gradients and activations, plus update place, prefetch and recompute.
-    With several ranks, also every ZeRO stage up to the configured one; with several machines, one replica per machine
-    or one over all. Clipping changes the numerical result, so `clip` is left to the engine. `limited`: the device has a
-    budget or is an accelerator.
+    Covers tiers for parameters, optimizer states, gradients and activations, plus update place and recompute. With
+    several ranks, also every ZeRO stage up to the configured one; with several machines, one replica per machine or one
+    over all. Clipping changes the numerical result, so `clip` is left to the engine.
     """
     placement = settings.placement
     replica_counts: Sequence[int | str] = (settings.replicas,)
@@ -110,16 +104,14 @@ def placements(settings: Settings, *, limited: bool, num_ranks: int = 1, num_mac
     ):
         if placement.parameters not in ("auto", parameters) or placement.optimizer not in ("auto", states):
             continue
-        for gradients, activations, update, recompute, prefetch in itertools.product(
+        for gradients, activations, update, recompute in itertools.product(
             _gradients(placement, states),
             _activations(placement),
             _updates(settings, parameters, states),
             _RECOMPUTE if settings.recompute == "auto" else (settings.recompute,),
-            _PREFETCH if settings.prefetch == "auto" and not limited and states != "device" else (settings.prefetch,),
         ):
             tiers = {"parameters": parameters, "optimizer": states, "gradients": gradients, "activations": activations}
-            options = {"update": update, "recompute": recompute, "prefetch": prefetch}
-            options |= {"zero_stage": stage, "replicas": replicas}
+            options = {"update": update, "recompute": recompute, "zero_stage": stage, "replicas": replicas}
             try:
                 candidate = replace(settings, placement=replace(placement, **tiers), **options)  # type: ignore[arg-type]
             except ConfigError:  # invalid combination
@@ -289,7 +281,7 @@ class PlacementSearch:
         """Return the estimates for a candidate."""
         return PlacementCandidate(settings, self)
 
-    def choose(self, settings: Settings, *, limited: bool, cuts: bool = False, times: bool = True) -> Settings:
+    def choose(self, settings: Settings, *, cuts: bool = False, times: bool = True) -> Settings:
         """Return settings with every "auto" replaced by the search result.
 
         Returns `settings` unchanged if nothing fits, so that planning reports every shortage, and for forward-only
@@ -299,9 +291,7 @@ class PlacementSearch:
         if not settings.optimizer.has_gradients:
             return settings
         ranks = self.ranks
-        choices = placements(
-            settings, limited=limited, num_ranks=ranks.size if cuts else 1, num_machines=ranks.num_machines
-        )
+        choices = placements(settings, num_ranks=ranks.size if cuts else 1, num_machines=ranks.num_machines)
         if self.hardware.device == "cpu" and settings.update == "auto":  # one lane makes all updates
             choices = (each for each in choices if each.update != "both")
         candidates = map(self.evaluate, choices)
