@@ -357,15 +357,19 @@ CallTarget = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Router:
-    """Receives all unit calls (`Unit.route`): runs them, or passes them on in a trial."""
+    """Receives all unit calls: runs them with or without a backward, or passes them to a `diverted` target."""
 
     def __init__(self, runner: UnitRunner, recover: Callable[[], None]) -> None:
         """`recover`: resets the engine after a pass failed halfway."""
         self._runner, self._recover = runner, recover
-        self.diverted_to: CallTarget | None = None
+        self._diverted: CallTarget | None = None
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit forward for a module call."""
+        return (self._diverted or self.stream)(unit, args, kwargs)
 
     def stream(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit forward by the runner, as in training steps."""
+        """Run a unit forward by the runner, as in training steps. Trials divert calls to here: not part of `call`."""
         runner = self._runner
         if runner.has_failed:
             self._recover()
@@ -393,8 +397,8 @@ class Router:
     @contextmanager
     def diverted(self, calls: CallTarget) -> Iterator[None]:
         """Send unit calls to `calls` during the context."""
-        self.diverted_to = calls
+        self._diverted = calls
         try:
             yield
         finally:
-            self.diverted_to = None
+            self._diverted = None

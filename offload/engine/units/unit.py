@@ -179,14 +179,14 @@ class Unit:
 
     # -- the module's forward --------------------------------------------------------------------------------
 
-    def route(self, router: Any) -> None:
-        """Redirect module calls to a `Router`. The forward signature stays readable."""
+    def route(self, call: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Redirect module calls to `call(unit, args, kwargs)`. The forward signature stays readable."""
         self._own_forward = self.module.__dict__.get("forward")
         self._original = original = self.module.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (router.diverted_to or router.stream)(self, args, kwargs)
+            return call(self, args, kwargs)
 
         self.module.forward = forward
 
