@@ -1,5 +1,5 @@
-"""A feature of one's own without a change of offload: a stage that adds noise to the input of each block in the forward
-of a training step. The recomputation in the backward has no noise, so gradients are those of the clean blocks.
+"""An own feature without any change in offload: a stage that adds noise to the input of each block during training. The
+recomputation in the backward adds no noise, so the clean block gives the gradients.
 
 python examples/noise_stage.py
 """
@@ -19,7 +19,7 @@ SCALE = 0.1
 
 
 class InputNoise(Stage):
-    """Adds normal noise to the first input of each block."""
+    """Adds normal noise to the first input of every block."""
 
     @classmethod
     def over(cls, inner: Stage, state: Any, settings: Any) -> Stage:  # noqa: ARG003
