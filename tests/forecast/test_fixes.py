@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from offload.app.config.config import Config
 from offload.app.training.planner import planned_advice
+from offload.engine.engine import Engine
 from offload.errors import DoesNotFitError, common, is_common
 from offload.extras.plan import alternatives
-from offload.extras.plan.alternatives import _fixes, find_fix, place_or_fix
+from offload.extras.plan.alternatives import _fixes, apply_change, find_fix, place_or_fix
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.run_forecast import describe_misfit
 from offload.machine.hardware import Hardware
@@ -145,3 +148,39 @@ def test_layers_are_cut_for_the_device_where_the_host_is_short() -> None:
     _, found = misfit(**{"offload.device_memory": "2560KiB", "offload.host_memory": "4MiB", "offload.optimizer": "cpu"})
     assert found.memory.shortfalls.keys() == {"cpu"}
     assert "row blocks" in found.prepared.structure.splitting.description
+
+
+_LLAMA = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=172,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("budget", "settings"),
+    [
+        ("300KiB", {"train.recompute": "auto"}),
+        pytest.param("300KiB", {"train.recompute": "always", "train.micro_batch_size": 1}, marks=pytest.mark.slow),
+        pytest.param("264KiB", {"offload.activations": "cpu"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_runs_in_the_memory_of_the_plan_where_blocks_are_split_into_modules(
+    budget: str, settings: dict[str, Any]
+) -> None:
+    settings = {"train.batch_size": 2, "data.sequence_length": 24, "offload.optimizer": "cpu"} | settings
+    config = Config.load(None, {"offload.device_memory": budget, **settings})
+    forecaster, cpu = Forecaster(config, 1, _LLAMA), Hardware.read("h100").with_(device="cpu", device_bytes=None)
+    short = forecaster.predict(config, cpu, times=False)
+    config = apply_change(config, {"offload.device_memory": short.memory.total("device")})
+    found = forecaster.predict(config, cpu, times=False)
+    assert (short.fits, found.fits) == (False, True)
+    assert "larger blocks are split into modules" in found.prepared.structure.splitting.description
+    model = AutoModelForCausalLM.from_config(_LLAMA, dtype=torch.float32).train()
+    ids = torch.arange(48).view(2, 24)
+    with Engine(model, settings=found.prepared.settings) as engine:
+        for _ in range(2):
+            engine.step({"input_ids": ids, "labels": ids})

@@ -276,6 +276,8 @@ class StepMemory:
             kept_bytes += (
                 _total_bytes(call, call.input_bytes + (call.saved_bytes if is_offloaded else 0), work) - offloaded_bytes
             )
+            if not offloaded_bytes:  # already counted for the stretch
+                kept_bytes -= call.stretch_bytes * parts
             if call.name is None:
                 kept_bytes += call.saved_bytes * parts
                 peak_bytes = max(
