@@ -161,26 +161,26 @@ _LLAMA = LlamaConfig(
 
 
 @pytest.mark.parametrize(
-    ("budget", "settings"),
+    ("budget", "length", "settings", "cut"),
     [
-        ("300KiB", {"train.recompute": "auto"}),
-        pytest.param("300KiB", {"train.recompute": "always", "train.micro_batch_size": 1}, marks=pytest.mark.slow),
-        pytest.param("264KiB", {"offload.activations": "cpu"}, marks=pytest.mark.slow),
+        ("300KiB", 48, {"train.recompute": "auto"}, "split into modules"),
+        ("84KiB", 8, {"offload.activations": "cpu", "train.head_chunk_bytes": 4096}, "row blocks"),
+        pytest.param("300KiB", 48, {"train.recompute": "always"}, "split into modules", marks=pytest.mark.slow),
+        pytest.param("264KiB", 48, {"offload.activations": "cpu"}, "split into modules", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_runs_in_the_memory_of_the_plan_where_blocks_are_split_into_modules(
-    budget: str, settings: dict[str, Any]
+def test_a_step_runs_in_the_memory_of_the_plan_where_units_are_smaller_than_blocks(
+    budget: str, length: int, settings: dict[str, Any], cut: str
 ) -> None:
-    settings = {"train.batch_size": 2, "data.sequence_length": 24, "offload.optimizer": "cpu"} | settings
+    settings = {"train.batch_size": 1, "data.sequence_length": length, "offload.optimizer": "cpu"} | settings
     config = Config.load(None, {"offload.device_memory": budget, **settings})
     forecaster, cpu = Forecaster(config, 1, _LLAMA), Hardware.read("h100").with_(device="cpu", device_bytes=None)
     short = forecaster.predict(config, cpu, times=False)
     config = apply_change(config, {"offload.device_memory": short.memory.total("device")})
     found = forecaster.predict(config, cpu, times=False)
     assert (short.fits, found.fits) == (False, True)
-    assert "larger blocks are split into modules" in found.prepared.structure.splitting.description
+    assert cut in found.prepared.structure.splitting.description
     model = AutoModelForCausalLM.from_config(_LLAMA, dtype=torch.float32).train()
-    ids = torch.arange(48).view(2, 24)
+    ids = torch.arange(length).view(1, length)
     with Engine(model, settings=found.prepared.settings) as engine:
-        for _ in range(2):
-            engine.step({"input_ids": ids, "labels": ids})
+        engine.step({"input_ids": ids, "labels": ids})

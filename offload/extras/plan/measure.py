@@ -15,7 +15,7 @@ from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
 from offload.engine.loss.batch import Batch
-from offload.engine.loss.chunked_head import Chunk, ChunkedHead
+from offload.engine.loss.chunked_head import ROUNDED_TO, Chunk, ChunkedHead
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver_result, receive_call
@@ -270,10 +270,11 @@ class _WorkloadProbe:
             hidden = output["last_hidden_state"]
             self._end_stretch()
             gradient = torch.zeros_like(hidden, requires_grad=False)
-            # With all rows, a chunk has `size` tokens, evenly divided over the rows.
+            # With all rows, a chunk has `size` tokens, or all targets and filler, evenly divided over the rows.
             if blocks is not None:
                 size = max(1, chunk_bytes // (blocks.most_rows * 4))
-            num_tokens = min(tensors["labels"].numel(), len(tensors["labels"]) * max(1, size // batch.rows))
+            filled = -(-batch.rows * (batch.length - 1) // ROUNDED_TO) * ROUNDED_TO
+            num_tokens = len(tensors["labels"]) * min(max(1, size // batch.rows), -(-filled // batch.rows))
             chunk = Chunk(torch.arange(num_tokens, device=hidden.device), num_tokens)
             if blocks is None:
                 self._run_chunk(head.losses(output, labelled, [chunk], tensors["labels"].numel()))
@@ -331,9 +332,9 @@ class _WorkloadProbe:
         records = []
         for entry in self._chunk:
             costs = [sum([cost] * num_chunks, NO_COST) for cost in (entry.work.forward, entry.work.backward)]
-            records.append(
-                _UseRecord(replace(entry.work, forward=costs[0], backward=costs[1] + costs[0]), entry.kept_bytes)
-            )
+            work = replace(entry.work, forward=costs[0], backward=costs[1] + costs[0])
+            # The backward follows at once, so the input stays on the device.
+            records.append(_UseRecord(replace(work, staying_bytes=work.input_bytes), entry.kept_bytes))
         self._chunk = [
             _UseRecord(replace(entry.work, name=names[block], keeps_graph=False, reads_weights=True), entry.kept_bytes)
             if entry.work.name is not None

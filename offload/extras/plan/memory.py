@@ -239,10 +239,10 @@ class StepMemory:
         yield Allocation(operations_tier, OPERATIONS, self._operations(kept, sum(on_device.values())))
 
     def _calls(self) -> Iterator[tuple[int, UnitWork]]:
-        """Yield (index, call). For a chunked head, only the last chunk."""
+        """Yield (index, call). For a chunked head, only the last chunk, of the last row block."""
         work = self.workload
         ends = [number for number, call in enumerate(work.calls) if not call.is_cut and call.name is not None]
-        skipped = range(ends[0], ends[-1]) if work.num_chunks > 1 and ends else range(0)
+        skipped = range(ends[0], ends[-1]) if ends else range(0)
         yield from ((number, call) for number, call in enumerate(work.calls) if number not in skipped)
 
     def _place_inputs(self, call: UnitWork, is_kept: bool) -> tuple[str, int]:
