@@ -167,6 +167,7 @@ _LLAMA = LlamaConfig(
         ("84KiB", 8, {"offload.activations": "cpu", "train.head_chunk_bytes": 4096}, "row blocks"),
         pytest.param("300KiB", 48, {"train.recompute": "always"}, "split into modules", marks=pytest.mark.slow),
         pytest.param("264KiB", 48, {"offload.activations": "cpu"}, "split into modules", marks=pytest.mark.slow),
+        ("264KiB", 48, {"offload.graphs": "cpu", "train.recompute": "always"}, "split into modules"),
     ],
 )
 def test_a_step_runs_in_the_memory_of_the_plan_where_units_are_smaller_than_blocks(
