@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from offload.app.config.config import Config
 from offload.app.training.planner import planned_advice
+from offload.engine.engine import Engine
 from offload.errors import DoesNotFitError, common, is_common
 from offload.extras.plan import alternatives
-from offload.extras.plan.alternatives import _fixes, find_fix, place_or_fix
+from offload.extras.plan.alternatives import _fixes, apply_change, find_fix, place_or_fix
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.run_forecast import describe_misfit
 from offload.machine.hardware import Hardware
@@ -145,3 +148,40 @@ def test_layers_are_cut_for_the_device_where_the_host_is_short() -> None:
     _, found = misfit(**{"offload.device_memory": "2560KiB", "offload.host_memory": "4MiB", "offload.optimizer": "cpu"})
     assert found.memory.shortfalls.keys() == {"cpu"}
     assert "row blocks" in found.prepared.structure.splitting.description
+
+
+_LLAMA = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=172,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("budget", "length", "settings", "cut"),
+    [
+        ("300KiB", 48, {"train.recompute": "auto"}, "split into modules"),
+        ("84KiB", 8, {"offload.activations": "cpu", "train.head_chunk_bytes": 4096}, "row blocks"),
+        pytest.param("300KiB", 48, {"train.recompute": "always"}, "split into modules", marks=pytest.mark.slow),
+        pytest.param("264KiB", 48, {"offload.activations": "cpu"}, "split into modules", marks=pytest.mark.slow),
+        ("264KiB", 48, {"offload.graphs": "cpu", "train.recompute": "always"}, "split into modules"),
+    ],
+)
+def test_a_step_runs_in_the_memory_of_the_plan_where_units_are_smaller_than_blocks(
+    budget: str, length: int, settings: dict[str, Any], cut: str
+) -> None:
+    settings = {"train.batch_size": 1, "data.sequence_length": length, "offload.optimizer": "cpu"} | settings
+    config = Config.load(None, {"offload.device_memory": budget, **settings})
+    forecaster, cpu = Forecaster(config, 1, _LLAMA), Hardware.read("h100").with_(device="cpu", device_bytes=None)
+    short = forecaster.predict(config, cpu, times=False)
+    config = apply_change(config, {"offload.device_memory": short.memory.total("device")})
+    found = forecaster.predict(config, cpu, times=False)
+    assert (short.fits, found.fits) == (False, True)
+    assert cut in found.prepared.structure.splitting.description
+    model = AutoModelForCausalLM.from_config(_LLAMA, dtype=torch.float32).train()
+    ids = torch.arange(length).view(1, length)
+    with Engine(model, settings=found.prepared.settings) as engine:
+        engine.step({"input_ids": ids, "labels": ids})

@@ -28,7 +28,7 @@ Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(Chunk result, hidden state leaf [1, tokens, hidden], positions of counted tokens in the flattened rows.)"""
 LogProbLoss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """Maps next-label log-probabilities, fp32 [rows, tokens], to (loss 0-dim, gradient). Gradient None: no backward."""
-_ROUNDED_TO = 64
+ROUNDED_TO = 64
 """Chunk sizes are multiples of 64 tokens: faster GPU matrix products, and fewer distinct shapes to plan for."""
 
 
@@ -55,7 +55,7 @@ def build_chunks(
     all_places = copy_to_device((targets.flatten() != IGNORED).nonzero()[:, 0])
     chunks = []
     for places in all_places.split(size) if len(all_places) else ():
-        missing = min(size, -(-len(places) // _ROUNDED_TO) * _ROUNDED_TO) - len(places)
+        missing = min(size, -(-len(places) // ROUNDED_TO) * ROUNDED_TO) - len(places)
         chunks.append(Chunk(nn.functional.pad(places, (0, missing)), len(places)))
     empty = Chunk(all_places.new_zeros(1), 0)
     return [*[empty] * (num_chunks - len(chunks)), *chunks]

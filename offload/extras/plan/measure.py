@@ -15,7 +15,7 @@ from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
 from offload.engine.loss.batch import Batch
-from offload.engine.loss.chunked_head import Chunk, ChunkedHead
+from offload.engine.loss.chunked_head import ROUNDED_TO, Chunk, ChunkedHead
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver_result, receive_call
@@ -190,6 +190,7 @@ class _WorkloadProbe:
         self._chunk: list[_UseRecord] = []
         self._uses = UnitMeasurements(self.counter, tiles, records_uses=records_uses)
         self._kept: dict[int, int] = {}
+        self._inputs: set[int] = set()
         self._movable: dict[int, _UseRecord] = {}  # storage -> first user, if no other unit shares the input
         self._start_cost, self._is_inside = NO_COST, False
 
@@ -269,10 +270,11 @@ class _WorkloadProbe:
             hidden = output["last_hidden_state"]
             self._end_stretch()
             gradient = torch.zeros_like(hidden, requires_grad=False)
-            # With all rows, a chunk has `size` tokens, evenly divided over the rows.
+            # With all rows, a chunk has `size` tokens, or all targets and filler, evenly divided over the rows.
             if blocks is not None:
                 size = max(1, chunk_bytes // (blocks.most_rows * 4))
-            num_tokens = min(tensors["labels"].numel(), len(tensors["labels"]) * max(1, size // batch.rows))
+            filled = -(-batch.rows * (batch.length - 1) // ROUNDED_TO) * ROUNDED_TO
+            num_tokens = len(tensors["labels"]) * min(max(1, size // batch.rows), -(-filled // batch.rows))
             chunk = Chunk(torch.arange(num_tokens, device=hidden.device), num_tokens)
             if blocks is None:
                 self._run_chunk(head.losses(output, labelled, [chunk], tensors["labels"].numel()))
@@ -317,7 +319,7 @@ class _WorkloadProbe:
         self._chunk = [_UseRecord(replace(stretch, forward_temporary_bytes=most_bytes, is_cut=False), kept_bytes)]
         if unit is not None:
             # The input is a copy of some hidden states, with the shape of their gradient.
-            unit = replace(unit, input_bytes=unit.gradient_bytes, is_cut=False)
+            unit = replace(unit, input_bytes=unit.gradient_bytes, stretch_bytes=0, is_cut=False)
             self._chunk.insert(0, _UseRecord(unit, kept_bytes))
         self._entries, self._kept = before, kept
 
@@ -330,9 +332,9 @@ class _WorkloadProbe:
         records = []
         for entry in self._chunk:
             costs = [sum([cost] * num_chunks, NO_COST) for cost in (entry.work.forward, entry.work.backward)]
-            records.append(
-                _UseRecord(replace(entry.work, forward=costs[0], backward=costs[1] + costs[0]), entry.kept_bytes)
-            )
+            work = replace(entry.work, forward=costs[0], backward=costs[1] + costs[0])
+            # The backward follows at once, so the input stays on the device.
+            records.append(_UseRecord(replace(work, staying_bytes=work.input_bytes), entry.kept_bytes))
         self._chunk = [
             _UseRecord(replace(entry.work, name=names[block], keeps_graph=False, reads_weights=True), entry.kept_bytes)
             if entry.work.name is not None
@@ -377,7 +379,7 @@ class _WorkloadProbe:
         self.begin()
 
     def _reset(self) -> None:
-        self._entries, self._kept, self._movable = [], {}, {}
+        self._entries, self._kept, self._inputs, self._movable = [], {}, set(), {}
         self.begin()
 
     # -- a unit ----------------------------------------------------------------------------------------------
@@ -407,21 +409,26 @@ class _WorkloadProbe:
         return deliver_result(measurement.result, outputs, containers)
 
     def _record_inputs(self, entry: _UseRecord, tensors: Sequence[torch.Tensor]) -> None:
-        """Record the inputs kept for the backward of a use, each storage once."""
-        fresh = staying = 0
+        """Record the inputs kept for the backward of a use, each storage once.
+
+        The ledger does not know that a stretch, such as attention between modules, may hold an input too.
+        """
+        fresh = staying = in_stretches = 0
         for storage, tensor in {self.counter.storage_of(tensor): tensor for tensor in tensors}.items():
             num_bytes = tensor.untyped_storage().nbytes()
             if storage in self._movable:  # an input shared by two units is never offloaded
                 first = self._movable.pop(storage)
                 first.work = replace(first.work, staying_bytes=first.work.staying_bytes + num_bytes)
-            elif self.counter.is_own(storage) and storage not in self._kept:
+            elif self.counter.is_own(storage) and storage not in self._inputs:
+                self._inputs.add(storage)
+                in_stretches += num_bytes if storage in self._kept else 0
                 self._kept[storage] = num_bytes
                 fresh += num_bytes
                 if tensor.requires_grad:
                     self._movable[storage] = entry
                 else:
                     staying += num_bytes
-        entry.work = replace(entry.work, input_bytes=fresh, staying_bytes=staying)
+        entry.work = replace(entry.work, input_bytes=fresh, staying_bytes=staying, stretch_bytes=in_stretches)
 
     def backward_of(self, number: int) -> None:
         """Called when the backward between units reaches unit results."""

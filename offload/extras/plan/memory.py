@@ -129,12 +129,24 @@ class StepMemory:
     def allocations(self) -> list[Allocation]:
         """All allocations by tier and name; host allocations have the names from the plan."""
         planned = _add_bytes(self.plan.allocations, "device", LASTING, self._lasting_bytes)
-        return [*planned, *self._step_allocations(self.kept)]
+        return [*planned, *self._largest_step]
 
     @cached_property
     def device_bytes(self) -> int:
         """Peak device bytes, with minimum sizes for slots and gradient buffer."""
-        return self._planned_bytes + self._on_device(self.kept)
+        return self._planned_bytes + bytes_on("device", self._largest_step)
+
+    @cached_property
+    def _largest_step(self) -> list[Allocation]:
+        """The allocations a step adds. The first step recomputes uses whose graphs are offloaded later."""
+        later = list(self._step_allocations(self.kept, self.offloaded))
+        if not self.offloaded or self.settings.recompute == "never":
+            return later
+        first = list(self._step_allocations(self._always_kept, frozenset()))
+        if bytes_on("device", first) <= bytes_on("device", later):
+            return later
+        buffers = (CHECKPOINTS, GRAPHS)  # allocated once for all steps
+        return [*(a for a in first if a.name not in buffers), *(a for a in later if a.name in buffers)]
 
     def offloaded_bytes(self, number: int) -> tuple[int, int]:
         """Return (input bytes, graph bytes) offloaded for a use, by call index. One number is always 0."""
@@ -152,7 +164,7 @@ class StepMemory:
         budget = device_budget(self.plan, self.hardware)
         if not self._has_backward:
             return frozenset()
-        always = frozenset(n for n, call in enumerate(calls) if call.keeps_graph or call.name is None)
+        always = self._always_kept
         if mode == "always" or (mode == "never" and self._offloads_graphs):
             return always
         if mode == "never" or budget is None:
@@ -162,6 +174,11 @@ class StepMemory:
         # The engine notices operation memory beside saved graphs only during a run and then saves fewer graphs.
         fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
         return always.union(more[fewer:])
+
+    @property
+    def _always_kept(self) -> frozenset[int]:
+        """Call indices with the graph saved in every mode."""
+        return frozenset(n for n, call in enumerate(self.workload.calls) if call.keeps_graph or call.name is None)
 
     @cached_property
     def offloaded(self) -> frozenset[int]:
@@ -208,16 +225,16 @@ class StepMemory:
         return bytes_on("device", self.plan.allocations) + self._lasting_bytes
 
     def _on_device(self, kept: frozenset[int]) -> int:
-        return bytes_on("device", self._step_allocations(kept))
+        return bytes_on("device", self._step_allocations(kept, self._choose_offloaded(kept)))
 
-    def _step_allocations(self, kept: frozenset[int]) -> Iterator[Allocation]:
+    def _step_allocations(self, kept: frozenset[int], offloaded: frozenset[int]) -> Iterator[Allocation]:
         """Yield the allocations a step adds: tensors kept for the backward, and operation memory."""
         work, operations_tier = self.workload, "cpu" if self.hardware.device == "cpu" else "device"
         if not self._has_backward:
             yield Allocation(operations_tier, OPERATIONS, self._forward_only_bytes())
             return
         on_device: Counter[str] = Counter()
-        input_bytes_offloaded, offloaded_graph_bytes, offloaded = 0, 0, self._choose_offloaded(kept)
+        input_bytes_offloaded = offloaded_graph_bytes = 0
         for number, call in self._calls():
             input_bytes_offloaded += self._first_offloaded_bytes(call)
             if number in offloaded:
@@ -236,13 +253,13 @@ class StepMemory:
             yield Allocation(self.settings.placement.activations, CHECKPOINTS, input_bytes_offloaded)
         if offloaded_graph_bytes:
             yield Allocation(self.settings.placement.graphs, GRAPHS, offloaded_graph_bytes)
-        yield Allocation(operations_tier, OPERATIONS, self._operations(kept, sum(on_device.values())))
+        yield Allocation(operations_tier, OPERATIONS, self._operations(kept, offloaded, sum(on_device.values())))
 
     def _calls(self) -> Iterator[tuple[int, UnitWork]]:
-        """Yield (index, call). For a chunked head, only the last chunk."""
+        """Yield (index, call). For a chunked head, only the last chunk, of the last row block."""
         work = self.workload
         ends = [number for number, call in enumerate(work.calls) if not call.is_cut and call.name is not None]
-        skipped = range(ends[0], ends[-1]) if work.num_chunks > 1 and ends else range(0)
+        skipped = range(ends[0], ends[-1]) if ends else range(0)
         yield from ((number, call) for number, call in enumerate(work.calls) if number not in skipped)
 
     def _place_inputs(self, call: UnitWork, is_kept: bool) -> tuple[str, int]:
@@ -263,9 +280,9 @@ class StepMemory:
         always_kept = call.keeps_graph or call.name is None
         return 0 if always_kept or self.settings.recompute == "never" else self._place_inputs(call, False)[1]
 
-    def _operations(self, kept: frozenset[int], waiting_bytes: int) -> int:
+    def _operations(self, kept: frozenset[int], offloaded: frozenset[int], waiting_bytes: int) -> int:
         """Return the peak device bytes minus bytes kept at the end of the forward."""
-        work, offloaded = self.workload, self._choose_offloaded(kept)
+        work = self.workload
         parts, kept_bytes, peak_bytes = work.num_micro_batches, 0, 0
         # A chunked head holds a full gradient for the hidden states, besides the hidden states.
         last_result = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
@@ -276,6 +293,8 @@ class StepMemory:
             kept_bytes += (
                 _total_bytes(call, call.input_bytes + (call.saved_bytes if is_offloaded else 0), work) - offloaded_bytes
             )
+            if not offloaded_bytes:  # already counted for the stretch
+                kept_bytes -= call.stretch_bytes * parts
             if call.name is None:
                 kept_bytes += call.saved_bytes * parts
                 peak_bytes = max(

@@ -85,6 +85,8 @@ class UnitWork:
     staying_bytes: int = 0
     """Input bytes kept on the device even with an activation tier: tensors without gradient, or shared between units.
     """
+    stretch_bytes: int = 0
+    """Input bytes the graph of a stretch holds on the device too. The ledger counts these for this use alone."""
     shared_bytes: int = 0
     """Part of `staying_bytes` independent of the row count and present once for all micro-batches."""
     leaving_bytes: int = 0
