@@ -15,8 +15,8 @@ from offload.errors import ConfigError
 from offload.extras.tools.benches.report import BenchmarkOutput
 
 NAMES = ("step", "nvme")
-"""Modules in offload.benches. Each has a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which returns a list
-of Result, or a BenchmarkOutput.
+"""Modules in offload.extras.tools.benches. Each has a `SUMMARY`, `add_arguments(parser)`, and `run(arguments)`, which
+returns a list of Result, or a BenchmarkOutput.
 """
 _MOVED = ("compare", "sweep")
 _CLONE = "compare and sweep are in a clone of the project, as python -m benchmarks.NAME."
