@@ -15,7 +15,7 @@ from offload.app.config.config import Config
 from offload.app.training.trainable import WholeModel
 from offload.app.training.trainer import Trainer
 from offload.engine.engine import Engine
-from offload.engine.gradients import updates
+from offload.engine.gradients import early_policies, updates
 from offload.errors import ConfigError, NonFiniteError
 from offload.export import main as export_command
 from offload.extras.plan import alternatives
