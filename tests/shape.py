@@ -51,7 +51,7 @@ RINGS = {
 }
 """Modules by ring. A package includes all submodules except those named in another line.
 
-All rings after the first two are extras: they may import only the core, the application, themselves and the extras in
+All rings after the first two are extras: an extra may import the core, the application, and the extras in the line of
 `offload.extras.NEEDS`.
 """
 _PLACES = {name: ring for ring, names in RINGS.items() for name in names.split()}

@@ -39,7 +39,9 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "restarts": "offload.extras.adapters.restarts:RestartingAdapter",
     },
 }
-"""For each door (`offload.doors`) the names and places of the objects from extras: "module:name", or a module."""
+"""For each door (`offload.doors`) names and places of the objects from extras, and of the application's model format:
+"module:name", or a module.
+"""
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "data": ("tools",),  # the HTML page
     "generate": ("adapters", "data"),
