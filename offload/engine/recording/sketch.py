@@ -11,8 +11,10 @@ import torch
 _SUMS = 256
 _CHUNK = _SUMS * 251
 """Period of the signs, in elements: not a power of two, to avoid repeated signs from row to row."""
-_PERIODS_AT_ONCE = 32
-"""A launch sums 2 Mi elements: kernel launches are few, and a float64 copy is 16 MiB."""
+_PERIODS_PER_LAUNCH = 32
+"""Periods in one float64 copy on an accelerator: a launch sums 2 Mi elements. A CPU takes one period, 512 KiB: the
+copy stays in the cache, and larger freed copies fragment the heap.
+"""
 
 
 @cache
@@ -41,7 +43,8 @@ class Sketch:
         flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
         signs, sums = _signs(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
         whole = flat.numel() // _CHUNK * _CHUNK
-        for part in flat[:whole].split(_PERIODS_AT_ONCE * _CHUNK):
+        periods = 1 if flat.device.type == "cpu" else _PERIODS_PER_LAUNCH
+        for part in flat[:whole].split(periods * _CHUNK):
             sums += (part.view(-1, _CHUNK).double() * signs).view(-1, _SUMS).sum(0)
         signed = flat[whole:].double() * signs[: flat.numel() - whole]
         even = signed.numel() // _SUMS * _SUMS
