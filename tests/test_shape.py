@@ -48,6 +48,7 @@ def test_tests_about_features_are_counted() -> None:
     assert shape.asks({"one": text}) == {"codecs": 2, "delay": 1, "replicas": 1, "zeroth": 0}
 
 
+@pytest.mark.slow  # `.ci/run` prints the numbers
 def test_a_traced_step_and_the_table_have_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     step = shape.warm_step()
     assert step["files"] > 20

@@ -164,7 +164,13 @@ _LLAMA = LlamaConfig(
     ("budget", "length", "settings", "cut"),
     [
         ("300KiB", 48, {"train.recompute": "auto"}, "split into modules"),
-        ("84KiB", 8, {"offload.activations": "cpu", "train.head_chunk_bytes": 4096}, "row blocks"),
+        pytest.param(
+            "84KiB",
+            8,
+            {"offload.activations": "cpu", "train.head_chunk_bytes": 4096},
+            "row blocks",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("300KiB", 48, {"train.recompute": "always"}, "split into modules", marks=pytest.mark.slow),
         pytest.param("264KiB", 48, {"offload.activations": "cpu"}, "split into modules", marks=pytest.mark.slow),
         ("264KiB", 48, {"offload.graphs": "cpu", "train.recompute": "always"}, "split into modules"),
