@@ -125,12 +125,12 @@ class Executor:
         first = {use.cargo: time for time, use in reversed(list(enumerate(self._recorded_uses)))}
         slots = self._slots
 
-        def rank(region: Region) -> float:
+        def first_use(region: Region) -> float:
             if slots.is_resident(region):
                 return -1  # needed at the step start
             return min((first.get(slots.cargo_of(regions), math.inf) for regions in users(region)), default=math.inf)
 
-        return rank
+        return first_use
 
     # -- fetches ---------------------------------------------------------------------------------------------
 

@@ -584,16 +584,16 @@ def test_an_update_that_was_put_off_is_made_once_where_a_read_is_interrupted(mon
     engine, twin = (Engine(make_model(2), RULE, **PLACES["cpu"]) for _ in range(2))
     for each in (engine, twin):
         each.step(tokens())
-    descend = parts_of(engine).updates.descend
+    start = parts_of(engine).updates.start
 
-    def interrupted(*how: Any) -> None:
-        descend(*how)
+    def interrupted() -> None:
+        start()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parts_of(engine).updates, "descend", interrupted)
+    monkeypatch.setattr(parts_of(engine).updates, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.evaluate(tokens(2))
-    monkeypatch.setattr(parts_of(engine).updates, "descend", descend)
+    monkeypatch.setattr(parts_of(engine).updates, "start", start)
     assert_same(weights(engine), weights(twin))
     engine.close()
     twin.close()

@@ -103,7 +103,7 @@ class ImmediatePolicy(UpdatePolicy):
     def _norm_at(self, _so_far: float) -> float:
         return self._norm or 0.0
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:  # noqa: ARG002
+    def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:  # noqa: ARG002
         return UpdateResult(norm)
 
 
@@ -118,7 +118,7 @@ class SpeculativePolicy(ImmediatePolicy):
     def _norm_at(self, so_far: float) -> float:
         return total_norm([so_far])
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
+    def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
         scale, total, worst, wrong = clip_coefficient(norm, limit), 0.0, 1.0, []
         for region_gradients in self._updated:  # the same sums as on the lane, which may be behind
             total += sum(map(self._measures.squares.__getitem__, region_gradients.region.pieces))
@@ -126,8 +126,8 @@ class SpeculativePolicy(ImmediatePolicy):
             if _as_float32(applied_scale) != _as_float32(scale):
                 worst = max(worst, applied_scale / scale if scale else math.inf)
                 wrong.append(region_gradients)
-        for region_gradients in sorted(wrong, key=lambda region_gradients: rank(region_gradients.region)):
+        for region_gradients in sorted(wrong, key=lambda region_gradients: first_use(region_gradients.region)):
             self._updates.correct(region_gradients, self._measures.touched[region_gradients.region.index], scale)
-        for region_gradients in sorted(self._updated, key=lambda region_gradients: rank(region_gradients.region)):
+        for region_gradients in sorted(self._updated, key=lambda region_gradients: first_use(region_gradients.region)):
             self._updates.publish(region_gradients.region)
         return UpdateResult(norm, corrected=len(wrong), coarse=worst > COARSE_RATIO)

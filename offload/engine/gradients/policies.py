@@ -54,8 +54,8 @@ class UpdatePolicy:
     def receive(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
         """Called when this rank's gradients of a region are on their way to memory, or to disk (None)."""
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
-        """Clip to `limit`, now with the global norm. `rank`: position of a region in the order of the next fetches."""
+    def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
+        """Clip to `limit`, now with the global norm. `first_use`: sort key, a region's first use in the next step."""
         raise NotImplementedError
 
 
@@ -77,14 +77,14 @@ class DeferredPolicy(UpdatePolicy):
             self._reads_early = False
             self._updates.early.begin()
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
+    def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
         updates, deferred, touched, early = self._updates, self._deferred, self._measures.touched, self._updates.early
         scale, has_peers = clip_coefficient(norm, limit), updates.store.comm.size > 1
         if not has_peers:  # with peers: other ranks may already have updated theirs
             early.check()
         waiting = [state for state in updates.store.states if state.has_gradient_plane]
         # Delayed updates start with the regions the next backward needs first, to free room for gradients.
-        waiting.sort(key=lambda state: rank(state.region), reverse=self.is_delayed)
+        waiting.sort(key=lambda state: first_use(state.region), reverse=self.is_delayed)
         early.follow([state.region for state in waiting])
         for state in waiting:
             # Another rank may have gradients this rank lacks.

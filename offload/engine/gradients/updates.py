@@ -188,23 +188,11 @@ class Updates:
         if max_norm is not None:
             self._limit = max_norm or None
 
-    def apply(self, rank: Callable[[Region], float], start_fetches: Callable[[], None]) -> UpdateResult:
-        """Finish the gradients, clip, and submit the remaining updates in the order of `rank`.
+    def clip_gradients(self, first_use: Callable[[Region], float]) -> UpdateResult:
+        """Wait for the gradient norm and choose the clipping coefficient for the remaining updates.
 
-        Calls `start_fetches` once the coefficient is known and weights for the next step may be fetched.
+        `first_use`: sort key for the updates, a region's first use in the next step.
         """
-        self._flow.send_rest()
-        if self.is_immediate:
-            self._slots.refresh()
-            start_fetches()
-        result = self._clip(rank)
-        if self.is_immediate:
-            self._settle()
-        else:
-            self._end(start_fetches)
-        return result
-
-    def _clip(self, rank: Callable[[Region], float]) -> UpdateResult:
         policy = self._flow.transfer.policy
         self._flow.finish()
         norm = total_norm(self._measures.squares.values())
@@ -213,39 +201,46 @@ class Updates:
         if math.isfinite(norm):
             if self.num_unclipped is not None:
                 self._count_step(norm)
-            return policy.finish(norm, self._limit, rank)
+            return policy.finish(norm, self._limit, first_use)
         if not self._skips or self.tiles.is_updating:
             refuse_gradients(self.tiles, self._measures, norm, policy.arrived)
         self.tiles.early.give_back()
         self.tiles.show(())
         return UpdateResult(norm, skipped=True)
 
-    def descend(self, works: Mapping[Region, UpdateFunction], start_fetches: Callable[[], None]) -> None:
-        """Submit a step's updates without gradients, in this order. Calls `start_fetches` like `apply`."""
+    def defer(self, works: Mapping[Region, UpdateFunction]) -> None:
+        """Add updates without gradients to the pending ones, in this order."""
         for region, work in works.items():
             region_gradients = RegionGradients(region, torch.empty(0, device="cpu"), Fence("no gradients"))
             self._deferred.pending[region] = partial(
                 self.tiles.submit_tiles, region_gradients, work, "update", publishes=True
             )
         self._slots.invalidate(self._deferred.pending)
-        self._end(start_fetches)
 
     def flush(self) -> None:
         """Run on the host the updates that wait for the next copy of weights to the device: the host reads next."""
         if works := dict(self._deferred.in_slot):
             self._deferred.in_slot.clear()
-            self.descend(works, lambda: None)
+            self.defer(works)
+            self.start()
 
-    def _end(self, start_fetches: Callable[[], None]) -> None:
-        """Allow fetches for the next step, then start the other pending updates."""
-        self.tiles.begin(bool(self._deferred.pending))
+    def start(self) -> None:
+        """Start all pending updates."""
         with interrupts.uninterrupted():
-            self._slots.refresh()
-            start_fetches()  # each fetch starts the pending updates up to its own region
-            self._deferred.start()
-            self._settle()
+            self.begin()
+            self.start_rest()
 
-    def _settle(self) -> None:
+    def begin(self) -> None:
+        """Start the pending updates of resident weights, and copy these weights to the device again.
+
+        Fetches for the next step may follow: each one starts the pending updates up to its own region.
+        """
+        self.tiles.begin(bool(self._deferred.pending))
+        self._slots.refresh()
+
+    def start_rest(self) -> None:
+        """Start the pending updates without a fetch. All updates of the step are then submitted."""
+        self._deferred.start()
         self.tiles.place.check()
         self._lanes.settle()  # pending updates now belong to a finished step: `give_up` leaves them
         self.tiles.is_updating = False

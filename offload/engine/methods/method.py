@@ -17,6 +17,7 @@ from offload.engine.state import EngineState
 from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
+from offload.interrupts import interrupts
 from offload.lanes.timeline import Span
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
@@ -109,10 +110,21 @@ class Method(ABC):
         comm = self._state.comm
         return comm.sum_in_order(list(losses), "loss") if comm.size > 1 else list(losses)
 
-    def _order(self) -> Callable[[Region], float]:
-        """Return a function from a region to its position in the next step, based on the current pass."""
+    def _first_use(self) -> Callable[[Region], float]:
+        """Return a sort key for regions: the first use in the next step, if that step repeats the current pass."""
         state = self._state
         return state.executor.order(lambda region: [unit.regions for unit in state.users[region.index]])
+
+    def _start_updates(self, is_batch: bool) -> None:
+        """Start the pending updates in the order of the next step, and fetch the first weights for that step.
+
+        `is_batch`: as in `_start_fetches`.
+        """
+        updates = self._state.updates
+        with interrupts.uninterrupted():
+            updates.begin()
+            self._start_fetches(is_batch)
+            updates.start_rest()
 
     def _start_fetches(self, is_batch: bool) -> None:
         """Begin to fetch the next step's weights, once the updates are determined.
@@ -201,10 +213,18 @@ class Backward(Method):
 
     def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
         """Finish the gradients, clip, update, and start to fetch the next step's weights."""
-        state, rank = self._state, self._order()
-        self.expected = schedule_key, state.updates.is_immediate and not state.updates.learns_first
+        state, updates, first_use, is_batch = self._state, self._state.updates, self._first_use(), tokens is not None
+        self.expected = schedule_key, updates.is_immediate and not updates.learns_first
         read_loss = state.device.copy_to_host(loss)  # before the host waits for the norm
-        result = state.updates.apply(rank, lambda: self._start_fetches(tokens is not None))
+        state.gradients.send_rest()
+        if updates.is_immediate:  # all updates are submitted: the fetches need not wait for the norm
+            updates.begin()
+            self._start_fetches(is_batch)
+            result = updates.clip_gradients(first_use)
+            updates.start_rest()
+        else:
+            result = updates.clip_gradients(first_use)
+            self._start_updates(is_batch)
         (total,) = self.sum(float(read_loss()))
         skipped, corrected, coarse = result.skipped, result.corrected, result.coarse
         return self._finish(total, result.norm, tokens, skipped=skipped, corrected=corrected, coarse=coarse)

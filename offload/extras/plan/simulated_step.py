@@ -342,9 +342,16 @@ class SimulatedEngine:
             self._executor.end()
         self._begin_pass(norm=norm)
         self._passes()
-        rank, loss = self._order(), self._lanes.mark()
-        wraps = updates.is_immediate and not updates.learns_first
-        updates.apply(rank, lambda: self._expect_next(wraps))
+        first_use, loss = self._first_use(), self._lanes.mark()
+        self._flow.send_rest()
+        if updates.is_immediate:
+            updates.begin()
+            self._expect_next(wraps=not updates.learns_first)
+            updates.clip_gradients(first_use)
+            updates.start_rest()
+        else:
+            updates.clip_gradients(first_use)
+            self._start_updates()
         self._lanes.wait(loss)
 
     def _begin_pass(self, learns: bool = False, norm: float | None = None) -> None:
@@ -360,11 +367,12 @@ class SimulatedEngine:
         for number, call in enumerate(self._calls):
             self._forward(number, call)
         self._lanes.wait(self._lanes.mark())  # for the losses
-        trainable = sorted((region for region in self._plan.regions if region.trainable), key=self._order())
+        trainable = sorted((region for region in self._plan.regions if region.trainable), key=self._first_use())
         works = {region: self._slot_update(region) for region in trainable}
         self._updates.flush()
         self._pending.defer({region: works.pop(region) for region in trainable if self._pending.can_defer(region)})
-        self._updates.descend(works, lambda: self._expect_next(wraps=False))
+        self._updates.defer(works)
+        self._start_updates()
 
     def _slot_update(self, region: Region) -> UpdateFunction:
         """Return the update for a region, with simulated compute time if compute itself runs updates."""
@@ -375,8 +383,14 @@ class SimulatedEngine:
 
         return work
 
-    def _order(self) -> Callable[[Region], float]:
+    def _first_use(self) -> Callable[[Region], float]:
         return self._executor.order(lambda region: self._users[region.index])
+
+    def _start_updates(self) -> None:
+        """Same call order as `Method._start_updates`."""
+        self._updates.begin()
+        self._expect_next(wraps=False)
+        self._updates.start_rest()
 
     def _expect_next(self, wraps: bool) -> None:
         """Same call order as `Method._start_fetches`."""

@@ -56,10 +56,10 @@ class ZerothOrderUpdate:
         self,
         measured: ZerothOrderRecord,
         thresholds: dict[int, float],
-        rank: Callable[[Region], float],
-        start_fetches: Callable[[], None],
+        first_use: Callable[[Region], float],
     ) -> None:
-        """Submit a step's updates in the order of `rank`, or put them off until the next fetch.
+        """Make a step's updates pending, to be started in the order of `first_use`, or put them off until the next
+        fetch.
 
         `thresholds`: by parameter index, the largest magnitude for participating weights, as far as the passes computed
         it; missing ones are added.
@@ -67,14 +67,14 @@ class ZerothOrderUpdate:
         assert measured.lr is not None
         estimate = ZerothOrderStep(measured.step, measured.seed, measured.slopes, measured.lr)
         touched = self.touched(measured.step, measured.seed, measured.frozen)
-        regions = sorted((self._state.regions[index] for index in touched), key=rank)
+        regions = sorted((self._state.regions[index] for index in touched), key=first_use)
         works = {region: self._work(region, touched[region.index], thresholds, estimate) for region in regions}
         self._state.updates.flush()  # for units no pass has used
         if self.rule.magnitude_quantile < 1.0:
             self._find_thresholds(touched, thresholds)
         self._state.updates.tiles.begin()  # a failure from here on leaves a partial update
         self._pending.defer({region: works.pop(region) for region in regions if self._pending.can_defer(region)})
-        self._state.updates.descend(works, start_fetches)
+        self._state.updates.defer(works)
 
     def _work(
         self, region: Region, touched: Sequence[bool], thresholds: Mapping[int, float], estimate: ZerothOrderStep
@@ -105,8 +105,6 @@ class ZerothOrderUpdate:
 
     def replay(self, measured: ZerothOrderRecord) -> None:
         """Repeat a step's update from the record, at the weights before that step. Collective."""
-
-        def count() -> None:
-            self._state.runner.step_number = measured.step
-
-        self.update(measured, {}, lambda region: region.index, count)
+        self.update(measured, {}, lambda region: region.index)
+        self._state.runner.step_number = measured.step
+        self._state.updates.start()
