@@ -4,8 +4,9 @@ ready, but not yet in a lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -206,20 +207,29 @@ class RegionState:
         return slice(start, start + self.region.sizes[position])
 
 
-UpdateFunction = Callable[[Tile, Mapping[str, torch.Tensor]], int | torch.Tensor]
-"""Update function: (tile, planes, with gradients if the update has any) -> number of non-finite weights."""
+class PendingUpdate(Protocol):
+    """An update of a region, to be started later."""
+
+    def submit(self) -> None:
+        """Submit the update of all tiles to a lane."""
+
+    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+        """Update a tile's planes, with gradients if the update has any. Return the number of non-finite weights."""
+
+    def refuse(self, num_wrong: int) -> NoReturn:
+        """Raise NonFiniteError for this number of weights."""
 
 
 class DeferredUpdates:
     """Updates to start before the next use of the weights.
 
-    pending: by region, in the order of use in the next step, functions that submit an update to its lane. in_slot:
-    update functions for regions updated in their slots, at the next fetch.
+    pending: by region, in the order of use in the next step. in_slot: updates of regions in their slots, at the next
+    fetch.
     """
 
     def __init__(self) -> None:
-        self.pending: dict[Region, Callable[[], None]] = {}
-        self.in_slot: dict[Region, UpdateFunction] = {}
+        self.pending: dict[Region, PendingUpdate] = {}
+        self.in_slot: dict[Region, PendingUpdate] = {}
 
     def start(self, last: Region | None = None) -> None:
         """Start pending updates up to region `last` (None: all).
@@ -229,6 +239,6 @@ class DeferredUpdates:
         """
         if last is None or last in self.pending:
             for region in list(self.pending):
-                self.pending.pop(region)()
+                self.pending.pop(region).submit()
                 if region is last:
                     break

@@ -171,7 +171,7 @@ def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> 
     for batch in batches(2):
         slots.step(batch)
         host.step(batch)
-    assert steps_of(slots).method._pending._works
+    assert steps_of(slots).method._pending._updates
     if look == "evaluate":
         assert slots.evaluate(tokens(9)) == host.evaluate(tokens(9))
     elif look == "forward":

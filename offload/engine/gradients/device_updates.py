@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace
+from offload.engine.gradients.tile_updates import TileUpdate, UpdatePlace
+from offload.engine.gradients.update_place import InPlaceUpdates
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import CODES
@@ -42,7 +43,7 @@ class DeviceUpdates:
 
     def submit(self, tile: TileUpdate) -> Ticket:
         """Submit the H2D copy, the update and the D2H copy of a tile, in the order of `InPlaceUpdates.submit`."""
-        host_planes = {name: flat for name, flat in tile.planes.items() if name not in tile.stays}
+        host_planes = {name: flat for name, flat in tile.planes.items() if name not in tile.update.state.stays}
         sizes = [align(flat.nbytes, PLANE_ALIGNMENT) for flat in host_planes.values()]
         stretch = self._ring.take(sum(sizes))
         assert stretch is not None, "the ring was planned for the largest tile"
@@ -57,13 +58,13 @@ class DeviceUpdates:
         up_bytes = sum(flat.nbytes for flat in copied.values())
         up = self._lanes.update_up.submit(
             partial(copy_planes, self._device, copied, host_planes),
-            reads=(*tile.fence.before_read(), *tile.lease.reads, *self._start_tickets),
+            reads=(*tile.update.fence.before_read(), *tile.lease.reads, *self._start_tickets),
             fills=stretch.fills,
             name=tile.name,
             num_bytes=up_bytes,
         )
         stretch.fence.record_writer(up)
-        tile.fence.record_reader(up)
+        tile.update.fence.record_reader(up)
         updated = self._lanes.update_on_device.submit(
             partial(self._run, tile, {**tile.planes, **device_planes}, self._counts),
             reads=stretch.fence.before_read(),
@@ -93,10 +94,10 @@ class DeviceUpdates:
         counts: dict[Region, tuple[TileUpdate, torch.Tensor]],
     ) -> None:
         count = tile.run(device_planes)
-        if count is not None and tile.region in counts:
-            counts[tile.region][1].add_(count)
+        if count is not None and tile.update.region in counts:
+            counts[tile.update.region][1].add_(count)
         elif count is not None:
-            counts[tile.region] = tile, count
+            counts[tile.update.region] = tile, count
 
     def check(self) -> None:
         """Let a lane check the accelerator's counts after all updates are submitted. Does not wait."""
@@ -111,7 +112,7 @@ class DeviceUpdates:
         def refuse() -> None:
             for (tile, _), num_wrong in zip(counts.values(), host_counts.tolist(), strict=False):
                 if num_wrong:
-                    tile.refuse(num_wrong)
+                    tile.update.refuse(num_wrong)
 
         copied = self._lanes.update_on_device.submit(copy_to_host, fills=self._counts_fence.before_fill(), name="check")
         self._counts_fence.record_writer(copied)
@@ -140,7 +141,7 @@ class UpdatesByRegion:
 
     def submit(self, tile: TileUpdate) -> Ticket:
         """Submit a tile update to the region's place."""
-        return self._places[tile.region.index in self._streamed].submit(tile)
+        return self._places[tile.update.region.index in self._streamed].submit(tile)
 
     def check(self) -> None:
         for place in self._places.values():

@@ -6,13 +6,12 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 import torch
 
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.tile_updates import RegionGradients, TileUpdates
+from offload.engine.gradients.tile_updates import RegionUpdate, TileUpdates
 from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece, Region
@@ -89,8 +88,9 @@ class DeferredPolicy(UpdatePolicy):
         for state in waiting:
             # Another rank may have gradients this rank lacks.
             if has_peers or any(touched[state.region.index]):
-                region_gradients = RegionGradients(state.region, state.gradients, state.landing, scale)
-                deferred.pending[state.region] = partial(updates.update, region_gradients, touched[state.region.index])
+                deferred.pending[state.region] = RegionUpdate(
+                    updates, state.region, state.gradients, state.landing, touched[state.region.index], scale
+                )
             else:
                 early.give_back(state.tiles)
         updates.slots.invalidate(deferred.pending)
@@ -100,7 +100,7 @@ class DeferredPolicy(UpdatePolicy):
 
 def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, order: Sequence[Piece] = ()) -> NoReturn:
     """Raise NonFiniteError for the first piece, in `order`, with a non-finite gradient."""
-    infos, squares = updates.infos, measures.squares
+    infos, squares = updates.settings.infos, measures.squares
     bad = [piece for piece in (order or squares) if not math.isfinite(squares[piece])]
     advice = updates.store.values.explain_nonfinite(
         "Lower --optimizer.lr or check the data of this step; --train.on_nonfinite skip skips such steps."

@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from offload.engine.gradients.early_policies import DelayedPolicy, ImmediatePolicy, NormOnlyPolicy, SpeculativePolicy
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.policies import DeferredPolicy, UpdatePolicy, UpdateResult, refuse_gradients
-from offload.engine.gradients.tile_updates import RegionGradients, TileUpdates
-from offload.engine.gradients.update_place import UpdatePlace
+from offload.engine.gradients.tile_updates import TileUpdates, UpdatePlace
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.rule import UpdateRule
 from offload.optim.update import clip_coefficient, total_norm
 from offload.planning.settings import Settings
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import DeferredUpdates, UpdateFunction
+from offload.tiers.tile import DeferredUpdates, PendingUpdate
 
 UNCLIPPED_STEPS = 8
 """After this many steps without clipping, a run with `clip: auto` becomes speculative, if that hides updates.
@@ -73,7 +70,7 @@ class Updates:
     @property
     def infos(self) -> Sequence[ParameterInfo]:
         """Parameter settings for the next updates."""
-        return self.tiles.infos
+        return self.tiles.settings.infos
 
     @property
     def max_norm(self) -> float | None:
@@ -126,13 +123,14 @@ class Updates:
 
         Pending updates keep their own.
         """
-        if [part.moments for part in rule.parts] != [part.moments for part in self.tiles.rules]:
+        settings = self.tiles.settings
+        if [part.moments for part in rule.parts] != [part.moments for part in settings.rules]:
             raise ConfigError(
-                f"the update rule {self.tiles.rules[0]} cannot change to {rule}, which stores other moments per "
+                f"the update rule {settings.rules[0]} cannot change to {rule}, which stores other moments per "
                 "weight: choose this setting when the engine is created."
             )
         infos = [replace(info, weight_decay=decays.get(info.name, info.weight_decay)) for info in self.infos]
-        self.tiles.rules, self.tiles.infos = rule.parts, infos
+        self.tiles.settings = settings._replace(rules=rule.parts, infos=infos)
 
     def begin_step(
         self, lr: float, waits: bool, number: int, *, learns: bool = False, norm: float | None = None
@@ -144,7 +142,7 @@ class Updates:
         """
         self._norm, self._limit = norm, self._max_norm
         self._lanes.settle()
-        self.tiles.lr = lr
+        self.tiles.settings = self.tiles.settings._replace(lr=lr)
         self.tiles.place.begin_step()
         self._flow.transfer.policy = self._choose(waits, self.delays(number), learns, norm)
 
@@ -184,7 +182,7 @@ class Updates:
 
         The step's updates must still be waiting for the norm.
         """
-        self.tiles.lr = lr
+        self.tiles.settings = self.tiles.settings._replace(lr=lr)
         if max_norm is not None:
             self._limit = max_norm or None
 
@@ -208,20 +206,16 @@ class Updates:
         self.tiles.show(())
         return UpdateResult(norm, skipped=True)
 
-    def defer(self, works: Mapping[Region, UpdateFunction]) -> None:
+    def defer(self, updates: Mapping[Region, PendingUpdate]) -> None:
         """Add updates without gradients to the pending ones, in this order."""
-        for region, work in works.items():
-            region_gradients = RegionGradients(region, torch.empty(0, device="cpu"), Fence("no gradients"))
-            self._deferred.pending[region] = partial(
-                self.tiles.submit_tiles, region_gradients, work, "update", publishes=True
-            )
+        self._deferred.pending.update(updates)
         self._slots.invalidate(self._deferred.pending)
 
     def flush(self) -> None:
         """Run on the host the updates that wait for the next copy of weights to the device: the host reads next."""
-        if works := dict(self._deferred.in_slot):
+        if updates := dict(self._deferred.in_slot):
             self._deferred.in_slot.clear()
-            self.defer(works)
+            self.defer(updates)
             self.start()
 
     def start(self) -> None:

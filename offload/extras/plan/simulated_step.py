@@ -19,12 +19,13 @@ from offload.distributed.ranks import SimulatedRanks
 from offload.engine.gradients.device_updates import open_place
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import CopySquares, Measures
-from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace
+from offload.engine.gradients.tile_updates import RegionUpdate, TileUpdate, TileUpdates, UpdatePlace
+from offload.engine.gradients.update_place import InPlaceUpdates
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
 from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
 from offload.extras.zeroth.slot_updates import SlotUpdates
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import DiskLayout, Region
 from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
@@ -39,7 +40,7 @@ from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import Nvme, Stripes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import DeferredUpdates, Tile, UpdateFunction
+from offload.tiers.tile import DeferredUpdates, Tile
 
 _NUM_STEPS, _NUM_WARM = 6, 3
 """Simulated steps, and warm-up steps among them.
@@ -225,6 +226,18 @@ class _TimedUpdatePlace:
         """Do nothing: there is no computation to check."""
 
 
+class _SimulatedUpdate(RegionUpdate):
+    """An update without gradients, with simulated compute time if compute itself runs updates."""
+
+    def __init__(self, tiles: TileUpdates, region: Region, lanes: SimulatedLanes, seconds: Seconds) -> None:
+        super().__init__(tiles, region, torch.empty(0, device="cpu"), Fence("no gradients"), ())
+        self._lanes, self._seconds = lanes, seconds
+
+    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int:  # noqa: ARG002
+        self._lanes.compute(self._seconds(self.region.update_bytes(tile.end - tile.begin)))
+        return 0
+
+
 class SimulatedEngine:
     """An engine on simulated lanes. `step` calls the components like the real training methods."""
 
@@ -277,9 +290,7 @@ class SimulatedEngine:
         update_place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)
         timed_place = _TimedUpdatePlace(update_place, lanes, plan.tile_host_s)
         self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)  # type: ignore[arg-type]
-        self._pending = SlotUpdates(
-            self._store, self._slots, self._updates, deferred, lanes, device, settings.optimizer.lr
-        )
+        self._pending = SlotUpdates(self._store, self._slots, deferred, lanes, device)
 
         def pool(tier: str) -> ActivationOffload | None:
             if tier == "nvme":
@@ -368,20 +379,12 @@ class SimulatedEngine:
             self._forward(number, call)
         self._lanes.wait(self._lanes.mark())  # for the losses
         trainable = sorted((region for region in self._plan.regions if region.trainable), key=self._first_use())
-        works = {region: self._slot_update(region) for region in trainable}
+        tiles, seconds = self._updates.tiles, self._device_seconds
+        updates = {region: _SimulatedUpdate(tiles, region, self._lanes, seconds) for region in trainable}
         self._updates.flush()
-        self._pending.defer({region: works.pop(region) for region in trainable if self._pending.can_defer(region)})
-        self._updates.defer(works)
+        self._pending.defer({region: updates.pop(region) for region in trainable if self._pending.can_defer(region)})
+        self._updates.defer(updates)
         self._start_updates()
-
-    def _slot_update(self, region: Region) -> UpdateFunction:
-        """Return the update for a region, with simulated compute time if compute itself runs updates."""
-
-        def work(tile: Tile, _planes: object) -> int:
-            self._lanes.compute(self._device_seconds(region.update_bytes(tile.end - tile.begin)))
-            return 0
-
-        return work
 
     def _first_use(self) -> Callable[[Region], float]:
         return self._executor.order(lambda region: self._users[region.index])

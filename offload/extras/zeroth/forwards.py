@@ -25,9 +25,7 @@ class Forwards(Method):
 
     def prepare(self) -> None:
         state = self._state
-        self._pending = SlotUpdates(
-            state.store, state.slots, state.updates, state.deferred_updates, state.lanes, state.device, self.lr
-        )
+        self._pending = SlotUpdates(state.store, state.slots, state.deferred_updates, state.lanes, state.device)
         self.descent = ZerothOrderUpdate(state, self._rule, self._pending)
         self._perturbed = PerturbedWeights(state, self._rule, self._settings.seed)
         self._interleaved = InterleavedForwards(state, self._pending, self._perturbed)
