@@ -339,6 +339,7 @@ class Slots:
         for index, fence in self._resident_fences.items():
             region = self._store.region(index)
             if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
+                self._deferred.start(region)
                 fence.record_writer(
                     *self._copy_to_device(region, self._flats[index], fence.before_fill(), is_ahead=True)
                 )
@@ -389,6 +390,9 @@ class Slots:
     def _fill(self, slot: Slot, overwritten: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
         """Copy the slot's cargo to the device, after `fills` (tickets from users of the slots `overwritten`). Return
         the copy tickets.
+
+        Each region's pending update starts right before the copy: with several regions on disk, a later update would
+        take the ring memory from which the first region is copied without another read.
         """
         if self._debug:
             fills = [*fills, self._poison(overwritten, fills)]
@@ -398,6 +402,7 @@ class Slots:
             planes = self._planes_at(region, begin)
             flat = planes.pop("weights")
             begin += self._slot_bytes(region)
+            self._deferred.start(region)
             tickets += self._copy_to_device(region, flat, fills, is_ahead, planes if slot.is_whole else {})
         return tickets
 
@@ -413,7 +418,6 @@ class Slots:
 
         All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
-        self._deferred.start(region)  # the copy waits for the update
         if self._store.tier == "device" and region.travels is EXACT:
             own_range = self._store[region].planes["weights"]
             return self._gather_ranges(region, flat, own_range, fills, is_ahead)
