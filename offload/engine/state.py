@@ -12,7 +12,7 @@ from torch import nn
 from offload.accelerators import own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
-from offload.engine.gradients.device_updates import open_place
+from offload.engine.gradients.device_updates import DeviceUpdates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.tile_updates import UpdatePlace
@@ -219,8 +219,10 @@ class EngineState:
             self.store.update_lane, self.device, self.device.side_context if has_stream else nullcontext
         )
         ring = self.plan.of("device", UPDATE_RING)
-        memory = self.device.allocate(ring.name, ring.num_bytes) if ring.num_bytes else None
-        return open_place(in_place, memory, self.plan.layout.streamed, self.regions, self.lanes, self.device, counters)
+        if not ring.num_bytes:
+            return in_place
+        memory, streamed = self.device.allocate(ring.name, ring.num_bytes), self.plan.layout.streamed
+        return DeviceUpdates(in_place, streamed, memory, len(self.regions), self.lanes, self.device, counters)
 
     def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
         """Create the files for states on disk, and the rings for their transfers.

@@ -47,8 +47,7 @@ class Tile:
         """Return a lease on the weights for an H2D copy, plus co-fetched planes. `is_ahead`: for the next step."""
         if self.stale is None:
             return self.lend(self.travelling, *co_fetched, fetches=True, is_ahead=is_ahead)
-        fence, weights = self.stale, {"weights": self.planes[STALE]}
-        return Lease(weights, fence.before_read(), fence.before_fill(), fence.record_reader, fence.record_writer)
+        return Lease.of({"weights": self.planes[STALE]}, self.stale)
 
     def show(self, is_updated: bool) -> None:
         """Let the next pass compute with the current weights, after pending updates.
@@ -94,13 +93,7 @@ class Tile:
         `fetch`.
         """
         planes = {name: self.planes[name] for name in names if name in self.planes}
-        lease = Lease(
-            planes,
-            self.fence.before_read(),
-            self.fence.before_fill(),
-            self.fence.record_reader,
-            self.fence.record_writer,
-        )
+        lease = Lease.of(planes, self.fence)
         if self.stale is not None and STALE in planes:
             lease = lease.beside(self.stale)
         disk_names = self._on_disk(names)
@@ -185,9 +178,7 @@ class RegionState:
     def land(self) -> Iterator[tuple[slice, Lease]]:
         """Yield (elements, lease) for all waiting gradients on this rank. End each lease before the next one."""
         if self.gradients is not None:
-            planes, fence = {"gradients": self.gradients}, self.landing
-            lease = Lease(planes, (), fence.before_fill(), fence.record_reader, fence.record_writer)
-            yield slice(0, len(self.gradients)), lease
+            yield slice(0, len(self.gradients)), Lease.of({"gradients": self.gradients}, self.landing)
         elif self.has_room_on_disk:
             for tile in self.tiles:
                 yield slice(tile.begin - self.begin, tile.end - self.begin), tile.land("gradients")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
@@ -238,23 +239,26 @@ class TileUpdate:
         return None
 
 
-class UpdatePlace(Protocol):
+class UpdatePlace(ABC):
     """Place where updates run."""
 
+    @abstractmethod
     def begin_step(self) -> None:
-        """Prepare for a step."""
+        """Forget the previous step's counts of non-finite weights."""
 
+    @abstractmethod
     def submit(self, tile: TileUpdate) -> Ticket:
         """Submit a tile update, after the gradients and after every fetch of the overwritten data.
 
         The returned ticket is done when the new weights are ready.
         """
 
+    @abstractmethod
     def check(self) -> None:
         """Refuse non-finite weights after all of a step's updates are submitted."""
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 (only rings need this)
         """Reset after a step was given up."""
 
-    def free(self) -> None:
+    def free(self) -> None:  # noqa: B027 (only rings need this)
         """Release all buffers."""

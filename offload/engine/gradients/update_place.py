@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from offload.engine.gradients.tile_updates import TileUpdate
+from offload.engine.gradients.tile_updates import TileUpdate, UpdatePlace
 from offload.lanes.ticket import Lane, Ticket
 from offload.tiers.device import Device
 
 
-class InPlaceUpdates:
+class InPlaceUpdates(UpdatePlace):
     """Updates states in place on one lane: the host update lane, or compute for states on the device."""
 
     def __init__(self, lane: Lane, device: Device, within: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -23,14 +23,9 @@ class InPlaceUpdates:
         self._counts: list[tuple[TileUpdate, torch.Tensor]] = []  # non-finite weight counts, in device memory
 
     def begin_step(self) -> None:
-        """Forget the previous step's counts."""
         self._counts = []
 
     def submit(self, tile: TileUpdate) -> Ticket:
-        """Submit a tile update, after the gradients and after every fetch of the overwritten data.
-
-        The returned ticket is done when the new weights are ready.
-        """
         ticket = self._lane.submit(
             partial(self._run, tile),
             reads=(*tile.update.fence.before_read(), *tile.lease.reads),
@@ -56,9 +51,3 @@ class InPlaceUpdates:
             for tile, num_wrong in zip(tiles, self._device.copy_to_host(torch.stack(counts))().tolist(), strict=True):
                 if num_wrong:
                     tile.update.refuse(num_wrong)
-
-    def reset(self) -> None:
-        """Reset after a step was given up."""
-
-    def free(self) -> None:
-        """Release all buffers."""

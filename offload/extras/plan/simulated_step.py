@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.distributed.ranks import SimulatedRanks
-from offload.engine.gradients.device_updates import open_place
+from offload.engine.gradients.device_updates import DeviceUpdates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import CopySquares, Measures
 from offload.engine.gradients.tile_updates import RegionUpdate, TileUpdate, TileUpdates, UpdatePlace
@@ -206,7 +206,7 @@ class _SimulatedMeasures(Measures):
         """Do nothing: the simulated ranks exchange only a few numbers."""
 
 
-class _TimedUpdatePlace:
+class _TimedUpdatePlace(UpdatePlace):
     """Wraps an update place and adds host time per tile."""
 
     def __init__(self, place: UpdatePlace, lanes: SimulatedLanes, tile_host_s: float) -> None:
@@ -285,11 +285,12 @@ class SimulatedEngine:
             if region.index in plan.lasting:
                 flow.make_lasting(region)
         self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, updates_at_end=flow.lasts)
-        in_place = InPlaceUpdates(self._store.update_lane, device, nullcontext)
-        ring = device.allocate("update ring", plan.update_ring_bytes) if plan.update_ring_bytes else None
-        update_place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)
+        update_place: UpdatePlace = InPlaceUpdates(self._store.update_lane, device, nullcontext)
+        if plan.update_ring_bytes:
+            ring, streamed = device.allocate("update ring", plan.update_ring_bytes), plan.layout.streamed
+            update_place = DeviceUpdates(update_place, streamed, ring, len(plan.regions), lanes, device, self._counters)
         timed_place = _TimedUpdatePlace(update_place, lanes, plan.tile_host_s)
-        self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)  # type: ignore[arg-type]
+        self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)
         self._pending = SlotUpdates(self._store, self._slots, deferred, lanes, device)
 
         def pool(tier: str) -> ActivationOffload | None:
