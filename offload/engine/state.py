@@ -275,7 +275,7 @@ class EngineState:
         Raises DoesNotFitError; the unit then streams as before.
         """
         self.slots.keep(unit.regions)
-        self.slots.settle()
+        self.slots.compute_after_resident()
         self.executor.reset()
         for other in self.units:
             if any(region in unit.regions for region in other.regions):

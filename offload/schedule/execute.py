@@ -55,7 +55,7 @@ class Executor:
         With `wraps`, weights for the next pass can be fetched during this one.
         """
         if self._schedule is None or self._next or (pass_key, wraps) != (self._pass_key, self._wraps):
-            self.expect(pass_key, wraps)
+            self.begin_fetches(pass_key, wraps)
         self._pass_key, self._is_open = pass_key, True
         self._recorded_uses = []
 
@@ -134,7 +134,7 @@ class Executor:
 
     # -- fetches ---------------------------------------------------------------------------------------------
 
-    def expect(self, pass_key: Hashable, wraps: bool) -> None:
+    def begin_fetches(self, pass_key: Hashable, wraps: bool) -> None:
         """Prepare the schedule for the next pass from the current device contents and issue the first fetches.
 
         A fetch waits for the pending update of the cargo.

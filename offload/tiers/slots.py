@@ -172,7 +172,7 @@ class Slots:
             if region.index in self._resident_fences:
                 self._resident_fences[region.index].record_reader(*marks)
 
-    def settle(self) -> None:
+    def compute_after_resident(self) -> None:
         """Order compute after all copies of resident regions, because modules read them without a fetch."""
         tickets = [ticket for fence in self._resident_fences.values() for ticket in fence.before_read()]
         if tickets:
@@ -350,7 +350,7 @@ class Slots:
 
     def versions(self) -> dict[int, int]:
         """Return version counters for all resident regions, by region index."""
-        self.settle()
+        self.compute_after_resident()
         return {index: flat._version for index, flat in self._flats.items()}
 
     def restore(self, versions: Mapping[int, int]) -> None:

@@ -146,7 +146,7 @@ class RegionState:
     """Gradients accumulated over passes, for the elements this rank reduces in its replica (None: no accumulation). For
     equal elements the same memory as `gradients`.
     """
-    landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
+    gradient_fence: Fence = field(default_factory=lambda: Fence("waiting gradients"))
     """Readers and writers for these gradients."""
 
     @property
@@ -175,10 +175,10 @@ class RegionState:
         record = self.tiles[0].record
         return record is not None and "gradients" in record.planes
 
-    def land(self) -> Iterator[tuple[slice, Lease]]:
+    def lend_gradients(self) -> Iterator[tuple[slice, Lease]]:
         """Yield (elements, lease) for all waiting gradients on this rank. End each lease before the next one."""
         if self.gradients is not None:
-            yield slice(0, len(self.gradients)), Lease.of({"gradients": self.gradients}, self.landing)
+            yield slice(0, len(self.gradients)), Lease.of({"gradients": self.gradients}, self.gradient_fence)
         elif self.has_room_on_disk:
             for tile in self.tiles:
                 yield slice(tile.begin - self.begin, tile.end - self.begin), tile.land("gradients")

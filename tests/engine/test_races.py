@@ -539,7 +539,7 @@ def test_gradients_wait_for_the_update_that_reads_those_before(one: Engine, lane
     state.gradients.fill_(0.0)
     with held_up(getattr(parts.lanes, lane)):
         takes_gradients(one)
-        RegionUpdate(parts.updates.tiles, state.region, state.gradients, state.landing, [True]).submit()
+        RegionUpdate(parts.updates.tiles, state.region, state.gradients, state.gradient_fence, [True]).submit()
         land(one, state, 1.0)
     settle(one)
     exp_avg = state.tiles[0].planes["exp_avg"]

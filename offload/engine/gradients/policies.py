@@ -89,7 +89,7 @@ class DeferredPolicy(UpdatePolicy):
             # Another rank may have gradients this rank lacks.
             if has_peers or any(touched[state.region.index]):
                 deferred.pending[state.region] = RegionUpdate(
-                    updates, state.region, state.gradients, state.landing, touched[state.region.index], scale
+                    updates, state.region, state.gradients, state.gradient_fence, touched[state.region.index], scale
                 )
             else:
                 early.give_back(state.tiles)

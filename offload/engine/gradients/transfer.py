@@ -131,11 +131,11 @@ class GradientTransfer:
         """
         state = self._store[region]
         if state.sums is not None:
-            yield slice(0, len(state.sums)), Lease.of({"gradients": state.sums}, state.landing)
+            yield slice(0, len(state.sums)), Lease.of({"gradients": state.sums}, state.gradient_fence)
             return
         if state.has_gradient_plane:
-            yield from state.land()
-            self.policy.receive(region, state.gradients, state.landing)
+            yield from state.lend_gradients()
+            self.policy.receive(region, state.gradients, state.gradient_fence)
             return
         own = self._store.sharding.own(region)
         staged, stretch = self._take_staging(own.stop - own.start, region.plane("gradients").dtype)
@@ -146,7 +146,7 @@ class GradientTransfer:
     def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:
         """Add a region's gradients to the sum over several passes, in fp32."""
         state = self._store[region]
-        plane, fence = state.sums, state.landing
+        plane, fence = state.sums, state.gradient_fence
         assert plane is not None
         first = region.index not in self._sent
         self._sent.add(region.index)

@@ -58,7 +58,7 @@ class Updates:
             lanes,
             flow.measures,
         )
-        self._learns = settings.needs_all_gradients and settings.optimizer.drops_gradients
+        self._measures_norm = settings.needs_all_gradients and settings.optimizer.drops_gradients
         self._norm: float | None = None  # this step's norm, from a separate backward
         self._max_norm = self._limit = settings.max_grad_norm  # default, and for this step
         self._skips, self._delays_from = settings.skips, settings.delay_after if settings.delay else math.inf
@@ -81,19 +81,19 @@ class Updates:
     def waits(self) -> bool:
         """True if updates wait for the norm."""
         is_deferred = self._max_norm is not None and self.clip != "speculative"
-        return (self._skips or is_deferred) and not self._learns
+        return (self._skips or is_deferred) and not self._measures_norm
 
     def delays(self, number: int) -> bool:
         """Return whether the update after `number` earlier steps is delayed."""
         return number >= self._delays_from
 
     @property
-    def learns_first(self) -> bool:
+    def measures_first(self) -> bool:
         """True if a step needs a separate backward for the norm.
 
-        `begin_step` receives the current backward as `learns` or `norm`.
+        `begin_step` receives the current backward as `for_norm` or `norm`.
         """
-        return self._learns and not self._flow.accumulates
+        return self._measures_norm and not self._flow.accumulates
 
     @property
     def is_immediate(self) -> bool:
@@ -133,22 +133,22 @@ class Updates:
         self.tiles.settings = settings._replace(rules=rule.parts, infos=infos)
 
     def begin_step(
-        self, lr: float, waits: bool, number: int, *, learns: bool = False, norm: float | None = None
+        self, lr: float, waits: bool, number: int, *, for_norm: bool = False, norm: float | None = None
     ) -> None:
         """Start step `number`.
 
-        `waits`: updates come after the norm in any case. `learns`: the next backward is for the norm only. `norm`: the
-        norm from such a backward.
+        `waits`: updates come after the norm in any case. `for_norm`: the next backward is for the norm only. `norm`:
+        the norm from such a backward.
         """
         self._norm, self._limit = norm, self._max_norm
-        self._lanes.settle()
+        self._lanes.close_step()
         self.tiles.settings = self.tiles.settings._replace(lr=lr)
         self.tiles.place.begin_step()
-        self._flow.transfer.policy = self._choose(waits, self.delays(number), learns, norm)
+        self._flow.transfer.policy = self._choose(waits, self.delays(number), for_norm, norm)
 
-    def _choose(self, waits: bool, delays: bool, learns: bool, norm: float | None) -> UpdatePolicy:
+    def _choose(self, waits: bool, delays: bool, for_norm: bool, norm: float | None) -> UpdatePolicy:
         tiles, measures, limit = self.tiles, self._measures, self._limit
-        if learns:
+        if for_norm:
             return NormOnlyPolicy()
         if delays:
             return DelayedPolicy(tiles, measures, self._deferred, reads_early=False)
@@ -158,7 +158,7 @@ class Updates:
             return ImmediatePolicy(tiles, measures, limit, norm, self._is_inline)
         return SpeculativePolicy(tiles, measures, limit, norm, self._is_inline)
 
-    def learn(self) -> float:
+    def measure_norm(self) -> float:
         """End the norm-only backward: return the norm and forget the gradients.
 
         Raises NonFiniteError for a non-finite norm, unless such steps are skipped.
@@ -236,7 +236,7 @@ class Updates:
         """Start the pending updates without a fetch. All updates of the step are then submitted."""
         self._deferred.start()
         self.tiles.place.check()
-        self._lanes.settle()  # pending updates now belong to a finished step: `give_up` leaves them
+        self._lanes.close_step()  # pending updates now belong to a finished step: `give_up` leaves them
         self.tiles.is_updating = False
 
     def catch_up(self) -> None:

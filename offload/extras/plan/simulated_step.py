@@ -333,24 +333,24 @@ class SimulatedEngine:
 
     def step(self) -> None:
         """Simulate one step."""
-        self._slots.settle()
+        self._slots.compute_after_resident()
         if self._plan.settings.optimizer.has_gradients:
             self._step_of_backward()
         else:
             self._step_of_forwards()
         self._number += 1
         self._lanes.compute(0.0, self._plan.step_host_s)
-        self._slots.settle()
+        self._slots.compute_after_resident()
 
     # -- methods of training ---------------------------------------------------------------------------------
 
     def _step_of_backward(self) -> None:
         """Same call order as `offload.engine.methods.method.Backward`."""
         updates, norm = self._updates, None
-        if updates.learns_first:
-            self._begin_pass(learns=True)
+        if updates.measures_first:
+            self._begin_pass(for_norm=True)
             self._passes()
-            norm = updates.learn()
+            norm = updates.measure_norm()
             self._executor.end()
         self._begin_pass(norm=norm)
         self._passes()
@@ -358,7 +358,7 @@ class SimulatedEngine:
         self._flow.send_rest()
         if updates.is_immediate:
             updates.begin()
-            self._expect_next(wraps=not updates.learns_first)
+            self._expect_next(wraps=not updates.measures_first)
             updates.clip_gradients(first_use)
             updates.start_rest()
         else:
@@ -366,10 +366,10 @@ class SimulatedEngine:
             self._start_updates()
         self._lanes.wait(loss)
 
-    def _begin_pass(self, learns: bool = False, norm: float | None = None) -> None:
+    def _begin_pass(self, for_norm: bool = False, norm: float | None = None) -> None:
         self._flow.begin_step()
         self._flow.sums_in_fp32 = self._plan.wide
-        self._updates.begin_step(0.0, False, self._number, learns=learns, norm=norm)
+        self._updates.begin_step(0.0, False, self._number, for_norm=for_norm, norm=norm)
         self._executor.begin("step", wraps=self._updates.is_immediate)
 
     def _step_of_forwards(self) -> None:
@@ -399,7 +399,7 @@ class SimulatedEngine:
     def _expect_next(self, wraps: bool) -> None:
         """Same call order as `Method._start_fetches`."""
         self._executor.end()
-        self._executor.expect("step", wraps)
+        self._executor.begin_fetches("step", wraps)
 
     # -- passes ----------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class SlotUpdates:
             )
             lease.done_writing(down)
             self._slots.used(self._slots.cargo_of(regions), (), (down,))
-            self._lanes.settle()
+            self._lanes.close_step()
             del self._updates[region]
             self._store.count_d2h(num_bytes)
         assert not any(region in self._updates for region in pending), "a cargo came up without its master weights"
