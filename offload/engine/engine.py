@@ -680,9 +680,9 @@ class Engine:
                 decided, meta = load_states(self._state, reader, anew=anew)
                 self._state.lanes.drain_updates()  # a failed disk write fails the load
             self._state.runner.weights_changed()
-            self._state.slots.settle()
+            self._state.slots.compute_after_resident()
         self._steps.restore_decisions(decided)
-        self._state.lanes.settle()
+        self._state.lanes.close_step()
         self._recovery.mark_sound()
         self._own_loop.forget()
         return meta

@@ -54,7 +54,7 @@ class ForeignWrites:
         state = self._state
         state.updates.flush()
         state.lanes.drain_updates()
-        state.slots.settle()
+        state.slots.compute_after_resident()
         # The model itself may write weights it reads outside their unit (RWKV does).
         staying = [unit for unit in state.units if unit.resident and unit.name not in state.read_outside]
         for index, weight in ((index, weight) for unit in staying for index, weight in unit.live().items()):

@@ -51,7 +51,7 @@ class OwnLoop:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, without scaling."""
         self._steps.method.own_loop()
-        with self._recovery.ending():
+        with self._recovery.given_up_on_error():
             self._open_step()  # the script may have called single units
             loss.backward()
             self.losses.append(loss.detach())
@@ -76,7 +76,7 @@ class OwnLoop:
         """Wait until all gradients are summed over the ranks, and return the global norm."""
         self._require_gradients("grad_norm")
         agree_on_pass(self._state.comm, "grad_norm")
-        with self._recovery.ending():
+        with self._recovery.given_up_on_error():
             self._measure_changed()
             return self._state.updates.measure()
 
@@ -94,7 +94,7 @@ class OwnLoop:
         unknown = torch.full((), math.nan, device=state.device.torch_device)
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
         state.updates.steer(lr, max_grad_norm)
-        with self._recovery.ending():
+        with self._recovery.given_up_on_error():
             state.runner.check_writes()
             self._measure_changed()
             result = self._steps.method.own_loop().end(loss, None, "own loop")
@@ -147,7 +147,7 @@ class OwnLoop:
         with recovery.working():
             state.updates.flush()
             try:
-                state.slots.settle()
+                state.slots.compute_after_resident()
             except BaseException:  # only this call fails: the gradients so far are complete
                 if state.comm.size == 1:  # several ranks would all have to retry
                     state.slots.retry()

@@ -57,7 +57,7 @@ class Recovery:
                 self._depth -= 1
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def given_up_on_error(self) -> Iterator[None]:
         """Context in which an exception ends the step: all effects are undone, or, after the first unit update, the
         states are torn.
         """

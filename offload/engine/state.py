@@ -12,10 +12,11 @@ from torch import nn
 from offload.accelerators import own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.caches import Caches
-from offload.engine.gradients.device_updates import open_place
+from offload.engine.gradients.device_updates import DeviceUpdates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.update_place import InPlaceUpdates, UpdatePlace
+from offload.engine.gradients.tile_updates import UpdatePlace
+from offload.engine.gradients.update_place import InPlaceUpdates
 from offload.engine.gradients.updates import Updates
 from offload.engine.moved_buffers import MovedBuffers
 from offload.engine.recovery import Recovery
@@ -218,8 +219,10 @@ class EngineState:
             self.store.update_lane, self.device, self.device.side_context if has_stream else nullcontext
         )
         ring = self.plan.of("device", UPDATE_RING)
-        memory = self.device.allocate(ring.name, ring.num_bytes) if ring.num_bytes else None
-        return open_place(in_place, memory, self.plan.layout.streamed, self.regions, self.lanes, self.device, counters)
+        if not ring.num_bytes:
+            return in_place
+        memory, streamed = self.device.allocate(ring.name, ring.num_bytes), self.plan.layout.streamed
+        return DeviceUpdates(in_place, streamed, memory, len(self.regions), self.lanes, self.device, counters)
 
     def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
         """Create the files for states on disk, and the rings for their transfers.
@@ -272,7 +275,7 @@ class EngineState:
         Raises DoesNotFitError; the unit then streams as before.
         """
         self.slots.keep(unit.regions)
-        self.slots.settle()
+        self.slots.compute_after_resident()
         self.executor.reset()
         for other in self.units:
             if any(region in unit.regions for region in other.regions):

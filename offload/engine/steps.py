@@ -76,7 +76,7 @@ class Steps:
         self._writes.check()
         self.known.forget_other_modes()
         inputs = self._agree("step", batch, loss_fn, self.method.lr)
-        result = self._run_until_recorded(self._step, inputs)
+        result = self._run_with_retries(self._step, inputs)
         self._writes.record_pass(is_step=True)
         return result
 
@@ -84,12 +84,12 @@ class Steps:
         """Return the batch's loss without side effects."""
         self._writes.record_pass(is_step=False)
         inputs = self._agree("evaluate", batch, loss_fn)
-        return self._run_until_recorded(self._evaluate, inputs)
+        return self._run_with_retries(self._evaluate, inputs)
 
     def replay(self, records: Iterable[Any]) -> None:
         """Repeat steps from records. Raises ConfigError."""
         for record in records:
-            with self._recovery.ending():
+            with self._recovery.given_up_on_error():
                 self.method.replay(ZerothOrderRecord.of(record))
         self._state.lanes.drain_updates()
 
@@ -100,7 +100,7 @@ class Steps:
                 f"the batch has no target: all {labels.numel()} labels are {IGNORED} or first in their row."
             )
         self.resolve_clip(inputs.plan.num_elements)
-        with self._recovery.ending():
+        with self._recovery.given_up_on_error():
             self._state.spare_memory.begin_step(inputs.plan.num_elements)
             return self.method.step(inputs)
 
@@ -108,7 +108,7 @@ class Steps:
         state = self._state
         random = state.device.random_state()
         with (
-            self._recovery.ending(),
+            self._recovery.given_up_on_error(),
             self._counters.preserve(),
             ExitStack() as undo,
             in_eval_mode(state.model),
@@ -116,14 +116,14 @@ class Steps:
         ):
             undo.callback(state.device.set_random_state, random)
             state.updates.flush()
-            state.slots.settle()
+            state.slots.compute_after_resident()
             state.runner.writes.begin()
             state.executor.begin(inputs.plan.schedule_key)
             total = self.losses.total(inputs)
             state.runner.check_writes()
             state.executor.end()
             state.lanes.timeline.discount("h2d", "nvme_read")
-            state.executor.expect(*self.method.expected)
+            state.executor.begin_fetches(*self.method.expected)
             (loss,) = self.method.sum(float(state.device.copy_to_host(total)()))
             return torch.tensor(loss, dtype=torch.float32, device="cpu")
 
@@ -194,11 +194,11 @@ class Steps:
 
     def _rehearse(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
         """Record and check new calls on a few rows of the batch; return the updated inputs."""
-        with self._recovery.ending():
+        with self._recovery.given_up_on_error():
             is_recorded = inputs.plan.is_new or departed is not None
             if is_recorded:
                 self._state.updates.flush()
-            self._state.slots.settle()
+            self._state.slots.compute_after_resident()
             needs_mask = inputs.plan.needs_mask
             self._state.attention.begin_pass(needs_mask or departed is not None)  # a trial may drop masks
             inputs = self.trial_runs.on_batch(inputs, departed) if is_recorded else self.known.complete(inputs)
@@ -244,7 +244,7 @@ class Steps:
         self.equivalence.check(inputs, sample)
         self.trial_runs.forget_traffic()
 
-    def _run_until_recorded(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:
+    def _run_with_retries(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:
         """Rehearse and run a pass; after an unrecorded unit call, record the call and repeat both with equal draws.
 
         Examples of new calls: the first batch with a padding mask, a longer sequence that fills a window. The recording

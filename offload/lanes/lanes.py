@@ -234,15 +234,15 @@ class Lanes:
         for lane in self._all:
             lane.finish()
 
-    def settle(self) -> None:
+    def close_step(self) -> None:
         """Record the present positions of the update lanes. Work up to there belongs to a finished step, and `give_up`
         does not cancel this work.
         """
         self._settled.update((lane, lane.position) for lane in self._updating)
 
     def give_up(self) -> None:
-        """Cancel all copies, and all updates submitted since `settle`. With other ranks, finish all work instead: the
-        other ranks wait for every announced exchange, and an exchange may depend on any other work.
+        """Cancel all copies, and all updates submitted since `close_step`. With other ranks, finish all work instead:
+        the other ranks wait for every announced exchange, and an exchange may depend on any other work.
         """
         if self.abort is not None:
             self.finish()

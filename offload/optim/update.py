@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -15,33 +16,42 @@ from offload.optim.rule import UpdateRule, UpdateStep, parameter_key
 from offload.tiers.tile import RegionState, Tile, encode
 
 
+class UpdateSettings(NamedTuple):
+    """Settings for updates."""
+
+    rules: Sequence[UpdateRule]
+    """Update rules, indexed by `Region.rule`."""
+    infos: Sequence[ParameterInfo]
+    """Parameter settings."""
+    lr: float
+    """Learning rate."""
+    seed: int = 0
+    """Base for random bits in rules."""
+    workspace: torch.Tensor | None = None
+    """Device memory for rules with device compute."""
+
+
 def update_tile(
     state: RegionState,
     tile: Tile,
     planes: Mapping[str, torch.Tensor],
     touched: Sequence[bool],
-    rules: Sequence[UpdateRule],
-    infos: Sequence[ParameterInfo],
-    *,
-    lr: float,
+    settings: UpdateSettings,
     scale: float,
     applied_scale: float | None = None,
-    seed: int = 0,
-    workspace: torch.Tensor | None = None,
 ) -> int | torch.Tensor:
     """Update the touched parameters in a region tile. Return the number of non-finite weights: an int, or on an
     accelerator a 0-dim int64 tensor without a synchronization.
 
     planes: flat over the tile; `gradients` in fp32 or bf16. touched: per parameter, True if a gradient arrived; other
     parameters keep weights and moments, as in torch. scale: factor on the gradients (clipping coefficient).
-    applied_scale: correct an update already made (and counted) with this scale to the result for `scale`. rules:
-    indexed by `Region.rule`. seed: base for random bits in rules. workspace: device memory for rules with device
-    compute.
+    applied_scale: correct an update already made (and counted) with this scale to the result for `scale`.
     """
     if tile.stale is not None:
         planes = {**planes}
         planes["weights"].copy_(planes.pop(STALE))
     num_wrong: int | torch.Tensor = 0
+    rules, infos, lr, seed, workspace = settings
     gradients, rule = planes["gradients"], rules[state.region.rule]
     one_by_one = rule.by_parameter or rule.by_matrix
     table = state.region.by_name
@@ -87,9 +97,8 @@ def descend_tile(
     tile: Tile,
     planes: Mapping[str, torch.Tensor],
     touched: Sequence[bool],
+    settings: UpdateSettings,
     thresholds: Mapping[int, float],
-    rules: Sequence[UpdateRule],
-    infos: Sequence[ParameterInfo],
     estimate: ZerothOrderStep,
 ) -> int | torch.Tensor:
     """Update the parameters in a region tile after a step without gradients. Return the number of non-finite weights,
@@ -100,6 +109,7 @@ def descend_tile(
     """
     num_wrong: int | torch.Tensor = 0
     slopes = torch.tensor(estimate.slopes, dtype=torch.float64, device="cpu")
+    infos, rule = settings.infos, settings.rules[state.region.rule]
     for span, (_, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, one_by_one=True):
         assert position is not None
         info = infos[state.region.pieces[position].parameter]
@@ -113,7 +123,7 @@ def descend_tile(
             threshold=thresholds.get(info.index, math.inf),
         )
         states = {name: flat[span] for name, flat in planes.items()}
-        num_wrong += rules[state.region.rule].update(states, slopes, by)
+        num_wrong += rule.update(states, slopes, by)
     return num_wrong
 
 

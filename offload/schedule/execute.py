@@ -55,7 +55,7 @@ class Executor:
         With `wraps`, weights for the next pass can be fetched during this one.
         """
         if self._schedule is None or self._next or (pass_key, wraps) != (self._pass_key, self._wraps):
-            self.expect(pass_key, wraps)
+            self.begin_fetches(pass_key, wraps)
         self._pass_key, self._is_open = pass_key, True
         self._recorded_uses = []
 
@@ -125,16 +125,16 @@ class Executor:
         first = {use.cargo: time for time, use in reversed(list(enumerate(self._recorded_uses)))}
         slots = self._slots
 
-        def rank(region: Region) -> float:
+        def first_use(region: Region) -> float:
             if slots.is_resident(region):
                 return -1  # needed at the step start
             return min((first.get(slots.cargo_of(regions), math.inf) for regions in users(region)), default=math.inf)
 
-        return rank
+        return first_use
 
     # -- fetches ---------------------------------------------------------------------------------------------
 
-    def expect(self, pass_key: Hashable, wraps: bool) -> None:
+    def begin_fetches(self, pass_key: Hashable, wraps: bool) -> None:
         """Prepare the schedule for the next pass from the current device contents and issue the first fetches.
 
         A fetch waits for the pending update of the cargo.

@@ -27,6 +27,12 @@ class Lease:
     done_writing: Callable[[Ticket], None]
     """Call this if the work changes the planes. Changes are written back."""
 
+    @classmethod
+    def of(cls, planes: dict[str, torch.Tensor], fence: Fence, fills: Sequence[Ticket] | None = None) -> Lease:
+        """Return a lease on memory behind a fence. `fills`: replaces the tickets of the fence."""
+        fills = fence.before_fill() if fills is None else fills
+        return cls(planes, fence.before_read(), fills, fence.record_reader, fence.record_writer)
+
     def beside(self, fence: Fence) -> Lease:
         """Return a lease that also reads the buffer behind `fence`."""
 

@@ -172,7 +172,7 @@ class Slots:
             if region.index in self._resident_fences:
                 self._resident_fences[region.index].record_reader(*marks)
 
-    def settle(self) -> None:
+    def compute_after_resident(self) -> None:
         """Order compute after all copies of resident regions, because modules read them without a fetch."""
         tickets = [ticket for fence in self._resident_fences.values() for ticket in fence.before_read()]
         if tickets:
@@ -339,6 +339,7 @@ class Slots:
         for index, fence in self._resident_fences.items():
             region = self._store.region(index)
             if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
+                self._deferred.start(region)
                 fence.record_writer(
                     *self._copy_to_device(region, self._flats[index], fence.before_fill(), is_ahead=True)
                 )
@@ -349,7 +350,7 @@ class Slots:
 
     def versions(self) -> dict[int, int]:
         """Return version counters for all resident regions, by region index."""
-        self.settle()
+        self.compute_after_resident()
         return {index: flat._version for index, flat in self._flats.items()}
 
     def restore(self, versions: Mapping[int, int]) -> None:
@@ -389,6 +390,9 @@ class Slots:
     def _fill(self, slot: Slot, overwritten: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
         """Copy the slot's cargo to the device, after `fills` (tickets from users of the slots `overwritten`). Return
         the copy tickets.
+
+        Each region's pending update starts right before the copy: with several regions on disk, a later update would
+        take the ring memory from which the first region is copied without another read.
         """
         if self._debug:
             fills = [*fills, self._poison(overwritten, fills)]
@@ -398,6 +402,7 @@ class Slots:
             planes = self._planes_at(region, begin)
             flat = planes.pop("weights")
             begin += self._slot_bytes(region)
+            self._deferred.start(region)
             tickets += self._copy_to_device(region, flat, fills, is_ahead, planes if slot.is_whole else {})
         return tickets
 
@@ -413,7 +418,6 @@ class Slots:
 
         All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
-        self._deferred.start(region)  # the copy waits for the update
         if self._store.tier == "device" and region.travels is EXACT:
             own_range = self._store[region].planes["weights"]
             return self._gather_ranges(region, flat, own_range, fills, is_ahead)

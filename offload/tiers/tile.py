@@ -4,8 +4,9 @@ ready, but not yet in a lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -46,8 +47,7 @@ class Tile:
         """Return a lease on the weights for an H2D copy, plus co-fetched planes. `is_ahead`: for the next step."""
         if self.stale is None:
             return self.lend(self.travelling, *co_fetched, fetches=True, is_ahead=is_ahead)
-        fence, weights = self.stale, {"weights": self.planes[STALE]}
-        return Lease(weights, fence.before_read(), fence.before_fill(), fence.record_reader, fence.record_writer)
+        return Lease.of({"weights": self.planes[STALE]}, self.stale)
 
     def show(self, is_updated: bool) -> None:
         """Let the next pass compute with the current weights, after pending updates.
@@ -93,13 +93,7 @@ class Tile:
         `fetch`.
         """
         planes = {name: self.planes[name] for name in names if name in self.planes}
-        lease = Lease(
-            planes,
-            self.fence.before_read(),
-            self.fence.before_fill(),
-            self.fence.record_reader,
-            self.fence.record_writer,
-        )
+        lease = Lease.of(planes, self.fence)
         if self.stale is not None and STALE in planes:
             lease = lease.beside(self.stale)
         disk_names = self._on_disk(names)
@@ -152,7 +146,7 @@ class RegionState:
     """Gradients accumulated over passes, for the elements this rank reduces in its replica (None: no accumulation). For
     equal elements the same memory as `gradients`.
     """
-    landing: Fence = field(default_factory=lambda: Fence("waiting gradients"))
+    gradient_fence: Fence = field(default_factory=lambda: Fence("waiting gradients"))
     """Readers and writers for these gradients."""
 
     @property
@@ -181,12 +175,10 @@ class RegionState:
         record = self.tiles[0].record
         return record is not None and "gradients" in record.planes
 
-    def land(self) -> Iterator[tuple[slice, Lease]]:
+    def lend_gradients(self) -> Iterator[tuple[slice, Lease]]:
         """Yield (elements, lease) for all waiting gradients on this rank. End each lease before the next one."""
         if self.gradients is not None:
-            planes, fence = {"gradients": self.gradients}, self.landing
-            lease = Lease(planes, (), fence.before_fill(), fence.record_reader, fence.record_writer)
-            yield slice(0, len(self.gradients)), lease
+            yield slice(0, len(self.gradients)), Lease.of({"gradients": self.gradients}, self.gradient_fence)
         elif self.has_room_on_disk:
             for tile in self.tiles:
                 yield slice(tile.begin - self.begin, tile.end - self.begin), tile.land("gradients")
@@ -206,20 +198,29 @@ class RegionState:
         return slice(start, start + self.region.sizes[position])
 
 
-UpdateFunction = Callable[[Tile, Mapping[str, torch.Tensor]], int | torch.Tensor]
-"""Update function: (tile, planes, with gradients if the update has any) -> number of non-finite weights."""
+class PendingUpdate(Protocol):
+    """An update of a region, to be started later."""
+
+    def submit(self) -> None:
+        """Submit the update of all tiles to a lane."""
+
+    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+        """Update a tile's planes, with gradients if the update has any. Return the number of non-finite weights."""
+
+    def refuse(self, num_wrong: int) -> NoReturn:
+        """Raise NonFiniteError for this number of weights."""
 
 
 class DeferredUpdates:
     """Updates to start before the next use of the weights.
 
-    pending: by region, in the order of use in the next step, functions that submit an update to its lane. in_slot:
-    update functions for regions updated in their slots, at the next fetch.
+    pending: by region, in the order of use in the next step. in_slot: updates of regions in their slots, at the next
+    fetch.
     """
 
     def __init__(self) -> None:
-        self.pending: dict[Region, Callable[[], None]] = {}
-        self.in_slot: dict[Region, UpdateFunction] = {}
+        self.pending: dict[Region, PendingUpdate] = {}
+        self.in_slot: dict[Region, PendingUpdate] = {}
 
     def start(self, last: Region | None = None) -> None:
         """Start pending updates up to region `last` (None: all).
@@ -229,6 +230,6 @@ class DeferredUpdates:
         """
         if last is None or last in self.pending:
             for region in list(self.pending):
-                self.pending.pop(region)()
+                self.pending.pop(region).submit()
                 if region is last:
                     break

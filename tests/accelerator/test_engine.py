@@ -20,7 +20,7 @@ import torch
 
 from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
-from offload.engine.gradients.tile_updates import RegionGradients
+from offload.engine.gradients.tile_updates import RegionUpdate
 from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
 from offload.lanes.thread_lane import ThreadLane
@@ -222,8 +222,8 @@ def test_an_update_comes_after_what_was_read_into_states_that_stay(
         with sim.held(torch.accelerator.current_stream()):
             state.planes["exp_avg_sq"].fill_(0.0)
             updates.tiles.place.begin_step()
-            landed = RegionGradients(state.region, gradients, Fence("gradients"))
-            updates.tiles.update(landed, [True] * len(state.region.parameters))
+            touched = [True] * len(state.region.parameters)
+            RegionUpdate(updates.tiles, state.region, gradients, Fence("gradients"), touched).submit()
             time.sleep(0.2 if broken else 0.02)
         parts_of(engine).lanes.finish()
         assert bool(state.planes["exp_avg_sq"][state.span(0)].any()) == (not broken)

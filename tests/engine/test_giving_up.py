@@ -222,7 +222,7 @@ def test_what_stays_on_the_device_comes_up_again_where_its_fetch_was_given_up(
 
     engine.save_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved")
-    monkeypatch.setattr(parts_of(engine).slots, "settle", settle)
+    monkeypatch.setattr(parts_of(engine).slots, "compute_after_resident", settle)
     with pytest.raises(Told):
         step(engine, 0)
     assert step(engine, 1) == step(undisturbed, 1)
@@ -266,7 +266,7 @@ def test_a_step_that_is_counted_and_not_updated_is_no_step(
         monkeypatch.undo()
         raise error
 
-    monkeypatch.setattr(parts_of(engine).executor, "expect", expect)
+    monkeypatch.setattr(parts_of(engine).executor, "begin_fetches", expect)
     with pytest.raises(error):
         step(engine, 1)
     with pytest.raises(TornError, match="from different steps"):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import AdamW, Engine, Placement
-from offload.engine.gradients.tile_updates import RegionGradients
+from offload.engine.gradients.tile_updates import RegionUpdate
 from offload.engine.recording.equivalence import PassComparator
 from offload.engine.units.saved_inputs import SavedInputs
 from offload.lanes.lanes import Lanes
@@ -410,8 +410,14 @@ def land(engine: Engine, state: Any, value: float) -> None:
 
 def update(engine: Engine, state: Any, gradients: Tensor | None = None) -> None:
     """Submit an update. `gradients=None`: the gradients are on disk."""
-    landed = RegionGradients(state.region, gradients, Fence("gradients on disk"))
-    parts_of(engine).updates.tiles.update(landed, [True] * len(state.region.parameters))
+    touched, fence = [True] * len(state.region.parameters), Fence("gradients on disk")
+    RegionUpdate(parts_of(engine).updates.tiles, state.region, gradients, fence, touched).submit()
+
+
+def takes_gradients(engine: Engine) -> None:
+    """Change the rule: exp_avg becomes the gradient."""
+    tiles = parts_of(engine).updates.tiles
+    tiles.settings = tiles.settings._replace(rules=[AdamW(betas=(0.0, 0.0))])
 
 
 def brought_up(engine: Engine, unit: Any, state: Any) -> torch.Tensor:
@@ -532,8 +538,8 @@ def test_gradients_wait_for_the_update_that_reads_those_before(one: Engine, lane
     assert state.gradients is not None
     state.gradients.fill_(0.0)
     with held_up(getattr(parts.lanes, lane)):
-        parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
-        parts.updates.tiles.update(RegionGradients(state.region, state.gradients, state.landing), [True])
+        takes_gradients(one)
+        RegionUpdate(parts.updates.tiles, state.region, state.gradients, state.gradient_fence, [True]).submit()
         land(one, state, 1.0)
     settle(one)
     exp_avg = state.tiles[0].planes["exp_avg"]
@@ -663,7 +669,7 @@ def test_gradients_are_written_once_the_update_has_read_those_before(gradients_o
     parts, (_, state) = parts_of(gradients_on_disk), of_one_tile(gradients_on_disk)
     land(gradients_on_disk, state, 0.0)
     settle(gradients_on_disk)
-    parts.updates.tiles.rules = [AdamW(betas=(0.0, 0.0))]  # exp_avg becomes the gradient
+    takes_gradients(gradients_on_disk)
     with held_up(parts.lanes.update_read):
         update(gradients_on_disk, state)
         land(gradients_on_disk, state, 1.0)

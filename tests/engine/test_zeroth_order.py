@@ -171,7 +171,7 @@ def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> 
     for batch in batches(2):
         slots.step(batch)
         host.step(batch)
-    assert steps_of(slots).method._pending._works
+    assert steps_of(slots).method._pending._updates
     if look == "evaluate":
         assert slots.evaluate(tokens(9)) == host.evaluate(tokens(9))
     elif look == "forward":
@@ -584,16 +584,16 @@ def test_an_update_that_was_put_off_is_made_once_where_a_read_is_interrupted(mon
     engine, twin = (Engine(make_model(2), RULE, **PLACES["cpu"]) for _ in range(2))
     for each in (engine, twin):
         each.step(tokens())
-    descend = parts_of(engine).updates.descend
+    start = parts_of(engine).updates.start
 
-    def interrupted(*how: Any) -> None:
-        descend(*how)
+    def interrupted() -> None:
+        start()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parts_of(engine).updates, "descend", interrupted)
+    monkeypatch.setattr(parts_of(engine).updates, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.evaluate(tokens(2))
-    monkeypatch.setattr(parts_of(engine).updates, "descend", descend)
+    monkeypatch.setattr(parts_of(engine).updates, "start", start)
     assert_same(weights(engine), weights(twin))
     engine.close()
     twin.close()

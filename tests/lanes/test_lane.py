@@ -254,7 +254,7 @@ def test_give_up_keeps_the_updates_of_the_step_before(open_threads):
     lanes, gate, ran = open_threads(), Gate(), []
     lanes.update.submit(gate)
     lanes.update.submit(lambda: ran.append("the step before"))
-    lanes.settle()
+    lanes.close_step()
     never = Ticket("nobody's")
     tickets = [
         lane.submit(lambda: ran.append("this step"), reads=[never]) for lane in (lanes.h2d, lanes.d2h, lanes.update)

@@ -221,7 +221,7 @@ def test_what_was_settled_is_kept_on_every_lane_of_updates(open_threads):
     for name in (*UPDATES, *OTHERS):
         getattr(lanes, name).submit(gate)
         getattr(lanes, name).submit(lambda name=name: ran.append(f"{name} before"))
-    lanes.settle()
+    lanes.close_step()
     tickets = [getattr(lanes, name).submit(lambda: ran.append("after")) for name in (*UPDATES, *OTHERS)]
     thread, _ = start(lanes.give_up)
     assert eventually(lambda: lanes.update_write._queue[-1].is_cancelled), "all at once, whoever is waited for first"
@@ -246,9 +246,9 @@ def test_a_failed_update_is_known_until_it_is_given_up_itself(open_threads, name
         within(lanes.give_up)
         assert lanes.failure is None, "it was part of what is given up"
         lane.submit(nothing)
-        lanes.settle()
+        lanes.close_step()
     lane.submit(fail(OSError("of the step before")))
-    lanes.settle()
+    lanes.close_step()
     assert eventually(lambda: lanes.failure is not None)
     lane.submit(fail(OSError("of this step")))
     within(lanes.give_up)

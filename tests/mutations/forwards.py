@@ -54,7 +54,9 @@ def update_that_was_put_off_made_twice(patch: pytest.MonkeyPatch) -> None:
     defer = SlotUpdates.defer
 
     def defer_twice(self: SlotUpdates, works: Any) -> None:
-        defer(self, {region: lambda *how, work=work: (work(*how), work(*how))[1] for region, work in works.items()})
+        for update in works.values():
+            vars(update)["run"] = lambda *how, run=update.run: (run(*how), run(*how))[1]
+        defer(self, works)
 
     patch.setattr(SlotUpdates, "defer", defer_twice)
 

@@ -10,7 +10,7 @@ import pytest
 
 from offload.engine.gradients import early_policies, policies, updates
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.gradients.tile_updates import TileUpdates
+from offload.engine.gradients.tile_updates import Correction, RegionUpdate
 from offload.engine.gradients.transfer import GradientTransfer
 from offload.engine.loss import parts as losses
 from offload.engine.units import call
@@ -63,13 +63,13 @@ def clip_coefficient_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/engine/test_clipping.py", fuzzed=True)
 def correction_skipped_for_one_region(patch: pytest.MonkeyPatch) -> None:
     """The speculative update in region 1 is not corrected."""
-    correct = TileUpdates.correct
+    submit = RegionUpdate.submit
 
-    def corrected(self: TileUpdates, landed: Any, touched: Sequence[bool], scale: float) -> None:
-        if landed.region.index != 1:
-            correct(self, landed, touched, scale)
+    def corrected(self: Correction) -> None:
+        if self.region.index != 1:
+            submit(self)
 
-    patch.setattr(TileUpdates, "correct", corrected)
+    patch.setattr(Correction, "submit", corrected)
 
 
 @mutation("tests/engine/test_against_torch.py", fuzzed=True)
@@ -168,7 +168,7 @@ def gradient_of_an_own_loop_landed_twice(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_clipping.py")
 def clipping_forgotten_where_an_update_is_speculative(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TileUpdates, "correct", lambda self, landed, touched, scale: None)
+    patch.setattr(Correction, "submit", lambda self: None)
 
 
 @mutation("tests/engine/test_link_gradients.py")

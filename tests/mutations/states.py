@@ -92,7 +92,7 @@ def learning_rate_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
     begin_step = Updates.begin_step
 
     def late(self: Updates, lr: float, *rest: Any, **more: Any) -> None:
-        begin_step(self, vars(self).get("_mutated", self.tiles.lr), *rest, **more)
+        begin_step(self, vars(self).get("_mutated", self.tiles.settings.lr), *rest, **more)
         vars(self)["_mutated"] = lr
 
     patch.setattr(Updates, "begin_step", late)

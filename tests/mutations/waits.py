@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate
+from offload.engine.gradients.tile_updates import TileUpdate
+from offload.engine.gradients.update_place import InPlaceUpdates
 from offload.lanes.ticket import Fence
 from offload.tiers.ring import Ring, RingSlice
 from offload.tiers.slots import Slots
@@ -64,7 +66,9 @@ def update_before_its_gradients_are_down(patch: pytest.MonkeyPatch) -> None:
     submit = InPlaceUpdates.submit
 
     def submitted(self: InPlaceUpdates, tile: TileUpdate) -> Any:
-        return submit(self, replace(tile, fence=Fence(tile.fence.buffer_type)))
+        update = copy(tile.update)
+        update.fence = Fence(update.fence.buffer_type)
+        return submit(self, replace(tile, update=update))
 
     patch.setattr(InPlaceUpdates, "submit", submitted)
 

@@ -11,7 +11,7 @@ from offload.lanes.lanes import Lanes
 from offload.layout.build_regions import build_regions
 from offload.layout.regions import ParameterInfo, Piece
 from offload.optim.adamw import AdamW
-from offload.optim.update import update_tile
+from offload.optim.update import UpdateSettings, update_tile
 from offload.tiers.device import CpuDevice
 from offload.tiers.ledger import Ledger
 from offload.tiers.store import Store
@@ -44,9 +44,8 @@ class Stack:
                 flat[state.span(position)] = gradient.view(-1)[piece.begin : piece.end]
             touched = [True] * len(state.region.pieces)
             for tile in state.tiles:
-                how = {"rules": [self.rule], "infos": self.infos, "lr": 0.01, "scale": 1.0, "seed": 3}
                 planes = {**tile.planes, "gradients": flat[tile.begin : tile.end]}
-                update_tile(state, tile, planes, touched, **how)  # type: ignore[arg-type]
+                update_tile(state, tile, planes, touched, UpdateSettings([self.rule], self.infos, 0.01, seed=3), 1.0)
             state.count(touched)
 
 

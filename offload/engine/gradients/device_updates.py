@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace
+from offload.engine.gradients.tile_updates import TileUpdate, UpdatePlace
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import CODES
@@ -18,16 +18,24 @@ from offload.tiers.device import Device, copy_planes
 from offload.tiers.ring import Ring
 
 
-class DeviceUpdates:
-    """Updates host states on the device, through a ring buffer.
+class DeviceUpdates(UpdatePlace):
+    """Updates host states of some regions on the device, through a ring buffer, and the others in place.
 
     Three lanes (H2D copy, update, D2H copy) work beside each other and beside compute.
     """
 
     def __init__(
-        self, memory: torch.Tensor, num_regions: int, lanes: Lanes, device: Device, counters: Counters
+        self,
+        in_place: UpdatePlace,
+        streamed: Collection[int],
+        memory: torch.Tensor,
+        num_regions: int,
+        lanes: Lanes,
+        device: Device,
+        counters: Counters,
     ) -> None:
-        """`memory`: flat uint8 device memory."""
+        """`streamed`: indices of regions updated on the device. `memory`: flat uint8 device memory."""
+        self._in_place, self._streamed = in_place, streamed
         self._ring, self._lanes, self._device, self._counters = Ring(memory, UPDATE_RING), lanes, device, counters
         self._start_tickets: Sequence[Ticket] = ()
         self._counts: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}  # non-finite weight counts
@@ -35,6 +43,7 @@ class DeviceUpdates:
 
     def begin_step(self) -> None:
         """Start new counts; a lane still checks the previous step's counts."""
+        self._in_place.begin_step()
         self._counts = {}
         self._start_tickets = (
             self._lanes.mark()
@@ -42,7 +51,9 @@ class DeviceUpdates:
 
     def submit(self, tile: TileUpdate) -> Ticket:
         """Submit the H2D copy, the update and the D2H copy of a tile, in the order of `InPlaceUpdates.submit`."""
-        host_planes = {name: flat for name, flat in tile.planes.items() if name not in tile.stays}
+        if tile.update.region.index not in self._streamed:
+            return self._in_place.submit(tile)
+        host_planes = {name: flat for name, flat in tile.planes.items() if name not in tile.update.state.stays}
         sizes = [align(flat.nbytes, PLANE_ALIGNMENT) for flat in host_planes.values()]
         stretch = self._ring.take(sum(sizes))
         assert stretch is not None, "the ring was planned for the largest tile"
@@ -57,13 +68,13 @@ class DeviceUpdates:
         up_bytes = sum(flat.nbytes for flat in copied.values())
         up = self._lanes.update_up.submit(
             partial(copy_planes, self._device, copied, host_planes),
-            reads=(*tile.fence.before_read(), *tile.lease.reads, *self._start_tickets),
+            reads=(*tile.update.fence.before_read(), *tile.lease.reads, *self._start_tickets),
             fills=stretch.fills,
             name=tile.name,
             num_bytes=up_bytes,
         )
         stretch.fence.record_writer(up)
-        tile.fence.record_reader(up)
+        tile.update.fence.record_reader(up)
         updated = self._lanes.update_on_device.submit(
             partial(self._run, tile, {**tile.planes, **device_planes}, self._counts),
             reads=stretch.fence.before_read(),
@@ -93,13 +104,14 @@ class DeviceUpdates:
         counts: dict[Region, tuple[TileUpdate, torch.Tensor]],
     ) -> None:
         count = tile.run(device_planes)
-        if count is not None and tile.region in counts:
-            counts[tile.region][1].add_(count)
+        if count is not None and tile.update.region in counts:
+            counts[tile.update.region][1].add_(count)
         elif count is not None:
-            counts[tile.region] = tile, count
+            counts[tile.update.region] = tile, count
 
     def check(self) -> None:
-        """Let a lane check the accelerator's counts after all updates are submitted. Does not wait."""
+        """Let a lane check the accelerator's counts after all updates are submitted. Does not wait for these."""
+        self._in_place.check()
         if self._device.torch_device.type == "cpu":
             return
         counts, host_counts = self._counts, self._host_counts
@@ -111,7 +123,7 @@ class DeviceUpdates:
         def refuse() -> None:
             for (tile, _), num_wrong in zip(counts.values(), host_counts.tolist(), strict=False):
                 if num_wrong:
-                    tile.refuse(num_wrong)
+                    tile.update.refuse(num_wrong)
 
         copied = self._lanes.update_on_device.submit(copy_to_host, fills=self._counts_fence.before_fill(), name="check")
         self._counts_fence.record_writer(copied)
@@ -124,53 +136,3 @@ class DeviceUpdates:
 
     def free(self) -> None:
         self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
-
-
-class UpdatesByRegion:
-    """Updates some regions on the device and, at the same time, the others in place."""
-
-    def __init__(self, on_device: DeviceUpdates, in_place: InPlaceUpdates, streamed: Collection[int]) -> None:
-        """`streamed`: indices of regions updated on the device."""
-        self._places: Mapping[bool, UpdatePlace] = {True: on_device, False: in_place}
-        self._streamed = streamed
-
-    def begin_step(self) -> None:
-        for place in self._places.values():
-            place.begin_step()
-
-    def submit(self, tile: TileUpdate) -> Ticket:
-        """Submit a tile update to the region's place."""
-        return self._places[tile.region.index in self._streamed].submit(tile)
-
-    def check(self) -> None:
-        for place in self._places.values():
-            place.check()
-
-    def reset(self) -> None:
-        for place in self._places.values():
-            place.reset()
-
-    def free(self) -> None:
-        for place in self._places.values():
-            place.free()
-
-
-def open_place(
-    in_place: InPlaceUpdates,
-    memory: torch.Tensor | None,
-    streamed: Collection[int],
-    regions: Sequence[Region],
-    lanes: Lanes,
-    device: Device,
-    counters: Counters,
-) -> UpdatePlace:
-    """Return the update place for all regions.
-
-    `streamed`: indices of regions updated on the device, through the device `memory` (None: no such regions). All
-    others are updated in place.
-    """
-    if memory is None:
-        return in_place
-    on_device = DeviceUpdates(memory, len(regions), lanes, device, counters)
-    has_others = any(region.trainable and region.index not in streamed for region in regions)
-    return UpdatesByRegion(on_device, in_place, streamed) if has_others else on_device

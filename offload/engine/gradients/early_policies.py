@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from offload.engine.gradients.policies import (
     _as_float32,
     refuse_gradients,
 )
-from offload.engine.gradients.tile_updates import RegionGradients, TileUpdates
+from offload.engine.gradients.tile_updates import Correction, RegionUpdate, TileUpdates
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece, Region
 from offload.optim.update import clip_coefficient, total_norm
@@ -70,41 +71,52 @@ class ImmediatePolicy(UpdatePolicy):
     updates_at_arrival = is_final = True
 
     def __init__(
-        self, updates: TileUpdates, measures: Measures, limit: float | None, norm: float | None, is_inline: bool
+        self, tiles: TileUpdates, measures: Measures, limit: float | None, norm: float | None, is_inline: bool
     ) -> None:
         """`is_inline`: updates run on the compute stream and need not wait for the measures."""
-        self._updates, self._measures, self._limit, self._norm = updates, measures, limit, norm
+        self._tiles, self._measures, self._limit, self._norm = tiles, measures, limit, norm
         self._has_to_know = limit is not None or not is_inline
-        self._updated: list[RegionGradients] = []
+        self._updates: list[RegionUpdate] = []
         self.arrived: list[Piece] = []
         self._running_norm = RunningNorm(measures)
 
     def receive(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
-        region_gradients = RegionGradients(region, gradients, fence)
-        self._updated.append(region_gradients)
         self.arrived += region.pieces
-        squares, landing = self._measures.squares, fence.before_read()
+        squares, touched = self._measures.squares, self._measures.touched[region.index]
         # Several ranks check together, in `finish`. On a GPU the squares are not on the host yet.
-        if self._updates.store.comm.size == 1 and not all(math.isfinite(squares[piece]) for piece in region.pieces):
-            refuse_gradients(self._updates, self._measures, math.nan, self.arrived)
+        if self._tiles.store.comm.size == 1 and not all(math.isfinite(squares[piece]) for piece in region.pieces):
+            refuse_gradients(self._tiles, self._measures, math.nan, self.arrived)
 
-        number = self._running_norm.append(region)
+        arrival = self._tiles, region, gradients, fence, touched
+        if self._has_to_know:
+            norms = self._running_norm, self._limit, self._norm
+            update: RegionUpdate = UpdateAtArrival(*norms, *arrival, is_final=self.is_final)
+        else:
+            update = RegionUpdate(*arrival)
+        self._updates.append(update)
+        update.submit()
 
-        def choose_scale() -> float | None:
-            for ticket in landing:  # the stream may be behind, and the host reads earlier results
-                ticket.synchronize()
-            so_far = self._running_norm.total(number)
-            # `finish` raises the error for a non-finite step, with the unit name.
-            return clip_coefficient(self._norm_at(so_far), self._limit) if math.isfinite(so_far) else None
-
-        touched, choose = self._measures.touched[region.index], choose_scale if self._has_to_know else None
-        self._updates.update(region_gradients, touched, choose, self.is_final)
-
-    def _norm_at(self, _so_far: float) -> float:
-        return self._norm or 0.0
-
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:  # noqa: ARG002
+    def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:  # noqa: ARG002
         return UpdateResult(norm)
+
+
+class UpdateAtArrival(RegionUpdate):
+    """An update with a coefficient from the norm of all gradients so far, or from the known norm."""
+
+    def __init__(
+        self, running_norm: RunningNorm, limit: float | None, norm: float | None, *update: Any, is_final: bool
+    ) -> None:
+        super().__init__(*update, is_final=is_final)
+        self._running_norm, self._limit, self._norm = running_norm, limit, norm
+        self._number, self._arrival = running_norm.append(self.region), self.fence.before_read()
+
+    def choose_scale(self) -> None:
+        for ticket in self._arrival:  # the stream may be behind, and the host reads earlier results
+            ticket.synchronize()
+        so_far = self._running_norm.total(self._number)
+        norm = total_norm([so_far]) if self._norm is None else self._norm
+        # `finish` raises the error for a non-finite step, with the unit name.
+        self.scale = clip_coefficient(norm, self._limit) if math.isfinite(so_far) else None
 
 
 class SpeculativePolicy(ImmediatePolicy):
@@ -115,19 +127,16 @@ class SpeculativePolicy(ImmediatePolicy):
 
     is_final = False
 
-    def _norm_at(self, so_far: float) -> float:
-        return total_norm([so_far])
-
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
+    def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
         scale, total, worst, wrong = clip_coefficient(norm, limit), 0.0, 1.0, []
-        for region_gradients in self._updated:  # the same sums as on the lane, which may be behind
-            total += sum(map(self._measures.squares.__getitem__, region_gradients.region.pieces))
+        for update in self._updates:  # the same sums as on the lane, which may be behind
+            total += sum(map(self._measures.squares.__getitem__, update.region.pieces))
             applied_scale = clip_coefficient(total_norm([total]), limit)
             if _as_float32(applied_scale) != _as_float32(scale):
                 worst = max(worst, applied_scale / scale if scale else math.inf)
-                wrong.append(region_gradients)
-        for region_gradients in sorted(wrong, key=lambda region_gradients: rank(region_gradients.region)):
-            self._updates.correct(region_gradients, self._measures.touched[region_gradients.region.index], scale)
-        for region_gradients in sorted(self._updated, key=lambda region_gradients: rank(region_gradients.region)):
-            self._updates.publish(region_gradients.region)
+                wrong.append(update)
+        for update in sorted(wrong, key=lambda update: first_use(update.region)):
+            Correction(update, scale).submit()
+        for update in sorted(self._updates, key=lambda update: first_use(update.region)):
+            self._tiles.publish(update.region)
         return UpdateResult(norm, corrected=len(wrong), coarse=worst > COARSE_RATIO)

@@ -6,13 +6,12 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 import torch
 
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.tile_updates import RegionGradients, TileUpdates
+from offload.engine.gradients.tile_updates import RegionUpdate, TileUpdates
 from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece, Region
@@ -54,8 +53,8 @@ class UpdatePolicy:
     def receive(self, region: Region, gradients: torch.Tensor | None, fence: Fence) -> None:
         """Called when this rank's gradients of a region are on their way to memory, or to disk (None)."""
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
-        """Clip to `limit`, now with the global norm. `rank`: position of a region in the order of the next fetches."""
+    def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
+        """Clip to `limit`, now with the global norm. `first_use`: sort key, a region's first use in the next step."""
         raise NotImplementedError
 
 
@@ -77,20 +76,21 @@ class DeferredPolicy(UpdatePolicy):
             self._reads_early = False
             self._updates.early.begin()
 
-    def finish(self, norm: float, limit: float | None, rank: Callable[[Region], float]) -> UpdateResult:
+    def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
         updates, deferred, touched, early = self._updates, self._deferred, self._measures.touched, self._updates.early
         scale, has_peers = clip_coefficient(norm, limit), updates.store.comm.size > 1
         if not has_peers:  # with peers: other ranks may already have updated theirs
             early.check()
         waiting = [state for state in updates.store.states if state.has_gradient_plane]
         # Delayed updates start with the regions the next backward needs first, to free room for gradients.
-        waiting.sort(key=lambda state: rank(state.region), reverse=self.is_delayed)
+        waiting.sort(key=lambda state: first_use(state.region), reverse=self.is_delayed)
         early.follow([state.region for state in waiting])
         for state in waiting:
             # Another rank may have gradients this rank lacks.
             if has_peers or any(touched[state.region.index]):
-                region_gradients = RegionGradients(state.region, state.gradients, state.landing, scale)
-                deferred.pending[state.region] = partial(updates.update, region_gradients, touched[state.region.index])
+                deferred.pending[state.region] = RegionUpdate(
+                    updates, state.region, state.gradients, state.gradient_fence, touched[state.region.index], scale
+                )
             else:
                 early.give_back(state.tiles)
         updates.slots.invalidate(deferred.pending)
@@ -100,7 +100,7 @@ class DeferredPolicy(UpdatePolicy):
 
 def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, order: Sequence[Piece] = ()) -> NoReturn:
     """Raise NonFiniteError for the first piece, in `order`, with a non-finite gradient."""
-    infos, squares = updates.infos, measures.squares
+    infos, squares = updates.settings.infos, measures.squares
     bad = [piece for piece in (order or squares) if not math.isfinite(squares[piece])]
     advice = updates.store.values.explain_nonfinite(
         "Lower --optimizer.lr or check the data of this step; --train.on_nonfinite skip skips such steps."

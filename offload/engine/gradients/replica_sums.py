@@ -6,25 +6,22 @@ feedback (arXiv:1901.09847, algorithm 1); errors with fewer bits than gradients,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from offload.distributed.comm import Comm, pieces_of
+from offload.engine.gradients.exchange import Exchange, Gradients, Leases, Measure
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import QuantizedCodec
 from offload.layout.regions import Region
 from offload.native import kernels
-from offload.planning.memory import BETWEEN
-from offload.tiers.counters import Counters
+from offload.planning.memory import BETWEEN, replica_sum_bytes
 from offload.tiers.device import Device
 from offload.tiers.ring import Ring
-from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
-
-Measure = Callable[[torch.Tensor], None]
-"""Callback for this rank's piece of a region's gradient sum, in fp32 before rounding."""
 
 
 class Residual:
@@ -141,79 +138,102 @@ class QuantizedSums(ExactSums):
             kernels.round_bf16_(target)
 
 
-class ReplicaSums:
+class ReplicaSums(Exchange):
     """Sums gradients over the ranks with the same position in all replicas, after the sum inside each replica.
 
     Runs from host to host on the `network` lane if states are on the host.
     """
 
-    def __init__(self, store: Store, device: Device, counters: Counters, sizes: tuple[int, int]) -> None:
-        """`sizes`: as in `replica_sum_bytes`."""
-        self._store, self._device, self._counters = store, device, counters
+    def __init__(self, inner: Exchange, *parts: Any) -> None:
+        """`inner`: sums inside a replica. `parts`: as for `Exchange`."""
+        super().__init__(*parts)
+        store, regions = self._store, [state.region for state in self._store.states]
+        sizes = replica_sum_bytes(regions, 2 if self._lanes.overlap else 1, store.layout)
         memory = store.stage(BETWEEN, sum(sizes))
         self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
-        self._sums = ExactSums(store.between, device, scratch)
+        self._inner, self._sums = inner, ExactSums(store.between, self._device, scratch)
         if isinstance(codec, QuantizedCodec):
-            self._sums = QuantizedSums(store.between, device, scratch, codec, not store.sharding.spreads)
+            self._sums = QuantizedSums(store.between, self._device, scratch, codec, not store.sharding.spreads)
 
     def begin_step(self) -> None:
-        """Take back buffers left open by an interrupted step."""
+        super().begin_step()
+        self._inner.begin_step()
         self._ring.reset()
 
     def free(self) -> None:
+        self._inner.free()
         self._ring = Ring(torch.empty(0, dtype=torch.uint8), "")
         del self._sums
 
-    def sum(
-        self,
-        region: Region,
-        flat: torch.Tensor,
-        source: Fence,
-        reads: Sequence[Ticket],
-        measure: Measure,
-        into: torch.Tensor | None,
-        fills: Sequence[Ticket] = (),
+    def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
+        return self._inner.reduce(region, flat, source, None)._replace(measure=measure)
+
+    def drop(self, gradients: Gradients) -> None:
+        self._sum(gradients, gradients.flat[:0])
+
+    def land(self, gradients: Gradients, leases: Leases) -> None:
+        region, state = gradients.region, self._store[gradients.region]
+        if state.gradients is not None or not state.has_room_on_disk:
+            for _, lease in leases:
+                lease.done_writing(self._sum(gradients, lease.planes["gradients"], lease.fills)[2])
+            return
+        total, fence, ticket = self._sum(gradients, None)
+        for span, lease in leases:
+            work = partial(lease.planes["gradients"].copy_, total[span])
+            copied = self._store.network_lane.submit(work, reads=(ticket,), fills=lease.fills, name=region.name)
+            fence.record_reader(copied)
+            lease.done_writing(copied)
+            self.tickets.append(copied)
+
+    def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
+        assert state.gradients is not None
+        measure = partial(self._measures.measure_shard, state.region, agrees=False)
+        self._exchange(state.region, total, state.gradients, measure)
+
+    def _sum(
+        self, gradients: Gradients, into: torch.Tensor | None, fills: Sequence[Ticket] = ()
     ) -> tuple[torch.Tensor, Fence, Ticket]:
-        """Copy `flat`, a shard's gradients [n] in bf16 or fp32, to the tier of the states and sum over replicas.
+        """Copy a shard's gradients [n] in bf16 or fp32 to the tier of the states and sum over replicas.
 
         `into`: memory for this rank's range in the gradient dtype, written after the `fills` tickets; None: memory
         behind the copy; empty: the sum is not stored. Returns (sum, fence of the memory in between, ticket of the sum).
         """
+        region, flat, source, reads, _, measure = gradients
+        assert measure is not None
         own, plane = self._store.sharding.own(region), region.plane("gradients")
-        result_bytes = plane.num_bytes(own.stop - own.start) if into is None else 0
         num_bytes = 4 * len(flat)  # a bf16 shard leaves room for an fp32 piece
-        stretch = self._ring.take(num_bytes + result_bytes)
+        stretch = self._ring.take(num_bytes + (plane.num_bytes(own.stop - own.start) if into is None else 0))
         assert stretch is not None, "there is room for the largest shard"
         terms = stretch.flat[: flat.nbytes].view(flat.dtype)
         if into is None:
             into = stretch.flat[num_bytes:].view(plane.dtype)
-        name = region.name
+        copy = partial(self._device.copy, terms, flat)
         copied = self._store.d2h_lane.submit(
-            partial(self._device.copy, terms, flat), reads=reads, fills=stretch.fills, name=name, num_bytes=terms.nbytes
+            copy, reads=reads, fills=stretch.fills, name=region.name, num_bytes=terms.nbytes
         )
         source.record_reader(copied)
         self._store.count_d2h(terms.nbytes)
         stretch.fence.record_writer(copied)
         piece = stretch.flat[terms.nbytes : num_bytes] if flat.dtype == torch.bfloat16 else None
-        ticket = self.exchange(region, terms, into, measure, reads=(copied,), fills=fills, piece=piece)
+        ticket = self._exchange(region, terms, into, measure, (copied,), fills, piece)
         stretch.fence.record_writer(ticket)
         stretch.close()
         return into, stretch.fence, ticket
 
-    def exchange(
+    def _exchange(
         self,
         region: Region,
         terms: torch.Tensor,
         into: torch.Tensor,
         measure: Measure,
-        *,
         reads: Sequence[Ticket] = (),
         fills: Sequence[Ticket] = (),
         piece: torch.Tensor | None = None,
     ) -> Ticket:
-        """Sum `terms`, already on the tier of the states, like `sum`.
+        """Sum `terms`, a shard's gradients on the tier of the states, over replicas.
 
-        `piece`: memory for an fp32 piece if `terms` is not fp32. `into` may be `terms`.
+        `into`: memory for this rank's range in the gradient dtype, possibly `terms`, written after the `fills` tickets;
+        empty: the sum is not stored. `piece`: memory for an fp32 piece if `terms` is not fp32.
         """
         store, sharding = self._store, self._store.sharding
         number, between, step = sharding.replica, store.between, len(terms) // sharding.num_replicas
@@ -227,12 +247,7 @@ class ReplicaSums:
         ticket = store.network_lane.submit(
             work, reads=reads, fills=fills, name=f"sum {region.name}", num_bytes=sent * (between.size - 1)
         )
-        if len(target) == len(into):
-            return ticket
-        # Every rank in the replica stores the whole sum.
-        gather = partial(store.within.all_gather, into, target, f"all-gather of the gradients of {region.name}")
-        self._counters.count("all_gather_elements", region.numel)
-        self._counters.count("network_bytes", target.nbytes * store.within.num_far)
-        return store.collective_lane.submit(
-            gather, reads=(ticket,), name=f"gather {region.name}", num_bytes=target.nbytes
-        )
+        if len(target) < len(into):  # every rank in the replica stores the whole sum
+            ticket = self._gather(region, into, target, (ticket,))
+        self.tickets.append(ticket)
+        return ticket

@@ -1,38 +1,23 @@
-"""Updates of regions, submitted tile by tile to their update place."""
+"""Updates of regions: objects submitted tile by tile to their update place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 import torch
 
-from offload.engine.gradients.update_place import TileUpdate, UpdatePlace
 from offload.errors import NonFiniteError
-from offload.lanes.ticket import Fence
+from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import ParameterInfo, Region
-from offload.optim.update import update_tile
+from offload.optim.update import UpdateSettings, update_tile
 from offload.planning.settings import Settings
 from offload.tiers.lease import Lease
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import Tile, UpdateFunction
-
-
-@dataclass
-class RegionGradients:
-    """A region with gradients on their way to the update. The clipping coefficient follows once the norm is known."""
-
-    region: Region
-    """The region."""
-    gradients: torch.Tensor | None
-    """Gradients in memory; None: on disk with the region's states."""
-    fence: Fence
-    """Fence for the gradients' memory."""
-    scale: float | None = 1.0
-    """Clipping coefficient, multiplied with the gradients. None: the region is not updated, because the step fails."""
+from offload.tiers.tile import Tile
 
 
 class EarlyReads:
@@ -87,9 +72,9 @@ class EarlyReads:
 
 
 class TileUpdates:
-    """Submits updates to `place`.
+    """The parts that all updates of an engine share.
 
-    `rules`, `infos`, `lr`: used for updates submitted from now on. `is_updating`: True from a step's first update until
+    `settings`: for the next updates; pending ones keep their own. `is_updating`: True from a step's first update until
     the last one is submitted.
     """
 
@@ -103,107 +88,20 @@ class TileUpdates:
         workspace: torch.Tensor | None,
     ) -> None:
         """`workspace`: device memory for update rules that compute on the device."""
-        self.store, self.infos, self.slots, self.place, self._workspace = store, infos, slots, place, workspace
+        self.store, self.slots, self.place, self.debug = store, slots, place, bool(settings.debug)
         self.early = EarlyReads(store)
-        self.rules, self.lr = settings.optimizer.parts, settings.optimizer.lr
-        self._debug, self._seed = bool(settings.debug), settings.seed
+        self.settings = UpdateSettings(settings.optimizer.parts, infos, settings.optimizer.lr, settings.seed, workspace)
         self.is_updating = False
 
     def begin(self, is_updating: bool = True) -> None:
         """Mark the step as updating, if `is_updating`."""
         self.is_updating = self.is_updating or is_updating
 
-    # -- updates ---------------------------------------------------------------------------------------------
-
-    def update(
-        self,
-        region_gradients: RegionGradients,
-        touched: Sequence[bool],
-        choose_scale: Callable[[], float | None] | None = None,
-        is_final: bool = True,
-    ) -> None:
-        """Submit a region's update.
-
-        `choose_scale`: called on the lane before the first tile, returns the region's `scale`. `is_final`: no
-        correction follows.
-        """
-        state, run = self.store[region_gradients.region], self._update_function(region_gradients.region, touched)
-        first, last = state.tiles[0], state.tiles[-1]
-
-        def update(tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
-            if tile is first and choose_scale is not None:
-                region_gradients.scale = choose_scale()
-            if region_gradients.scale is None:
-                return 0
-            num_wrong = run(tile, planes, scale=region_gradients.scale)
-            if tile is last:
-                state.count(touched)
-            if self._debug and is_final:
-                planes["gradients"].fill_(float("nan"))
-            return num_wrong
-
-        self.submit_tiles(region_gradients, update, "update", publishes=is_final)
-
-    def correct(self, region_gradients: RegionGradients, touched: Sequence[bool], scale: float) -> None:
-        """Submit a correction from the applied coefficient to `scale`."""
-        run = self._update_function(region_gradients.region, touched)
-
-        def correct(tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
-            # The update has run by now, so `region_gradients.scale` is final.
-            assert region_gradients.scale is not None
-            return run(tile, planes, scale=scale, applied_scale=region_gradients.scale)
-
-        self.submit_tiles(region_gradients, correct, "correct", publishes=False)
-
-    def _update_function(self, region: Region, touched: Sequence[bool]) -> Callable[..., int | torch.Tensor]:
-        """Return `update_tile` for a region with the current settings: `tune` may change them before the update."""
-        return partial(
-            update_tile,
-            self.store[region],
-            touched=touched,
-            rules=self.rules,
-            infos=self.infos,
-            lr=self.lr,
-            seed=self._seed,
-            workspace=self._workspace,
-        )
-
     def publish(self, region: Region) -> None:
         """Send corrected, now final weights to the other ranks."""
         for number, tile in enumerate(self.store[region].tiles if self.store.sharding.publishes else ()):
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
-
-    def submit_tiles(self, region_gradients: RegionGradients, work: UpdateFunction, verb: str, publishes: bool) -> None:
-        """Submit work on a region's states, tile by tile, after its gradients and after every fetch of the overwritten
-        data. `publishes`: the weights are then final and are sent to other ranks with a copy.
-        """
-        region, state = region_gradients.region, self.store[region_gradients.region]
-        self.begin()
-        self.slots.invalidate((region,))
-        for number, tile in enumerate(state.tiles):
-            lease = self.early.lend(
-                tile, [*tile.states, *(["gradients"] if region_gradients.gradients is None else ())]
-            )
-            planes = lease.planes
-            if region_gradients.gradients is not None:
-                gradients = region_gradients.gradients[tile.begin - state.begin : tile.end - state.begin]
-                planes = {**planes, "gradients": gradients}
-            ticket = self.place.submit(
-                TileUpdate(
-                    region,
-                    partial(work, tile),
-                    lease,
-                    planes,
-                    region_gradients.fence,
-                    state.stays,
-                    partial(self.refuse_weights, region, self.lr),
-                    f"{verb} {region.name}",
-                    region.update_bytes(tile.end - tile.begin) + planes["gradients"].nbytes,
-                )
-            )
-            if publishes and self.store.sharding.publishes:
-                self.store.publish(region, number, lease, (ticket,))
 
     def show(self, late: Collection[Region]) -> None:
         """Let the next pass use the old weights of the regions `late`, and the newest weights of all others."""
@@ -214,12 +112,153 @@ class TileUpdates:
             for tile in state.held_tiles:
                 tile.show(state.region in late)
 
-    def refuse_weights(self, region: Region, lr: float, num_wrong: int) -> NoReturn:
-        """Raise NonFiniteError after an update produced non-finite weights. The states are then unusable."""
-        self.begin()
-        advice = self.store.values.explain_nonfinite(
+
+class RegionUpdate:
+    """The update of a region with gradients on their way, run tile by tile.
+
+    `scale`: clipping coefficient, multiplied with the gradients; None: no update, because the step fails.
+    """
+
+    verb = "update"
+
+    def __init__(
+        self,
+        tiles: TileUpdates,
+        region: Region,
+        gradients: torch.Tensor | None,
+        fence: Fence,
+        touched: Sequence[bool],
+        scale: float | None = 1.0,
+        *,
+        is_final: bool = True,
+    ) -> None:
+        """`gradients`: in memory, behind `fence`; None: on disk with the region's states. `touched`: per piece, True
+        if there is a gradient. `is_final`: no correction follows.
+        """
+        self.tiles, self.region, self.state, self.settings = tiles, region, tiles.store[region], tiles.settings
+        self.gradients, self.fence, self.touched, self.scale, self.is_final = gradients, fence, touched, scale, is_final
+
+    def submit(self) -> None:
+        """Submit the update, after the gradients and after every fetch of the overwritten data.
+
+        Final weights are sent to other ranks with a copy.
+        """
+        tiles, state, gradients = self.tiles, self.state, self.gradients
+        tiles.begin()
+        tiles.slots.invalidate((self.region,))
+        for number, tile in enumerate(state.tiles):
+            lease = tiles.early.lend(tile, [*tile.states, *(["gradients"] if gradients is None else ())])
+            planes = lease.planes
+            if gradients is not None:
+                planes = {**planes, "gradients": gradients[tile.begin - state.begin : tile.end - state.begin]}
+            ticket = tiles.place.submit(TileUpdate(self, tile, lease, planes))
+            if self.is_final and tiles.store.sharding.publishes:
+                tiles.store.publish(self.region, number, lease, (ticket,))
+
+    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+        """Update a tile's planes in place. Return the non-finite weight count."""
+        if tile is self.state.tiles[0]:
+            self.choose_scale()
+        if self.scale is None:
+            return 0
+        num_wrong = update_tile(self.state, tile, planes, self.touched, self.settings, self.scale)
+        if tile is self.state.tiles[-1]:
+            self.state.count(self.touched)
+        if self.tiles.debug and self.is_final:
+            planes["gradients"].fill_(float("nan"))
+        return num_wrong
+
+    def choose_scale(self) -> None:
+        """Set `scale`, before the first tile."""
+
+    def refuse(self, num_wrong: int) -> NoReturn:
+        """Raise NonFiniteError after the update produced non-finite weights. The states are then unusable."""
+        self.tiles.begin()
+        advice = self.tiles.store.values.explain_nonfinite(
             "The step is too large. Lower --optimizer.lr, and resume from the last checkpoint."
         )
         raise NonFiniteError(
-            f"{num_wrong} weights of unit {region.name} are not finite after the update with lr {lr:g}. {advice}"
+            f"{num_wrong} weights of unit {self.region.name} are not finite after the update with lr "
+            f"{self.settings.lr:g}. {advice}"
         )
+
+
+class Correction(RegionUpdate):
+    """Corrects an update from the applied coefficient to another one."""
+
+    verb = "correct"
+
+    def __init__(self, update: RegionUpdate, scale: float) -> None:
+        super().__init__(
+            update.tiles, update.region, update.gradients, update.fence, update.touched, scale, is_final=False
+        )
+        self._corrected = update
+
+    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+        # The update has run by now, so both coefficients are final.
+        assert self.scale is not None
+        applied_scale = self._corrected.scale
+        return update_tile(self.state, tile, planes, self.touched, self.settings, self.scale, applied_scale)
+
+
+@dataclass(frozen=True)
+class TileUpdate:
+    """The update of one tile, done in place."""
+
+    update: RegionUpdate
+    """The region's update."""
+    tile: Tile
+    """The tile."""
+    lease: Lease
+    """Lease on the tile's states."""
+    planes: Mapping[str, torch.Tensor]
+    """Leased planes and the gradients, by name."""
+
+    @property
+    def name(self) -> str:
+        """Name in the timeline."""
+        return f"{self.update.verb} {self.update.region.name}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of states read and written by the update."""
+        tile = self.tile
+        return self.update.region.update_bytes(tile.end - tile.begin) + self.planes["gradients"].nbytes
+
+    def run(self, planes: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Run the update on these planes.
+
+        Returns the non-finite weight count if only the accelerator knows the value; otherwise refuses such weights here
+        and returns None.
+        """
+        num_wrong = self.update.run(self.tile, planes)
+        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
+            return num_wrong
+        if num_wrong:
+            self.update.refuse(int(num_wrong))
+        return None
+
+
+class UpdatePlace(ABC):
+    """Place where updates run."""
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Forget the previous step's counts of non-finite weights."""
+
+    @abstractmethod
+    def submit(self, tile: TileUpdate) -> Ticket:
+        """Submit a tile update, after the gradients and after every fetch of the overwritten data.
+
+        The returned ticket is done when the new weights are ready.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse non-finite weights after all of a step's updates are submitted."""
+
+    def reset(self) -> None:  # noqa: B027 (only rings need this)
+        """Reset after a step was given up."""
+
+    def free(self) -> None:  # noqa: B027 (only rings need this)
+        """Release all buffers."""

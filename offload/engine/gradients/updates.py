@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from offload.engine.gradients.early_policies import DelayedPolicy, ImmediatePolicy, NormOnlyPolicy, SpeculativePolicy
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.policies import DeferredPolicy, UpdatePolicy, UpdateResult, refuse_gradients
-from offload.engine.gradients.tile_updates import RegionGradients, TileUpdates
-from offload.engine.gradients.update_place import UpdatePlace
+from offload.engine.gradients.tile_updates import TileUpdates, UpdatePlace
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Fence
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.rule import UpdateRule
 from offload.optim.update import clip_coefficient, total_norm
 from offload.planning.settings import Settings
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import DeferredUpdates, UpdateFunction
+from offload.tiers.tile import DeferredUpdates, PendingUpdate
 
 UNCLIPPED_STEPS = 8
 """After this many steps without clipping, a run with `clip: auto` becomes speculative, if that hides updates.
@@ -61,7 +58,7 @@ class Updates:
             lanes,
             flow.measures,
         )
-        self._learns = settings.needs_all_gradients and settings.optimizer.drops_gradients
+        self._measures_norm = settings.needs_all_gradients and settings.optimizer.drops_gradients
         self._norm: float | None = None  # this step's norm, from a separate backward
         self._max_norm = self._limit = settings.max_grad_norm  # default, and for this step
         self._skips, self._delays_from = settings.skips, settings.delay_after if settings.delay else math.inf
@@ -73,7 +70,7 @@ class Updates:
     @property
     def infos(self) -> Sequence[ParameterInfo]:
         """Parameter settings for the next updates."""
-        return self.tiles.infos
+        return self.tiles.settings.infos
 
     @property
     def max_norm(self) -> float | None:
@@ -84,19 +81,19 @@ class Updates:
     def waits(self) -> bool:
         """True if updates wait for the norm."""
         is_deferred = self._max_norm is not None and self.clip != "speculative"
-        return (self._skips or is_deferred) and not self._learns
+        return (self._skips or is_deferred) and not self._measures_norm
 
     def delays(self, number: int) -> bool:
         """Return whether the update after `number` earlier steps is delayed."""
         return number >= self._delays_from
 
     @property
-    def learns_first(self) -> bool:
+    def measures_first(self) -> bool:
         """True if a step needs a separate backward for the norm.
 
-        `begin_step` receives the current backward as `learns` or `norm`.
+        `begin_step` receives the current backward as `for_norm` or `norm`.
         """
-        return self._learns and not self._flow.accumulates
+        return self._measures_norm and not self._flow.accumulates
 
     @property
     def is_immediate(self) -> bool:
@@ -126,31 +123,32 @@ class Updates:
 
         Pending updates keep their own.
         """
-        if [part.moments for part in rule.parts] != [part.moments for part in self.tiles.rules]:
+        settings = self.tiles.settings
+        if [part.moments for part in rule.parts] != [part.moments for part in settings.rules]:
             raise ConfigError(
-                f"the update rule {self.tiles.rules[0]} cannot change to {rule}, which stores other moments per "
+                f"the update rule {settings.rules[0]} cannot change to {rule}, which stores other moments per "
                 "weight: choose this setting when the engine is created."
             )
         infos = [replace(info, weight_decay=decays.get(info.name, info.weight_decay)) for info in self.infos]
-        self.tiles.rules, self.tiles.infos = rule.parts, infos
+        self.tiles.settings = settings._replace(rules=rule.parts, infos=infos)
 
     def begin_step(
-        self, lr: float, waits: bool, number: int, *, learns: bool = False, norm: float | None = None
+        self, lr: float, waits: bool, number: int, *, for_norm: bool = False, norm: float | None = None
     ) -> None:
         """Start step `number`.
 
-        `waits`: updates come after the norm in any case. `learns`: the next backward is for the norm only. `norm`: the
-        norm from such a backward.
+        `waits`: updates come after the norm in any case. `for_norm`: the next backward is for the norm only. `norm`:
+        the norm from such a backward.
         """
         self._norm, self._limit = norm, self._max_norm
-        self._lanes.settle()
-        self.tiles.lr = lr
+        self._lanes.close_step()
+        self.tiles.settings = self.tiles.settings._replace(lr=lr)
         self.tiles.place.begin_step()
-        self._flow.transfer.policy = self._choose(waits, self.delays(number), learns, norm)
+        self._flow.transfer.policy = self._choose(waits, self.delays(number), for_norm, norm)
 
-    def _choose(self, waits: bool, delays: bool, learns: bool, norm: float | None) -> UpdatePolicy:
+    def _choose(self, waits: bool, delays: bool, for_norm: bool, norm: float | None) -> UpdatePolicy:
         tiles, measures, limit = self.tiles, self._measures, self._limit
-        if learns:
+        if for_norm:
             return NormOnlyPolicy()
         if delays:
             return DelayedPolicy(tiles, measures, self._deferred, reads_early=False)
@@ -160,7 +158,7 @@ class Updates:
             return ImmediatePolicy(tiles, measures, limit, norm, self._is_inline)
         return SpeculativePolicy(tiles, measures, limit, norm, self._is_inline)
 
-    def learn(self) -> float:
+    def measure_norm(self) -> float:
         """End the norm-only backward: return the norm and forget the gradients.
 
         Raises NonFiniteError for a non-finite norm, unless such steps are skipped.
@@ -184,27 +182,15 @@ class Updates:
 
         The step's updates must still be waiting for the norm.
         """
-        self.tiles.lr = lr
+        self.tiles.settings = self.tiles.settings._replace(lr=lr)
         if max_norm is not None:
             self._limit = max_norm or None
 
-    def apply(self, rank: Callable[[Region], float], start_fetches: Callable[[], None]) -> UpdateResult:
-        """Finish the gradients, clip, and submit the remaining updates in the order of `rank`.
+    def clip_gradients(self, first_use: Callable[[Region], float]) -> UpdateResult:
+        """Wait for the gradient norm and choose the clipping coefficient for the remaining updates.
 
-        Calls `start_fetches` once the coefficient is known and weights for the next step may be fetched.
+        `first_use`: sort key for the updates, a region's first use in the next step.
         """
-        self._flow.send_rest()
-        if self.is_immediate:
-            self._slots.refresh()
-            start_fetches()
-        result = self._clip(rank)
-        if self.is_immediate:
-            self._settle()
-        else:
-            self._end(start_fetches)
-        return result
-
-    def _clip(self, rank: Callable[[Region], float]) -> UpdateResult:
         policy = self._flow.transfer.policy
         self._flow.finish()
         norm = total_norm(self._measures.squares.values())
@@ -213,41 +199,44 @@ class Updates:
         if math.isfinite(norm):
             if self.num_unclipped is not None:
                 self._count_step(norm)
-            return policy.finish(norm, self._limit, rank)
+            return policy.finish(norm, self._limit, first_use)
         if not self._skips or self.tiles.is_updating:
             refuse_gradients(self.tiles, self._measures, norm, policy.arrived)
         self.tiles.early.give_back()
         self.tiles.show(())
         return UpdateResult(norm, skipped=True)
 
-    def descend(self, works: Mapping[Region, UpdateFunction], start_fetches: Callable[[], None]) -> None:
-        """Submit a step's updates without gradients, in this order. Calls `start_fetches` like `apply`."""
-        for region, work in works.items():
-            region_gradients = RegionGradients(region, torch.empty(0, device="cpu"), Fence("no gradients"))
-            self._deferred.pending[region] = partial(
-                self.tiles.submit_tiles, region_gradients, work, "update", publishes=True
-            )
+    def defer(self, updates: Mapping[Region, PendingUpdate]) -> None:
+        """Add updates without gradients to the pending ones, in this order."""
+        self._deferred.pending.update(updates)
         self._slots.invalidate(self._deferred.pending)
-        self._end(start_fetches)
 
     def flush(self) -> None:
         """Run on the host the updates that wait for the next copy of weights to the device: the host reads next."""
-        if works := dict(self._deferred.in_slot):
+        if updates := dict(self._deferred.in_slot):
             self._deferred.in_slot.clear()
-            self.descend(works, lambda: None)
+            self.defer(updates)
+            self.start()
 
-    def _end(self, start_fetches: Callable[[], None]) -> None:
-        """Allow fetches for the next step, then start the other pending updates."""
-        self.tiles.begin(bool(self._deferred.pending))
+    def start(self) -> None:
+        """Start all pending updates."""
         with interrupts.uninterrupted():
-            self._slots.refresh()
-            start_fetches()  # each fetch starts the pending updates up to its own region
-            self._deferred.start()
-            self._settle()
+            self.begin()
+            self.start_rest()
 
-    def _settle(self) -> None:
+    def begin(self) -> None:
+        """Start the pending updates of resident weights, and copy these weights to the device again.
+
+        Fetches for the next step may follow: each one starts the pending updates up to its own region.
+        """
+        self.tiles.begin(bool(self._deferred.pending))
+        self._slots.refresh()
+
+    def start_rest(self) -> None:
+        """Start the pending updates without a fetch. All updates of the step are then submitted."""
+        self._deferred.start()
         self.tiles.place.check()
-        self._lanes.settle()  # pending updates now belong to a finished step: `give_up` leaves them
+        self._lanes.close_step()  # pending updates now belong to a finished step: `give_up` leaves them
         self.tiles.is_updating = False
 
     def catch_up(self) -> None:

@@ -17,6 +17,7 @@ from offload.engine.state import EngineState
 from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
+from offload.interrupts import interrupts
 from offload.lanes.timeline import Span
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
@@ -29,7 +30,7 @@ class OwnSteps(Protocol):
     def make_room(self, accumulates: bool = ...) -> None:
         """Make room for gradient sums over several backward passes, or return to one pass."""
 
-    def begin(self, schedule_key: Hashable, waits: bool = ..., learns: bool = ...) -> None:
+    def begin(self, schedule_key: Hashable, waits: bool = ..., for_norm: bool = ...) -> None:
         """Begin a step; gradients may arrive from now on. `waits`: from several backwards."""
 
     def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
@@ -109,10 +110,21 @@ class Method(ABC):
         comm = self._state.comm
         return comm.sum_in_order(list(losses), "loss") if comm.size > 1 else list(losses)
 
-    def _order(self) -> Callable[[Region], float]:
-        """Return a function from a region to its position in the next step, based on the current pass."""
+    def _first_use(self) -> Callable[[Region], float]:
+        """Return a sort key for regions: the first use in the next step, if that step repeats the current pass."""
         state = self._state
         return state.executor.order(lambda region: [unit.regions for unit in state.users[region.index]])
+
+    def _start_updates(self, is_batch: bool) -> None:
+        """Start the pending updates in the order of the next step, and fetch the first weights for that step.
+
+        `is_batch`: as in `_start_fetches`.
+        """
+        updates = self._state.updates
+        with interrupts.uninterrupted():
+            updates.begin()
+            self._start_fetches(is_batch)
+            updates.start_rest()
 
     def _start_fetches(self, is_batch: bool) -> None:
         """Begin to fetch the next step's weights, once the updates are determined.
@@ -124,13 +136,13 @@ class Method(ABC):
         state.executor.end()
         if is_batch:  # own loops may hold any number of graphs, so no memory is ever spare
             state.spare_memory.end_step(peak_bytes)
-        state.executor.expect(*self.expected)
+        state.executor.begin_fetches(*self.expected)
 
     def _finish(self, loss: float, grad_norm: float, tokens: int | None, **more: Any) -> StepResult:
         """Complete the step and return the result, with lane times."""
         state = self._state
         with suppress(Exception):  # an error here fails the next pass: this step is complete
-            state.slots.settle()  # a script may read resident weights before that, and would have to wait
+            state.slots.compute_after_resident()  # here, so that a script reading these weights does not wait
         seconds, lanes, self.spans = state.lanes.end_step()
         loss_tensor = torch.tensor(loss, dtype=torch.float32, device="cpu")
         return StepResult(loss_tensor, grad_norm, tokens, seconds=seconds, lanes=lanes, **more)
@@ -150,8 +162,8 @@ class Backward(Method):
         # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
         copies_per_micro_batch = self._losses.is_plain or self._streams_experts
         self.make_room(self._state.plan.sums_gradients_on_host or (self._splits and copies_per_micro_batch))
-        if self._state.updates.learns_first:
-            return self._learn_and_step(inputs)
+        if self._state.updates.measures_first:
+            return self._step_in_two_passes(inputs)
         self.begin(inputs.plan.schedule_key)
         loss = self._losses.total(inputs, runs_backward=True)
         return self.end(loss, inputs.num_targets, inputs.plan.schedule_key)
@@ -163,15 +175,15 @@ class Backward(Method):
     def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
         return [self._losses.total(inputs, chunk_tokens, runs_backward=True)]
 
-    def _learn_and_step(self, inputs: PassInputs) -> StepResult:
+    def _step_in_two_passes(self, inputs: PassInputs) -> StepResult:
         """Make a step with two backwards: the first for the norm only, the second for the updates.
 
         Both start with equal generator and buffer states.
         """
         state, before, schedule_key = self._state, self._take_snapshot(), inputs.plan.schedule_key
-        self.begin(schedule_key, learns=True)
+        self.begin(schedule_key, for_norm=True)
         loss = self._losses.total(inputs, runs_backward=True)
-        norm = state.updates.learn()
+        norm = state.updates.measure_norm()
         if math.isfinite(norm):
             before.put_back()
             state.executor.end()
@@ -180,31 +192,39 @@ class Backward(Method):
             loss = self._losses.total(inputs, runs_backward=True)
         return self.end(loss, inputs.num_targets, schedule_key)
 
-    def begin(self, schedule_key: Hashable, waits: bool = False, learns: bool = False) -> None:
+    def begin(self, schedule_key: Hashable, waits: bool = False, for_norm: bool = False) -> None:
         """Begin a step; gradients may arrive from now on.
 
-        `waits`: gradients come from several backwards. `learns`: the next backward is for the norm only.
+        `waits`: gradients come from several backwards. `for_norm`: the next backward is for the norm only.
         """
         self._state.lanes.timeline.begin_step()
         self._counters.begin_step()
-        self._begin_pass(schedule_key, waits, learns)
+        self._begin_pass(schedule_key, waits, for_norm)
 
     def _begin_pass(
-        self, schedule_key: Hashable, waits: bool = False, learns: bool = False, norm: float | None = None
+        self, schedule_key: Hashable, waits: bool = False, for_norm: bool = False, norm: float | None = None
     ) -> None:
         state = self._state
         state.runner.begin_step()
         state.updates.begin_step(
-            self.lr, waits or state.gradients.accumulates, state.runner.step_number, learns=learns, norm=norm
+            self.lr, waits or state.gradients.accumulates, state.runner.step_number, for_norm=for_norm, norm=norm
         )
         state.executor.begin(schedule_key, wraps=state.updates.is_immediate)
 
     def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
         """Finish the gradients, clip, update, and start to fetch the next step's weights."""
-        state, rank = self._state, self._order()
-        self.expected = schedule_key, state.updates.is_immediate and not state.updates.learns_first
+        state, updates, first_use, is_batch = self._state, self._state.updates, self._first_use(), tokens is not None
+        self.expected = schedule_key, updates.is_immediate and not updates.measures_first
         read_loss = state.device.copy_to_host(loss)  # before the host waits for the norm
-        result = state.updates.apply(rank, lambda: self._start_fetches(tokens is not None))
+        state.gradients.send_rest()
+        if updates.is_immediate:  # all updates are submitted: the fetches need not wait for the norm
+            updates.begin()
+            self._start_fetches(is_batch)
+            result = updates.clip_gradients(first_use)
+            updates.start_rest()
+        else:
+            result = updates.clip_gradients(first_use)
+            self._start_updates(is_batch)
         (total,) = self.sum(float(read_loss()))
         skipped, corrected, coarse = result.skipped, result.corrected, result.coarse
         return self._finish(total, result.norm, tokens, skipped=skipped, corrected=corrected, coarse=coarse)

@@ -283,7 +283,7 @@ def _undo_writes(recording: Recording, state: EngineState) -> None:
     recording.note_writes()
     if recording.written:
         state.slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
-        state.slots.settle()
+        state.slots.compute_after_resident()
 
 
 def _record_few(

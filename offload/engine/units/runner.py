@@ -371,7 +371,7 @@ class UnitRunner:
         self._num_calls.clear()
         self.saved.begin_step()
         self.gradients.begin_step()
-        self.slots.settle()
+        self.slots.compute_after_resident()
         if self.writes.parameters:
             self.writes.begin()
 

@@ -149,7 +149,7 @@ class StreamedModel:
         self._running_unit = None
         self._make_resident(unit)
         self._slots.refresh(always=True)
-        self._slots.settle()
+        self._slots.compute_after_resident()
         self._set_order()
 
     @contextmanager
@@ -189,7 +189,7 @@ class StreamedModel:
         """Make a unit resident. The module then runs without hooks."""
         unit.keep_on_device()
         self._slots.keep(unit.regions)
-        self._slots.settle()
+        self._slots.compute_after_resident()
         self._executor.reset()
         for other in self._units:
             if any(region in unit.regions for region in other.regions):
@@ -198,7 +198,7 @@ class StreamedModel:
 
     def _set_order(self) -> None:
         self._executor.suppose(_PASS, [unit.regions for unit in self._units if not unit.resident])
-        self._executor.expect(_PASS, wraps=False)
+        self._executor.begin_fetches(_PASS, wraps=False)
 
     def _read(self, index: int, begin: int, end: int) -> torch.Tensor:
         """Return parameter elements. A parameter fused from several tensors is built once as a whole."""
@@ -231,7 +231,7 @@ class StreamedModel:
 
     def _end_pass(self) -> None:
         self._executor.end()
-        self._executor.expect(_PASS, wraps=False)
+        self._executor.begin_fetches(_PASS, wraps=False)
         self._lanes.end_step()
 
 

@@ -16,15 +16,16 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.distributed.ranks import SimulatedRanks
-from offload.engine.gradients.device_updates import open_place
+from offload.engine.gradients.device_updates import DeviceUpdates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import CopySquares, Measures
-from offload.engine.gradients.update_place import InPlaceUpdates, TileUpdate, UpdatePlace
+from offload.engine.gradients.tile_updates import RegionUpdate, TileUpdate, TileUpdates, UpdatePlace
+from offload.engine.gradients.update_place import InPlaceUpdates
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
 from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
 from offload.extras.zeroth.slot_updates import SlotUpdates
-from offload.lanes.ticket import Ticket
+from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import DiskLayout, Region
 from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
@@ -39,7 +40,7 @@ from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import Nvme, Stripes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import DeferredUpdates, Tile, UpdateFunction
+from offload.tiers.tile import DeferredUpdates, Tile
 
 _NUM_STEPS, _NUM_WARM = 6, 3
 """Simulated steps, and warm-up steps among them.
@@ -205,7 +206,7 @@ class _SimulatedMeasures(Measures):
         """Do nothing: the simulated ranks exchange only a few numbers."""
 
 
-class _TimedUpdatePlace:
+class _TimedUpdatePlace(UpdatePlace):
     """Wraps an update place and adds host time per tile."""
 
     def __init__(self, place: UpdatePlace, lanes: SimulatedLanes, tile_host_s: float) -> None:
@@ -223,6 +224,18 @@ class _TimedUpdatePlace:
 
     def check(self) -> None:
         """Do nothing: there is no computation to check."""
+
+
+class _SimulatedUpdate(RegionUpdate):
+    """An update without gradients, with simulated compute time if compute itself runs updates."""
+
+    def __init__(self, tiles: TileUpdates, region: Region, lanes: SimulatedLanes, seconds: Seconds) -> None:
+        super().__init__(tiles, region, torch.empty(0, device="cpu"), Fence("no gradients"), ())
+        self._lanes, self._seconds = lanes, seconds
+
+    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int:  # noqa: ARG002
+        self._lanes.compute(self._seconds(self.region.update_bytes(tile.end - tile.begin)))
+        return 0
 
 
 class SimulatedEngine:
@@ -272,14 +285,13 @@ class SimulatedEngine:
             if region.index in plan.lasting:
                 flow.make_lasting(region)
         self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, updates_at_end=flow.lasts)
-        in_place = InPlaceUpdates(self._store.update_lane, device, nullcontext)
-        ring = device.allocate("update ring", plan.update_ring_bytes) if plan.update_ring_bytes else None
-        update_place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)
+        update_place: UpdatePlace = InPlaceUpdates(self._store.update_lane, device, nullcontext)
+        if plan.update_ring_bytes:
+            ring, streamed = device.allocate("update ring", plan.update_ring_bytes), plan.layout.streamed
+            update_place = DeviceUpdates(update_place, streamed, ring, len(plan.regions), lanes, device, self._counters)
         timed_place = _TimedUpdatePlace(update_place, lanes, plan.tile_host_s)
-        self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)  # type: ignore[arg-type]
-        self._pending = SlotUpdates(
-            self._store, self._slots, self._updates, deferred, lanes, device, settings.optimizer.lr
-        )
+        self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)
+        self._pending = SlotUpdates(self._store, self._slots, deferred, lanes, device)
 
         def pool(tier: str) -> ActivationOffload | None:
             if tier == "nvme":
@@ -321,36 +333,43 @@ class SimulatedEngine:
 
     def step(self) -> None:
         """Simulate one step."""
-        self._slots.settle()
+        self._slots.compute_after_resident()
         if self._plan.settings.optimizer.has_gradients:
             self._step_of_backward()
         else:
             self._step_of_forwards()
         self._number += 1
         self._lanes.compute(0.0, self._plan.step_host_s)
-        self._slots.settle()
+        self._slots.compute_after_resident()
 
     # -- methods of training ---------------------------------------------------------------------------------
 
     def _step_of_backward(self) -> None:
         """Same call order as `offload.engine.methods.method.Backward`."""
         updates, norm = self._updates, None
-        if updates.learns_first:
-            self._begin_pass(learns=True)
+        if updates.measures_first:
+            self._begin_pass(for_norm=True)
             self._passes()
-            norm = updates.learn()
+            norm = updates.measure_norm()
             self._executor.end()
         self._begin_pass(norm=norm)
         self._passes()
-        rank, loss = self._order(), self._lanes.mark()
-        wraps = updates.is_immediate and not updates.learns_first
-        updates.apply(rank, lambda: self._expect_next(wraps))
+        first_use, loss = self._first_use(), self._lanes.mark()
+        self._flow.send_rest()
+        if updates.is_immediate:
+            updates.begin()
+            self._expect_next(wraps=not updates.measures_first)
+            updates.clip_gradients(first_use)
+            updates.start_rest()
+        else:
+            updates.clip_gradients(first_use)
+            self._start_updates()
         self._lanes.wait(loss)
 
-    def _begin_pass(self, learns: bool = False, norm: float | None = None) -> None:
+    def _begin_pass(self, for_norm: bool = False, norm: float | None = None) -> None:
         self._flow.begin_step()
         self._flow.sums_in_fp32 = self._plan.wide
-        self._updates.begin_step(0.0, False, self._number, learns=learns, norm=norm)
+        self._updates.begin_step(0.0, False, self._number, for_norm=for_norm, norm=norm)
         self._executor.begin("step", wraps=self._updates.is_immediate)
 
     def _step_of_forwards(self) -> None:
@@ -360,28 +379,27 @@ class SimulatedEngine:
         for number, call in enumerate(self._calls):
             self._forward(number, call)
         self._lanes.wait(self._lanes.mark())  # for the losses
-        trainable = sorted((region for region in self._plan.regions if region.trainable), key=self._order())
-        works = {region: self._slot_update(region) for region in trainable}
+        trainable = sorted((region for region in self._plan.regions if region.trainable), key=self._first_use())
+        tiles, seconds = self._updates.tiles, self._device_seconds
+        updates = {region: _SimulatedUpdate(tiles, region, self._lanes, seconds) for region in trainable}
         self._updates.flush()
-        self._pending.defer({region: works.pop(region) for region in trainable if self._pending.can_defer(region)})
-        self._updates.descend(works, lambda: self._expect_next(wraps=False))
+        self._pending.defer({region: updates.pop(region) for region in trainable if self._pending.can_defer(region)})
+        self._updates.defer(updates)
+        self._start_updates()
 
-    def _slot_update(self, region: Region) -> UpdateFunction:
-        """Return the update for a region, with simulated compute time if compute itself runs updates."""
-
-        def work(tile: Tile, _planes: object) -> int:
-            self._lanes.compute(self._device_seconds(region.update_bytes(tile.end - tile.begin)))
-            return 0
-
-        return work
-
-    def _order(self) -> Callable[[Region], float]:
+    def _first_use(self) -> Callable[[Region], float]:
         return self._executor.order(lambda region: self._users[region.index])
+
+    def _start_updates(self) -> None:
+        """Same call order as `Method._start_updates`."""
+        self._updates.begin()
+        self._expect_next(wraps=False)
+        self._updates.start_rest()
 
     def _expect_next(self, wraps: bool) -> None:
         """Same call order as `Method._start_fetches`."""
         self._executor.end()
-        self._executor.expect("step", wraps)
+        self._executor.begin_fetches("step", wraps)
 
     # -- passes ----------------------------------------------------------------------------------------------
 

@@ -25,9 +25,7 @@ class Forwards(Method):
 
     def prepare(self) -> None:
         state = self._state
-        self._pending = SlotUpdates(
-            state.store, state.slots, state.updates, state.deferred_updates, state.lanes, state.device, self.lr
-        )
+        self._pending = SlotUpdates(state.store, state.slots, state.deferred_updates, state.lanes, state.device)
         self.descent = ZerothOrderUpdate(state, self._rule, self._pending)
         self._perturbed = PerturbedWeights(state, self._rule, self._settings.seed)
         self._interleaved = InterleavedForwards(state, self._pending, self._perturbed)
@@ -56,11 +54,11 @@ class Forwards(Method):
                 f"the losses of step {number + 1} at the two perturbed weights are {_format_losses(losses)}. {advice}"
             )
         self.expected = schedule_key, False
-        rank = self._order()
         if skipped:
             self._start_fetches(is_batch=True)
         else:
-            self.descent.update(measured, self._perturbed.thresholds, rank, lambda: self._start_fetches(is_batch=True))
+            self.descent.update(measured, self._perturbed.thresholds, self._first_use())
+            self._start_updates(is_batch=True)
         mean = sum(loss for pair in losses for loss in pair) / (2 * len(losses))
         slope = math.sqrt(sum(slope * slope for slope in slopes) / len(slopes))
         return self._finish(mean, slope, inputs.num_targets, skipped=skipped, measured=None if skipped else measured)

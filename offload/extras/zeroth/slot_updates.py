@@ -7,13 +7,12 @@ from functools import partial
 
 import torch
 
-from offload.engine.gradients.updates import Updates
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
 from offload.tiers.device import Device, copy_planes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import DeferredUpdates, UpdateFunction
+from offload.tiers.tile import DeferredUpdates, PendingUpdate
 
 
 class SlotUpdates:
@@ -28,39 +27,38 @@ class SlotUpdates:
         self,
         store: Store,
         slots: Slots,
-        updates: Updates,
         deferred: DeferredUpdates,
         lanes: Lanes,
         device: Device,
-        lr: float,
     ) -> None:
-        self._store, self._slots, self._updates, self._lanes, self._device = store, slots, updates, lanes, device
-        self._works, self._lr = deferred.in_slot, lr
-        self._counts: list[tuple[Region, torch.Tensor]] = []  # non-finite weight counts, in device memory
+        self._store, self._slots, self._lanes, self._device = store, slots, lanes, device
+        self._updates = deferred.in_slot
+        self._counts: list[tuple[PendingUpdate, torch.Tensor]] = []  # non-finite weight counts, in device memory
 
     def can_defer(self, region: Region) -> bool:
         """Return whether a region's update can be put off."""
         return self._store.updates_in_slot(region) and not self._slots.is_resident(region)
 
-    def defer(self, works: Mapping[Region, UpdateFunction]) -> None:
+    def defer(self, updates: Mapping[Region, PendingUpdate]) -> None:
         """Put updates off until the next fetch."""
-        self._works.update(works)
-        self._slots.need_masters(works)
+        self._updates.update(updates)
+        self._slots.need_masters(updates)
 
     def run(self, regions: Sequence[Region]) -> None:
         """Update the fetched weights of a unit and copy them to the host."""
-        pending = [region for region in regions if region in self._works]
+        pending = [region for region in regions if region in self._updates]
         for region, planes in self._slots.masters(regions).items() if pending else ():
-            if region not in self._works:
+            if region not in self._updates:
                 continue
             (tile,) = self._store[region].tiles  # one tile: neither on disk nor partitioned
             # A kept slot holds the weights from the last copy to the host, and this copy may still be in progress.
             self._lanes.compute_after(tile.fence.before_fill())
-            num_wrong = self._works[region](tile, planes)
+            update = self._updates[region]
+            num_wrong = update.run(tile, planes)
             if isinstance(num_wrong, torch.Tensor):
-                self._counts.append((region, num_wrong))
+                self._counts.append((update, num_wrong))
             elif num_wrong:
-                self._updates.tiles.refuse_weights(region, self._lr, num_wrong)
+                update.refuse(num_wrong)
             lease = tile.land(*planes)
             num_bytes = sum(plane.nbytes for plane in planes.values())
             down = self._lanes.update_down.submit(
@@ -72,21 +70,21 @@ class SlotUpdates:
             )
             lease.done_writing(down)
             self._slots.used(self._slots.cargo_of(regions), (), (down,))
-            self._lanes.settle()
-            del self._works[region]
+            self._lanes.close_step()
+            del self._updates[region]
             self._store.count_d2h(num_bytes)
-        assert not any(region in self._works for region in pending), "a cargo came up without its master weights"
+        assert not any(region in self._updates for region in pending), "a cargo came up without its master weights"
 
     def check(self) -> None:
         """Refuse non-finite weights counted on the device, after a step's passes."""
         counts, self._counts = self._counts, []
         if counts:
             host_counts = self._device.copy_to_host(torch.stack([count for _, count in counts]))().tolist()
-            for (region, _), num_wrong in zip(counts, host_counts, strict=True):
+            for (update, _), num_wrong in zip(counts, host_counts, strict=True):
                 if num_wrong:
-                    self._updates.tiles.refuse_weights(region, self._lr, num_wrong)
+                    update.refuse(num_wrong)
 
     def forget(self) -> None:
         """Forget pending updates: the weights were replaced."""
-        self._works.clear()
+        self._updates.clear()
         self._counts.clear()

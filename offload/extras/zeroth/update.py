@@ -6,17 +6,43 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from offload.engine.gradients.tile_updates import RegionUpdate, TileUpdates
 from offload.engine.methods.result import ZerothOrderRecord
 from offload.engine.state import EngineState
 from offload.extras.zeroth.mezo import MeZO
 from offload.extras.zeroth.slot_updates import SlotUpdates
+from offload.lanes.ticket import Fence
 from offload.layout.regions import Region
 from offload.optim.rule import parameter_key
 from offload.optim.update import ZerothOrderStep, descend_tile
-from offload.tiers.tile import Tile, UpdateFunction
+from offload.tiers.tile import Tile
 
 _BLOCKS = "(blocks)"
 """Key for the block choice, in place of a parameter name."""
+
+
+class DirectionUpdate(RegionUpdate):
+    """The update of a region along a step's directions."""
+
+    def __init__(
+        self,
+        tiles: TileUpdates,
+        region: Region,
+        touched: Sequence[bool],
+        thresholds: Mapping[int, float],
+        estimate: ZerothOrderStep,
+    ) -> None:
+        super().__init__(tiles, region, torch.empty(0, device="cpu"), Fence("no gradients"), touched)
+        self._thresholds, self._estimate = thresholds, estimate
+
+    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+        states = {name: flat for name, flat in planes.items() if name != "gradients"}
+        num_wrong = descend_tile(
+            self.state, tile, states, self.touched, self.settings, self._thresholds, self._estimate
+        )
+        if tile is self.state.tiles[-1]:
+            self.state.count(self.touched)
+        return num_wrong
 
 
 class ZerothOrderUpdate:
@@ -56,10 +82,10 @@ class ZerothOrderUpdate:
         self,
         measured: ZerothOrderRecord,
         thresholds: dict[int, float],
-        rank: Callable[[Region], float],
-        start_fetches: Callable[[], None],
+        first_use: Callable[[Region], float],
     ) -> None:
-        """Submit a step's updates in the order of `rank`, or put them off until the next fetch.
+        """Make a step's updates pending, to be started in the order of `first_use`, or put them off until the next
+        fetch.
 
         `thresholds`: by parameter index, the largest magnitude for participating weights, as far as the passes computed
         it; missing ones are added.
@@ -67,28 +93,15 @@ class ZerothOrderUpdate:
         assert measured.lr is not None
         estimate = ZerothOrderStep(measured.step, measured.seed, measured.slopes, measured.lr)
         touched = self.touched(measured.step, measured.seed, measured.frozen)
-        regions = sorted((self._state.regions[index] for index in touched), key=rank)
-        works = {region: self._work(region, touched[region.index], thresholds, estimate) for region in regions}
+        regions = sorted((self._state.regions[index] for index in touched), key=first_use)
+        tiles = self._state.updates.tiles
+        updates = {r: DirectionUpdate(tiles, r, touched[r.index], thresholds, estimate) for r in regions}
         self._state.updates.flush()  # for units no pass has used
         if self.rule.magnitude_quantile < 1.0:
             self._find_thresholds(touched, thresholds)
-        self._state.updates.tiles.begin()  # a failure from here on leaves a partial update
-        self._pending.defer({region: works.pop(region) for region in regions if self._pending.can_defer(region)})
-        self._state.updates.descend(works, start_fetches)
-
-    def _work(
-        self, region: Region, touched: Sequence[bool], thresholds: Mapping[int, float], estimate: ZerothOrderStep
-    ) -> UpdateFunction:
-        state, engine = self._state.store[region], self._state
-
-        def work(tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
-            states = {name: flat for name, flat in planes.items() if name != "gradients"}
-            num_wrong = descend_tile(state, tile, states, touched, thresholds, engine.rules, engine.infos, estimate)
-            if tile is state.tiles[-1]:
-                state.count(touched)
-            return num_wrong
-
-        return work
+        tiles.begin()  # a failure from here on leaves a partial update
+        self._pending.defer({region: updates.pop(region) for region in regions if self._pending.can_defer(region)})
+        self._state.updates.defer(updates)
 
     def _find_thresholds(self, touched: Mapping[int, Sequence[bool]], thresholds: dict[int, float]) -> None:
         """Compute missing thresholds for unfetched parameters, from the weights on their tier."""
@@ -105,8 +118,6 @@ class ZerothOrderUpdate:
 
     def replay(self, measured: ZerothOrderRecord) -> None:
         """Repeat a step's update from the record, at the weights before that step. Collective."""
-
-        def count() -> None:
-            self._state.runner.step_number = measured.step
-
-        self.update(measured, {}, lambda region: region.index, count)
+        self.update(measured, {}, lambda region: region.index)
+        self._state.runner.step_number = measured.step
+        self._state.updates.start()
