@@ -243,7 +243,7 @@ class OwnTime:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._thread = threading.local()
-        for owner, name in ((Router, "call"), (UnitCall, "backward"), (GradientFlow, "take")):
+        for owner, name in ((Router, "stream"), (UnitCall, "backward"), (GradientFlow, "take")):
             setattr(owner, name, self._timed(getattr(owner, name), True))
         torch.autograd.backward = self._timed(torch.autograd.backward, False)
         forward = Unit.forward.fget

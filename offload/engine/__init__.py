@@ -5,7 +5,7 @@ Reading order for the main path (twelve files, about 4,300 lines):
     engine/engine.py               Engine.step: the public call
     engine/steps.py                Steps.step: agree with the other ranks, record new calls, make the step
     engine/methods/method.py       Backward.step: forward, backward, update
-    engine/loss/parts.py           Losses.total: run the model, and the backward of each part of the loss
+    engine/loss/parts.py           Losses.total: run the model, and the backward of each loss
     engine/units/unit.py           Unit.route: forward for a module with streamed weights
     engine/units/call.py           Router.stream: a unit call with backward or without;
                                    UnitCall: forward, and backward with recomputation, for one unit use

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -171,20 +171,22 @@ class EquivalenceChecks:
             return self._comparator.compare(pair, is_exact=not is_cut and not has_chunks)
 
     def _pass_pair(self, inputs: PassInputs, chunk_tokens: int) -> PassPair:
-        state, method, trains = self._state, self._method, inputs.is_training
-        has_backward = trains and self._losses.has_backward
+        model, method, losses = self._state.model, self._method, self._losses
+        has_backward = inputs.is_training and losses.has_backward
 
-        def evaluate() -> list[torch.Tensor]:
-            with closing(self._losses.parts(inputs, chunk_tokens)) as parts:
-                return [sum(parts, torch.zeros((), device=state.device.torch_device))]
+        def plain_loss() -> torch.Tensor:
+            return run_loss(model, inputs.batch, inputs.loss_fn, has_backward=has_backward).to(torch.float32)
 
+        roots = {"": model, "batch": inputs.batch, "loss_fn": inputs.loss_fn}
+        if inputs.is_training:
+            run_streamed = partial(method.trial, inputs, chunk_tokens)
+            return PassPair(roots, plain_loss, run_streamed, method.install_weights, method.num_passes, has_backward)
         return PassPair(
-            {"": state.model, "batch": inputs.batch, "loss_fn": inputs.loss_fn},
-            lambda: run_loss(state.model, inputs.batch, inputs.loss_fn, has_backward=has_backward),
-            partial(method.trial, inputs, chunk_tokens) if trains else evaluate,
-            method.install_weights if trains else lambda unit, _: unit.install(unit.live()),
-            method.num_passes if trains else 1,
-            has_backward,
+            roots,
+            plain_loss,
+            lambda: [losses.total(inputs, chunk_tokens)],
+            lambda unit, _: unit.install(unit.live()),
+            has_backward=False,
         )
 
 

@@ -30,7 +30,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
             if unit.resident:
                 state.keep(unit)
             elif not unit.in_records:
-                unit.route(state.router.call)
+                unit.route(state.router)
         state.runner.stages.divert()
         state.attention.divert()
         for region in state.regions:

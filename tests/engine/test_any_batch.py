@@ -207,6 +207,18 @@ class Scaled(Prototypes):
         return x
 
 
+def test_a_loss_in_double_precision_trains() -> None:
+    """The engine sums losses in fp32, so the plain pass of the equivalence check has a loss in fp32 too."""
+
+    def double(outputs: Tensor, batch: Any) -> Tensor:
+        return functional.mse_loss(outputs.double(), batch["labels"].double()) / 3
+
+    engine = Engine(build(Scaled), PROPORTIONAL)
+    batch = on_device({"x": noise(0, 4, 8), "labels": noise(1, 4, 8), "scales": torch.ones(4)})
+    wanted = engine.evaluate(batch, double).item()
+    assert engine.step(batch, double).loss.item() == pytest.approx(wanted, rel=1e-6)
+
+
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_what_is_the_same_in_all_rows_tells_nothing(is_plain: bool) -> None:
     """Scales equal to 1 give the same result as one value per row and as values shared by all rows. Later scales do

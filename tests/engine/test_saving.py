@@ -410,8 +410,8 @@ def test_a_run_that_had_to_leave_batches_uncut_goes_on_so(tmp_path: Path) -> Non
     resumed.load_checkpoint(tmp_path / "saved")
     ordinary = rare(1, rank=1)
     assert whole.step(ordinary, cross_entropy).loss == resumed.step(ordinary, cross_entropy).loss
-    assert steps_of(whole).losses.is_plain
-    assert steps_of(resumed).losses.is_plain
+    assert steps_of(whole).losses.is_called_per_micro_batch
+    assert steps_of(resumed).losses.is_called_per_micro_batch
     assert_same(resumed, whole)
 
 

@@ -1,11 +1,9 @@
-"""The loss of a batch in parts, each with a separate backward."""
+"""The loss of a batch: the model in one call or once per micro-batch, with the backward of each loss."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +33,7 @@ class Losses:
         self.num_chunks = 1
 
     @property
-    def is_plain(self) -> bool:
+    def is_called_per_micro_batch(self) -> bool:
         """True if some unit cannot cut the batch, so the model is called once per micro-batch."""
         return self._state.execution_mode.cut == "calls"
 
@@ -44,54 +42,44 @@ class Losses:
     ) -> torch.Tensor:
         """Run the model over a batch; return this rank's loss, fp32 on the device.
 
-        `runs_backward`: each part's backward runs before the next part's forward. `chunk_tokens`: see `parts`.
+        The losses of all ranks add up to the mean over all targets. If possible, the units cut the batch: one model
+        call, and the weights stream once. Otherwise the model is called once per micro-batch. `chunk_tokens`: tokens
+        per head chunk; 0: all; None: per `chunk_tokens(inputs)`. `runs_backward`: each loss has its backward at once,
+        before the next forward.
         """
-        total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
-        with closing(self.parts(inputs, chunk_tokens)) as parts:  # close now, not when a traceback frees the generator
-            for part in parts:
-                if runs_backward and part.requires_grad:
-                    self._state.runner.backward(part)
-                total += part.detach().to(torch.float32)
-        return total
-
-    def parts(self, inputs: PassInputs, chunk_tokens: int | None = None) -> Generator[torch.Tensor, None, None]:
-        """Yield the loss in parts. The parts from all ranks add up to the mean over all targets.
-
-        If possible, the units cut the batch: one model call, and the weights stream once. Otherwise the model is called
-        once per micro-batch. `chunk_tokens`: tokens per head chunk; 0: all; None: per `chunk_tokens(inputs)`.
-
-        The backward of a part runs while this generator is paused at the `yield`, inside `micro_batches`: units cut the
-        batch in the backward like in the forward.
-        """
-        plan, batch = inputs.plan, inputs.batch
+        plan, batch, runner = inputs.plan, inputs.batch, self._state.runner
         own = plan.ranks[plan.rank]
         if isinstance(inputs.loss_fn, GroupLoss):
             inputs.loss_fn.begin()
-        if inputs.shared is not None and (self.chunk_tokens(inputs) == 0 or (plan.num_parts > 1 and self.is_plain)):
+        in_calls = plan.num_parts > 1 and self.is_called_per_micro_batch
+        if inputs.shared is not None and (in_calls or self.chunk_tokens(inputs) == 0):
             raise ConfigError(
                 f"train.sequence_parallel is {self._state.attention.comm.size}, but the model runs on one micro-batch "
                 "after the other or with a loss over all logits (see the warnings above), and ranks cannot share rows "
                 "then: set --train.sequence_parallel 1, or leave out --train.micro_batch_size."
             )
-        if plan.num_parts > 1 and self.is_plain:
-            yield from self._micro_batches(inputs)
-            return
+        if in_calls:
+            return self._total_of_calls(inputs, runs_backward)
         num_parts = plan.num_parts if self._state.execution_mode.cut == "units" else 1
         rows = own.micro_rows if num_parts > 1 else own.rows
-        with self._state.runner.as_engine_calls(), self._state.runner.micro_batches(own.rows, rows, num_parts):
+        total = self._zero()
+        # The backward runs inside `micro_batches` too: units cut the batch there as in the forward.
+        with runner.as_engine_calls(), runner.micro_batches(own.rows, rows, num_parts):
             size = self.chunk_tokens(inputs) if chunk_tokens is None else chunk_tokens
             if size:
-                yield self._chunked(inputs, size)
-                return
+                return total.add_(self._chunked(inputs, size))
             self.num_chunks = 1
             share = _target_share(inputs)
             batch = batch if share else _without_ignored(batch)
-            loss = run_loss(self._model, batch, inputs.loss_fn, has_backward=self.has_backward)
-            yield _scale(loss, share, inputs)
+            loss = _scale(run_loss(self._model, batch, inputs.loss_fn, has_backward=self.has_backward), share, inputs)
+            if runs_backward and loss.requires_grad:
+                runner.backward(loss)
+        return total.add_(loss.detach().to(torch.float32))
 
-    def _micro_batches(self, inputs: PassInputs) -> Generator[torch.Tensor, None, None]:
+    def _total_of_calls(self, inputs: PassInputs, runs_backward: bool) -> torch.Tensor:
+        """Call the model once per micro-batch. All ranks make as many calls as the largest batch needs."""
         plan, rule, batch, loss_fn = inputs.plan, inputs.rule, inputs.batch, inputs.loss_fn
-        tokens, own = inputs.num_targets, plan.ranks[plan.rank]
+        tokens, own, total = inputs.num_targets, plan.ranks[plan.rank], self._zero()
         graph_inputs = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         leaves = {id(t): t.detach().requires_grad_() for t in graph_inputs}  # a backward would free the caller's graph
         batch = {key: leaves.get(id(value), value) for key, value in batch.items()}
@@ -115,9 +103,16 @@ class Losses:
                 share, extra = 1.0, {"num_items_in_batch": tokens}
             with self._state.runner.as_engine_calls():
                 loss = run_loss(self._model, part, loss_fn, has_backward=self.has_backward, **extra)
-            yield _scale(loss, share, inputs)
+            loss = _scale(loss, share, inputs)
+            if runs_backward and loss.requires_grad:
+                self._state.runner.backward(loss)
+            total += loss.detach().to(torch.float32)
         gradients = [(t, leaf.grad) for t in graph_inputs if (leaf := leaves[id(t)]).grad is not None]
         torch.autograd.backward([t for t, _ in gradients], [gradient for _, gradient in gradients])
+        return total
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
 
     def chunk_tokens(self, inputs: PassInputs) -> int:
         """Return the tokens per head chunk; 0 if the logits are computed at once."""

@@ -160,7 +160,7 @@ class Backward(Method):
     def step(self, inputs: PassInputs) -> StepResult:
         self._state.runner.forget_forwards()  # from own loops: the script may still hold their autograd graphs
         # Experts are fetched once per micro-batch, and their gradients are copied to the host as often.
-        copies_per_micro_batch = self._losses.is_plain or self._streams_experts
+        copies_per_micro_batch = self._losses.is_called_per_micro_batch or self._streams_experts
         self.make_room(self._state.plan.sums_gradients_on_host or (self._splits and copies_per_micro_batch))
         if self._state.updates.measures_first:
             return self._step_in_two_passes(inputs)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.traits import Rows
-from offload.engine.units.unit import Unit
+from offload.engine.units.unit import CallTarget, Unit
 from offload.errors import ConfigError, OffloadError
 from offload.interrupts import interrupts
 
@@ -81,9 +80,12 @@ class UnitCall:
             runner.saved.add_use(self)
         runner.enter(unit)
         unchanged_buffers = [] if graph_storage else unit.still_buffers()
+        parts, results = runner.row_parts(unit, self._arguments, tensors), []
         try:
-            results = runner.run_rows(unit, self._arguments, tensors, partial(self._forward_of, graph_storage))
+            for part in parts:
+                results.append(runner.outlive_slot(self._forward_of(graph_storage, *part)))  # noqa: PERF401 (a comprehension is a call)
         finally:
+            parts.close()  # Now: after an error, the traceback holds the generator.
             runner.leave()
         _refuse_changed_buffers(unit, unchanged_buffers)
         self.result = results[0]
@@ -332,28 +334,20 @@ def call_unit_without_graph(
     runner.enter(unit)
     try:
         with torch.no_grad():
-            results = runner.run_rows(
-                unit, arguments, arguments.tensors, partial(run_part_alone, unit, runner, arguments), draws=False
-            )
+            results = run_rows(unit, runner, arguments, draws=False)
     finally:
         runner.leave()
     return results[0], runner.join(unit, results)
 
 
-def run_part_alone(
-    unit: Unit,
-    runner: UnitRunner,
-    arguments: Arguments,
-    _rows: Rows | None,
-    tensors: Sequence[torch.Tensor],
-    others: Sequence[Any],
-) -> Arguments:
-    """Run one micro-batch without a backward."""
-    forward = runner.stages.of(unit, Use(runner, arguments, tensors, others))
-    return runner.run(unit, arguments, tensors, others, forward)
-
-
-CallTarget = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
+def run_rows(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool = True) -> list[Arguments]:
+    """Run a unit without a backward. Return a result per micro-batch. The weights are in the slot."""
+    results = []
+    with closing(runner.row_parts(unit, arguments, arguments.tensors, draws)) as parts:
+        for _, tensors, others in parts:
+            forward = runner.stages.of(unit, Use(runner, arguments, tensors, others))
+            results.append(runner.outlive_slot(runner.run(unit, arguments, tensors, others, forward)))
+    return results
 
 
 class Router:
@@ -362,14 +356,10 @@ class Router:
     def __init__(self, runner: UnitRunner, recover: Callable[[], None]) -> None:
         """`recover`: resets the engine after a pass failed halfway."""
         self._runner, self._recover = runner, recover
-        self._diverted: CallTarget | None = None
-
-    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit forward for a module call."""
-        return (self._diverted or self.stream)(unit, args, kwargs)
+        self.target: CallTarget = self.stream
 
     def stream(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit forward by the runner, as in training steps. Trials divert calls to here: not part of `call`."""
+        """Run a unit forward by the runner, as in training steps."""
         runner = self._runner
         if runner.has_failed:
             self._recover()
@@ -397,8 +387,8 @@ class Router:
     @contextmanager
     def diverted(self, calls: CallTarget) -> Iterator[None]:
         """Send unit calls to `calls` during the context."""
-        self._diverted = calls
+        before, self.target = self.target, calls
         try:
             yield
         finally:
-            self._diverted = None
+            self.target = before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -33,8 +33,8 @@ from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 
 _Part = TypeVar("_Part")
-RunPart = Callable[[Rows | None, Sequence[torch.Tensor], Sequence[Any]], Arguments]
-"""Runs one micro-batch of a unit use: rows (None: the whole input), input tensors, other inputs."""
+RowParts = Generator[tuple[Rows | None, Sequence[torch.Tensor], Sequence[Any]], None, None]
+"""Micro-batches of a unit use: rows (None: the whole input), input tensors, other inputs."""
 
 
 class UnitRunner:
@@ -232,6 +232,12 @@ class UnitRunner:
         """Return a unit result that outlives the slot: a copy if stored in slot memory."""
         return TensorLayout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
 
+    def outlive_slot(self, result: Arguments) -> Arguments:
+        """Replace the tensors of a unit result by copies that outlive the slot; return the result."""
+        for number, tensor in enumerate(result.tensors):
+            result.tensors[number] = self.copy_from_slot(tensor)
+        return result
+
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """True for a tensor over device weights, or a placeholder."""
         return isinstance(tensor, OffloadedTensor) or self.slots.holds(tensor)
@@ -292,30 +298,25 @@ class UnitRunner:
         total, step = self._batch
         return [(start, min(start + step, total), total) for start in range(0, total, step)]
 
-    def run_rows(
-        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], run_part: RunPart, draws: bool = True
-    ) -> list[Arguments]:
-        """Run a use of `unit` one micro-batch after another; return a result for each. The weights are in the slot.
+    def row_parts(
+        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], draws: bool = True
+    ) -> RowParts:
+        """Yield the micro-batches of a use of `unit`.
 
-        `draws`: each micro-batch and rank draws other random numbers; the caller's random state stays.
+        `draws`: each micro-batch and rank draws other random numbers. Close the generator after an error too: this
+        restores the caller's random state.
         """
-        traits, rows, results = unit.traits, self.rows_of(unit), list[Arguments]()
+        traits, rows = unit.traits, self.rows_of(unit)
         # All ranks have the same seed but must draw different random numbers.
         caller_rng_state = self.device.random_state() if draws and (len(rows) > 1 or self.has_peers) else None
         try:
             for number, span in enumerate(synchronized(self, unit, rows)):
                 if caller_rng_state is not None:
                     self.seed(unit, number)
-                if span is None:
-                    result = run_part(None, list(tensors), arguments.others)
-                else:
-                    result = run_part(span, traits.cut_inputs(tensors, span), traits.cut_others(arguments.others, span))
-                result.tensors[:] = [self.copy_from_slot(t) for t in result.tensors]
-                results.append(result)
+                yield span, traits.cut_inputs(tensors, span), traits.cut_others(arguments.others, span)
         finally:
             if caller_rng_state is not None:
                 self.device.set_random_state(caller_rng_state)
-        return results
 
     def join(self, unit: Unit, results: Sequence[Arguments]) -> list[torch.Tensor]:
         """Return the whole-batch results.
@@ -414,9 +415,10 @@ def synchronized(runner: UnitRunner, unit: Unit, parts: Sequence[_Part]) -> Iter
         runner.exchanges = []
         yield part
     exchanges, runner.exchanges = runner.exchanges, []
-    for _ in range(len(parts), runner.num_parts if unit.traits.grows else 1):
-        for exchange in exchanges:
-            exchange()
+    if exchanges and unit.traits.grows:
+        for _ in range(len(parts), runner.num_parts):
+            for exchange in exchanges:
+                exchange()
     runner.exchanges = []
 
 

@@ -31,14 +31,11 @@ class ThreadState:
 
     def run(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call `function(*args)` with the saved state. Changes to context variables are discarded."""
-        return _copy_context(self._context).run(self._run, function, *args)
-
-    def _run(self, function: Callable[..., _T], *args: Any) -> _T:
-        is_same_device = torch.get_default_device() == self._device
+        context, is_same_device = _copy_context(self._context), torch.get_default_device() == self._device
         modes = [mode for mode in self._modes if mode not in _function_modes()] if self._modes else ()
         is_same_autocast = self._autocast_now() == self._autocast
         if is_same_device and is_same_autocast and not modes:
-            return function(*args)
+            return context.run(function, *args)
         with ExitStack() as stack:
             if not is_same_device:
                 stack.enter_context(self._device)
@@ -47,7 +44,7 @@ class ThreadState:
             if not is_same_autocast:
                 for name, enabled, dtype, caches in self._autocast:
                     stack.enter_context(torch.autocast(name, dtype, enabled, caches))
-            return function(*args)
+            return context.run(function, *args)
 
     def _autocast_now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
         caches, settings = torch.is_autocast_cache_enabled(), []

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +28,14 @@ from offload.tiers.slots import Slots
 _NOTHING = nullcontext()
 MakeLive = Callable[[Sequence[Region]], dict[Piece, nn.Parameter]]
 """Creates Parameters as views of device weights, keyed by piece."""
+CallTarget = Callable[["Unit", tuple[Any, ...], dict[str, Any]], Any]
+"""Runs the call of a unit module: unit, positional and keyword arguments. Returns the result for the caller."""
+
+
+class CallReceiver(Protocol):
+    """Object with the target of unit calls. The target may change between calls."""
+
+    target: CallTarget
 
 
 class Unit:
@@ -179,14 +187,14 @@ class Unit:
 
     # -- the module's forward --------------------------------------------------------------------------------
 
-    def route(self, call: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """Redirect module calls to `call(unit, args, kwargs)`. The forward signature stays readable."""
+    def route(self, receiver: CallReceiver) -> None:
+        """Redirect module calls to `receiver.target(unit, args, kwargs)`. The forward signature stays readable."""
         self._own_forward = self.module.__dict__.get("forward")
         self._original = original = self.module.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return call(self, args, kwargs)
+            return receiver.target(self, args, kwargs)
 
         self.module.forward = forward
 
@@ -259,7 +267,7 @@ class CutLayer(Unit):
     blocks.
     """
 
-    def route(self, call: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def route(self, receiver: CallReceiver) -> None:
         pass
 
     def warn_of_residency(self, num_bytes: int) -> NoReturn:  # noqa: ARG002

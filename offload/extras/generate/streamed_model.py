@@ -21,7 +21,7 @@ from offload.accelerators import Accelerator
 from offload.app.hf.sources import FusedSource
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.find import find_units
-from offload.engine.units.unit import Unit, open_units
+from offload.engine.units.unit import CallTarget, Unit, open_units
 from offload.errors import ConfigError
 from offload.files.sources import Source
 from offload.lanes.streams import open_lanes
@@ -108,6 +108,7 @@ class StreamedModel:
         self._slots = slots = Slots(store, device, DeferredUpdates(), lanes, counters, slot_bytes=0, slot_name=SLOTS)
         self._executor = Executor(slots, 1, None, updates_at_end=lambda _: False)
         self._units = list(open_units(candidates, regions, slots, slots.parameters))
+        self.target: CallTarget = self._call
         self._running_unit: Unit | None = None
         self._begin: Any = None
         self.total_bytes = sum(info.numel * DTYPES[info.compute].itemsize for info in self._infos)
@@ -119,7 +120,7 @@ class StreamedModel:
                 self._placeholder_units.setdefault(placeholders[place.parameter].data_ptr(), []).append(unit)
             unit.install(unit.placeholders)
             if not unit.resident:
-                unit.route(self._call)
+                unit.route(self)
         for owner in model.modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None:

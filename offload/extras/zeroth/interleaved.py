@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver_result, receive_call
-from offload.engine.units.call import run_part_alone
+from offload.engine.units.call import run_rows
 from offload.engine.units.snapshots import DictSnapshots, RngState
 from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.unit import Unit
@@ -89,8 +88,7 @@ class InterleavedForwards:
         self._enter(unit)
         self._perturbed.enter(unit, self._lockstep.current)
         try:
-            run_part = partial(run_part_alone, unit, runner, arguments)
-            results = runner.run_rows(unit, arguments, arguments.tensors, run_part)
+            results = run_rows(unit, runner, arguments)
         finally:
             unit.install(unit.placeholders)
         delivered = deliver_result(results[0], runner.join(unit, results), containers)
