@@ -52,7 +52,7 @@ class GradientTransfer:
             self._reduction = Reduction(store, measures, device, lanes, counters, sizes, debug)
         if store.between.size > 1 and exist:
             stagings, regions = 2 if lanes.overlap else 1, [state.region for state in store.states]
-            self._between = ReplicaSums(store, device, counters, replica_sum_bytes(regions, stagings, store.layout))
+            self._between = ReplicaSums(store, device, counters, replica_sum_bytes(regions, stagings, store.residence))
         self._store, self._measures = store, measures
         self._device, self._lanes, self._counters, self._debug = device, lanes, counters, debug
         self.accumulates = False

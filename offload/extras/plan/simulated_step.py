@@ -25,7 +25,8 @@ from offload.engine.units.activation_offload import ActivationOffload, DiskActiv
 from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Ticket
-from offload.layout.regions import DiskLayout, Region
+from offload.layout.regions import Region
+from offload.layout.residence import Residence
 from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
@@ -80,7 +81,7 @@ class SimulatedPlan:
 
     regions: all regions, by index.
     settings: update timing, activation tiers and update rule are read; the rest is ignored.
-    layout: planes on disk, tile size, and the range for this rank.
+    residence: tiers of planes, tile sizes, and the range for this rank.
     rings: disk ring sizes in bytes, by name.
     buffer_bytes: gradient buffer size on the device.
     capacity_bytes: device memory for streamed weights.
@@ -90,7 +91,6 @@ class SimulatedPlan:
     resident: indices of regions always on the device.
     lasting: indices of regions whose gradients leave the device only after the backward.
     num_machines: machines the ranks are spread over.
-    on_device: True if optimizer states are stored on the device.
     in_stream: True if compute is an accelerator stream and the host runs ahead.
     inline: True if compute itself makes copies and updates.
     corrects: True if speculative clipping has to correct updates.
@@ -101,7 +101,7 @@ class SimulatedPlan:
 
     regions: tuple[Region, ...]
     settings: Settings
-    layout: DiskLayout
+    residence: Residence
     buffer_bytes: int
     capacity_bytes: int
     lookahead: int
@@ -113,7 +113,6 @@ class SimulatedPlan:
     resident: frozenset[int] = frozenset()
     lasting: frozenset[int] = frozenset()
     num_machines: int = 1
-    on_device: bool = False
     in_stream: bool = False
     inline: bool = False
     corrects: bool = False
@@ -235,19 +234,18 @@ class SimulatedEngine:
         device_class = _SimulatedAccelerator if plan.in_stream else CpuDevice
         device, host = device_class(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
         nvme = _SimulatedNvme(plan.rings, lanes, self._counters) if plan.rings else None
-        ring_bytes = read_ring(plan.layout, plan.regions)
+        ring_bytes = read_ring(plan.residence, plan.regions)
         files = ModelFiles(ring_bytes, host, lanes, self._counters, None) if ring_bytes else None
         self._store = Store(
             plan.regions,
             (),
-            tier="device" if plan.on_device else "cpu",
             device=device,
             host=host,
             lanes=lanes,
-            layout=plan.layout,
+            residence=plan.residence,
             nvme=nvme,
             files=files,
-            comm=SimulatedRanks(plan.layout.sharding.num_ranks, plan.num_machines),
+            comm=SimulatedRanks(plan.residence.sharding.num_ranks, plan.num_machines),
             counters=self._counters,
         )
         if settings.keeps_gradients:
@@ -274,7 +272,8 @@ class SimulatedEngine:
         self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, updates_at_end=flow.lasts)
         in_place = InPlaceUpdates(self._store.update_lane, device, nullcontext)
         ring = device.allocate("update ring", plan.update_ring_bytes) if plan.update_ring_bytes else None
-        update_place = open_place(in_place, ring, plan.layout.streamed, plan.regions, lanes, device, self._counters)
+        elsewhere = plan.residence.updated_on_device
+        update_place = open_place(in_place, ring, elsewhere, plan.regions, lanes, device, self._counters)
         timed_place = _TimedUpdatePlace(update_place, lanes, plan.tile_host_s)
         self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)  # type: ignore[arg-type]
         self._pending = SlotUpdates(
