@@ -24,6 +24,7 @@ from offload.files.sources import Fill
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region
+from offload.layout.residence import FILES
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
 from offload.planning.plan import Plan, describe_frozen_weights, describe_links, make_plan, sharding_of
@@ -183,12 +184,12 @@ class EnginePlan:
     @property
     def frozen_weights_text(self) -> str:
         """Text about quantized frozen weights; see `planning.plan.describe_frozen_weights`."""
-        return describe_frozen_weights(self.structure.infos, self.structure.regions, self.plan.layout)
+        return describe_frozen_weights(self.structure.infos, self.structure.regions, self.plan.residence)
 
     @property
     def links_text(self) -> str:
         """Text about quantized transfers; see `planning.plan.describe_links`."""
-        return describe_links(self.structure.regions, self.plan.layout.sharding)
+        return describe_links(self.structure.regions, self.plan.residence.sharding)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -220,10 +221,9 @@ def prepare(
         return structure
 
     prepared = EnginePlan.fit(structure_of, settings, comm, machine)
-    layout = prepared.plan.layout
-    comm.agree(
-        "the plan", _field_texts(prepared.plan, ignored=("layout",)) | {"layout": repr((layout.planes, layout.staying))}
-    )
+    residence = prepared.plan.residence
+    tiers = residence.common, residence.keeps_weights, {index: row.tiers for index, row in residence.rows.items()}
+    comm.agree("the plan", _field_texts(prepared.plan, ignored=("residence",)) | {"residence": repr(tiers)})
     return prepared
 
 
@@ -240,7 +240,7 @@ def assemble(
     cpu_weight_bytes = {p.data_ptr(): p.nbytes for p in model.parameters() if fill is None and p.device.type == "cpu"}
     machine = ThisMachine(own_accelerator(str(engine_device(settings, comm))), sum(cpu_weight_bytes.values()))
     prepared = prepare(model, settings, comm, machine, quantized)
-    if prepared.plan.layout.files and fill is None:
+    if prepared.plan.residence.indices_on(FILES) and fill is None:
         raise ConfigError(
             "offload.parameters is files, but the weights of this model are already in memory and come from no model "
             "files: build the model from its folder (build_model or read_model, and fill=), or set "

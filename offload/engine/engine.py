@@ -576,17 +576,17 @@ class Engine:
     @property
     def told_frozen_weights(self) -> str:
         """Text about frozen weights that are quantized or read from the model files; empty if none."""
-        return describe_frozen_weights(self._state.infos, self._state.regions, self._state.plan.layout)
+        return describe_frozen_weights(self._state.infos, self._state.regions, self._state.plan.residence)
 
     @property
     def told_links(self) -> str:
         """Text about quantized transfers of weights and gradients, and their approximations; empty if none."""
-        return describe_links(self._state.regions, self._state.plan.layout.sharding)
+        return describe_links(self._state.regions, self._state.plan.residence.sharding)
 
     @property
     def resting(self) -> frozenset[str]:
         """Names of host allocations the device never copies from; they are not pinned."""
-        return self._state.plan.layout.resting_labels(self._state.regions)
+        return self._state.plan.residence.resting_labels(self._state.regions)
 
     def export(
         self,

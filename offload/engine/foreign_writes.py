@@ -25,7 +25,7 @@ class ForeignWrites:
         the rings.
         """
         self._state, self._counters, self._was_step = state, counters, False
-        is_elsewhere = bool(state.plan.rings) or state.plan.layout.sharding.gathers
+        is_elsewhere = bool(state.plan.rings) or state.plan.residence.sharding.gathers
         self._num_left = 0 if updates_later or is_elsewhere else _NUM_CHECKS
 
     def record_pass(self, is_step: bool) -> None:

@@ -63,7 +63,7 @@ class ParameterReads:
                 "another engine call, which discards the unfinished pass.)"
             )
         recovery.check_sound()
-        if state.plan.layout.sharding.gathers:
+        if state.plan.residence.sharding.gathers:
             raise ConfigError(
                 f"{info.name} was read from the model on rank {state.comm.rank}, but its weights are partitioned over "
                 f"{state.comm.size} ranks. Call engine.named_parameters() or engine.export(folder) on all ranks, or "

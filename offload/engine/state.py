@@ -43,7 +43,16 @@ from offload.errors import warn
 from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
 from offload.planning.device_updates import UPDATE_RING
-from offload.planning.memory import BUFFER, EXPERT_BUFFER, SCRATCH, SHARDS, SLOT, WORKSPACE, staging_bytes
+from offload.planning.memory import (
+    BUFFER,
+    EXPERT_BUFFER,
+    SCRATCH,
+    SHARDS,
+    SLOT,
+    WORKSPACE,
+    staging_bytes,
+    waits_on_disk,
+)
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
@@ -84,7 +93,7 @@ class EngineState:
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self.has_room_for_sums: bool | None = False  # None: an interrupt came during the change
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
-        self._staged_regions = [] if not has_staging else [r for r in regions if "gradients" not in plan.layout.of(r)]
+        self._staged_regions = [] if not has_staging else [r for r in regions if not waits_on_disk(r, plan.residence)]
         self._keeps_gradients, self._splits = keeps_gradients, settings.splits
         device_ledger = Ledger("device", plan.device_bytes, "offload.device_memory")
         self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
@@ -112,11 +121,10 @@ class EngineState:
         self.store = Store(
             regions,
             infos,
-            tier=plan.tiers[1],
             device=self.device,
             host=self.host,
             lanes=self.lanes,
-            layout=plan.layout,
+            residence=plan.residence,
             nvme=self._nvme,
             files=self.files,
             comm=comm,
@@ -221,7 +229,8 @@ class EngineState:
         ring = self.plan.of("device", UPDATE_RING)
         if not ring.num_bytes:
             return in_place
-        memory, streamed = self.device.allocate(ring.name, ring.num_bytes), self.plan.layout.streamed
+        memory = self.device.allocate(ring.name, ring.num_bytes)
+        streamed = self.plan.residence.updated_on_device
         return DeviceUpdates(in_place, streamed, memory, len(self.regions), self.lanes, self.device, counters)
 
     def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
@@ -237,7 +246,7 @@ class EngineState:
             if turn == self.comm.rank:
                 nvme = Nvme(
                     placement.dirs,
-                    self.plan.layout.num_bytes(self.regions),
+                    self.plan.residence.num_bytes(self.regions),
                     rings=self.plan.rings,
                     lanes=self.lanes,
                     counters=counters,
@@ -297,7 +306,7 @@ class EngineState:
         steps. The return makes a step independent from earlier steps.
         """
         self.has_room_for_sums = None
-        if accumulates and any("gradients" in self.plan.layout.of(region) for region in self.regions):
+        if accumulates and any(waits_on_disk(region, self.plan.residence) for region in self.regions):
             warn(
                 "gradients summed over several backward passes are stored in host memory, in fp32, although "
                 "offload.gradients is nvme."
@@ -313,7 +322,7 @@ class EngineState:
         """Return memory on the tier of the states, for these regions' gradients on their way to the update."""
         neighbours = 2 if self.lanes.overlap else 1
         splits = self._splits or self.plan.sums_gradients_on_host
-        num_bytes = staging_bytes(regions, neighbours, self.plan.layout.sharding, accumulates, splits)
+        num_bytes = staging_bytes(regions, neighbours, self.plan.residence.sharding, accumulates, splits)
         return self.store.stage("gradient staging", num_bytes)
 
     def end_lanes(self) -> None:

@@ -143,12 +143,12 @@ class Steps:
     def _hides_updates(self, tokens: int) -> bool:
         """Return whether an update that begins after the norm ends within the next forward. Collective."""
         state, throttles = self._state, self._state.throttles
-        regions, sharding = state.regions, state.plan.layout.sharding
+        regions, sharding = state.regions, state.plan.residence.sharding
         if not state.comm.any(not is_small_update(regions, sharding, throttles), "size of the updates"):
             return True
         speeds = ThisMachine(own_accelerator(str(state.device.torch_device))).speeds(state.comm)
         forward_s = forward_seconds(state.infos, regions, len(state.units), tokens, sharding, throttles, speeds)
-        is_late = update_seconds(regions, state.plan.layout, throttles, speeds) > forward_s
+        is_late = update_seconds(regions, state.plan.residence, throttles, speeds) > forward_s
         return not state.comm.any(is_late, "choice of train.clip")  # token counts differ by rank
 
     @property

@@ -5,8 +5,8 @@ offsets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -185,6 +185,11 @@ class Region:
         """Weight format in copies."""
         return self.link if CODES in self.by_name else self.codec
 
+    @property
+    def is_stored_as_used(self) -> bool:
+        """True if copies have the format in use: no decoding after a copy."""
+        return self.travels is EXACT
+
     @cached_property
     def travelling(self) -> Plane:
         """Plane for H2D copies and for the gather among ranks."""
@@ -343,123 +348,6 @@ class Sharding:
     def share(self, plane: Plane, num_bytes: int) -> int:
         """Return this rank's share in `num_bytes` of a plane, over one or several regions."""
         return num_bytes // (self.num_ranges if self.is_own(plane) else self.size if self.is_cut(plane) else 1)
-
-
-@dataclass(frozen=True)
-class DiskLayout:
-    """State arrays on disk, by region (a flat array of parameters), and the division of regions into tiles.
-
-    A state array is a plane: weights, a moment, gradients. A region with planes on disk is read, updated and written
-    in tiles, and each tile has one record on disk. A tile ends at the latest where the share of a rank ends. For an
-    update rule over whole matrices (Muon) tiles end between parameters, however large the parameters are.
-    """
-
-    planes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """Names of planes on disk by region index, in table order."""
-    tile_numel: int = SHARD_MULTIPLE
-    """Tile size in elements."""
-    sharding: Sharding = Sharding()
-    """Region partition over ranks."""
-    streamed: frozenset[int] = frozenset()
-    """Indices of regions updated on the device: tiles are copied from host or disk and back."""
-    staying: frozenset[int] = frozenset()
-    """Indices of regions with optimizer states on the device. Only weights and gradients are copied."""
-    files: frozenset[int] = frozenset()
-    """Indices of regions stored in model files. These files are only read."""
-    file_tile_numel: int = SHARD_MULTIPLE
-    """Tile size in elements for reads from model files."""
-    file_staging_bytes: int = 0
-    """Staging memory for direct reads from model files, in bytes. 0: reads use the page cache."""
-    in_slots: bool = False
-    """True if weights in memory are updated in the slot after their H2D copy, for regions used by one unit."""
-
-    def co_fetched(self, region: Region) -> tuple[Plane, ...]:
-        """Return the planes next to the weights in the slot, for the update there."""
-        is_updated = self.updates_in_slot(region) and region.has_low
-        return (region.plane("low"),) if is_updated else ()
-
-    def updates_in_slot(self, region: Region) -> bool:
-        """True if the region is updated in its slot."""
-        return self.in_slots and region.trainable and len(region.units) == 1 and not self.of(region)
-
-    def stays(self, region: Region, plane: Plane) -> bool:
-        """True if `plane` stays on the device while other planes in the region are copied."""
-        return region.index in self.staying and plane.state == "optimizer"
-
-    def travels(self, region: Region, plane: Plane) -> bool:
-        """True if `plane` in memory is copied to or from the device. Other planes are updated in place."""
-        is_updated_elsewhere = region.index in self.streamed or plane in self.co_fetched(region)
-        return plane.state != "optimizer" or is_updated_elsewhere
-
-    def resting_labels(self, regions: Iterable[Region]) -> frozenset[str]:
-        """Return plane labels, as in plans and ledgers, for planes copied in no region."""
-        labels: dict[bool, set[str]] = {True: set(), False: set()}
-        for region in regions:
-            for plane in region.states:
-                labels[self.travels(region, plane)].add(plane.label)
-            labels[False].update(factor.label for factor in region.factors)  # rules with factors do not stream
-            labels[False].update([ERROR.label] if self.sharding.error_bytes(region) else ())
-        return frozenset(labels[False] - labels[True])
-
-    def of(self, region: Region) -> tuple[str, ...]:
-        """Return the names of planes on disk."""
-        return self.planes.get(region.index, ())
-
-    def on_disk(self, region: Region, is_own: bool) -> tuple[str, ...]:
-        """Return the names of planes on disk for the own range (`is_own`) or for ranges from other ranks."""
-        return tuple(plane for plane in self.of(region) if is_own or not self.sharding.is_own(region.plane(plane)))
-
-    def tiles(self, region: Region, owner: int | None = None) -> list[tuple[int, int]]:
-        """Return (begin, end) elements for all tiles in the range of rank `owner` (None: this rank). One tile covers
-        the range if the region does not move in tiles.
-        """
-        begin, end = self.sharding.ranges(region)[self.sharding.owner if owner is None else owner]
-        step = self._step(region) or max(1, end - begin)
-        if region.by_matrix:
-            # Weights are published tile by tile, and all ranks need equally many tiles.
-            step = end - begin if self.sharding.publishes else step
-            return _between(sorted(offset for offset in region.offsets if begin < offset < end), begin, end, step)
-        return [(start, min(start + step, end)) for start in range(begin, max(begin + 1, end), step)]
-
-    def _step(self, region: Region) -> int:
-        """Return the tile size in elements, 0 for a region without tiles."""
-        if region.index in self.files:
-            return align(self.file_tile_numel, region.codec.block)
-        moves = self.of(region) or region.index in self.streamed
-        return align(self.tile_numel, region.codec.block) if moves else 0
-
-    def largest_tile(self, region: Region) -> int:
-        """Return the elements in the largest tile over all ranks, for a region that moves in tiles."""
-        if not region.by_matrix:
-            step = self._step(region) or align(self.tile_numel, region.codec.block)
-            return min(step, region.numel // self.sharding.num_ranges)
-        owners = range(self.sharding.num_ranges)
-        return max(end - begin for owner in owners for begin, end in self.tiles(region, owner))
-
-    def record_bytes(self, region: Region, numel: int, is_own: bool = True) -> int:
-        """Return the record bytes for a tile with `numel` elements in the own range, or in another rank's range."""
-        return sum(region.plane(plane).disk_bytes(numel) for plane in self.on_disk(region, is_own))
-
-    def num_bytes(self, regions: Iterable[Region]) -> int:
-        """Return the bytes for all records."""
-        sizes = (
-            self.record_bytes(region, end - begin, owner == self.sharding.owner)
-            for region in regions
-            for owner in self.sharding.partners
-            for begin, end in self.tiles(region, owner)
-        )
-        return sum(sizes)
-
-
-def _between(borders: Sequence[int], begin: int, end: int, max_length: int) -> list[tuple[int, int]]:
-    """Split a range at some of the `borders`, into parts with at most `max_length` elements where the borders allow."""
-    parts, start, last = [], begin, begin
-    for border in (*borders, end):
-        if border - start > max_length and last > start:
-            parts.append((start, last))
-            start = last
-        last = border
-    return [*parts, (start, end)]
 
 
 def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:

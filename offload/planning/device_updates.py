@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from offload.lanes.throttle import Throttle
-from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
+from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding, align
+from offload.layout.residence import DEVICE, Residence, Row
 from offload.planning.estimates import host_update_seconds, streamed_update_seconds, weight_seconds
 from offload.planning.machines import Speeds
 from offload.tiers.nvme import RING_TILES
@@ -29,38 +30,43 @@ def trainable_indices(regions: Iterable[Region]) -> frozenset[int]:
 
 
 def estimate_seconds(
-    regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
+    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
 ) -> float:
-    """Estimate the update time for a layout, in seconds.
+    """Estimate the update time for a table of residence, in seconds.
 
     Host updates run beside device updates. States updated on the device share the link with weights and gradients.
     Compute time is not included.
     """
-    on_host = host_update_seconds(regions, layout, throttles, speeds)
-    if not layout.streamed:
+    on_host = host_update_seconds(regions, residence, throttles, speeds)
+    if not residence.updated_on_device:
         return on_host
-    moved = weight_seconds(regions, layout.sharding, throttles, speeds)
-    return max(on_host, moved + streamed_update_seconds(regions, layout, throttles, speeds))
+    moved = weight_seconds(regions, residence.sharding, throttles, speeds)
+    return max(on_host, moved + streamed_update_seconds(regions, residence, throttles, speeds))
 
 
 def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sharding) -> int:
     """Return the tile size in elements for a ring within the device budget. device_bytes None: no limit."""
     tile = _LARGEST_TILE
     while device_bytes is not None and tile > _SMALLEST_TILE:
-        layout = DiskLayout(tile_numel=tile, sharding=sharding, streamed=trainable_indices(regions))
-        if ring_bytes(layout, regions) * _RING_SHARE <= device_bytes:
+        if ring_bytes(all_on_device(regions, tile, sharding), regions) * _RING_SHARE <= device_bytes:
             break
         tile //= 2
     largest = max((region.numel // sharding.num_ranges for region in regions if region.trainable), default=0)
     return min(tile, align(max(1, largest // RING_TILES), SHARD_MULTIPLE))
 
 
-def ring_bytes(layout: DiskLayout, regions: Sequence[Region]) -> int:
+def all_on_device(regions: Sequence[Region], tile_numel: int, sharding: Sharding) -> Residence:
+    """Return the table with all updates on the device, and all states below."""
+    return Residence(dict.fromkeys(trainable_indices(regions), Row({}, tile_numel, DEVICE)), sharding)
+
+
+def ring_bytes(residence: Residence, regions: Sequence[Region]) -> int:
     """Return the ring size in bytes: one tile each in H2D copy, update and D2H copy, and one spare."""
     tile_bytes = 0
     for region in regions:
-        if region.index in layout.streamed:
-            numel = min(layout.tile_numel, region.numel // layout.sharding.num_ranges)
-            moving = [plane for plane in region.planes if not layout.stays(region, plane)]
+        row = residence.row(region)
+        if row.update == DEVICE:
+            numel = min(row.tile_numel, region.numel // residence.sharding.num_ranges)
+            moving = [plane for plane in region.planes if row.tiers.get(plane.name) != DEVICE]
             tile_bytes = max(tile_bytes, sum(align(plane.num_bytes(numel), PLANE_ALIGNMENT) for plane in moving))
     return RING_TILES * tile_bytes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding, align
+from offload.layout.planes import Plane
+from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding, align
+from offload.layout.residence import DEVICE, DISK, FILES, SLOT, Residence, Row
 from offload.planning.device_updates import trainable_indices
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
 from offload.tiers.watched_files import staging_bytes
@@ -44,35 +46,38 @@ def lay_out(
     update: str = "cpu",
     most_numel: int | None = None,
     device_bytes: int = 0,
-) -> DiskLayout:
-    """Return the disk layout.
+) -> Residence:
+    """Return the table of residence for states below the device.
 
     tiers: "cpu", "nvme" or "auto" for parameters, optimizer and gradients. "auto" uses host memory up to `host_bytes`.
     staging_bytes: host memory for gradients consumed immediately.
     host_bytes: host memory for this rank; None: no limit.
     update: place of updates for states in host memory. With "device" or "both", the states move in tiles of
-        `most_numel` elements, and `device_bytes` of optimizer states may stay on the device.
+        `most_numel` elements, and `device_bytes` of optimizer states may stay on the device. With SLOT, regions used by
+        one unit are updated in the slot.
     """
     staying = _choose_staying(regions, sharding, device_bytes, is_spread=update == "device")
-    streamed = {"device": trainable_indices(regions), "both": staying}.get(update, frozenset())
-    base = DiskLayout({}, most_numel or SHARD_MULTIPLE, sharding, streamed, staying)
-    states = _States(regions, keeps_gradients, staging_bytes, host_bytes, base)
+    updates = {"device": dict.fromkeys(trainable_indices(regions), DEVICE), "both": dict.fromkeys(staying, DEVICE)}
+    if update == SLOT:
+        updates[SLOT] = {region.index: SLOT for region in regions if region.trainable and len(region.units) == 1}
+    states = _States(
+        regions, keeps_gradients, staging_bytes, host_bytes, sharding, staying, updates.get(update, dict[int, str]())
+    )
     left = states.left(tiers)
-    if "nvme" not in tiers.values() and (left is None or left >= 0):
-        return base
+    if DISK not in tiers.values() and (left is None or left >= 0):
+        return states.place({}, most_numel or SHARD_MULTIPLE)
     tile_numel = _tile_numel(regions, host_bytes, sharding)
     tile_numel = min(tile_numel, most_numel or tile_numel)
-    full_layout = DiskLayout(_all_planes(regions), tile_numel, sharding)
-    left = states.left({state: "nvme" if tier == "auto" else tier for state, tier in tiers.items()})
+    left = states.left({state: DISK if tier == "auto" else tier for state, tier in tiers.items()})
 
-    def layout_beside(rings: int) -> DiskLayout:
+    def place_beside(rings: int) -> Residence:
         return states.distribute(tiers, None if left is None else left - rings, tile_numel)
 
-    first_layout = layout_beside(sum(ring_bytes(full_layout, regions).values()))
+    first = place_beside(sum(ring_bytes(_all_on_disk(regions, tile_numel, sharding), regions).values()))
     # The chosen planes may need smaller rings than everything on disk; a second pass distributes the difference.
-    rings = sum(ring_bytes(first_layout, regions).values())
-    better = layout_beside(rings)
-    return better if sum(ring_bytes(better, regions).values()) <= rings else first_layout
+    rings = sum(ring_bytes(first, regions).values())
+    better = place_beside(rings)
+    return better if sum(ring_bytes(better, regions).values()) <= rings else first
 
 
 @dataclass(frozen=True)
@@ -87,19 +92,23 @@ class _States:
     """Host bytes for gradients consumed immediately."""
     host_bytes: int | None
     """Host memory in bytes; None: no limit."""
-    base: DiskLayout
-    """Layout without disk planes."""
+    sharding: Sharding
+    """Region partition over ranks."""
+    staying: Collection[int]
+    """Indices of regions with optimizer states on the device."""
+    updates: Mapping[int, str]
+    """Place of the update by region index, other than where the states are."""
 
     def left(self, tiers: Mapping[str, str]) -> int | None:
         """Return the host memory left after storing every kind not on disk. None: no limit."""
         if self.host_bytes is None:
             return None
-        in_memory = [state for state in _STATE_KINDS if tiers[state] != "nvme"]
-        staging = 0 if self.keeps_gradients or tiers["gradients"] == "nvme" else self.staging_bytes
+        in_memory = [state for state in _STATE_KINDS if tiers[state] != DISK]
+        staging = 0 if self.keeps_gradients or tiers["gradients"] == DISK else self.staging_bytes
         sizes = (self._bytes(region, in_memory, self.keeps_gradients) for region in self.regions)
         return self.host_bytes - staging - sum(sizes)
 
-    def distribute(self, tiers: Mapping[str, str], left: int | None, tile_numel: int) -> DiskLayout:
+    def distribute(self, tiers: Mapping[str, str], left: int | None, tile_numel: int) -> Residence:
         """Distribute the remaining memory to the "auto" kinds and send the rest to disk."""
         on_disk: dict[int, set[str]] = {region.index: set() for region in self.regions}
         for state in _STATE_KINDS:
@@ -116,39 +125,54 @@ class _States:
             for region in self.regions:
                 if region not in kept:
                     on_disk[region.index].add(state)
-        layout = {
-            r.index: tuple(p.name for p in r.planes if p.state in on_disk[r.index] and not self.base.stays(r, p))
-            for r in self.regions
-        }
-        planes = {index: planes for index, planes in layout.items() if planes}
-        return replace(self.base, planes=planes, tile_numel=tile_numel)
+        return self.place(on_disk, tile_numel)
+
+    def place(self, on_disk: Mapping[int, Collection[str]], tile_numel: int) -> Residence:
+        """Return the table with these kinds of state on disk, by region index, in tiles of `tile_numel` elements."""
+        rows = {}
+        for region in self.regions:
+            kinds = on_disk.get(region.index, ())
+            tiers = {
+                plane.name: DEVICE if self._stays(region, plane) else DISK
+                for plane in region.planes
+                if self._stays(region, plane) or plane.state in kinds
+            }
+            update, has_records = self.updates.get(region.index, ""), DISK in tiers.values()
+            if tiers or update:
+                moves = has_records or update == DEVICE
+                rows[region.index] = Row(
+                    tiers, tile_numel if moves else 0, "" if has_records and update == SLOT else update
+                )
+        return Residence(rows, self.sharding)
+
+    def _stays(self, region: Region, plane: Plane) -> bool:
+        return region.index in self.staying and plane.state == "optimizer"
 
     def _bytes(self, region: Region, states: Sequence[str], with_gradients: bool) -> int:
         planes = region.planes if with_gradients else region.states
-        matching_planes = [plane for plane in planes if plane.state in states and not self.base.stays(region, plane)]
-        return sum(self.base.sharding.share(plane, plane.num_bytes(region.numel)) for plane in matching_planes)
+        moving = [plane for plane in planes if plane.state in states and not self._stays(region, plane)]
+        return sum(self.sharding.share(plane, plane.num_bytes(region.numel)) for plane in moving)
 
 
-def ring_bytes(layout: DiskLayout, regions: Iterable[Region]) -> dict[str, int]:
+def ring_bytes(residence: Residence, regions: Iterable[Region]) -> dict[str, int]:
     """Return the sizes in bytes of the rings for state tiles, by name. Empty if nothing is on disk."""
     fetch = update = 0
     for region in regions:
-        numel = layout.largest_tile(region)
-        if layout.of(region):
-            update = max(update, layout.record_bytes(region, numel))
-        if region.travelling.name in layout.of(region):
+        numel, names = residence.largest_tile(region), residence.planes_on(DISK, region)
+        update = max(update, residence.record_bytes(region, numel))
+        if region.travelling.name in names:
             fetch = max(fetch, region.travelling.disk_bytes(numel))
     # Tiles for all partners arrive together while own tiles occupy the other ring, and a tile may not fit at the ring
     # end.
-    num = max(RING_TILES, len(layout.sharding.partners))
+    num = max(RING_TILES, len(residence.sharding.partners))
     sizes = {FETCH_RING: num * fetch, UPDATE_RING: RING_TILES * update}
     return {name: size for name, size in sizes.items() if size}
 
 
 def read_from_files(
-    layout: DiskLayout, regions: Sequence[Region], host_bytes: int | None, free_bytes: int
-) -> DiskLayout:
-    """Return a layout with frozen regions read from the model files.
+    sharding: Sharding, regions: Sequence[Region], host_bytes: int | None, free_bytes: int
+) -> Residence:
+    """Return the table with frozen regions in the model files.
 
     host_bytes: as in `lay_out`.
     free_bytes: host memory available to the page cache. If the cache holds most weights, a pass finds the data cached
@@ -156,20 +180,25 @@ def read_from_files(
         faster.
     """
     frozen, tile = [region for region in regions if not region.trainable], _LARGEST_TILE
-    sizes = (layout.sharding.share(region.plane("weights"), region.travelling_bytes) for region in frozen)
+    sizes = (sharding.share(region.plane("weights"), region.travelling_bytes) for region in frozen)
     is_cached = _CACHED_SHARE * sum(sizes) <= free_bytes
     while True:
-        file_layout = replace(layout, files=frozenset(region.index for region in frozen), file_tile_numel=tile)
-        ring = read_ring(file_layout, regions)
-        file_layout = replace(file_layout, file_staging_bytes=0 if is_cached else staging_bytes(ring))
+        residence = Residence({region.index: in_files(region, tile) for region in frozen}, sharding)
+        ring = read_ring(residence, regions)
         if host_bytes is None or tile <= _SMALLEST_TILE or _RINGS_SHARE * ring <= host_bytes:
-            return file_layout
+            return replace(residence, file_staging_bytes=0 if is_cached else staging_bytes(ring))
         tile //= 2
 
 
-def read_ring(layout: DiskLayout, regions: Iterable[Region]) -> int:
+def in_files(region: Region, tile_numel: int) -> Row:
+    """Return the row of a region in the model files."""
+    return Row(dict.fromkeys((plane.name for plane in region.states), FILES), tile_numel)
+
+
+def read_ring(residence: Residence, regions: Iterable[Region]) -> int:
     """Return the size in bytes of the ring for reading model file tiles."""
-    largest_tiles = [(region, layout.largest_tile(region)) for region in regions if region.index in layout.files]
+    in_files = residence.indices_on(FILES)
+    largest_tiles = [(region, residence.largest_tile(region)) for region in regions if region.index in in_files]
     sizes = (sum(plane.num_bytes(numel) for plane in region.states) for region, numel in largest_tiles)
     return RING_TILES * max(sizes, default=0)
 
@@ -222,8 +251,9 @@ def optimizer_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     return sum(sharding.share(plane, plane.num_bytes(region.numel)) for region, plane in planes)
 
 
-def _all_planes(regions: Sequence[Region]) -> dict[int, tuple[str, ...]]:
-    return {region.index: tuple(plane.name for plane in region.table) for region in regions}
+def _all_on_disk(regions: Sequence[Region], tile_numel: int, sharding: Sharding) -> Residence:
+    rows = {region.index: Row(dict.fromkeys(region.by_name, DISK), tile_numel) for region in regions}
+    return Residence(rows, sharding)
 
 
 def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region]:
@@ -244,10 +274,9 @@ def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region
 
 
 def _tile_numel(regions: Sequence[Region], host_bytes: int | None, sharding: Sharding) -> int:
-    all_planes = _all_planes(regions)
     tile = _LARGEST_TILE
     while host_bytes is not None and tile > _SMALLEST_TILE:
-        if sum(ring_bytes(DiskLayout(all_planes, tile, sharding), regions).values()) * _RINGS_SHARE <= host_bytes:
+        if sum(ring_bytes(_all_on_disk(regions, tile, sharding), regions).values()) * _RINGS_SHARE <= host_bytes:
             break
         tile //= 2
     largest = max((region.numel // sharding.num_ranges for region in regions), default=0)

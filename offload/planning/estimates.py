@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import CODES, STALE
-from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
+from offload.layout.regions import ParameterInfo, Region, Sharding
+from offload.layout.residence import DEVICE, Residence
 from offload.planning.machines import Speeds
 
 _SMALL_BYTES, _SMALL_S = 1 << 28, 0.02
@@ -27,21 +28,23 @@ def update_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     return sum(region.update_bytes(n) + region.plane("gradients").num_bytes(n) for region, n in parts)
 
 
-def host_update_bytes(regions: Iterable[Region], layout: DiskLayout) -> int:
+def host_update_bytes(regions: Iterable[Region], residence: Residence) -> int:
     """Return the bytes this rank reads and writes in host updates."""
-    return update_bytes([region for region in regions if region.index not in layout.streamed], layout.sharding)
+    elsewhere = residence.updated_on_device
+    return update_bytes([region for region in regions if region.index not in elsewhere], residence.sharding)
 
 
-def streamed_bytes(regions: Iterable[Region], layout: DiskLayout) -> tuple[int, int]:
+def streamed_bytes(regions: Iterable[Region], residence: Residence) -> tuple[int, int]:
     """Return the (H2D, D2H) bytes for updates on the device.
 
     Both count states not stored on the device; H2D also counts gradients.
     """
     up = down = 0
     for region in regions:
-        if region.index in layout.streamed:
-            numel = region.numel // layout.sharding.num_ranges
-            moved = [plane for plane in region.states if not layout.stays(region, plane) and plane.name != STALE]
+        row = residence.row(region)
+        if row.update == DEVICE:
+            numel = region.numel // residence.sharding.num_ranges
+            moved = [p for p in region.states if row.tiers.get(p.name) != DEVICE and p.name != STALE]
             down += sum(plane.num_bytes(numel) for plane in moved)
             up += sum(plane.num_bytes(numel) for plane in moved if plane.name != CODES)
             up += region.plane("gradients").num_bytes(numel)
@@ -49,31 +52,31 @@ def streamed_bytes(regions: Iterable[Region], layout: DiskLayout) -> tuple[int, 
 
 
 def host_update_seconds(
-    regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
+    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
 ) -> float:
     """Estimate the host update time for this rank, in seconds."""
-    return _update_seconds(host_update_bytes(regions, layout), throttles, speeds, on_device=False)
+    return _update_seconds(host_update_bytes(regions, residence), throttles, speeds, on_device=False)
 
 
 def streamed_update_seconds(
-    regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
+    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
 ) -> float:
     """Estimate the device update time for states stored on the host, in seconds.
 
     The lanes run in parallel, so the result is the longest. Without an accelerator, copies take only throttle time.
     """
-    num_bytes = update_bytes(regions, layout.sharding) - host_update_bytes(regions, layout)
-    links = _link_seconds(*streamed_bytes(regions, layout), throttles, speeds)
+    num_bytes = update_bytes(regions, residence.sharding) - host_update_bytes(regions, residence)
+    links = _link_seconds(*streamed_bytes(regions, residence), throttles, speeds)
     return max(_update_seconds(num_bytes, throttles, speeds, on_device=True), *links)
 
 
 def update_seconds(
-    regions: Sequence[Region], layout: DiskLayout, throttles: Mapping[str, Throttle], speeds: Speeds
+    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
 ) -> float:
     """Estimate the update time for this rank in seconds, with host and device updates in parallel."""
     return max(
-        host_update_seconds(regions, layout, throttles, speeds),
-        streamed_update_seconds(regions, layout, throttles, speeds),
+        host_update_seconds(regions, residence, throttles, speeds),
+        streamed_update_seconds(regions, residence, throttles, speeds),
     )
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from offload.errors import DoesNotFitError, allocation_name, format_bytes
-from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, ERROR, summed
-from offload.layout.regions import SCRATCH_BYTES, DiskLayout, Region, Sharding
+from offload.layout.regions import SCRATCH_BYTES, Region, Sharding
+from offload.layout.residence import DISK, FILES, HOST, Residence
 from offload.planning.device_updates import UPDATE_RING
+from offload.planning.device_updates import ring_bytes as update_ring_bytes
 from offload.planning.disk import read_ring
 from offload.schedule.build import window_bytes
 from offload.tiers.decoding import DECODING, decoding_bytes
@@ -96,14 +97,14 @@ def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
     return 4 * region.numel if wide else region.weight_bytes
 
 
-def slot_bytes(unit: UnitPlan, resident: set[int], layout: DiskLayout = DiskLayout()) -> int:  # noqa: B008 (frozen)
+def slot_bytes(unit: UnitPlan, resident: set[int], residence: Residence) -> int:
     """Return the slot bytes for a unit: weights and co-fetched planes. Resident regions are excluded."""
-    return sum(cargo_bytes(region, layout) for region in unit.regions if region.index not in resident)
+    return sum(cargo_bytes(region, residence) for region in unit.regions if region.index not in resident)
 
 
-def cargo_bytes(region: Region, layout: DiskLayout) -> int:
+def cargo_bytes(region: Region, residence: Residence) -> int:
     """Return the bytes a region occupies in a slot."""
-    return region.weight_bytes + sum(plane.num_bytes(region.numel) for plane in layout.co_fetched(region))
+    return region.weight_bytes + sum(plane.num_bytes(region.numel) for plane in residence.co_fetched(region))
 
 
 def resident_regions(units: Iterable[UnitPlan]) -> set[int]:
@@ -146,19 +147,19 @@ def scratch_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     return min(SCRATCH_BYTES, (2 * sharding.size + 2) * largest) if sharding.size > 1 else 0
 
 
-def replica_sum_bytes(regions: Sequence[Region], stagings: int, layout: DiskLayout) -> tuple[int, int]:
+def replica_sum_bytes(regions: Sequence[Region], stagings: int, residence: Residence) -> tuple[int, int]:
     """Return (shard bytes, scratch bytes) for gradient sums over replicas, beside the states.
 
     Shards are in fp32 for `stagings` consecutive regions, plus the sums if gradients are written to disk from there.
     Scratch holds the pieces received from other replicas.
     """
-    sharding = layout.sharding
+    sharding = residence.sharding
     if sharding.num_replicas == 1:
         return 0, 0
     trainable = [region for region in regions if region.trainable]
     sizes = [
         4 * region.numel // sharding.size
-        + ("gradients" in layout.of(region)) * region.plane("gradients").num_bytes(region.numel) // sharding.num_ranges
+        + waits_on_disk(region, residence) * region.plane("gradients").num_bytes(region.numel) // sharding.num_ranges
         for region in trainable
     ]
     largest = max((region.numel // sharding.num_ranks for region in trainable), default=0)
@@ -182,85 +183,75 @@ def _trainable_bytes(unit: UnitPlan) -> int:
 def plan_memory(
     units: Sequence[UnitPlan],
     regions: Sequence[Region],
+    residence: Residence,
     *,
-    parameters_tier: str,
-    optimizer_tier: str,
     keeps_gradients: bool,
     splits: bool,
-    layout: DiskLayout | None = None,
     rings: Mapping[str, int] | None = None,
     ahead: int = 0,
     buffers: int = 1,
     stagings: int = 1,
     workspace_bytes: int = 0,
-    update_ring_bytes: int = 0,
     num_directions: int = 0,
 ) -> list[Allocation]:
     """Return every lasting allocation in a run.
 
     splits: a step has several micro-batches, with gradients accumulated in fp32.
-    layout: planes on disk.
     rings: ring sizes in bytes for disk transfers.
     ahead: number of prefetched units.
     buffers: number of consecutive unit gradients with room on the device.
     stagings: number of consecutive region gradients with room on the host, if consumed immediately.
     workspace_bytes: device memory used by an update.
-    update_ring_bytes: device ring for host states updated on the device.
     num_directions: loss measurement directions in a forward-only step; 0: the step has a backward.
     """
-    states_tier, layout = "device" if optimizer_tier == "device" else "cpu", layout or DiskLayout()
-    sharding = layout.sharding
+    common, sharding, in_files = residence.common, residence.sharding, residence.indices_on(FILES)
     totals: dict[tuple[str, str], int] = {}
     sums_on_host = sums_gradients_on_host(units)
     for region in regions:
-        if region.index in layout.files:
+        if region.index in in_files:
             continue
-        on_disk = layout.of(region)
         if sums_on_host and region.trainable:
             plane = region.plane("gradients")
-            key = states_tier, plane.label
+            key = common, plane.label
             totals[key] = totals.get(key, 0) + sharding.share(summed(plane), 4 * region.numel)
-        for plane in region.planes if keeps_gradients or "gradients" in on_disk else region.states:
-            if sums_on_host and plane.state == "gradients" and "gradients" not in on_disk:
+        for plane in region.planes:
+            tier = residence.tier(region, plane)
+            if plane.state == "gradients" and tier != DISK and (sums_on_host or not keeps_gradients):
                 continue
-            tier = "device" if layout.stays(region, plane) else "nvme" if plane.name in on_disk else states_tier
             key = tier, plane.label
             totals[key] = totals.get(key, 0) + sharding.share(plane, plane.num_bytes(region.numel))
         for factor in region.factors:
-            key = states_tier, factor.label
+            key = common, factor.label
             totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
     plan = [Allocation(tier, label, num_bytes) for (tier, label), num_bytes in totals.items()]
     if (sums_on_host or not keeps_gradients) and not num_directions:
-        staged = [region for region in regions if sums_on_host or "gradients" not in layout.of(region)]
+        staged = [region for region in regions if sums_on_host or not waits_on_disk(region, residence)]
         plan.append(
-            Allocation(
-                states_tier, STAGING, staging_bytes(staged, stagings, sharding, sums_on_host, splits or sums_on_host)
-            )
+            Allocation(common, STAGING, staging_bytes(staged, stagings, sharding, sums_on_host, splits or sums_on_host))
         )
     plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
-    plan.append(Allocation("cpu", READ_RING, read_ring(layout, regions)))
-    plan.append(Allocation("cpu", READ_STAGING, layout.file_staging_bytes))
+    plan.append(Allocation("cpu", READ_RING, read_ring(residence, regions)))
+    plan.append(Allocation("cpu", READ_STAGING, residence.file_staging_bytes))
 
     resident = resident_regions(units)
     records = [record for unit in units if unit.in_records for record in unit.records]
-    in_slots = [r for r in regions if states_tier == "cpu" or sharding.gathers or r.travels is not EXACT]
-    if in_slots:
-        kept = sum(region.weight_bytes for region in in_slots if region.index in resident)
+    copied = [region for region in regions if not residence.is_used_in_place(region)]
+    if copied:
+        kept = sum(region.weight_bytes for region in copied if region.index in resident)
         plan.append(Allocation("device", RESIDENT, kept))
-        stay = parameters_tier == "device" and states_tier == "cpu"
-        excluded = resident.union(region.index for region in regions if region not in in_slots)
-        plan.append(_slots([unit for unit in units if not unit.in_records], excluded, stay, ahead, layout))
-        largest = max((sum(cargo_bytes(region, layout) for region in record) for record in records), default=0)
+        excluded = resident.union(region.index for region in regions if region not in copied)
+        plan.append(_slots([unit for unit in units if not unit.in_records], excluded, ahead, residence))
+        largest = max((sum(cargo_bytes(region, residence) for region in record) for record in records), default=0)
         plan.append(Allocation("device", EXPERT_SLOT, stagings * largest))
         plan.append(Allocation("device", DECODING, decoding_bytes(regions)))
-    if states_tier == "cpu":
-        plan.append(Allocation("device", UPDATE_RING, update_ring_bytes))
+    if common == HOST:
+        plan.append(Allocation("device", UPDATE_RING, update_ring_bytes(residence, regions)))
     plan.append(Allocation("device", WORKSPACE, workspace_bytes))
     if num_directions:
         plan.append(Allocation("device", PERTURBED, perturbed_bytes(units, num_directions)))
         return [allocation for allocation in plan if allocation.num_bytes]
-    plan.append(Allocation(states_tier, BETWEEN, sum(replica_sum_bytes(regions, stagings, layout))))
-    plan.append(Allocation(states_tier, ERROR.label, sum(map(sharding.error_bytes, regions))))
+    plan.append(Allocation(common, BETWEEN, sum(replica_sum_bytes(regions, stagings, residence))))
+    plan.append(Allocation(common, ERROR.label, sum(map(sharding.error_bytes, regions))))
     lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
     plan.append(Allocation("device", LASTING, sum(4 * region.numel for region in lasting)))
     passing = []
@@ -276,14 +267,19 @@ def plan_memory(
     return [allocation for allocation in plan if allocation.num_bytes]
 
 
-def _slots(units: Sequence[UnitPlan], resident: set[int], stay: bool, ahead: int, layout: DiskLayout) -> Allocation:
+def waits_on_disk(region: Region, residence: Residence) -> bool:
+    """Return True if the gradients of a region wait on disk for the norm."""
+    return residence.tier(region, region.plane("gradients")) == DISK
+
+
+def _slots(units: Sequence[UnitPlan], resident: set[int], ahead: int, residence: Residence) -> Allocation:
     """Return the slot memory: all units if they stay, else the largest window of `1 + ahead` consecutive units."""
     cargoes = {
-        tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident, layout)
+        tuple(r.index for r in unit.regions if r.index not in resident): slot_bytes(unit, resident, residence)
         for unit in units
     }
-    largest = max(units, key=lambda unit: slot_bytes(unit, resident, layout))
-    if stay:
+    largest = max(units, key=lambda unit: slot_bytes(unit, resident, residence))
+    if residence.keeps_weights:
         return Allocation("device", f"{SLOT} (all units stay)", sum(cargoes.values()))
     sizes = [size for size in cargoes.values() if size]
     note = f"largest unit: {largest.name}" + (f", and {ahead} ahead" if ahead else "")

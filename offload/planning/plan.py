@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,8 @@ from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.streams import overlaps
 from offload.layout.codecs import EXACT, GRADIENT_CODECS, LEAST_NUMEL, Codec
 from offload.layout.planes import summed
-from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
+from offload.layout.regions import ParameterInfo, Region, Sharding
+from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence
 from offload.planning import device_updates
 from offload.planning.disk import (
     activation_ring_bytes,
@@ -36,6 +37,7 @@ from offload.planning.memory import (
     slot_bytes,
     staging_bytes,
     sums_gradients_on_host,
+    waits_on_disk,
 )
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
@@ -52,10 +54,8 @@ AUTO_LOOKAHEAD = 2
 class Plan:
     """Placement and data movement for a run."""
 
-    tiers: tuple[str, str]
-    """(parameter tier, optimizer tier): "device" or "cpu"."""
-    layout: DiskLayout
-    """States on disk."""
+    residence: Residence
+    """Tiers of all planes."""
     rings: Mapping[str, int]
     """Host ring sizes in bytes for disk reads and writes, by name."""
     overlap: bool
@@ -81,7 +81,7 @@ class Plan:
     @property
     def corrects_cheaply(self) -> bool:
         """False if states are on disk: a correction is then a second disk pass, more expensive than waiting."""
-        return not self.layout.planes
+        return not self.residence.indices_on(DISK)
 
     def lookahead(self, prefetch: str | int, num_regions: int) -> tuple[int, int | None]:
         """Return the number of cargoes fetched ahead, and the maximum held at the same time (None: as many as fit).
@@ -89,12 +89,13 @@ class Plan:
         Without a budget the device holds only the lookahead. With a budget, spare room keeps units on the device.
         """
         ahead = num_regions if prefetch == "auto" and self.overlap else self.ahead
-        return ahead, None if self.tiers[0] == "device" or self.is_limited else 1 + self.ahead
+        is_complete = self.residence.common == DEVICE or self.residence.keeps_weights
+        return ahead, None if is_complete or self.is_limited else 1 + self.ahead
 
     def updated_on_host(self, regions: Sequence[Region]) -> set[int]:
         """Return the indices of parameters updated on the host."""
-        is_device = "device" in (self.update, self.tiers[1])
-        host_regions = [region for region in regions if not is_device and region.index not in self.layout.streamed]
+        is_device, elsewhere = DEVICE in (self.update, self.residence.common), self.residence.updated_on_device
+        host_regions = [region for region in regions if not is_device and region.index not in elsewhere]
         return {index for region in host_regions for index in region.parameters}
 
     @property
@@ -109,13 +110,14 @@ class Plan:
 
     def describe_updates(self, regions: Sequence[Region]) -> str:
         """Return a message about update placement; empty if all updates run on the host."""
-        streamed = self.layout.streamed
+        streamed = self.residence.updated_on_device
         if not streamed or self.update != "both":
             return "updates on the device" if self.update == "device" else ""
         trainable = [region for region in regions if region.trainable]
         on_device = [region for region in trainable if region.index in streamed]
         kept, all_bytes = (
-            format_bytes(optimizer_bytes(some_regions, self.layout.sharding)) for some_regions in (on_device, trainable)
+            format_bytes(optimizer_bytes(some_regions, self.residence.sharding))
+            for some_regions in (on_device, trainable)
         )
         return (
             f"updates of {len(on_device)} of {len(trainable)} regions on the device, with {kept} of the {all_bytes} of "
@@ -129,7 +131,9 @@ class Plan:
     def range(self, name: str) -> tuple[int, int]:
         """Return (planned, maximum) bytes for a device allocation."""
         planned = self.of("device", name).num_bytes
-        maximum = _find(self.unlimited_allocations, "device", name).num_bytes if self.tiers[1] != "device" else planned
+        maximum = (
+            _find(self.unlimited_allocations, "device", name).num_bytes if self.residence.common != DEVICE else planned
+        )
         return planned, max(planned, maximum)
 
 
@@ -138,17 +142,17 @@ def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
     return next(matches, Allocation(tier, name, 0))
 
 
-def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region], layout: DiskLayout) -> str:
+def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Region], residence: Residence) -> str:
     """Return a message about quantized or file-backed frozen weights; empty if there are none."""
     files = ""
-    if layout.files:
-        size = sum(region.travelling_bytes for region in regions if region.index in layout.files)
+    if in_files := residence.indices_on(FILES):
+        size = sum(region.travelling_bytes for region in regions if region.index in in_files)
         files = (
             f"frozen weights of {format_bytes(size)} are read from the model's own files, at most "
             f"{format_bytes(2 * size)} a step (once for the forward, once for the backward), "
             + (
                 "bypassing the page cache"
-                if layout.file_staging_bytes
+                if residence.file_staging_bytes
                 else "through the page cache, which is large enough"
             )
         )
@@ -257,15 +261,14 @@ def make_plan(
     """
     sharding = sharding_of(settings, comm)
     free = machine.free_memory(comm)
-    plan_with = partial(
-        _make_plan, settings, units, regions, machine.has_accelerator, sharding, free, comm.local_size, checks
-    )
+    request = _Request(settings, units, regions, sharding, free, machine.has_accelerator)
+    plan_with = partial(_make_plan, request, comm.local_size if checks else None)
     if not settings.optimizer.has_gradients:  # each rank updates a part of the weights where they are stored
         return plan_with("cpu" if settings.update == "cpu" or sharding.num_ranks > 1 else "device")
     if settings.update != "auto":
         return plan_with(settings.update)
     on_host = plan_with("cpu")  # raises DoesNotFitError before any measurement
-    if not checks or not machine.has_accelerator or settings.host_bound or on_host.tiers[1] == "device":
+    if not checks or not machine.has_accelerator or settings.host_bound or on_host.residence.common == DEVICE:
         return on_host
     # Throttles can differ between ranks.
     if not comm.any(not is_small_update(regions, sharding, settings.throttles), "whether updates are small"):
@@ -273,7 +276,7 @@ def make_plan(
     speeds, chosen = machine.speeds(comm), on_host
 
     def seconds(plan: Plan) -> float:
-        return device_updates.estimate_seconds(regions, plan.layout, settings.throttles, speeds)
+        return device_updates.estimate_seconds(regions, plan.residence, settings.throttles, speeds)
 
     for update in ("both", "device"):
         try:
@@ -285,161 +288,189 @@ def make_plan(
     return chosen
 
 
-def _make_plan(
-    settings: Settings,
-    units: Sequence[UnitPlan],
-    regions: Sequence[Region],
-    has_accelerator: bool,
-    sharding: Sharding,
-    measured: FreeMemory,
-    num_sharing: int,
-    checks: bool,
-    update: str,
-) -> Plan:
-    placement, free, layout, rings = settings.placement, measured, DiskLayout(sharding=sharding), dict[str, int]()
-    from_files = placement.parameters == "files"
-    if from_files:
-        layout = read_from_files(layout, regions, budget_bytes(placement.host_memory), free.host_bytes)
-        if not layout.files:
-            raise ConfigError(
-                "offload.parameters is files, but no parameter is frozen, and trained weights cannot stay in the "
-                "model's own files. Freeze some (requires_grad=False) before Engine(), or set --offload.parameters cpu."
-            )
-    workspace = max(
-        (settings.optimizer.parts[r.rule].workspace_bytes(p.shape) for r in regions for p in r.pieces if r.by_matrix),
-        default=0,
-    )
-    # Disk reads block, so they must overlap compute.
-    overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed)
-    overlap = overlap or from_files or placement.nvme_dir is not None
+@dataclass(frozen=True)
+class _Request:
+    """Inputs of a plan."""
 
-    def plan_for(parameters: str, states: str, ahead: int = 0, buffers: int = 1) -> list[Allocation]:
+    settings: Settings
+    """Engine settings."""
+    units: Sequence[UnitPlan]
+    """Units, in module order."""
+    regions: Sequence[Region]
+    """All regions."""
+    sharding: Sharding
+    """Region partition over ranks."""
+    free: FreeMemory
+    """Free memory of the machine."""
+    has_accelerator: bool
+    """False if the host computes."""
+
+    @property
+    def is_limited(self) -> bool:
+        """True if device memory has a limit."""
+        return self.settings.placement.device_memory is not None or self.free.device_bytes is not None
+
+    def overlaps(self, reads: bool) -> bool:
+        """Return True if copies overlap compute. `reads`: disk reads block, so they must overlap compute."""
+        return reads or overlaps(self.has_accelerator, self.settings.throttles, self.settings.delay_seed)
+
+    def allocations(
+        self,
+        residence: Residence,
+        overlap: bool,
+        rings: Mapping[str, int] | None = None,
+        ahead: int = 0,
+        buffers: int = 1,
+    ) -> list[Allocation]:
+        """Return the lasting allocations for a table of residence. Arguments as in `plan_memory`."""
+        rule = self.settings.optimizer
+        by_matrix = [region for region in self.regions if region.by_matrix]
+        sizes = (rule.parts[r.rule].workspace_bytes(piece.shape) for r in by_matrix for piece in r.pieces)
         return plan_memory(
-            units,
-            regions,
-            parameters_tier=parameters,
-            optimizer_tier=states,
-            keeps_gradients=settings.keeps_gradients,
-            splits=settings.splits,
-            layout=layout,
+            self.units,
+            self.regions,
+            residence,
+            keeps_gradients=self.settings.keeps_gradients,
+            splits=self.settings.splits,
             rings=rings,
             ahead=ahead,
             buffers=buffers,
             stagings=2 if overlap else 1,
-            workspace_bytes=workspace,
-            update_ring_bytes=update_ring_bytes,
-            num_directions=settings.optimizer.num_directions,
+            workspace_bytes=max(sizes, default=0),
+            num_directions=rule.num_directions,
         )
 
-    update_ring_bytes = 0
-    tiers = _choose_tiers(placement, free, plan_for, partial(optimizer_bytes, regions, sharding))
-    if "nvme" in (placement.activations, placement.graphs):
-        rings = activation_ring_bytes(regions, budget_bytes(placement.host_memory))
-    if tiers[1] == "cpu":
-        most_numel, room = None, 0
-        if measured.in_host:  # device memory is host memory here, so less remains for states
-            widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
-            beside = bytes_on("device", plan_for(*tiers, widest, 2))
-            free = replace(free, host_bytes=max(0, free.host_bytes - beside))
-        in_slots = update != "cpu" and not settings.optimizer.has_gradients
-        if update != "cpu" and not in_slots:
-            budget = _device_bytes(placement, free)
-            most_numel = device_updates.tile_numel(regions, budget, sharding)
-            widest_layout = DiskLayout({}, most_numel, sharding, device_updates.trainable_indices(regions))
-            update_ring_bytes = device_updates.ring_bytes(widest_layout, regions)
-            if placement.optimizer_memory is not None:
-                room = int(placement.optimizer_memory)
-            elif placement.optimizer == "auto" and budget is not None:
-                # Weights first: each weight byte is copied to the device twice per step, other state bytes once per
-                # direction.
-                unlimited = plan_for("device", "cpu", buffers=2 if overlap else 1)
-                room = max(0, budget - bytes_on("device", unlimited))
-                # Leave room for the step itself; step memory is unknown here.
-                room = room // 3 if update == "both" else room
-        staging = staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0
-        factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
-        in_memory = [region for region in regions if region.index not in layout.files]
-        reserved = sum(rings.values()) + factors + read_ring(layout, regions) + layout.file_staging_bytes
-        below, host_bytes = _tiers_below(placement, free, reserved)
-        laid_out = lay_out(
-            in_memory,
-            below,
-            keeps_gradients=settings.keeps_gradients,
-            staging_bytes=staging,
-            host_bytes=host_bytes,
-            sharding=sharding,
-            update="cpu" if in_slots else update,
-            most_numel=most_numel,
-            device_bytes=room,
-        )
-        layout = replace(
-            layout,
-            planes=laid_out.planes,
-            tile_numel=laid_out.tile_numel,
-            streamed=laid_out.streamed,
-            staying=laid_out.staying,
-            in_slots=in_slots,
-        )
-        rings |= ring_bytes(layout, in_memory)
-        update_ring_bytes = device_updates.ring_bytes(layout, regions)
-        update = "cpu" if update == "both" and not layout.streamed else update
-    if settings.delay and (tiers[1] == "device" or any("weights" in layout.of(region) for region in regions)):
-        raise ConfigError(
-            "train.delay is 1, which needs the weights before and after an update in host memory, but they are stored "
-            f"{'on the device' if tiers[1] == 'device' else 'on disk'}: set --train.delay 0, or --offload.parameters "
-            "cpu --offload.optimizer cpu (or nvme)."
-        )
-    if not rings and not from_files:
-        overlap = overlaps(has_accelerator, settings.throttles, settings.delay_seed)
-    limited = placement.device_memory is not None or free.device_bytes is not None
+
+def choose_residence(request: _Request, update: str) -> tuple[Residence, str, FreeMemory]:
+    """Choose the tier of all planes and the places of the updates. Return the table, the general place of the updates
+    (see `Plan.update`), and the free memory beside device memory on the host.
+
+    Raises ConfigError if the settings allow no table.
+    """
+    settings, regions, sharding, free = request.settings, request.regions, request.sharding, request.free
+    placement, residence = settings.placement, Residence(sharding=sharding)
+    if placement.parameters == FILES:
+        residence = read_from_files(sharding, regions, budget_bytes(placement.host_memory), free.host_bytes)
+        if not residence.rows:
+            raise ConfigError(
+                "offload.parameters is files, but no parameter is frozen, and trained weights cannot stay in the "
+                "model's own files. Freeze some (requires_grad=False) before Engine(), or set --offload.parameters cpu."
+            )
+    overlap = request.overlaps(bool(residence.rows) or placement.nvme_dir is not None)
+    residence = _choose_tiers(request, residence, overlap)
+    if residence.common == DEVICE:
+        return residence, update, free
+    if free.in_host:  # device memory is host memory here, so less remains for states
+        widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
+        beside = bytes_on(DEVICE, request.allocations(residence, overlap, ahead=widest, buffers=2))
+        free = replace(free, host_bytes=max(0, free.host_bytes - beside))
+    most_numel, room, has_gradients = None, 0, settings.optimizer.has_gradients
+    if update != "cpu" and has_gradients:
+        budget = _device_bytes(placement, free)
+        most_numel = device_updates.tile_numel(regions, budget, sharding)
+        if placement.optimizer_memory is not None:
+            room = int(placement.optimizer_memory)
+        elif placement.optimizer == "auto" and budget is not None:
+            # Weights first: each weight byte is copied to the device twice per step, other state bytes once per
+            # direction.
+            rows = {**residence.rows, **device_updates.all_on_device(regions, most_numel, sharding).rows}
+            first = replace(residence, rows=rows, keeps_weights=True)
+            room = max(0, budget - bytes_on(DEVICE, request.allocations(first, overlap, buffers=2 if overlap else 1)))
+            # Leave room for the step itself; step memory is unknown here.
+            room = room // 3 if update == "both" else room
+    factors = sum(4 * region.factor_numel(factor) for region in regions for factor in region.factors)
+    reserved = factors + read_ring(residence, regions) + residence.file_staging_bytes
+    below, host_bytes = _tiers_below(placement, free, reserved + sum(_activation_rings(request).values()))
+    laid_out = lay_out(
+        [region for region in regions if region.index not in residence.rows],
+        below,
+        keeps_gradients=settings.keeps_gradients,
+        staging_bytes=staging_bytes(regions, 2 if overlap else 1, sharding) if has_gradients else 0,
+        host_bytes=host_bytes,
+        sharding=sharding,
+        update=SLOT if update != "cpu" and not has_gradients else update,
+        most_numel=most_numel,
+        device_bytes=room,
+    )
+    residence = replace(residence, rows={**residence.rows, **laid_out.rows})
+    return residence, "cpu" if update == "both" and not residence.updated_on_device else update, free
+
+
+def _activation_rings(request: _Request) -> dict[str, int]:
+    placement = request.settings.placement
+    has_ring = DISK in (placement.activations, placement.graphs)
+    return activation_ring_bytes(request.regions, budget_bytes(placement.host_memory)) if has_ring else {}
+
+
+def size_rings(request: _Request, residence: Residence, free: FreeMemory) -> tuple[dict[str, int], bool, int, int]:
+    """Return the ring sizes for disk transfers by name, True if copies overlap compute, the number of units fetched
+    ahead, and the number of consecutive unit gradients on the device. `free`: see `choose_residence`.
+    """
+    settings, regions, sharding = request.settings, request.regions, request.sharding
+    rings = _activation_rings(request) | ring_bytes(residence, regions)
+    overlap = request.overlaps(bool(rings) or bool(residence.indices_on(FILES)))
     ahead, buffers = 0, 1
     if isinstance(settings.prefetch, int):
         ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
-    elif overlap and not limited:
+    elif overlap and not request.is_limited:
         ahead, buffers = AUTO_LOOKAHEAD, 2
     defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
-    if defers and not any("gradients" in layout.of(region) for region in regions):
-        planned = bytes_on("cpu", plan_for(*tiers, ahead, buffers))
+    if defers and not any(waits_on_disk(region, residence) for region in regions):
+        planned = bytes_on(HOST, request.allocations(residence, overlap, rings, ahead, buffers))
         # Memory a custom training loop needs in place of the planned gradients.
         trainable = [region for region in regions if region.trainable]
         sums = sum(4 * sharding.share(summed(region.plane("gradients")), region.numel) for region in trainable)
         sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True, splits=settings.splits)
-        rings = add_early_tiles(rings, _host_bytes(placement, free) - planned - sums)
-    allocations = plan_for(*tiers, ahead, buffers)
-    unlimited = plan_for("device", "cpu", buffers=2 if overlap else 1)
-    resident = resident_regions(units)
-    whole = [unit for unit in units if not unit.in_records]
-    largest = max(whole, key=lambda unit: slot_bytes(unit, resident, layout))
-    floor = f"The largest unit is {largest.name} ({format_bytes(slot_bytes(largest, resident, layout))} of weights). "
-    if ahead and isinstance(settings.prefetch, int):
-        floor += f"To use less, fetch fewer than {ahead} units ahead with --offload.prefetch. "
-    budgets = {"device": placement.device_memory, "cpu": placement.host_memory, "nvme": placement.nvme_memory}
-    limits = {tier: budget_bytes(value) for tier, value in budgets.items()}
-    if checks:
-        check_budgets(allocations, limits, floor, num_sharing=num_sharing)
-        check_host(
-            allocations,
-            measured.host_bytes,
-            measured.host_bound,
-            model_bytes=measured.model_bytes,
-            is_device=measured.in_host,
-            num_sharing=num_sharing,
-        )
-    device_bytes = limits["device"]
-    if device_bytes is None and measured.device_bytes is not None:
-        device_bytes = int(_left_for_device(measured, allocations) * _SHARE_OF_FREE_MEMORY)
-    return Plan(
-        tiers,
-        layout,
-        rings,
-        overlap,
-        update,
-        ahead,
-        device_bytes,
-        allocations,
-        unlimited,
-        sums_gradients_on_host(units),
+        rings = add_early_tiles(rings, _host_bytes(settings.placement, free) - planned - sums)
+    return rings, overlap, ahead, buffers
+
+
+def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
+    """Raise DoesNotFitError if a budget or the host is too small for a plan. num_sharing: ranks on this machine."""
+    residence, free, resident = plan.residence, request.free, resident_regions(request.units)
+    sizes = {u.name: slot_bytes(u, resident, residence) for u in request.units if not u.in_records}
+    largest = max(sizes, key=lambda name: sizes[name])
+    floor = f"The largest unit is {largest} ({format_bytes(sizes[largest])} of weights). "
+    if plan.ahead and isinstance(request.settings.prefetch, int):
+        floor += f"To use less, fetch fewer than {plan.ahead} units ahead with --offload.prefetch. "
+    check_budgets(plan.allocations, _limits(request.settings.placement), floor, num_sharing=num_sharing)
+    check_host(
+        plan.allocations,
+        free.host_bytes,
+        free.host_bound,
+        model_bytes=free.model_bytes,
+        is_device=free.in_host,
+        num_sharing=num_sharing,
     )
+
+
+def _limits(placement: Placement) -> dict[str, int | None]:
+    budgets = {DEVICE: placement.device_memory, HOST: placement.host_memory, DISK: placement.nvme_memory}
+    return {tier: budget_bytes(value) for tier, value in budgets.items()}
+
+
+def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
+    """Return the plan with a general place of the updates. num_sharing: as in `_check_memory`; None: no check."""
+    residence, update, free = choose_residence(request, update)
+    on_disk = any("weights" in residence.planes_on(DISK, region) for region in request.regions)
+    if request.settings.delay and (on_disk or residence.common == DEVICE):
+        raise ConfigError(
+            "train.delay is 1, which needs the weights before and after an update in host memory, but they are stored "
+            f"{'on the device' if residence.common == DEVICE else 'on disk'}: set --train.delay 0, or "
+            "--offload.parameters cpu --offload.optimizer cpu (or nvme)."
+        )
+    rings, overlap, ahead, buffers = size_rings(request, residence, free)
+    allocations = request.allocations(residence, overlap, rings, ahead, buffers)
+    lower = replace(residence, common=HOST, keeps_weights=True)
+    unlimited = request.allocations(lower, overlap, rings, buffers=2 if overlap else 1)
+    device_bytes = _limits(request.settings.placement)[DEVICE]
+    if device_bytes is None and request.free.device_bytes is not None:
+        device_bytes = int(_left_for_device(request.free, allocations) * _SHARE_OF_FREE_MEMORY)
+    on_host = sums_gradients_on_host(request.units)
+    plan = Plan(residence, rings, overlap, update, ahead, device_bytes, allocations, unlimited, on_host)
+    if num_sharing is not None:
+        _check_memory(request, plan, num_sharing)
+    return plan
 
 
 def _left_for_device(free: FreeMemory, allocations: Sequence[Allocation]) -> int:
@@ -488,30 +519,26 @@ def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple
     return tiers, None if host_bytes is None else max(0, host_bytes - reserved)
 
 
-def _choose_tiers(
-    placement: Placement,
-    free: FreeMemory,
-    plan_for: Callable[[str, str], list[Allocation]],
-    state_bytes: Callable[[], int],
-) -> tuple[str, str]:
-    """Resolve "auto" to (parameter tier, optimizer tier): "device" if everything fits, else "cpu".
-
-    "cpu" here means any tier below the device.
+def _choose_tiers(request: _Request, residence: Residence, overlap: bool) -> Residence:
+    """Return the table with the common tier: with "auto", the device if everything fits, else the host, which stands
+    for all tiers below the device.
     """
-    below = {"nvme": "cpu", "files": "cpu"}
-    wants = tuple(below.get(want, want) for want in (placement.parameters, placement.optimizer))
-    if "auto" not in wants:
-        return wants[0], wants[1]
-    budget = _device_bytes(placement, free)
-    if budget is None and placement.nvme_dir is not None:  # the host computes, and host memory is limited
-        budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    fits = budget is None or bytes_on("device", plan_for("device", "device")) <= budget
-    if placement.optimizer_memory is not None:
-        fits = fits and state_bytes() <= int(placement.optimizer_memory)
-    choice = "device" if fits else "cpu"
-    parameters = choice if wants[0] == "auto" else wants[0]
-    states = ("cpu" if parameters == "cpu" else choice) if wants[1] == "auto" else wants[1]
-    return ("device" if states == "device" else parameters), states
+    placement, free = request.settings.placement, request.free
+    wants = tuple(HOST if want in (DISK, FILES) else want for want in (placement.parameters, placement.optimizer))
+    parameters, states = wants
+    if "auto" in wants:
+        budget = _device_bytes(placement, free)
+        if budget is None and placement.nvme_dir is not None:  # the host computes, and host memory is limited
+            budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
+        planned = request.allocations(replace(residence, common=DEVICE), overlap) if budget is not None else []
+        fits = budget is None or bytes_on(DEVICE, planned) <= budget
+        if placement.optimizer_memory is not None:
+            room = int(placement.optimizer_memory)
+            fits = fits and optimizer_bytes(request.regions, request.sharding) <= room
+        choice = DEVICE if fits else HOST
+        parameters = choice if wants[0] == "auto" else wants[0]
+        states = (HOST if parameters == HOST else choice) if wants[1] == "auto" else wants[1]
+    return replace(residence, common=states, keeps_weights=DEVICE == parameters != states)
 
 
 def budget_bytes(value: Any) -> int | None:

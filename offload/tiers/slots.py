@@ -11,8 +11,8 @@ from torch import nn
 
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.codecs import EXACT
 from offload.layout.regions import Piece, Region
+from offload.layout.residence import SLOT
 from offload.tiers.counters import Counters
 from offload.tiers.decoding import Decoder
 from offload.tiers.device import Device, copy_planes
@@ -65,7 +65,7 @@ class Slots:
     ) -> None:
         """`decoder`: shared with other slots in the store (None: create one)."""
         self._store, self._device, self._counters, self._lanes = store, device, counters, lanes
-        self._co_fetched, self._deferred = store.co_fetched, deferred
+        self._residence, self._deferred = store.residence, deferred
         self._slots: list[Slot] = []
         self._valid_slots: dict[int, Slot] = {}  # by cargo; valid until another update changes the weights
         self._resident_fences: dict[int, Fence] = {}  # resident regions, by region index
@@ -74,14 +74,13 @@ class Slots:
         self._flats: dict[int, torch.Tensor] = {}  # resident regions
         self.gathers = store.sharding.gathers
         """True if ranks gather weights at every fetch."""
-        self._on_device = store.tier == "device" and not self.gathers
         self.weight_decoder = decoder or Decoder([state.region for state in store.states], device, lanes)
         """Decoder for quantized weights."""
         self._copy_lane, self._decoding_lane = (
-            (lanes.h2d, lanes.decoding) if store.tier == "cpu" else (lanes.on_compute, lanes.on_compute)
+            (lanes.h2d, lanes.decoding) if store.is_below_device else (lanes.on_compute, lanes.on_compute)
         )
         self._storages: set[int] = set()
-        if self._on_device:
+        if not self._residence.copies_weights:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._extra_memory = torch.empty(0, dtype=torch.uint8)
@@ -115,7 +114,7 @@ class Slots:
     def _slot_bytes(self, region: Region) -> int:
         num_bytes = self._slot_sizes.get(region.index)
         if num_bytes is None:
-            co_fetched_bytes = sum(plane.num_bytes(region.numel) for plane in self._co_fetched(region))
+            co_fetched_bytes = sum(plane.num_bytes(region.numel) for plane in self._residence.co_fetched(region))
             num_bytes = self._slot_sizes[region.index] = region.weight_bytes + co_fetched_bytes
         return num_bytes
 
@@ -194,7 +193,7 @@ class Slots:
         needed, lacking = set(regions), []
         for slot in self._valid_slots.values():
             masters_needed = needed.intersection(self.cargoes[slot.cargo])
-            if masters_needed and not slot.is_whole and any(map(self._co_fetched, masters_needed)):
+            if masters_needed and not slot.is_whole and any(map(self._residence.co_fetched, masters_needed)):
                 lacking.append(slot)
             elif masters_needed:
                 slot.is_whole = True
@@ -220,11 +219,7 @@ class Slots:
 
     def is_resident(self, region: Region) -> bool:
         """Return True if the region stays on the device."""
-        return self._is_used_in_place(region) or region.index in self._resident_fences
-
-    def _is_used_in_place(self, region: Region) -> bool:
-        """Return True if compute uses the region where it is stored."""
-        return self._on_device and region.travels is EXACT
+        return self._residence.is_used_in_place(region) or region.index in self._resident_fences
 
     # -- positions of weights -----------------------------------------------------------------------------------
 
@@ -233,7 +228,7 @@ class Slots:
         cargo = self.cargo_of(regions)
         weights, end = {}, self.offset(cargo)
         for region in regions:
-            if self._is_used_in_place(region):
+            if self._residence.is_used_in_place(region):
                 weights[region] = self._store[region].planes["weights"]
             elif region.index in self._resident_fences:
                 weights[region] = self._flats[region.index]
@@ -249,7 +244,7 @@ class Slots:
         if slot is not None and slot.is_whole:
             begin = slot.begin
             for region in self.cargoes[slot.cargo]:
-                if self._store.updates_in_slot(region):
+                if self._residence.row(region).update == SLOT:
                     masters[region] = self._planes_at(region, begin)
                 begin += self._slot_bytes(region)
         return masters
@@ -258,7 +253,7 @@ class Slots:
         """Return a region's planes in a slot, from byte `begin` on."""
         planes = {"weights": self._memory[begin : begin + region.weight_bytes].view(region.dtype)}
         begin += region.weight_bytes
-        for plane in self._store.co_fetched(region):
+        for plane in self._residence.co_fetched(region):
             num_bytes = plane.num_bytes(region.numel)
             planes[plane.name] = self._memory[begin : begin + num_bytes].view(plane.dtype)
             begin += num_bytes
@@ -418,7 +413,7 @@ class Slots:
 
         All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
-        if self._store.tier == "device" and region.travels is EXACT:
+        if not self._store.is_below_device and region.is_stored_as_used:
             own_range = self._store[region].planes["weights"]
             return self._gather_ranges(region, flat, own_range, fills, is_ahead)
         tickets, is_link = [], self._copy_lane is self._lanes.h2d
@@ -443,7 +438,7 @@ class Slots:
         if self.gathers:
             own_range = stored[plane.cut(self._store.sharding.shard(region))].data  # `data`: see AcceleratorDevice.copy
             tickets = self._gather_ranges(region, stored, own_range, tickets, is_ahead)
-        if region.travels is EXACT:
+        if region.is_stored_as_used:
             return tickets
         decoder, is_copy = self.weight_decoder, self._decoding_lane is self._copy_lane
         work = partial(decoder.decode, region, flat.data)

@@ -14,7 +14,8 @@ from offload.distributed.comm import Comm
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.layout.planes import ERROR, Factor, Plane, summed
-from offload.layout.regions import DiskLayout, ParameterInfo, Region
+from offload.layout.regions import ParameterInfo, Region
+from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
 from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
@@ -25,7 +26,7 @@ from offload.tiers.nvme import Nvme, Record
 from offload.tiers.tile import RegionState, Tile
 from offload.tiers.values import Values
 
-_RESTING = "resting states"
+_RESTING, _STAYING = "resting states", "states on the device"
 
 
 class Store:
@@ -38,45 +39,40 @@ class Store:
         regions: Sequence[Region],
         infos: Sequence[ParameterInfo],
         *,
-        tier: str,
         device: Device,
         host: Ledger,
         lanes: Lanes,
-        layout: DiskLayout | None = None,
+        residence: Residence | None = None,
         nvme: Nvme | None = None,
         files: ModelFiles | None = None,
         comm: Comm | None = None,
         counters: Counters | None = None,
     ) -> None:
-        """`tier`: for states not on disk (`nvme`) or in model files (`files`), see `layout`. `comm`: all ranks in the
-        sharding.
-        """
-        self.tier, self._device, self._host, self._lanes = tier, device, host, lanes
-        self._infos, self.layout, self._nvme, self._files = infos, layout or DiskLayout(), nvme, files
-        self.comm, self.sharding = comm or Comm(), self.layout.sharding
+        """`residence`: the tier of each plane (None: all on the host). `comm`: all ranks in the sharding."""
+        self.residence, self._device, self._host, self._lanes = residence or Residence(), device, host, lanes
+        self._infos, self._nvme, self._files = infos, nvme, files
+        self.comm, self.sharding = comm or Comm(), self.residence.sharding
         self.within, self.between = self.comm.split(self.sharding.num_replicas)
         self._counters = counters or Counters()
         # on the device only compute would wait for a lane
         compute_lanes = lanes.on_compute, lanes.on_compute, lanes.collective_on_compute
-        lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if tier == "cpu" else compute_lanes
+        is_below, tier = self.is_below_device, self.residence.common
+        lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if is_below else compute_lanes
         self.d2h_lane, self.update_lane, self.collective_lane = lanes_of_states
-        self.network_lane = lanes.network if tier == "cpu" else lanes.network_on_compute
+        self.network_lane = lanes.network if is_below else lanes.network_on_compute
         self._arenas: dict[str, Arena] = {}
-        planes_by_region = {
-            region: [plane for plane in region.states if plane.name not in self.layout.of(region)]
-            for region in regions
-            if region.index not in self.layout.files
-        }
-        stays = {
-            r: [plane for plane in planes if self.layout.stays(r, plane)] for r, planes in planes_by_region.items()
-        }
-        movable = {region: [p for p in planes if p not in stays[region]] for region, planes in planes_by_region.items()}
-        travelling = {r: [plane for plane in planes if self.layout.travels(r, plane)] for r, planes in movable.items()}
-        resting = {region: [p for p in planes if p not in travelling[region]] for region, planes in movable.items()}
-        memory = self._allocate("states", travelling) | self._allocate(_RESTING, resting)
-        memory |= self._allocate("states on the device", stays, "device")
+        groups: dict[str, list[tuple[Region, Plane, int]]] = {"states": [], _RESTING: [], _STAYING: []}
+        for region in regions:
+            for plane in region.states:
+                place = self.residence.tier(region, plane)
+                name = "states" if self.residence.travels(region, plane) else _RESTING
+                if place in (DEVICE, HOST):
+                    groups[name if place == tier else _STAYING].append((region, plane, self._share(region, plane)))
+        memory: dict[tuple[Region, str], torch.Tensor] = {}
+        for name, planes in groups.items():
+            memory |= self._take(name, planes, DEVICE if name == _STAYING else tier)
         self.states = [
-            self._state(region, {plane.name: memory[region, plane.name] for plane in planes_by_region.get(region, ())})
+            self._state(region, {p.name: memory[region, p.name] for p in region.states if (region, p.name) in memory})
             for region in regions
         ]
         self._by_index = {state.region.index: state for state in self.states}
@@ -93,16 +89,17 @@ class Store:
     def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
         others = {rank: self._tiles(region, planes, rank) for rank in self.sharding.partners}
         tiles = others.pop(self.sharding.owner)
-        stays = frozenset(plane.name for plane in region.states if self.layout.stays(region, plane))
+        stays = frozenset(self.residence.planes_on(DEVICE, region))
         return RegionState(region, planes, tiles, others, [0] * len(region.pieces), stays=stays)
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles in a rank range, with the planes on this rank."""
         is_own, tiles = owner == self.sharding.owner, []
-        on_disk = [region.plane(name) for name in self.layout.on_disk(region, is_own)]
-        for begin, end in self.layout.tiles(region, owner):
+        on_disk = [region.plane(name) for name in self.residence.planes_on(DISK, region, is_own)]
+        in_files = self.residence.planes_on(FILES, region)
+        for begin, end in self.residence.tiles(region, owner):
             record: Record | FileRecord | None = None
-            if region.index in self.layout.files:
+            if in_files:
                 assert self._files is not None
                 record = self._files.record(region, begin, end, region.states)
             elif on_disk:
@@ -116,13 +113,10 @@ class Store:
             tiles.append(Tile(begin, end, tile_planes, record))
         return tiles
 
-    def co_fetched(self, region: Region) -> tuple[Plane, ...]:
-        """Return the planes next to the weights in a slot."""
-        return self.layout.co_fetched(region)
-
-    def updates_in_slot(self, region: Region) -> bool:
-        """Return True if the region is updated in its slot."""
-        return self.tier == "cpu" and self.layout.updates_in_slot(region)
+    @property
+    def is_below_device(self) -> bool:
+        """True if the common tier is the host, over a link to the device."""
+        return self.residence.common != DEVICE
 
     @property
     def lends_early(self) -> bool:
@@ -145,10 +139,11 @@ class Store:
             return
         for state in trained:
             state.gradients = state.sums = None
-        (self._host if self.tier == "cpu" else self._device.ledger).drop("gradients")
+        (self._host if self.is_below_device else self._device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
-        for (region, _), flat in self._allocate("gradients", planes_by_region).items():
+        planes = [(region, plane, self._share(region, plane)) for region, (plane,) in planes_by_region.items()]
+        for (region, _), flat in self._take("gradients", planes, self.residence.common).items():
             start = self.sharding.held_range(region, *planes_by_region[region]).start
             own, shard = self.sharding.own(region), self.sharding.shard(region)
             # Stage 1 holds the whole plane, like ZeRO, although only the updated range is used.
@@ -158,7 +153,7 @@ class Store:
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
         """Allocate memory on the states' tier, replacing the allocation `name`."""
-        if self.tier == "device":
+        if not self.is_below_device:
             self._device.ledger.drop(name)
             return self._device.allocate(name, num_bytes)
         self._host.drop(name)
@@ -167,25 +162,18 @@ class Store:
 
     def count_d2h(self, num_bytes: int) -> None:
         """Count D2H bytes, if the states are on the host."""
-        if self.tier == "cpu":
+        if self.is_below_device:
             self._counters.count("d2h_bytes", num_bytes)
 
-    def _allocate(
-        self, name: str, planes_by_region: dict[Region, list[Plane]], tier: str | None = None
-    ) -> dict[tuple[Region, str], torch.Tensor]:
-        """Allocate planes on the states' tier, or on `tier`."""
-        planes = [
-            (region, plane, self.sharding.share(plane, plane.num_bytes(region.numel)))
-            for region, region_planes in planes_by_region.items()
-            for plane in region_planes
-        ]
-        return self._take(name, planes, tier or self.tier)
+    def _share(self, region: Region, plane: Plane) -> int:
+        """Return the bytes of a plane on this rank."""
+        return self.sharding.share(plane, plane.num_bytes(region.numel))
 
     def _take(
         self, name: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str
     ) -> dict[tuple[Region, str], torch.Tensor]:
         """Allocate arrays: one arena on the host, separate allocations on the device."""
-        if tier == "device":
+        if tier == DEVICE:
             return {
                 (region, plane.name): self._device.allocate(plane.label, num_bytes).view(plane.dtype)
                 for region, plane, num_bytes in planes

@@ -240,7 +240,7 @@ def both_places(clip: str) -> Engine:
     """Return an engine with some regions updated on the device and the others on the host."""
     placement = Placement("cpu", "auto", optimizer_memory="500KiB")
     engine = Engine(build(deep), placement=placement, device="sim", update="both", prefetch=1, **BOTH[clip])
-    assert 0 < len(parts_of(engine).plan.layout.streamed) < len(parts_of(engine).regions)
+    assert 0 < len(parts_of(engine).plan.residence.updated_on_device) < len(parts_of(engine).regions)
     return engine
 
 

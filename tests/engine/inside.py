@@ -118,7 +118,7 @@ def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
 def updating_device(engine: Engine) -> torch.device:
     """Return the optimizer update device."""
     state = parts_of(engine)
-    return state.device.torch_device if state.plan.tiers[1] == "device" else torch.device("cpu")
+    return state.device.torch_device if state.plan.residence.common == "device" else torch.device("cpu")
 
 
 def step_peak(engine: Engine, step: Callable[[], Any]) -> int:

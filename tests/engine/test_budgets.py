@@ -59,7 +59,7 @@ def test_states_of_a_small_rule_leave_the_device_room_for_activations() -> None:
     for share, tier in ((1.05, "cpu"), (2.0, "device")):
         place = Placement("auto", "auto", device_memory=int(share * needed))
         engine = Engine(build(llama), LOMO(), place, max_grad_norm=None)
-        assert parts_of(engine).plan.tiers[1] == tier
+        assert parts_of(engine).plan.residence.common == tier
         engine.step(tokens())
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from offload import AdamW, Engine, Lion, Muon, Placement
 from offload.engine.gradients.early_policies import RunningNorm
 from offload.errors import ConfigError, DoesNotFitError, NonFiniteError, TornError
+from offload.layout.residence import DEVICE
 from offload.planning import device_updates, disk
 from offload.planning.device_updates import UPDATE_RING
 from tests.engine.compare import assert_same, weights
@@ -106,13 +107,11 @@ def shared(
 
 def assert_shared(engine: Engine) -> None:
     """Assert that the device updates some regions, with all states there, and the host the others."""
-    layout, trained_ones = parts_of(engine).plan.layout, [r for r in parts_of(engine).regions if r.trainable]
+    residence, trained_ones = parts_of(engine).plan.residence, [r for r in parts_of(engine).regions if r.trainable]
     assert engine.updates_on == "both"
-    assert (
-        layout.streamed == layout.staying == {region.index for region in trained_ones if region.index in layout.staying}
-    )
-    assert 0 < len(layout.streamed) < len(trained_ones)
-    kept = sum(p.num_bytes(r.numel) for r in trained_ones for p in r.states if layout.stays(r, p))
+    assert residence.updated_on_device == residence.indices_on(DEVICE)
+    assert 0 < len(residence.updated_on_device) < len(trained_ones)
+    kept = sum(p.num_bytes(r.numel) for r in trained_ones for p in r.states if residence.tier(r, p) == DEVICE)
     moments = {plane.label for region in trained_ones for plane in region.states if plane.state == "optimizer"}
     assert kept == sum(size for label, size in tier_bytes(engine, "device").items() if label in moments)
 
@@ -199,13 +198,13 @@ def test_what_cannot_be_updated_in_both_places_is_refused() -> None:
 
 def test_what_is_updated_where_is_told() -> None:
     with Engine(build(deep), **shared("cpu", Path())) as engine:
-        count, kept = len(parts_of(engine).plan.layout.streamed), tier_bytes(engine, "device")
+        count, kept = len(parts_of(engine).plan.residence.updated_on_device), tier_bytes(engine, "device")
         assert f"updates of {count} of 9 regions on the device, with" in engine.told_updates
         assert sum(kept[name] for name in ("exp avg", "exp avg sq")) <= 300 << 10
-        layout = parts_of(engine).plan.layout
+        residence = parts_of(engine).plan.residence
         for region in parts_of(engine).regions:
             names = [parts_of(engine).infos[index].name for index in region.parameters]
-            where = engine.device if region.index in layout.streamed else torch.device("cpu")
+            where = engine.device if region.index in residence.updated_on_device else torch.device("cpu")
             assert {engine.update_devices[name] for name in names} == {where}
 
 

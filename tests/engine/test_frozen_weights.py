@@ -25,7 +25,8 @@ from offload.lanes.throttle import parse_throttle
 from offload.layout import codecs
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import CODECS, decoded
-from offload.layout.regions import DiskLayout, ParameterInfo
+from offload.layout.regions import ParameterInfo
+from offload.layout.residence import Residence
 from offload.machine.hardware import Hardware
 from offload.planning.estimates import weight_seconds
 from offload.planning.machines import Speeds
@@ -110,7 +111,9 @@ def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
     def seconds(codec: str) -> float:
         parts = parts_of(Engine(build(adapted), frozen_weights=codec))
         throttles = parse_throttle({"h2d": "1MB"})
-        return weight_seconds(parts.regions, parts.plan.layout.sharding, throttles, Speeds(Hardware.read("rtx-4090")))
+        return weight_seconds(
+            parts.regions, parts.plan.residence.sharding, throttles, Speeds(Hardware.read("rtx-4090"))
+        )
 
     saved = sum(base_bytes(build(adapted), "int8")) - sum(base_bytes(build(adapted), "nf4"))
     assert seconds("int8") - seconds("nf4") == pytest.approx(2 * saved / 1e6, abs=1e-3)
@@ -141,7 +144,7 @@ def foretold(codec: str, fetch_s: float, decode_s: float, **kwargs: Any) -> Simu
     depth, numel = 6, 1 << 16
     infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec=CODECS[codec]) for n in range(depth)]
     regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
-    plan = SimulatedPlan(regions, Settings(), DiskLayout(), 0, 2 * 2 * numel, 1, 2, **kwargs)
+    plan = SimulatedPlan(regions, Settings(), Residence(), 0, 2 * 2 * numel, 1, 2, **kwargs)
     between = {"int8": 2, "nf4": 12}[codec] * numel if kwargs.get("in_stream") else 0  # temporaries of torch operations
     moved = regions[0].travelling_bytes + regions[0].weight_bytes + between
     seconds = {

@@ -84,7 +84,7 @@ def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
     speeds = Speeds(Hardware.read("rtx-4090"))
     for link in ("exact", "int8"):
         parts = parts_of(Engine(model(), link_weights=link))
-        seconds[link] = weight_seconds(parts.regions, parts.plan.layout.sharding, throttles, speeds)
+        seconds[link] = weight_seconds(parts.regions, parts.plan.residence.sharding, throttles, speeds)
         up_bytes = 2 * sum(region.travelling_bytes for region in parts.regions)
         assert seconds[link] == pytest.approx(up_bytes / 1e6, abs=1e-3)
     assert seconds["int8"] < 0.33 * seconds["exact"], "in fp32"

@@ -22,8 +22,10 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, simulate
 from offload.layout.build_regions import build_regions
-from offload.layout.regions import DiskLayout, ParameterInfo
+from offload.layout.regions import ParameterInfo
+from offload.layout.residence import Residence
 from offload.planning import disk
+from offload.planning.disk import in_files
 from offload.planning.settings import Settings
 from tests.engine.compare import assert_same, weights
 from tests.engine.families import build, llama, mixtral, tokens
@@ -270,8 +272,8 @@ def test_a_step_is_foretold_by_what_it_reads() -> None:
     numel, depth = 4096, 6
     infos = [ParameterInfo(n, f"w{n}", (numel,), False, "fp32", False) for n in range(depth)]
     regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
-    layout = DiskLayout(files=frozenset(range(depth)), file_tile_numel=numel // 2)
-    plan = SimulatedPlan(regions, Settings(), layout, 0, 2 * 4 * numel, 1, 2)
+    residence = Residence({region.index: in_files(region, numel // 2) for region in regions})
+    plan = SimulatedPlan(regions, Settings(), residence, 0, 2 * 4 * numel, 1, 2)
     seconds = {"nvme_read": lambda num_bytes: num_bytes / (4 * numel)}
     found = simulate([SimulatedCall((region,), 0.1, 0.1) for region in regions], plan, seconds, num_steps=8)
     assert found.busy_s["nvme_read"] == pytest.approx(2 * depth - 4), "two are there still where the order turns"

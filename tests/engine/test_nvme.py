@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from offload import Engine, Placement
 from offload.errors import ConfigError, DoesNotFitError
 from offload.layout import regions as layout
+from offload.layout.regions import Sharding
 from offload.native.io import IoEngine
 from offload.planning import disk
 from offload.tiers import nvme
@@ -93,7 +94,7 @@ def host_memory_for(make: Maker, precision: str, fraction: float) -> int:
     engine = Engine(build(make), precision=precision, placement=Placement(activations="device"), prefetch=2)
     states_bytes = sum(tier_bytes(engine, "cpu").values())
     regions = parts_of(engine).regions
-    everything = disk.DiskLayout({r.index: tuple(p.name for p in r.table) for r in regions}, TILE)
+    everything = disk._all_on_disk(regions, TILE, Sharding())
     engine.close()
     return int(fraction * states_bytes) + sum(disk.ring_bytes(everything, regions).values())
 

@@ -91,7 +91,7 @@ def test_a_described_device_has_the_memory_that_is_written_there() -> None:
         prepare(on_meta(), settings, Comm(), SpecifiedMachine(replace(GPU, device_bytes=size)))
         for size in (1 << 20, 1 << 30)
     )
-    assert (small.plan.tiers, large.plan.tiers) == (("cpu", "cpu"), ("device", "device"))
+    assert (small.plan.residence.common, large.plan.residence.common) == ("cpu", "device")
     assert (small.settings.device, small.plan.overlap, small.plan.is_limited) == ("cuda", True, True)
 
 

@@ -139,7 +139,7 @@ def test_steps_of_a_long_run_take_as_long_as_on_the_gpu(name: str, tmp_path: Pat
 def test_an_update_counts_the_gradient(tmp_path: Path) -> None:
     step = planned_step("3b", tmp_path)
     trained = sum(region.numel for region in step.regions)
-    assert update_bytes(step.regions, step.plan.layout.sharding) == 26 * trained
+    assert update_bytes(step.regions, step.plan.residence.sharding) == 26 * trained
     slower = replace(step.hardware.rates, host_bytes_per_s=26.0 * trained)
     again = PlannedStep(step.prepared, step.workload, step.hardware.with_(rates=slower))
     assert again.simulate(2).lane_seconds["update"] == pytest.approx(1.0)

@@ -24,7 +24,8 @@ from offload.extras.plan.workload import UnitWork
 from offload.lanes.throttle import Throttle
 from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane
-from offload.layout.regions import DiskLayout, ParameterInfo, Region, Sharding
+from offload.layout.regions import ParameterInfo, Region, Sharding
+from offload.layout.residence import DEVICE, HOST, Residence
 from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.memory import BUFFER, SLOT, UnitPlan, plan_memory
@@ -51,16 +52,14 @@ def regions(
 def state_bytes(numel: float, ranks: int, stage: int) -> float:
     """Return the planned bytes of model states per device, with all states on the device."""
     its = regions([[(round(numel),)]], ranks, [WHOLE_MASTER])
-    layout = DiskLayout(sharding=Sharding(0, ranks, stage))
+    residence = Residence(sharding=Sharding(0, ranks, stage), common=DEVICE)
     units = [UnitPlan("unit 0", its, resident=False)]
     plan = plan_memory(
         units,
         its,
-        parameters_tier="device",
-        optimizer_tier="device",
+        residence,
         keeps_gradients=True,
         splits=False,
-        layout=layout,
     )
     states = {plane.label for plane in its[0].planes}
     return sum(allocation.num_bytes for allocation in plan if allocation.name in states)
@@ -131,13 +130,12 @@ def played(
     plan = SimulatedPlan(
         regions=its,
         settings=Settings(placement=placement, clip="deferred"),
-        layout=DiskLayout(sharding=Sharding(0, ranks, stage)),
+        residence=Residence(sharding=Sharding(0, ranks, stage), common=DEVICE if on_device else HOST),
         buffer_bytes=2 * size,
         shard_bytes=8 * size,
         capacity_bytes=capacity * size,
         lookahead=0 if inline else capacity - 1,
         max_cargoes=None,
-        on_device=on_device,
         inline=inline,
     )
     links = ("h2d", "d2h", "update", "update_on_device", "here", "nvme_read", "nvme_write", "collective")
@@ -168,7 +166,7 @@ def test_zero_offload_table_1_and_traffic() -> None:
     assert state_bytes(1e9, 1, 0) / 1e9 == pytest.approx(16, abs=0.001)
     its = regions([[(numel,)]] * depth)
     units = [UnitPlan(region.name, (region,), resident=False) for region in its]
-    plan = plan_memory(units, its, parameters_tier="device", optimizer_tier="cpu", keeps_gradients=True, splits=False)
+    plan = plan_memory(units, its, Residence(keeps_weights=True), keeps_gradients=True, splits=False)
     lasting = [a.num_bytes for a in plan if a.tier == "device" and a.name != BUFFER]
     assert sum(lasting) == 2 * depth * numel
     moved = played(its, capacity=depth)
@@ -202,8 +200,7 @@ def test_zero_infinity_figure_2a(
         plan = plan_memory(
             [UnitPlan("unit 0", its, resident=False)],
             its,
-            parameters_tier="cpu",
-            optimizer_tier="cpu",
+            Residence(),
             keeps_gradients=True,
             splits=False,
         )

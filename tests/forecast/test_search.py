@@ -146,7 +146,7 @@ def test_nothing_goes_deeper_than_pays() -> None:
 def test_what_memory_does_not_hold_is_on_disk() -> None:
     found = best(placer(), wanted(device_memory="150KiB", host_memory="260KiB"))
     assert found.step is not None
-    assert found.step.plan.layout.planes
+    assert found.step.plan.residence.rows
     assert found.fits
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from offload.extras.plan.shortened import FEW, simulate_shortened
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, simulate
-from offload.layout.regions import DiskLayout
+from offload.layout.residence import DISK, Residence, Row
 from offload.planning.settings import Settings
 from offload.tiers.nvme import UPDATE_RING
 from tests.forecast.test_simulated_step import NUMEL, regions
@@ -17,19 +17,19 @@ from tests.forecast.test_simulated_step import NUMEL, regions
 SIZE = 4 * NUMEL
 DEPTH = 48
 LINKS = ("h2d", "d2h", "update", "update_on_device", "here", "nvme_read", "nvme_write")
-ON_DISK = ("exp_avg", "exp_avg_sq")
+ON_DISK = {"exp_avg": DISK, "exp_avg_sq": DISK}
 
 
-def plan(slots: int = 4, layout: DiskLayout = DiskLayout(), corrects: bool = False, **settings: Any) -> SimulatedPlan:  # noqa: B008
+def plan(slots: int = 4, residence: Residence = Residence(), corrects: bool = False, **settings: Any) -> SimulatedPlan:  # noqa: B008
     return SimulatedPlan(
         regions(DEPTH),
         Settings(**settings),
-        layout,
+        residence,
         2 * SIZE,
         slots * SIZE,
         DEPTH,
         None,
-        rings={UPDATE_RING: 16 * SIZE} if layout.planes else {},
+        rings={UPDATE_RING: 16 * SIZE} if residence.rows else {},
         staging_bytes=2 * SIZE,
         corrects=corrects,
     )
@@ -41,8 +41,8 @@ CASES = {
     "all stay": plan(DEPTH),
     "no clipping": plan(max_grad_norm=None),
     "speculative": plan(clip="speculative", corrects=True),
-    "on disk": plan(layout=DiskLayout(dict.fromkeys(range(DEPTH), ON_DISK), NUMEL)),
-    "half on disk": plan(layout=DiskLayout(dict.fromkeys(range(0, DEPTH, 2), ON_DISK), NUMEL)),
+    "on disk": plan(residence=Residence(dict.fromkeys(range(DEPTH), Row(ON_DISK, NUMEL)))),
+    "half on disk": plan(residence=Residence(dict.fromkeys(range(0, DEPTH, 2), Row(ON_DISK, NUMEL)))),
 }
 
 

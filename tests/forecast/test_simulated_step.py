@@ -15,7 +15,8 @@ from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, Sim
 from offload.lanes.ticket import Lane, Ticket
 from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane
-from offload.layout.regions import DiskLayout, ParameterInfo, Region
+from offload.layout.regions import ParameterInfo, Region
+from offload.layout.residence import Residence
 from offload.planning.settings import Settings
 from offload.tiers.ring import Ring, RingSlice
 from tests.matrix import matrix
@@ -49,7 +50,7 @@ def played(
     plan = SimulatedPlan(
         regions=its,
         settings=Settings(clip=clip or "deferred", max_grad_norm=1.0 if clip else None, delay=delay),
-        layout=DiskLayout(),
+        residence=Residence(),
         buffer_bytes=buffers * size,
         staging_bytes=2 * size,
         capacity_bytes=slots * size,
@@ -200,7 +201,7 @@ def test_inputs_come_back_ahead_of_the_weights_of_the_unit_after_theirs(
     plan = SimulatedPlan(
         regions=its,
         settings=Settings(max_grad_norm=None, placement=Placement(activations="cpu")),
-        layout=DiskLayout(),
+        residence=Residence(),
         buffer_bytes=2 * size,
         staging_bytes=2 * size,
         capacity_bytes=slots * size,
@@ -221,7 +222,7 @@ def test_inputs_come_back_ahead_of_the_weights_of_the_unit_after_theirs(
 
 def test_what_a_steady_step_takes_does_not_depend_on_how_many_are_played() -> None:
     its = regions(3)
-    plan = SimulatedPlan(its, Settings(), DiskLayout(), 1 << 16, 1 << 15, 1, 2)
+    plan = SimulatedPlan(its, Settings(), Residence(), 1 << 16, 1 << 15, 1, 2)
     seconds = dict.fromkeys(("h2d", "d2h", "update"), lambda num_bytes: num_bytes / 1e4)
     calls = [SimulatedCall((region,), FORWARD_S, BACKWARD_S) for region in its]
     told = {simulate(calls, plan, seconds, count).seconds for count in (8, 12, 20)}

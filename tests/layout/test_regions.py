@@ -13,7 +13,8 @@ from offload.extras.quant.codecs import INT8
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import EXACT
 from offload.layout.planes import Factor
-from offload.layout.regions import DiskLayout, ParameterInfo, Sharding, align
+from offload.layout.regions import ParameterInfo, Sharding, align
+from offload.layout.residence import DISK, Residence, Row
 from offload.optim.adamw import AdamW
 
 MOMENTS = [AdamW().moments]
@@ -144,7 +145,7 @@ def test_nothing_cuts_a_parameter_of_a_rule_by_matrix(model, num_ranges, tile, s
         assert all(offset % ALIGNMENT == 0 for offset, _ in spans)
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
         sharding = Sharding(rank=0, size=num_ranges, stage=stage)
-        layout = DiskLayout({region.index: ("weights",)}, tile, sharding)
+        layout = Residence({region.index: Row({"weights": DISK}, tile)}, sharding)
         owners = range(sharding.num_ranges)
         parts = [part for owner in owners for part in layout.tiles(region, owner)]
         assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])]

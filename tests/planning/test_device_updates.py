@@ -15,10 +15,11 @@ from offload import Placement
 from offload.distributed.comm import Comm
 from offload.engine.assemble import prepare
 from offload.lanes.throttle import Throttle
-from offload.layout.regions import SHARD_MULTIPLE, DiskLayout, Region, Sharding
+from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding
+from offload.layout.residence import DEVICE, Residence
 from offload.machine.hardware import Hardware, Rates
 from offload.planning import device_updates
-from offload.planning.device_updates import estimate_seconds, ring_bytes, tile_numel, trainable_indices
+from offload.planning.device_updates import all_on_device, estimate_seconds, ring_bytes, tile_numel
 from offload.planning.disk import lay_out, optimizer_bytes
 from offload.planning.machines import SpecifiedMachine, Speeds
 from offload.planning.memory import UnitPlan, plan_memory
@@ -37,7 +38,7 @@ def speeds(kernel: float, link: float, device: float = 1e12) -> Speeds:
 
 def is_faster(regions: Sequence[Region], throttles: Mapping[str, Throttle], fast: Speeds) -> bool:
     """Return whether updates of all trainable regions are faster on the device."""
-    layouts = DiskLayout(streamed=trainable_indices(regions)), DiskLayout()
+    layouts = all_on_device(regions, SHARD_MULTIPLE, Sharding()), Residence()
     on_device, on_host = (estimate_seconds(regions, layout, throttles, fast) for layout in layouts)
     return on_device < on_host
 
@@ -117,16 +118,13 @@ def test_what_stays_is_in_no_other_place(shapes: Any, device_bytes: int, update:
     totals = []
     for tier in ("cpu", "nvme"):
         layout = lay_out(regions, ON_HOST | {"optimizer": tier}, device_bytes=device_bytes, **how)
-        tiers = {"parameters_tier": "cpu", "optimizer_tier": "cpu", "keeps_gradients": True, "splits": False}
-        plan = plan_memory(units, regions, layout=layout, **tiers)
+        plan = plan_memory(units, regions, layout, keeps_gradients=True, splits=False)
         moments = {where: sum(a.num_bytes for a in plan if a.tier == where and "exp" in a.name) for where in WHERE}
         assert moments["device"] <= device_bytes
         assert not moments["nvme" if tier == "cpu" else "cpu"]
         for one in regions:
-            assert not (set(layout.of(one)) & {p.name for p in one.planes if layout.stays(one, p)})
-            assert (one.index in layout.streamed) == (
-                one.trainable if update == "device" else one.index in layout.staying
-            )
+            is_elsewhere = one.trainable if update == "device" else bool(layout.planes_on(DEVICE, one))
+            assert (layout.row(one).update == DEVICE) == is_elsewhere
         totals.append(sum(moments.values()))
     assert totals == [sum(8 * one.numel for one in regions if one.trainable)] * 2
 
@@ -135,12 +133,16 @@ def test_tiles_of_disk_and_of_memory_are_one() -> None:
     regions = [region(0, 1000), region(1, 100)]
     tiers = {"parameters": "cpu", "gradients": "cpu", "optimizer": "nvme"}
     how = {"keeps_gradients": True, "staging_bytes": 0, "host_bytes": None}
-    assert not lay_out(regions, tiers, **how).streamed
+    assert not lay_out(regions, tiers, **how).updated_on_device
     small = lay_out(regions, tiers, update="device", most_numel=SHARD_MULTIPLE, **how)
-    assert (small.tile_numel, small.streamed, len(small.tiles(regions[0]))) == (SHARD_MULTIPLE, {0, 1}, 1000)
+    assert (small.rows[0].tile_numel, small.updated_on_device, len(small.tiles(regions[0]))) == (
+        SHARD_MULTIPLE,
+        {0, 1},
+        1000,
+    )
     large = lay_out(regions, tiers, update="device", most_numel=1 << 40, **how)
-    assert lay_out(regions, tiers, **how).tile_numel == large.tile_numel
-    assert DiskLayout().tiles(regions[0]) == [(0, regions[0].numel)]
+    assert lay_out(regions, tiers, **how).rows[0].tile_numel == large.rows[0].tile_numel
+    assert Residence().tiles(regions[0]) == [(0, regions[0].numel)]
 
 
 # -- both in one step ----------------------------------------------------------------------------------------
@@ -153,9 +155,9 @@ def test_the_first_regions_are_updated_on_the_device_as_far_as_it_has_room() -> 
     how = {"keeps_gradients": True, "staging_bytes": 0, "host_bytes": None, "most_numel": 1 << 20}
     for room, chosen in ((0, set()), (size - 1, set()), (3 * size, {0, 1, 2}), (6 * size, set(range(6)))):
         layout = lay_out(regions, ON_HOST, update="both", device_bytes=room, **how)
-        assert layout.streamed == layout.staying == chosen
+        assert layout.updated_on_device == layout.indices_on(DEVICE) == chosen
     mixed = [region(0, 100), *regions[1:]]  # a region without room leaves the space to later regions
-    assert lay_out(mixed, ON_HOST, update="both", device_bytes=3 * size, **how).streamed == {1, 2, 3}
+    assert lay_out(mixed, ON_HOST, update="both", device_bytes=3 * size, **how).updated_on_device == {1, 2, 3}
 
 
 def test_auto_takes_both_where_the_host_is_what_is_late() -> None:
@@ -166,4 +168,4 @@ def test_auto_takes_both_where_the_host_is_what_is_late() -> None:
         machine = SpecifiedMachine(speeds(kernel, link).hardware)
         plan = prepare(model, Settings(placement=placement, precision="bf16"), Comm(), machine).plan
         assert plan.update == update
-        assert bool(plan.layout.staying) == (update != "cpu")
+        assert bool(plan.residence.indices_on(DEVICE)) == (update != "cpu")

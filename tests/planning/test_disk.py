@@ -14,7 +14,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from offload.layout.planes import table
-from offload.layout.regions import CHUNK_BYTES, SHARD_MULTIPLE, DiskLayout, Piece, Region, stripe, stripe_bytes
+from offload.layout.regions import CHUNK_BYTES, SHARD_MULTIPLE, Piece, Region, stripe, stripe_bytes
+from offload.layout.residence import DISK, Residence, Row
 from offload.optim.adamw import AdamW
 from offload.planning import disk
 from offload.planning.disk import _spread, activation_ring_bytes, lay_out, ring_bytes
@@ -52,27 +53,24 @@ placements = st.fixed_dictionaries({kind: st.sampled_from(["auto", "cpu", "nvme"
 tiles = st.integers(0, 10).map(lambda power: SHARD_MULTIPLE << power)
 
 
-def everything(regions: Sequence[Region], tile_numel: int) -> DiskLayout:
+def everything(regions: Sequence[Region], tile_numel: int) -> Residence:
     """Return a layout with all planes on disk."""
-    planes = {r.index: tuple(p.name for p in r.planes) for r in regions}
-    return DiskLayout(planes, tile_numel)
+    return Residence({r.index: Row(dict.fromkeys((p.name for p in r.planes), DISK), tile_numel) for r in regions})
 
 
-def chosen(regions: Sequence[Region], tiers: Mapping[str, str], keeps: bool, host_bytes: int | None) -> DiskLayout:
+def chosen(regions: Sequence[Region], tiers: Mapping[str, str], keeps: bool, host_bytes: int | None) -> Residence:
     staging = staging_bytes(regions, 2)
     return lay_out(regions, tiers, keeps_gradients=keeps, staging_bytes=staging, host_bytes=host_bytes)
 
 
-def held(regions: Sequence[Region], layout: DiskLayout, keeps: bool) -> dict[str, int]:
+def held(regions: Sequence[Region], layout: Residence, keeps: bool) -> dict[str, int]:
     """Return the planned bytes for a layout, by tier."""
     plan = plan_memory(
         [UnitPlan(r.name, (r,), resident=False) for r in regions],
         regions,
-        parameters_tier="cpu",
-        optimizer_tier="cpu",
+        layout,
         keeps_gradients=keeps,
         splits=False,
-        layout=layout,
         rings=ring_bytes(layout, regions),
         stagings=2,
     )
@@ -92,7 +90,7 @@ def test_tiles_cover_a_region_in_order(regions: list[Region], tile_numel: int) -
         assert cut[-1][1] == one.numel
         assert all(before[1] == after[0] for before, after in pairwise(cut))
         assert all(0 < end - begin <= tile_numel and begin % SHARD_MULTIPLE == 0 for begin, end in cut)
-        assert DiskLayout({}, tile_numel).tiles(one) == [(0, one.numel)]
+        assert Residence().tiles(one) == [(0, one.numel)]
 
 
 @given(models, tiles)
@@ -127,9 +125,9 @@ def test_stripes_hold_every_byte_once(offset: int, num_bytes: int, num_files: in
 def test_nothing_makes_no_record() -> None:
     assert stripe(4096, 0, 3) == []
     assert stripe_bytes(0, 3) == [0, 0, 0]
-    assert DiskLayout().num_bytes([region(0, 3)]) == 0
-    assert ring_bytes(DiskLayout(), [region(0, 3)]) == {}
-    assert chosen([], dict.fromkeys(KINDS, "nvme"), True, 0).planes == {}
+    assert Residence().num_bytes([region(0, 3)]) == 0
+    assert ring_bytes(Residence(), [region(0, 3)]) == {}
+    assert chosen([], dict.fromkeys(KINDS, "nvme"), True, 0).rows == {}
 
 
 # -- the share that stays in memory --------------------------------------------------------------------------
@@ -167,7 +165,7 @@ def test_what_was_asked_for_is_where_it_should_be(
 ) -> None:
     layout = chosen(regions, tiers, keeps, host_bytes)
     for one in regions:
-        there, has = layout.of(one), plane_bytes(one)
+        there, has = layout.planes_on(DISK, one), plane_bytes(one)
         assert list(there) == [plane for plane in has if plane in there]
         assert set(there) <= set(has), "a frozen region has no moments"
         for kind, planes in KINDS.items():
@@ -179,8 +177,8 @@ def test_what_was_asked_for_is_where_it_should_be(
             else:
                 assert mine & set(there) in (set(), mine), "a kind of state of a region is in one place"
     if host_bytes is None:
-        assert {tiers[kind] for kind in KINDS} >= {"nvme"} or not layout.planes
-    assert layout.tile_numel % SHARD_MULTIPLE == 0
+        assert {tiers[kind] for kind in KINDS} >= {"nvme"} or not layout.rows
+    assert all(row.tile_numel % SHARD_MULTIPLE == 0 for row in layout.rows.values())
 
 
 @given(models, placements, st.booleans(), st.floats(0, 1))
@@ -193,7 +191,7 @@ def test_a_budget_is_kept_where_it_can_be(
     def least(host_bytes: int) -> int:
         return held(regions, chosen(regions, lowest, keeps, host_bytes), keeps)["cpu"]
 
-    most = held(regions, DiskLayout(), keeps)["cpu"]
+    most = held(regions, Residence(), keeps)["cpu"]
     host_bytes = least(0) + int(share * max(0, most - least(0)))
     assume(least(host_bytes) <= host_bytes)
     assert held(regions, chosen(regions, tiers, keeps, host_bytes), keeps)["cpu"] <= host_bytes
@@ -201,11 +199,11 @@ def test_a_budget_is_kept_where_it_can_be(
 
 @given(models, st.booleans())
 def test_nothing_goes_to_disk_that_fits(regions: list[Region], keeps: bool) -> None:
-    needed = held(regions, DiskLayout(), keeps)["cpu"]
+    needed = held(regions, Residence(), keeps)["cpu"]
     tiers = dict.fromkeys(KINDS, "auto")
-    assert not chosen(regions, tiers, keeps, needed).planes
-    assert chosen(regions, tiers, keeps, needed - 1).planes
-    assert held(regions, DiskLayout(), keeps)["nvme"] == 0
+    assert not chosen(regions, tiers, keeps, needed).rows
+    assert chosen(regions, tiers, keeps, needed - 1).rows
+    assert held(regions, Residence(), keeps)["nvme"] == 0
 
 
 @given(models, st.booleans(), budgets)
@@ -214,10 +212,10 @@ def test_weights_stay_before_gradients_and_gradients_before_moments(
 ) -> None:
     """The least moved planes go to disk first: no moments stay in space sufficient for a region's weights."""
     layout = chosen(regions, dict.fromkeys(KINDS, "auto"), keeps, host_bytes)
-    low = [one.weight_bytes for one in regions if "weights" in layout.of(one)]
+    low = [one.weight_bytes for one in regions if "weights" in layout.planes_on(DISK, one)]
     for one in regions:
         moments = {"low", "exp_avg", "exp_avg_sq"} & plane_bytes(one).keys()
-        stays = sum(plane_bytes(one)[plane] for plane in moments - set(layout.of(one)))
+        stays = sum(plane_bytes(one)[plane] for plane in moments - set(layout.planes_on(DISK, one)))
         assert not low or stays < min(low), "its place would have held weights"
 
 
@@ -229,9 +227,9 @@ def test_rings_do_not_grow_with_the_regions(regions: list[Region], host_bytes: i
     layout = chosen(regions, dict.fromkeys(KINDS, "nvme"), True, host_bytes)
     rings = ring_bytes(layout, regions)
     assert sum(rings.values()) <= 4 * (16 + 4) * disk._LARGEST_TILE
-    if host_bytes is not None and layout.tile_numel > disk._SMALLEST_TILE:
+    if host_bytes is not None and layout.rows[0].tile_numel > disk._SMALLEST_TILE:
         assert sum(rings.values()) <= host_bytes // 4
-    largest = max(layout.record_bytes(one, min(one.numel, layout.tile_numel)) for one in regions)
+    largest = max(layout.record_bytes(one, layout.largest_tile(one)) for one in regions)
     assert rings[disk.UPDATE_RING] == 4 * largest
     assert all(size % PAGE_BYTES == 0 for size in rings.values())
 
@@ -252,6 +250,6 @@ def test_all_frozen(has_low: bool, keeps: bool) -> None:
     regions = [region(index, 5, trainable=False, has_low=has_low) for index in range(3)]
     layout = chosen(regions, dict.fromkeys(KINDS, "nvme"), keeps, None)
     wanted: Any = ("weights", "low") if has_low else ("weights",)
-    assert set(layout.planes.values()) == {wanted}
+    assert {layout.planes_on(DISK, one) for one in regions} == {wanted}
     nothing = held(regions, layout, keeps)
     assert nothing["cpu"] == sum(ring_bytes(layout, regions).values())

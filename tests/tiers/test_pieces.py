@@ -33,7 +33,7 @@ class Stack:
         regions = build_regions(self.infos, units, [rule.moments])
         lanes = Lanes(overlap=False, throttle={})
         device, host = CpuDevice(Ledger("device", None), False), Ledger("cpu")
-        self.store = Store(regions, self.infos, tier="cpu", device=device, host=host, lanes=lanes)
+        self.store = Store(regions, self.infos, device=device, host=host, lanes=lanes)
         self.values = self.store.values
 
     def update(self, gradient: torch.Tensor) -> None:

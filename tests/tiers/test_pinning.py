@@ -15,7 +15,8 @@ import torch
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.lanes.lanes import Lanes
 from offload.layout.build_regions import build_regions
-from offload.layout.regions import DiskLayout, ParameterInfo
+from offload.layout.regions import ParameterInfo
+from offload.layout.residence import DEVICE, SLOT, Residence, Row
 from offload.optim.adamw import AdamW
 from offload.tiers.counters import Counters
 from offload.tiers.host import Arena
@@ -172,7 +173,7 @@ def test_a_store_replaces_and_closes_what_it_registered(driver: PlayedDriver) ->
     regions = build_regions(infos, {"a": [0, 1], "b": [2, 3]}, [AdamW().moments])
     device = PlayedDevice(Pinning(driver, 1 << 14), driver)
     lanes = Lanes(overlap=False, throttle={})
-    store = Store(regions, infos, tier="cpu", device=device, host=Ledger("cpu"), lanes=lanes)
+    store = Store(regions, infos, device=device, host=Ledger("cpu"), lanes=lanes)
     states = dict(driver.ranges)
     assert len(states) > 1, "above the largest registration"
     for accumulates in (False, True, False):
@@ -191,9 +192,10 @@ def test_what_is_copied_to_the_device_is_pinned_and_the_rest_is_not(
 ) -> None:
     infos = [ParameterInfo(number, str(number), (64, 64), number > 0, "bf16", True) for number in range(3)]
     regions = build_regions(infos, {str(number): [number] for number in range(3)}, [AdamW().moments])
-    layout = DiskLayout(streamed=frozenset(streamed), in_slots=in_slots)
+    update = {number: SLOT for number in (1, 2) if in_slots} | dict.fromkeys(streamed, DEVICE)
+    residence = Residence({number: Row(update=place) for number, place in update.items()})
     device, lanes = PlayedDevice(Pinning(driver), driver), Lanes(overlap=False, throttle={})
-    store = Store(regions, infos, tier="cpu", device=device, host=Ledger("cpu"), lanes=lanes, layout=layout)
+    store = Store(regions, infos, device=device, host=Ledger("cpu"), lanes=lanes, residence=residence)
 
     def is_pinned(flat: torch.Tensor) -> bool:
         return any(begin <= flat.data_ptr() < begin + size for begin, size in driver.ranges.items())
@@ -206,7 +208,7 @@ def test_what_is_copied_to_the_device_is_pinned_and_the_rest_is_not(
         travels += sum(flat.nbytes for name, flat in state.planes.items() if name in found)
         pinned |= found
     assert store.pinned_bytes == travels
-    assert {label.replace(" ", "_") for label in layout.resting_labels(regions)} == everything - pinned
+    assert {label.replace(" ", "_") for label in residence.resting_labels(regions)} == everything - pinned
     store.close()
 
 

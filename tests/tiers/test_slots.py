@@ -11,6 +11,7 @@ from offload.errors import DoesNotFitError
 from offload.lanes.lanes import Lanes
 from offload.layout.build_regions import build_regions
 from offload.layout.regions import ParameterInfo, Region
+from offload.layout.residence import Residence
 from offload.optim.adamw import AdamW
 from offload.tiers.counters import Counters
 from offload.tiers.device import CpuDevice
@@ -39,7 +40,10 @@ class Bench:
             Counters(),
         )
         self.lanes = Lanes(overlap=False, throttle={})
-        self.store = Store(self.regions, self.infos, tier=tier, device=self.device, host=self.host, lanes=self.lanes)
+        residence = Residence(common=tier)
+        self.store = Store(
+            self.regions, self.infos, device=self.device, host=self.host, lanes=self.lanes, residence=residence
+        )
         self.values = [torch.randn(info.shape) for info in self.infos]
         for info, value in zip(self.infos, self.values, strict=True):
             self.write(info.index, value)

@@ -120,7 +120,7 @@ class Measures:
             self._shares[region.index] = self._to_host(share, buffer)
             return
         label = f"norm of the gradients of {region.name}"
-        if self._store.tier == "device":  # inline updates need the flags at once
+        if not self._store.is_below_device:  # inline updates need the flags at once
             touched[:] = [count > 0 for count in self._store.comm.sum_in_order(list(map(float, touched)), label)]
         total = self._store.comm.sum_in_order(share, label)
         self._pending[region.index] = self._to_host(total, buffer)
@@ -149,7 +149,7 @@ class Measures:
         """Return the values in host memory, valid after the lane's current work."""
         if values.is_cpu:
             return values
-        self._has_device_values = self._store.tier == "device"
+        self._has_device_values = not self._store.is_below_device
         return buffer.copy_(values, non_blocking=True)
 
     def _note(self, region: Region, values: Sequence[float]) -> None:

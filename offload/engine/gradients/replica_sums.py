@@ -148,7 +148,7 @@ class ReplicaSums(Exchange):
         """`inner`: sums inside a replica. `parts`: as for `Exchange`."""
         super().__init__(*parts)
         store, regions = self._store, [state.region for state in self._store.states]
-        sizes = replica_sum_bytes(regions, 2 if self._lanes.overlap else 1, store.layout)
+        sizes = replica_sum_bytes(regions, 2 if self._lanes.overlap else 1, store.residence)
         memory = store.stage(BETWEEN, sum(sizes))
         self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
         self._inner, self._sums = inner, ExactSums(store.between, self._device, scratch)

@@ -28,7 +28,9 @@ from offload.lanes.streams import open_lanes
 from offload.lanes.throttle import Throttle
 from offload.layout.build_regions import build_regions
 from offload.layout.planes import DTYPES
-from offload.layout.regions import DiskLayout, ParameterInfo
+from offload.layout.regions import ParameterInfo
+from offload.layout.residence import Residence
+from offload.planning.disk import in_files
 from offload.schedule.execute import Executor
 from offload.tiers.counters import Counters
 from offload.tiers.device import open_device
@@ -93,15 +95,14 @@ class StreamedModel:
         self._files = ModelFiles(RING_TILES * tile_bytes, host, lanes, counters, device.pinning)
         for info in self._infos:
             self._files.give(info.index, partial(self._read, info.index))
-        layout = DiskLayout(files=frozenset(region.index for region in regions), file_tile_numel=_TILE_NUMEL)
+        rows = {region.index: in_files(region, _TILE_NUMEL) for region in regions}
         store = Store(
             regions,
             self._infos,
-            tier="cpu",
             device=device,
             host=host,
             lanes=lanes,
-            layout=layout,
+            residence=Residence(rows),
             files=self._files,
             counters=counters,
         )

@@ -19,6 +19,7 @@ from offload.errors import ConfigError, format_bytes
 from offload.extras.large.tiles import tile_rows
 from offload.extras.plan.forecast import Alternative, Forecast, Forecaster
 from offload.extras.plan.memory import KEPT
+from offload.layout.residence import DEVICE
 from offload.machine.hardware import Hardware
 from offload.machine.probe import LEAST_BYTES, probe
 from offload.planning.disk import optimizer_bytes
@@ -135,7 +136,7 @@ def alternatives(forecaster: Forecaster, initial: Forecast, prediction: Forecast
 
 def has_open_placement(prediction: Forecast) -> bool:
     """Return True if there is a placement to choose, so not everything fits the device."""
-    return not prediction.fits or prediction.prepared.plan.tiers != ("device", "device")
+    return not prediction.fits or prediction.prepared.plan.residence.common != DEVICE
 
 
 def _is_different(prediction: Forecast, other: Forecast) -> bool:
@@ -237,11 +238,12 @@ def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[di
     is_undecided = (
         offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
     )
-    if not is_undecided or prepared.plan.tiers[1] == "device" or prepared.settings.host_bound or budget is None:
+    if not is_undecided or prepared.plan.residence.common == DEVICE or prepared.settings.host_bound or budget is None:
         return
-    layout, regions = prepared.plan.layout, prepared.structure.regions
-    state_bytes = optimizer_bytes((region for region in regions if region.trainable), layout.sharding)
-    room = budget + optimizer_bytes((region for region in regions if region.index in layout.staying), layout.sharding)
+    residence, regions = prepared.plan.residence, prepared.structure.regions
+    state_bytes = optimizer_bytes((region for region in regions if region.trainable), residence.sharding)
+    staying = residence.indices_on(DEVICE)
+    room = budget + optimizer_bytes((region for region in regions if region.index in staying), residence.sharding)
     room -= sum(a.num_bytes for a in prediction.memory.allocations if a.tier == "device" and a.name != KEPT)
     both: dict[str, Any] = {"offload.optimizer": "auto", "offload.update": "both"}
     for share in _SHARES if state_bytes and room > 0 else ():
@@ -408,7 +410,7 @@ def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     yield from _shorter_masters(config)
     yield from wider_precision(prediction)
     if prediction.hardware.device != "cpu":
-        if prediction.prepared.plan.tiers[1] != "device":
+        if prediction.prepared.plan.residence.common != DEVICE:
             yield {"offload.update": "device" if prediction.prepared.plan.update == "cpu" else "cpu"}
         if config.offload.graphs in ("auto", "device"):
             yield {"offload.graphs": "cpu"}

@@ -135,7 +135,7 @@ class Forecast:
     @property
     def num_replicas(self) -> int:
         """Number of model replicas."""
-        return self.prepared.plan.layout.sharding.num_replicas
+        return self.prepared.plan.residence.sharding.num_replicas
 
     @property
     def network_bytes(self) -> int:
@@ -197,7 +197,7 @@ class Forecast:
             "update": self.prepared.plan.update,
             "sequence_tile": self.prepared.settings.sequence_tile,
             "regions": len([region for region in self.prepared.structure.regions if region.trainable]),
-            "regions_updated_on_device": len(self.prepared.plan.layout.streamed),
+            "regions_updated_on_device": len(self.prepared.plan.residence.updated_on_device),
             "placement": self.placement_flags or None,
             "refusal": self.refusal or None,
             "fix": self.fix or None,

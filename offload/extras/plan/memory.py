@@ -79,7 +79,7 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
     if workload is not None:
         step = StepMemory(prepared, workload, hardware)
         allocations, kept = step.allocations, step.kept
-    resting = prepared.plan.layout.resting_labels(prepared.structure.regions)
+    resting = prepared.plan.residence.resting_labels(prepared.structure.regions)
     pins = hardware.device == "cuda"  # transfer buffers are pinned only on CUDA devices
     tiered = (
         replace(a, tier="pinned") if pins and a.tier == "cpu" and a.name not in resting else a for a in allocations

@@ -20,7 +20,7 @@ from offload.extras.plan.shortened import without_garbage_collector
 from offload.extras.plan.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.extras.plan.workload import Workload
 from offload.layout.codecs import EXACT
-from offload.layout.regions import DiskLayout
+from offload.layout.residence import DEVICE, DISK, Residence
 from offload.machine.hardware import Hardware
 from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.machines import Machine
@@ -164,14 +164,14 @@ class PlacementCandidate:
         """Lower bound for the step time, from settings alone."""
         settings = self.settings
         is_on_host = settings.update == "cpu" and settings.placement.optimizer != "device"
-        return max(self._search.compute_s, self._update_bound(DiskLayout(sharding=self._sharding)) if is_on_host else 0)
+        return max(self._search.compute_s, self._update_bound(Residence(sharding=self._sharding)) if is_on_host else 0)
 
-    def _update_bound(self, layout: DiskLayout, backward_s: float = 0.0) -> float:
+    def _update_bound(self, residence: Residence, backward_s: float = 0.0) -> float:
         """Return the lower bound for host updates, in seconds.
 
         Updates waiting for the gradient norm cannot overlap the next backward, so `backward_s` is added.
         """
-        settings, num_bytes = self.settings, host_update_bytes(self._regions, layout)
+        settings, num_bytes = self.settings, host_update_bytes(self._regions, residence)
         waits = settings.needs_all_gradients and settings.resolved_clip != "speculative" and not settings.delay
         update = _rate(link_seconds(settings, self._hardware, self._sharding)["update"], num_bytes)
         return update + (backward_s if waits and num_bytes else 0.0)
@@ -213,21 +213,23 @@ class PlacementCandidate:
         forward and before the next one.
         """
         assert self.step is not None
-        calls, seconds, layout = self.step.calls, self.step.seconds(), self.step.plan.layout
+        calls, seconds, residence = self.step.calls, self.step.seconds(), self.step.plan.residence
         forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
         backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
         sharding, trainable = self._sharding, [region for region in self._regions if region.trainable]
         ranges = sharding.num_ranges
-        if self.step.plan.tiers[1] == "device":
+        if residence.common == DEVICE:
             return forward + backward + seconds["here"](update_bytes(trainable, sharding))
         weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in trainable)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // ranges
         waiting = self.step.waiting_bytes("cpu", "nvme")
         up, down = weights + waiting, gradients + waiting
-        streamed = streamed_bytes(trainable, layout)
+        streamed = streamed_bytes(trainable, residence)
         up, down = up + streamed[0], down + streamed[1]
         on_disk = sum(
-            region.plane(name).num_bytes(region.numel // ranges) for region in trainable for name in layout.of(region)
+            region.plane(name).num_bytes(region.numel // ranges)
+            for region in trainable
+            for name in residence.planes_on(DISK, region)
         )
         on_disk += self.step.waiting_bytes("nvme")
         return max(
@@ -237,7 +239,7 @@ class PlacementCandidate:
             _rate(seconds["d2h"], down),
             _rate(seconds["nvme_read"], on_disk),
             _rate(seconds["nvme_write"], on_disk),
-            self._update_bound(layout, backward),
+            self._update_bound(residence, backward),
         )
 
     @cached_property

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from offload.extras.plan.simulated_lanes import Seconds
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
+from offload.layout.residence import DEVICE, DISK
 
 FEW, FEWER = 16, 10
 """Simulated blocks in the longest row, for the two simulations.
@@ -61,7 +62,8 @@ def _rows(calls: Sequence[SimulatedCall], plan: SimulatedPlan) -> list[list[int]
     num_uses = Counter(region.index for call in calls for region in call.regions)
     rows: dict[tuple[object, ...], list[int]] = {}
     for number, call in enumerate(calls):
-        key = [(r.numel, r.compute, plan.layout.of(r), r.index in plan.layout.staying) for r in call.regions]
+        places = plan.residence.planes_on
+        key = [(r.numel, r.compute, places(DISK, r), bool(places(DEVICE, r))) for r in call.regions]
         is_block = bool(key) and all(num_uses[region.index] == 1 for region in call.regions)
         rows.setdefault(
             (*key, call.backward_s, call.saved_bytes, call.graph_bytes) if is_block else (number,), []

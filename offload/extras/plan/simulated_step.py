@@ -26,7 +26,8 @@ from offload.engine.units.activation_offload import ActivationOffload, DiskActiv
 from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.regions import DiskLayout, Region
+from offload.layout.regions import Region
+from offload.layout.residence import Residence
 from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
@@ -81,7 +82,7 @@ class SimulatedPlan:
 
     regions: all regions, by index.
     settings: update timing, activation tiers and update rule are read; the rest is ignored.
-    layout: planes on disk, tile size, and the range for this rank.
+    residence: tiers of planes, tile sizes, and the range for this rank.
     rings: disk ring sizes in bytes, by name.
     buffer_bytes: gradient buffer size on the device.
     capacity_bytes: device memory for streamed weights.
@@ -91,7 +92,6 @@ class SimulatedPlan:
     resident: indices of regions always on the device.
     lasting: indices of regions whose gradients leave the device only after the backward.
     num_machines: machines the ranks are spread over.
-    on_device: True if optimizer states are stored on the device.
     in_stream: True if compute is an accelerator stream and the host runs ahead.
     inline: True if compute itself makes copies and updates.
     corrects: True if speculative clipping has to correct updates.
@@ -102,7 +102,7 @@ class SimulatedPlan:
 
     regions: tuple[Region, ...]
     settings: Settings
-    layout: DiskLayout
+    residence: Residence
     buffer_bytes: int
     capacity_bytes: int
     lookahead: int
@@ -114,7 +114,6 @@ class SimulatedPlan:
     resident: frozenset[int] = frozenset()
     lasting: frozenset[int] = frozenset()
     num_machines: int = 1
-    on_device: bool = False
     in_stream: bool = False
     inline: bool = False
     corrects: bool = False
@@ -248,19 +247,18 @@ class SimulatedEngine:
         device_class = _SimulatedAccelerator if plan.in_stream else CpuDevice
         device, host = device_class(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
         nvme = _SimulatedNvme(plan.rings, lanes, self._counters) if plan.rings else None
-        ring_bytes = read_ring(plan.layout, plan.regions)
+        ring_bytes = read_ring(plan.residence, plan.regions)
         files = ModelFiles(ring_bytes, host, lanes, self._counters, None) if ring_bytes else None
         self._store = Store(
             plan.regions,
             (),
-            tier="device" if plan.on_device else "cpu",
             device=device,
             host=host,
             lanes=lanes,
-            layout=plan.layout,
+            residence=plan.residence,
             nvme=nvme,
             files=files,
-            comm=SimulatedRanks(plan.layout.sharding.num_ranks, plan.num_machines),
+            comm=SimulatedRanks(plan.residence.sharding.num_ranks, plan.num_machines),
             counters=self._counters,
         )
         if settings.keeps_gradients:
@@ -287,7 +285,8 @@ class SimulatedEngine:
         self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, updates_at_end=flow.lasts)
         update_place: UpdatePlace = InPlaceUpdates(self._store.update_lane, device, nullcontext)
         if plan.update_ring_bytes:
-            ring, streamed = device.allocate("update ring", plan.update_ring_bytes), plan.layout.streamed
+            ring = device.allocate("update ring", plan.update_ring_bytes)
+            streamed = plan.residence.updated_on_device
             update_place = DeviceUpdates(update_place, streamed, ring, len(plan.regions), lanes, device, self._counters)
         timed_place = _TimedUpdatePlace(update_place, lanes, plan.tile_host_s)
         self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)

@@ -17,7 +17,8 @@ from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, Sim
 from offload.extras.plan.workload import Cost, UnitWork, Workload
 from offload.lanes.throttle import Throttle
 from offload.layout.planes import PAGE_BYTES
-from offload.layout.regions import DiskLayout, Region, Sharding
+from offload.layout.regions import Region, Sharding
+from offload.layout.residence import DEVICE, DISK, FILES, Residence
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
@@ -279,15 +280,15 @@ class PlannedStep:
     def simulated_plan(self) -> SimulatedPlan:
         """Return the description of the engine lanes for the simulation."""
         settings, plan = self.settings, self.plan
-        on_device, resident = plan.tiers[1] == "device", resident_regions(self.units)
+        resident = resident_regions(self.units)
         names = [work.name for work in self.workload.calls]
         often = {name for name in names if name is not None and names.count(name) > 1}
         used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
         lasting = {r.index for r in self.regions if gradient_lasts(r, resident)} | used_often
-        regions, experts, sharding = self._merged_regions, list(self._experts.values()), plan.layout.sharding
-        layout, factor = _coarsen(plan.layout, regions)
+        regions, experts, sharding = self._merged_regions, list(self._experts.values()), plan.residence.sharding
+        residence, factor = _coarsen(plan.residence, regions)
         slots, buffer = self._room()
-        staging = plan.of("device" if on_device else "cpu", STAGING).num_bytes
+        staging = plan.of(residence.common, STAGING).num_bytes
         shards = plan.of("device", SHARDS).num_bytes
         if experts:  # merged experts are larger than one record
             staging, shards = staging_bytes(regions, 2, sharding), shard_bytes(regions, 2, sharding)
@@ -298,8 +299,8 @@ class PlannedStep:
             rings[ACTIVATION_RING] = self._activation_ring(plan.rings[ACTIVATION_RING])
         return SimulatedPlan(
             regions=tuple(regions),
-            settings=replace(settings, clip=self._clip(on_device), placement=replace(settings.placement, **waiting)),
-            layout=layout,
+            settings=replace(settings, clip=self._clip(), placement=replace(settings.placement, **waiting)),
+            residence=residence,
             rings=rings,
             buffer_bytes=buffer + 2 * max((each.gradient_bytes(settings.splits) for each in experts), default=0),
             capacity_bytes=slots + max((each.weight_bytes for each in experts), default=0),
@@ -311,7 +312,6 @@ class PlannedStep:
             resident=frozenset(resident),
             lasting=frozenset(lasting),
             num_machines=self.hardware.num_machines,
-            on_device=on_device,
             in_stream=self._in_stream,
             inline=self.inline,
             corrects=self.clips,
@@ -325,21 +325,21 @@ class PlannedStep:
         largest = max((max(call.saved_bytes, call.graph_bytes) // call.num_parts for call in self.calls), default=0)
         return max(num_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES)) if num_bytes else 0
 
-    def _clip(self, on_device: bool) -> str:
+    def _clip(self) -> str:
         """Return the time of updates, "deferred" or "speculative".
 
         "auto" follows the comparison in `resolve_clip`, and depends on `clips`.
         """
         settings, plan = self.settings, self.plan
         waits = settings.needs_all_gradients and self._has_backward and not settings.delay
-        if on_device or not waits:
+        if plan.residence.common == DEVICE or not waits:
             return "deferred"
         if settings.resolved_clip != "auto":
             return settings.resolved_clip
         if self.inline or not plan.corrects_cheaply or self.clips:
             return "deferred"
-        seconds, sharding = self.seconds(), plan.layout.sharding
-        on_host, (up, down) = host_update_bytes(self.regions, plan.layout), streamed_bytes(self.regions, plan.layout)
+        seconds, residence, sharding = self.seconds(), plan.residence, plan.residence.sharding
+        on_host, (up, down) = host_update_bytes(self.regions, residence), streamed_bytes(self.regions, residence)
         bytes_by_lane = {"update": on_host, "h2d": up, "d2h": down}
         bytes_by_lane["update_on_device"] = update_bytes(self.regions, sharding) - on_host
         update_s = max(seconds[lane](num_bytes) for lane, num_bytes in bytes_by_lane.items() if num_bytes)
@@ -351,9 +351,10 @@ class PlannedStep:
 
     def seconds(self) -> dict[str, Seconds]:
         """Return the transfer time function for every link."""
-        layout = self.plan.layout
-        functions = link_seconds(self.settings, self.hardware, layout.sharding)
-        is_cached = layout.files and not layout.file_staging_bytes and not layout.planes
+        residence = self.plan.residence
+        functions = link_seconds(self.settings, self.hardware, residence.sharding)
+        is_read = residence.indices_on(FILES) and not residence.indices_on(DISK)
+        is_cached = is_read and not residence.file_staging_bytes
         if is_cached and "nvme_read" not in self.settings.throttles:
             # A read from the page cache is a memory copy: every byte is read and written once.
             functions["nvme_read"] = Throttle(self.hardware.rates.host_bytes_per_s / 2).seconds
@@ -361,7 +362,7 @@ class PlannedStep:
 
     def _to_timing(self, step: SimulatedStep) -> Timing:
         """Convert a simulated step to a `Timing`."""
-        rates, ranks, work = self.hardware.rates, self.plan.layout.sharding.num_ranks, self.workload
+        rates, ranks, work = self.hardware.rates, self.plan.residence.sharding.num_ranks, self.workload
         seconds = max(step.seconds, self._two_way_seconds(step))
         passes = 2 * self.settings.optimizer.num_directions
         flops = sum(
@@ -386,7 +387,7 @@ class PlannedStep:
 
         Compute and offloaded activations grow with the token count; all other traffic is constant.
         """
-        if step.busy_s["network"] and (self.inline or self.plan.tiers[1] == "device"):
+        if step.busy_s["network"] and (self.inline or self.plan.residence.common == DEVICE):
             return None  # compute itself sends
         seconds, share = self.seconds(), 0.0
         compute_s = sum(call.forward_s + call.backward_s for call in self.calls)
@@ -400,7 +401,7 @@ class PlannedStep:
             if growing_s >= compute_s:
                 return None
             share = max(share, (busy - growing_s - host_s) / (compute_s - growing_s))
-        return ceil(share * self.workload.num_tokens * self.plan.layout.sharding.num_ranks)
+        return ceil(share * self.workload.num_tokens * self.plan.residence.sharding.num_ranks)
 
     def _two_way_seconds(self, step: SimulatedStep) -> float:
         """Return the seconds for traffic in both directions, if H2D and D2H copies share bandwidth."""
@@ -489,9 +490,10 @@ def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
     return {"collective": within, "network": far if hardware.num_machines > 1 else near}
 
 
-def _coarsen(layout: DiskLayout, regions: Sequence[Region]) -> tuple[DiskLayout, int]:
-    """Return a layout with at most `_MOST_TILES` tiles per region, and the number of real tiles per simulated tile."""
-    moving = [r for r in regions if layout.of(r) or r.index in layout.streamed]
-    tiles = max((-(-r.numel // layout.sharding.num_ranges // layout.tile_numel) for r in moving), default=1)
+def _coarsen(residence: Residence, regions: Sequence[Region]) -> tuple[Residence, int]:
+    """Return a table with at most `_MOST_TILES` tiles per region, and the number of real tiles per simulated tile."""
+    num_ranges, in_files = residence.sharding.num_ranges, residence.indices_on(FILES)
+    rows = [(region, residence.row(region).tile_numel) for region in regions if region.index not in in_files]
+    tiles = max((-(-region.numel // num_ranges // tile) for region, tile in rows if tile), default=1)
     factor = max(1, -(-tiles // _MOST_TILES))
-    return replace(layout, tile_numel=layout.tile_numel * factor), factor
+    return residence.enlarge_tiles(factor), factor

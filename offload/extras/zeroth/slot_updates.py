@@ -9,6 +9,7 @@ import torch
 
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
+from offload.layout.residence import SLOT
 from offload.tiers.device import Device, copy_planes
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
@@ -37,7 +38,7 @@ class SlotUpdates:
 
     def can_defer(self, region: Region) -> bool:
         """Return whether a region's update can be put off."""
-        return self._store.updates_in_slot(region) and not self._slots.is_resident(region)
+        return self._store.residence.row(region).update == SLOT and not self._slots.is_resident(region)
 
     def defer(self, updates: Mapping[Region, PendingUpdate]) -> None:
         """Put updates off until the next fetch."""
