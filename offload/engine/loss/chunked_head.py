@@ -78,13 +78,20 @@ class ChunkedHead:
         self._model, self._base, self.vocabulary, self.num_logits = model, base, vocabulary, vocabulary
 
     @classmethod
-    def of(cls, model: nn.Module, vocabulary: int) -> ChunkedHead | None:
-        """Return the chunked head for a model already known to support chunks. None for `vocabulary` 0."""
+    def of(
+        cls, model: nn.Module, vocabulary: int, num_logits: int = 0, splitting: Splitting | None = None
+    ) -> ChunkedHead | None:
+        """Return the chunked head for a model already known to support chunks. None for `vocabulary` 0.
+
+        `num_logits`: logits per token that exist at once, for a head with a weight split by `splitting`.
+        """
         if not vocabulary:
             return None
         base = find_base_model(model)
         assert base is not None
-        return cls(model, base, vocabulary)
+        whole = cls(model, base, vocabulary)
+        heads = (splitting or Splitting()).heads(whole) if num_logits else ()
+        return next((head for head in heads if head.num_logits == num_logits), whole)
 
     def base_output(self, run: Callable[[], Any]) -> Any:
         """Run the model and return the base model output; the head does not run."""
