@@ -140,11 +140,10 @@ def _encode(unit: Unit, traits: UnitTraits) -> dict[str, Any]:
 
 def _decode(unit: Unit, value: Mapping[str, Any]) -> UnitTraits:
     """Return the traits from `_encode`."""
-    traits = UnitTraits(
-        **{name: set(value[name]) for name in _INDICES},
-        **{name: [None if axis is None else BatchAxis(axis) for axis in value[name]] for name in _AXES},
-        **{name: value[name] for name in _PLAIN},
-    )
+    own: dict[str, Any] = {name: value[name] for name in _PLAIN}
+    own |= {name: set(value[name]) for name in _INDICES}
+    own |= {name: [None if axis is None else BatchAxis(axis) for axis in value[name]] for name in _AXES}
+    traits = UnitTraits(**own)
     traits.buffers = {(unit.modules[number], key) for number, key in value["buffers"]}
     for needs, frozen, detached, *graph in value["graphs"]:
         traits.graphs[tuple(needs), frozenset(frozen)] = GraphTraits(frozenset(detached), *graph)
@@ -154,7 +153,7 @@ def _decode(unit: Unit, value: Mapping[str, Any]) -> UnitTraits:
 def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settings) -> dict[str, Any]:
     """Return hashes of the model, the versions and the settings that the results of trial runs depend on."""
     model, device = state.model, state.device.torch_device
-    modules = [(name, _hash_class(type(module))) for name, module in model.named_modules()]
+    modules = [(name, _hash_class(module.__class__)) for name, module in model.named_modules()]
     parameters = [(i.name, *i.shape, str(i.compute), i.trainable, i.codec.name) for i in state.infos]
     buffers = [(name, *buffer.shape, str(buffer.dtype)) for name, buffer in model.named_buffers()]
     units = [(unit.name, unit.is_block, [region.name for region in unit.regions]) for unit in state.units]
@@ -190,7 +189,7 @@ def _describe_row(name: str, axis: LossFunction | str | int | None) -> tuple[str
 
 
 @cache
-def _hash_class(owner: type[nn.Module]) -> int:
+def _hash_class(owner: Any) -> int:
     """Return a hash of the code of a module class, with all base classes below `nn.Module`."""
     classes = [each for each in owner.__mro__ if each not in nn.Module.__mro__]
     functions: Iterable[tuple[str, Any]] = (item for each in classes for item in sorted(vars(each).items()))

@@ -107,7 +107,7 @@ def test_a_resumed_engine_runs_no_trials(tmp_path: Path) -> None:
     assert len(counts[0]) == len(counts[1])
 
 
-OLD = {
+OLD: dict[str, Any] = {
     "way": {"cut": "calls", "chunks": False, "recomputes": True, "interleaves": True},
     "losses": {"input_ids:2 labels:2 -3396751985128501883": [1, 0, 0]},
     "resident": ["model.norm", "model.layers.1"],
@@ -138,8 +138,8 @@ def test_a_checkpoint_with_decisions_alone_is_read(tmp_path: Path) -> None:
 def test_an_analysis_has_no_names_of_one_process() -> None:
     """A model with a value that has no JSON is still described; loss functions are told apart by their code."""
     with Engine(build(Stack)) as engine:
-        engine.step(words(0), lambda outputs, batch: 1 * cross_entropy(outputs, batch))
-        engine.step(words(0), lambda outputs, batch: 2 * cross_entropy(outputs, batch))
+        engine.step(words(0), lambda outputs, batch: 1 * cross_entropy(outputs, dict(batch)))
+        engine.step(words(0), lambda outputs, batch: 2 * cross_entropy(outputs, dict(batch)))
         assert len(engine.analysis.kinds["results"]) == 2
         assert " at 0x" not in repr(engine.analysis)
         analyst: Analyst = steps_of(engine)._analyst

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.group_loss import log_probs
 from offload.engine.loss.label_trials import find_base_model
@@ -233,14 +234,13 @@ def find_chunked_head(
         vocabulary = int(outputs.logits.shape[-1])
         plain = ChunkedHead(model, base, vocabulary)
         heads = [*(splitting or Splitting()).heads(plain), plain]
-        is_fp32 = next(iter(model.parameters())).dtype == torch.float32
-        tolerance = (1e-5 if is_fp32 else 1e-2) * max(1.0, abs(full_loss))
+        most = tolerance(OTHER_ORDER, [next(iter(model.parameters()))]).loss * max(1.0, abs(full_loss))
     except Exception:
         return None
 
     def reproduces(head: ChunkedHead) -> bool:
         try:
-            return abs(head.trial_loss(output, batch, chunks, tokens) - full_loss) <= tolerance
+            return abs(head.trial_loss(output, batch, chunks, tokens) - full_loss) <= most
         except Exception:  # e.g. an adapter over a split head adds logits for all rows
             return False
 

@@ -154,7 +154,7 @@ class KnownPasses:
         self.results = {
             kind: TrialResult(
                 LossRule(**result["rule"]),
-                result["head"] and ChunkedHead.of(state.model, *result["head"], state.splitting),
+                result["head"] and ChunkedHead.of(state.model, result["head"][0], result["head"][1], state.splitting),
                 result["obstacle"],
             )
             for kind, result in value["results"].items()
