@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload.app.config.config import Config as Config
     from offload.app.training.trainer import Trainer as Trainer
+    from offload.engine.analysis import Analysis as Analysis
     from offload.engine.engine import Engine as Engine
     from offload.extras.zeroth.mezo import MeZO as MeZO
     from offload.integrations.wrap import wrap as wrap
@@ -37,6 +38,7 @@ if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ): 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 _HOMES = {
+    "Analysis": "offload.engine.analysis",
     "Config": "offload.app.config.config",
     "Engine": "offload.engine.engine",
     "AdaLomo": "offload.optim.factored",

@@ -62,6 +62,16 @@ FEATURES = {
     "zeroth": r"has_gradients|zeroth\w*|MeZO|num_perturbations",
 }
 """Patterns for feature names in conditions."""
+TRIALS = {
+    "analyses": r"\.(_?isolated|restoring|trial_mode)\(|\bTrial\(",
+    "put_back": r"def _?(put_back|restor(e|ed|ing)|isolated|\w+_restored|draws_repeated|reset_generators)\(",
+    "comparators": r"def _?(same_bits|is_same|is_near|are_near\w*|equals|\w*distance|\w*deviations|\w*reproduces)\(",
+    "tolerances": r"^_?[A-Z_]*(TOLERANCE|BOUNDS)S?[A-Z_]* = |(rel_tol=|<=? |> )\d+e-\d+|tolerance = ",
+}
+"""Patterns for code of trial runs, in `TRIAL_PLACES`: places with a trial run, functions that put back state,
+functions that compare two tensors, tables and numbers with tolerances.
+"""
+TRIAL_PLACES = ("offload.engine", "offload.extras.large")
 LONG_CLASS = 280
 
 
@@ -129,6 +139,12 @@ def asks(texts: Mapping[str, str]) -> dict[str, int]:
                 names |= {n.id for n in inner if isinstance(n, ast.Name)}
                 found.update(f for f, pattern in FEATURES.items() if any(re.fullmatch(pattern, n) for n in names))
     return dict(found)
+
+
+def trials(modules: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of places for each pattern of `TRIALS`."""
+    text = "\n".join(text for name, text in modules.items() if name.startswith(TRIAL_PLACES))
+    return {name: len(re.findall(pattern, text, re.MULTILINE)) for name, pattern in TRIALS.items()}
 
 
 def _definitions(modules: Mapping[str, str], *kinds: type[ast.stmt]) -> list[int]:
@@ -226,6 +242,7 @@ def shape() -> dict[str, Any]:
         "prose": {name: round(Measure(ROOT / name).relative, 1) for name in ("offload", "docs", "tests")},
         "extras": {name: lines[name] for name in RINGS if name not in (CORE, APPLICATION)},
         "asks": asks(core),
+        "trials": trials(modules),
         "nvme": len(re.findall(r"['\"]nvme['\"]", everything)),
         "comm_size": len(re.findall(r"comm\.size\b", everything)),
         "comm_any": len(re.findall(r"comm\.any\b", everything)),
@@ -242,6 +259,7 @@ def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "imports against the rings", str(found["violations"])
     yield "a warm step: lines executed / opened (files)", "{executed:,} / {opened:,} ({files})".format(**found)
     yield "tests in the core about", ", ".join(f"{name} {n}" for name, n in found["asks"].items())
+    yield "trial runs", ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in found["trials"].items())
     yield '"nvme" as a literal; comm.size; comm.any', f"{found['nvme']}; {found['comm_size']}; {found['comm_any']}"
     yield f"classes over {LONG_CLASS} lines", str(found["classes_over_280"])
     yield "mean lines of a function", str(found["function_lines"])

@@ -48,6 +48,19 @@ def test_tests_about_features_are_counted() -> None:
     assert shape.asks({"one": text}) == {"codecs": 2, "delay": 1, "replicas": 1, "zeroth": 0}
 
 
+def test_trial_runs_put_backs_comparisons_and_tolerances_are_counted() -> None:
+    text = """\
+_TOLERANCES = {1: 2}
+def same_bits(one): ...
+def put_back(self): ...
+def isolated(self): ...
+with self.isolated(), router.trial_mode(call):
+    assert abs(one) <= 1e-5 * two
+"""
+    found = {"offload.engine.one": text, "offload.app.one": text}
+    assert shape.trials(found) == {"analyses": 2, "put_back": 2, "comparators": 1, "tolerances": 2}
+
+
 @pytest.mark.slow  # `.ci/run` prints the numbers
 def test_a_traced_step_and_the_table_have_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     step = shape.warm_step()

@@ -20,6 +20,7 @@ from offload.checkpoint.spread import copy_missing_files
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.distributed.outcome import share_failure
+from offload.engine.analysis import Analysis
 from offload.engine.assemble import assemble
 from offload.engine.checkpoints import PendingCheckpoint, check_contents, load_states, spans_to_read
 from offload.engine.compile_wrappers import remove_compile_wrappers
@@ -66,7 +67,8 @@ class Engine:
     called right before the engine takes a unit's parameters. It writes the parameters, or returns the sources from
     which they are read piece by piece, so no parameter has to be in memory as a whole. Over several ranks one rank
     calls `fill` for each unit. Without `fill` all ranks receive rank 0's weights. `quantized`: codecs for parameters
-    quantized in the model files (`BuiltModel.quantized`).
+    quantized in the model files (`BuiltModel.quantized`). `analysis`: `analysis` of an earlier engine
+    over the same model with the same settings; the first step then needs no trial runs.
 
     Over several ranks (from `comm`, the process group, or the torchrun variables) every call is collective: all ranks
     make the same calls in the same order, each with its own rows.
@@ -82,12 +84,12 @@ class Engine:
         fill: Fill | None = None,
         quantized: Mapping[nn.Parameter, Codec] | None = None,
         comm: Comm | None = None,
+        analysis: Analysis | None = None,
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
-        check_types(
-            Engine.__init__, {"model": model, "fill": fill, "quantized": quantized, "comm": comm, "settings": settings}
-        )
+        own = {"model": model, "fill": fill, "quantized": quantized, "comm": comm, "analysis": analysis}
+        check_types(Engine.__init__, {**own, "settings": settings})
         positional = {"optimizer": optimizer, "placement": placement}
         options |= {key: value for key, value in positional.items() if value is not None}
         settings = replace(settings or Settings(), **without_retired(options))
@@ -118,6 +120,13 @@ class Engine:
         self._recovery.on_give_up(
             self._steps.trial_runs.discard_incomplete, self._state.spare_memory.give_up, self._own_loop.forget
         )
+        if analysis is not None:
+            try:
+                self._steps.check_analysis(analysis)
+                self._steps.adopt(analysis)
+            except BaseException:
+                self.close(restore=True)
+                raise
 
     def __repr__(self) -> str:
         return f"<Engine: {type(self.optimizer).__name__} over {type(self.model).__name__} on {self.device}>"
@@ -315,6 +324,14 @@ class Engine:
     def overlaps(self) -> bool:
         """True if copies and updates run beside compute."""
         return self._state.lanes.overlap
+
+    @property
+    def analysis(self) -> Analysis:
+        """Results of all trial runs so far: a JSON value for `Engine(analysis=...)`.
+
+        Complete after the first step. With sequence tiles, another engine repeats the recording.
+        """
+        return self._steps.analysis
 
     @property
     def spans(self) -> list[Span]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from offload.engine.comparison import same_bits
 from offload.engine.state import EngineState
-from offload.engine.units.state_snapshot import same_bits
 from offload.errors import ConfigError
 from offload.tiers.counters import Counters
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from offload.accelerators import own_accelerator
 from offload.doors import Door
+from offload.engine.analysis import Analysis, Analyst
 from offload.engine.equivalence_checks import EquivalenceChecks
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, check_batch, map_tensors
@@ -26,7 +27,6 @@ from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.recording.known import KnownPasses
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
-from offload.engine.units.execution_mode import ExecutionMode
 from offload.engine.units.snapshots import BufferPlace, PassSnapshot, buffer_places
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.errors import ConfigError, DoesNotFitError, warn
@@ -70,6 +70,7 @@ class Steps:
         self.method: Method = method(state, counters, settings, self.losses, self._take_snapshot)
         self._writes = ForeignWrites(state, counters, updates_later=settings.delay > 0 or not has_backward)
         self.equivalence = EquivalenceChecks(state, self.method, self.losses, self.known, settings.precision)
+        self._analyst = Analyst(state, self.known, settings)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch in host memory."""
@@ -152,14 +153,29 @@ class Steps:
         return not state.comm.any(is_late, "choice of train.clip")  # token counts differ by rank
 
     @property
+    def analysis(self) -> Analysis:
+        """Results of all trial runs so far."""
+        return self._analyst.collect(self.trial_runs.loss_decisions)
+
+    def check_analysis(self, analysis: Analysis) -> None:
+        """Raise ConfigError for the analysis of another model."""
+        if differences := self._analyst.differences(analysis):
+            raise ConfigError(
+                f"the analysis given to Engine() belongs to another model: {', '.join(differences)} differ. Leave out "
+                "analysis, so that the first step analyses this model."
+            )
+
+    def adopt(self, analysis: Analysis) -> None:
+        """Take over another engine's analysis in place of the own recordings."""
+        self.trial_runs.reset(analysis.losses)
+        self._analyst.adopt(analysis)
+
+    @property
     def decisions(self) -> dict[str, Any]:
         """Final decisions that change result bits; JSON."""
-        updates, trial_runs = self._state.updates, self.trial_runs
-        mode, resident = asdict(self._state.execution_mode), [unit.name for unit in self._state.units if unit.resident]
-        checked = {kind: sorted(ints) for kind, ints in self.known.checks.items()}
-        chunks = {"chunk_bytes": self.losses.chunk_bytes, "losses": trial_runs.loss_decisions}
+        updates = self._state.updates
         clip = {"clip": updates.clip, "unclipped": updates.num_unclipped}
-        return {**clip, "way": mode, **chunks, "resident": resident, "judged": checked}
+        return {**clip, "chunk_bytes": self.losses.chunk_bytes, "analysis": vars(self.analysis)}
 
     def restore_decisions(self, decided: Mapping[str, Any]) -> None:
         """Take over another engine's decisions."""
@@ -167,15 +183,7 @@ class Steps:
             self._state.updates.decide(decided["clip"], decided.get("unclipped"))
         if self._chooses_chunks:
             self.losses.chunk_bytes = decided.get("chunk_bytes", LEAST_CHUNK_BYTES)  # the value before it was saved
-        self.trial_runs.reset(decided.get("losses", {}))
-        # another batch must not lead to another decision
-        self.known.checks = {kind: set(ints) for kind, ints in decided.get("judged", {}).items()}
-        before = (
-            ExecutionMode(cut="calls") if decided.get("plain") else ExecutionMode()
-        )  # for old checkpoints without `way`
-        self._state.execution_mode.adopt(ExecutionMode(**decided.get("way", asdict(before))))
-        resident = {unit.name for unit in self._state.units if unit.resident}
-        self._state.make_resident(set(decided.get("resident", ())) - resident)  # never split into micro-batches
+        self.adopt(Analysis.of_decisions(decided))
 
     def _agree(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassInputs:
         """Agree with the other ranks on a pass, and copy the batch to the device."""

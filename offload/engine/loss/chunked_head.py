@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.group_loss import log_probs
 from offload.engine.loss.label_trials import find_base_model
@@ -78,13 +79,20 @@ class ChunkedHead:
         self._model, self._base, self.vocabulary, self.num_logits = model, base, vocabulary, vocabulary
 
     @classmethod
-    def of(cls, model: nn.Module, vocabulary: int) -> ChunkedHead | None:
-        """Return the chunked head for a model already known to support chunks. None for `vocabulary` 0."""
+    def of(
+        cls, model: nn.Module, vocabulary: int, num_logits: int = 0, splitting: Splitting | None = None
+    ) -> ChunkedHead | None:
+        """Return the chunked head for a model already known to support chunks. None for `vocabulary` 0.
+
+        `num_logits`: logits per token that exist at once, for a head with a weight split by `splitting`.
+        """
         if not vocabulary:
             return None
         base = find_base_model(model)
         assert base is not None
-        return cls(model, base, vocabulary)
+        whole = cls(model, base, vocabulary)
+        heads = (splitting or Splitting()).heads(whole) if num_logits else ()
+        return next((head for head in heads if head.num_logits == num_logits), whole)
 
     def base_output(self, run: Callable[[], Any]) -> Any:
         """Run the model and return the base model output; the head does not run."""
@@ -226,14 +234,13 @@ def find_chunked_head(
         vocabulary = int(outputs.logits.shape[-1])
         plain = ChunkedHead(model, base, vocabulary)
         heads = [*(splitting or Splitting()).heads(plain), plain]
-        is_fp32 = next(iter(model.parameters())).dtype == torch.float32
-        tolerance = (1e-5 if is_fp32 else 1e-2) * max(1.0, abs(full_loss))
+        most = tolerance(OTHER_ORDER, [next(iter(model.parameters()))]).loss * max(1.0, abs(full_loss))
     except Exception:
         return None
 
     def reproduces(head: ChunkedHead) -> bool:
         try:
-            return abs(head.trial_loss(output, batch, chunks, tokens) - full_loss) <= tolerance
+            return abs(head.trial_loss(output, batch, chunks, tokens) - full_loss) <= most
         except Exception:  # e.g. an adapter over a split head adds logits for all rows
             return False
 

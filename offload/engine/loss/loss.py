@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import IGNORED, Batch
 from offload.engine.loss.group_loss import GroupLoss
 from offload.engine.loss.label_trials import LabelTrials
@@ -173,5 +174,5 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
             for number, trial_labels in enumerate((one, other))
         )
         twice = loss_with((one, other)[wrong], num_items_in_batch=2 * count)
-        rule = LossRule(shifts=shifts, takes_count=abs(2 * twice - once) <= 1e-5 * abs(once))
+        rule = LossRule(shifts=shifts, takes_count=abs(2 * twice - once) <= tolerance(OTHER_ORDER).loss * abs(once))
     return rule

@@ -18,29 +18,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from offload.engine.comparison import OTHER_ORDER, Sketch, Tolerance, gradient_deviations, tolerance
 from offload.engine.recording.plain import PlainPass
-from offload.engine.recording.sketch import Sketch
 from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
-from offload.engine.units.call import CallTarget
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
-from offload.engine.units.unit import Unit
+from offload.engine.units.unit import CallTarget, Unit
 from offload.errors import OffloadError
 from offload.layout.regions import Piece
 from offload.modules import in_eval_mode
 
-
-class _Bounds(NamedTuple):
-    """Tolerances for sums in a different order."""
-
-    relative: float
-    """Relative to the sum."""
-    rounding: float
-    """Relative to all gradients in a unit, because some gradients are only the rounding error of cancelling terms."""
-
-
-_BOUNDS = {"fp32": _Bounds(1e-4, 1e-6), "bf16": _Bounds(3e-2, 4e-3)}
 _DROPOUTS = frozenset(
     function
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -135,7 +123,7 @@ class PassComparator:
     """Runs equivalence checks."""
 
     def __init__(self, state: EngineState, precision: str) -> None:
-        self._state, self._precision, self._bounds = state, precision, _BOUNDS[precision]
+        self._state, self._is_half = state, precision == "bf16"
 
     def compare(self, passes: PassPair, *, is_exact: bool = True) -> EquivalenceResult:
         """Compare the streamed passes with plain passes. Collective: all ranks get the same result.
@@ -242,14 +230,14 @@ class PassComparator:
                 else f"the model raises {type(streamed.error).__name__}: "
             )
             return f"{prefix}{streamed.error}".splitlines()[0]
-        self._bounds = _BOUNDS["bf16" if plain.is_half or streamed.is_half else self._precision]
-        results = self._first_result_difference(plain, streamed, is_exact=is_exact)
+        allowed = tolerance(OTHER_ORDER, is_half=self._is_half or plain.is_half or streamed.is_half)
+        results = _first_result_difference(plain, streamed, 0.0 if is_exact else allowed.result)
         if results and not any(plain.losses):  # e.g. a call with opaque outputs
             return results
         for one, other in zip(plain.losses, streamed.losses, strict=True):
-            if not (one == other if is_exact else abs(one - other) <= self._bounds.relative * abs(one) + 1e-12):
+            if not (one == other if is_exact else abs(one - other) <= allowed.result * abs(one) + 1e-12):
                 return results or f"the loss is {one:.9g} in plain PyTorch and {other:.9g} in the engine"
-        difference = self._largest_gradient_difference(plain, streamed)
+        difference = self._largest_gradient_difference(plain, streamed, allowed)
         if difference or not is_exact:
             return difference
         unstable_paths = {path for path, *_ in _state_differences(plain, again)} if again else ()
@@ -263,49 +251,46 @@ class PassComparator:
                 )
         return ""
 
-    def _first_result_difference(self, plain: PassObservations, streamed: PassObservations, *, is_exact: bool) -> str:
-        """Return the first unit with a different result, if both passes use the same sequence of units."""
-        if [name for name, _ in plain.uses] != [name for name, _ in streamed.uses]:
-            return ""
-        for (name, mine), (_, theirs) in zip(plain.uses, streamed.uses, strict=True):
-            for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-                if not (one.equals(other) if is_exact else one.distance(other) <= self._bounds.relative * one.norm):
-                    return (
-                        f"result {number} of unit {name}, of shape {tuple(one.shape)}, has norm {one.norm:.6g} in "
-                        f"plain PyTorch and {other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"
-                    )
-        return ""
-
-    def _largest_gradient_difference(self, plain: PassObservations, streamed: PassObservations) -> str:
+    def _largest_gradient_difference(
+        self, plain: PassObservations, streamed: PassObservations, allowed: Tolerance
+    ) -> str:
         """Return the parameter with the largest gradient error, if above the tolerance."""
-        infos, worst, text = self._state.infos, 1.0, ""
+        worst, text = 1.0, ""
         for unit in self._state.units:
-            mine = [piece for region in unit.regions for piece in region.pieces]
-            unit_norm = math.hypot(*(plain.gradients[piece].norm for piece in mine if piece in plain.gradients), 0.0)
-            for piece in mine:
-                name, one, other = (
-                    infos[piece.parameter].name,
-                    plain.gradients.get(piece),
-                    streamed.gradients.get(piece),
+            pieces = [piece for region in unit.regions for piece in region.pieces]
+            ones, others = ([each.gradients.get(piece) for piece in pieces] for each in (plain, streamed))
+            deviations = gradient_deviations(ones, others, allowed)
+            for piece, one, other, deviation in zip(pieces, ones, others, deviations, strict=True):
+                is_lost = (one is None) != (other is None)
+                if not (is_lost or deviation > worst):
+                    continue
+                mine, theirs = ("none" if g is None else f"norm {g.norm:.6g}" for g in (one, other))
+                worst = deviation
+                text = (
+                    f"the gradient of {self._state.infos[piece.parameter].name} in unit {unit.name} has {mine} in "
+                    f"plain PyTorch and {theirs} in the engine"
                 )
                 if one is None or other is None:
-                    if one is not other:
-                        mine_is, other_is = ("none" if g is None else f"norm {g.norm:.6g}" for g in (one, other))
-                        return (
-                            f"the gradient of {name} in unit {unit.name} has {mine_is} in plain PyTorch and {other_is} "
-                            "in the engine"
-                        )
-                    continue
-                deviation = one.distance(other) / (
-                    self._bounds.relative * one.norm + self._bounds.rounding * unit_norm + 1e-30
-                )
-                if deviation > worst:
-                    worst = deviation
-                    text = (
-                        f"the gradient of {name} in unit {unit.name} has norm {one.norm:.6g} in plain PyTorch and "
-                        f"{other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"
-                    )
+                    return text
+                text += f", a distance of {one.distance(other):.3g}"
         return text
+
+
+def _first_result_difference(plain: PassObservations, streamed: PassObservations, share: float) -> str:
+    """Return the first unit with a different result, if both passes use the same sequence of units.
+
+    `share`: allowed distance, relative to the norm; 0: same bits.
+    """
+    if [name for name, _ in plain.uses] != [name for name, _ in streamed.uses]:
+        return ""
+    for (name, mine), (_, theirs) in zip(plain.uses, streamed.uses, strict=True):
+        for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+            if not (one.distance(other) <= share * one.norm if share else one.equals(other)):
+                return (
+                    f"result {number} of unit {name}, of shape {tuple(one.shape)}, has norm {one.norm:.6g} in "
+                    f"plain PyTorch and {other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"
+                )
+    return ""
 
 
 def _state_differences(one: PassObservations, other: PassObservations) -> Iterator[tuple[str, Any, Any]]:

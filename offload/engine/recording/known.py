@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from types import CodeType
 from typing import Any
 
 from offload.distributed.agreement import digest
@@ -27,8 +28,8 @@ class TrialResult:
     """How the model loss counts targets."""
     head: ChunkedHead | None
     """The head with logits in chunks. None: full logits."""
-    form: BatchForm
-    """Row axes of the batch."""
+    obstacle: str
+    """Reason why the model cannot run on a few rows alone; "" if it can."""
 
 
 class KnownPasses:
@@ -37,20 +38,22 @@ class KnownPasses:
     `rows`: configured row axes of the batch values, or None. `results`: trial results by kind of batch. `choices`:
     recorded int values by kind of batch or call. `constant_keys`: keys with equal values in all recorded rows, by kind
     of batch. `modes`: hash of training modes and frozen parameters at the last recording. `checks`: integers of the
-    checked batches, by kind of pass and execution.
+    checked batches, by kind of pass and execution. `watched_calls`: kinds of calls already run without gradients. All
+    kinds are strings, so `to_json` returns everything except the checks.
     """
 
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
         self._state, self.rows = state, rows
-        self.results: dict[Hashable, TrialResult] = {}
-        self.choices: dict[Hashable, dict[Hashable, set[int]]] = {}
-        self.constant_keys: dict[Hashable, set[str]] = {}
+        self.results: dict[str, TrialResult] = {}
+        self.choices: dict[str, dict[str, set[int]]] = {}
+        self.constant_keys: dict[str, set[str]] = {}
         self.checks: dict[str, set[str]] = {}
+        self.watched_calls: set[str] = set()
         self.modes = 0
         self._modes: tuple[list[bool], list[int]] = ([], [])
         self._modules = list(state.model.modules())
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
-        self._configs = list(configs.values())
+        self.configs = list(configs.values())
 
     def recording_status(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[bool, bool]:
         """Return (needs a recording, pattern is already recorded).
@@ -68,10 +71,13 @@ class KnownPasses:
 
     def complete(self, inputs: PassInputs) -> PassInputs:
         """Return the inputs of a recorded kind, completed with the trial results."""
-        return replace(inputs, **vars(self.results[self.signature(inputs.batch, inputs.loss_fn)]))
+        result = self.results[self.signature(inputs.batch, inputs.loss_fn)]
+        form = replace(BatchForm.of(inputs.batch, self.rows), obstacle=result.obstacle)
+        return replace(inputs, rule=result.rule, head=result.head, form=form)
 
-    def signature(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[Hashable, ...]:
-        return _loss_key(loss_fn), batch_pattern(batch, check_batch(batch)), self.flags()
+    def signature(self, batch: Batch, loss_fn: LossFunction | None) -> str:
+        """Return the kind of a batch: batches of one kind have the same path through the model and the loss."""
+        return f"{batch_pattern(batch, check_batch(batch))} {loss_key(loss_fn)} {self.flags()}"
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True if this call in the caller's own loop needs a recording: a new pattern, or a new value for an int.
@@ -81,23 +87,23 @@ class KnownPasses:
         """
         return self._is_new(self.signature_of_call(args, kwargs), int_arguments(args, kwargs))
 
-    def _is_new(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> bool:
+    def _is_new(self, signature: str, ints: Iterable[tuple[str, int]]) -> bool:
         seen_values = self.choices.get(signature)
         return seen_values is None or any(
             len(seen_values[key]) < MOST_CHOICES and value not in seen_values[key] for key, value in ints
         )
 
-    def store_ints(self, signature: Hashable, ints: Iterable[tuple[Hashable, int]]) -> None:
+    def store_ints(self, signature: str, ints: Iterable[tuple[str, int]]) -> None:
         seen_values = self.choices.setdefault(signature, {})
         for key, value in ints:
             seen_values.setdefault(key, set()).add(value)
 
-    def signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+    def signature_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         """Return a key shared by calls with the same path through the model. An int counts as zero or nonzero."""
         arguments = [*enumerate(args), *kwargs.items()]
         plain = [(key, value) for key, value in arguments if isinstance(value, bool | str | None)]
-        ints = [(key, type(value), bool(value)) for key, value in int_arguments(args, kwargs)]
-        return len(args), tuple(sorted(kwargs)), tuple(sorted([*plain, *ints], key=repr)), self.flags()
+        ints = [(key, type(value).__name__, bool(value)) for key, value in int_arguments(args, kwargs)]
+        return f"{len(args)} {sorted(kwargs)} {sorted([*plain, *ints], key=repr)} {self.flags()}"
 
     def forget_other_modes(self) -> None:
         """Discard recordings from another training mode (dropout, moving statistics) or for other frozen parameters."""
@@ -110,14 +116,55 @@ class KnownPasses:
         modes = [module.training for module in self._modules], sorted(self._state.snapshot.frozen)
         if modes == self._modes:
             return False
-        self._modes, self.modes = modes, digest(repr(modes).encode())
-        return True
+        before, self._modes, self.modes = self.modes, modes, digest(repr(modes).encode())
+        return self.modes != before
 
-    def flags(self) -> Hashable:
-        """Return the boolean options of the model configuration. Some make tensors leave units by another path."""
-        return tuple(
-            (key, value) for config in self._configs for key, value in vars(config).items() if isinstance(value, bool)
+    def flags(self) -> int:
+        """Return a hash of the boolean options in the model configuration.
+
+        Some options make tensors leave units by another path.
+        """
+        options = tuple(
+            (key, value) for config in self.configs for key, value in vars(config).items() if isinstance(value, bool)
         )
+        return digest(repr(options).encode())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all properties except the checks, as JSON values for `adopt`."""
+        return {
+            "results": {
+                kind: {
+                    "rule": asdict(result.rule),
+                    "head": result.head and [result.head.vocabulary, result.head.num_logits],
+                    "obstacle": result.obstacle,
+                }
+                for kind, result in self.results.items()
+            },
+            "choices": {
+                kind: {key: sorted(values) for key, values in choices.items()} for kind, choices in self.choices.items()
+            },
+            "constant_keys": {kind: sorted(keys) for kind, keys in self.constant_keys.items()},
+            "watched_calls": sorted(self.watched_calls),
+            "modes": self.modes,
+        }
+
+    def adopt(self, value: Mapping[str, Any]) -> None:
+        """Take over all properties from `to_json` of another engine."""
+        state = self._state
+        self.results = {
+            kind: TrialResult(
+                LossRule(**result["rule"]),
+                result["head"] and ChunkedHead.of(state.model, result["head"][0], result["head"][1], state.splitting),
+                result["obstacle"],
+            )
+            for kind, result in value["results"].items()
+        }
+        self.choices = {
+            kind: {key: set(values) for key, values in choices.items()} for kind, choices in value["choices"].items()
+        }
+        self.constant_keys = {kind: set(keys) for kind, keys in value["constant_keys"].items()}
+        self.watched_calls = set(value["watched_calls"])
+        self.modes, self._modes = value["modes"], ([], [])
 
     def has_checked(self, inputs: PassInputs, has_chunks: bool) -> bool:
         """Return whether such passes were checked with the current execution and this batch's integers.
@@ -143,23 +190,43 @@ def _ints(inputs: PassInputs) -> str:
     return repr(sorted({rank_batch.ints for rank_batch in inputs.plan.ranks}))
 
 
-def int_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Hashable, int]]:
+def int_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return the ints among the arguments, by position or name."""
     arguments = [*enumerate(args), *kwargs.items()]
-    return [(key, value) for key, value in arguments if isinstance(value, int) and not isinstance(value, bool)]
+    return [(str(key), value) for key, value in arguments if isinstance(value, int) and not isinstance(value, bool)]
 
 
-def _loss_key(loss_fn: Any) -> Hashable:
+def loss_key(loss_fn: Any) -> str:
     """Return a key for a loss function: the code and the boolean or string options.
 
     Function identity is no key, because a lambda in a loop is a new function every time.
     """
+    if loss_fn is None:
+        return ""
     if isinstance(loss_fn, partial):
-        return _loss_key(loss_fn.func), _options([*loss_fn.args, *loss_fn.keywords.items()])
+        return f"{loss_key(loss_fn.func)} {_options([*loss_fn.args, *loss_fn.keywords.items()])}"
     closure = inspect.getclosurevars(loss_fn).nonlocals if inspect.isfunction(loss_fn) else {}
     state = getattr(getattr(loss_fn, "__self__", loss_fn), "__dict__", {})
-    return getattr(loss_fn, "__code__", type(loss_fn)), _options([*closure.items(), *state.items()])
+    function = loss_fn if hasattr(loss_fn, "__code__") else getattr(type(loss_fn), "__call__", None)  # noqa: B004
+    name = f"{type(loss_fn).__qualname__} {getattr(function, '__qualname__', '')}"
+    code = getattr(function, "__code__", None)
+    return f"{name} {code and code_hash(code)} {_options([*closure.items(), *state.items()])}"
 
 
-def _options(values: Sequence[Any]) -> Hashable:
-    return tuple(v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None))
+@lru_cache(1024)
+def code_hash(code: CodeType) -> int:
+    """Return a hash of a function's code, equal in every process."""
+    constants = [
+        code_hash(value)
+        if isinstance(value, CodeType)
+        else sorted(map(repr, value))
+        if isinstance(value, frozenset)
+        else repr(value)
+        for value in code.co_consts
+    ]
+    names = code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return digest(repr((names, code.co_code, constants)).encode())
+
+
+def _options(values: Sequence[Any]) -> list[Any]:
+    return [v for v in values if isinstance(v[1] if isinstance(v, tuple) else v, bool | str | None)]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from offload.engine.recording.sketch import Sketch
+from offload.engine.comparison import Sketch, same_bits
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.offloaded_tensor import OffloadedTensor
@@ -30,7 +30,6 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
 from offload.engine.units.snapshots import ModuleSnapshot, PassSnapshot, buffer_places
 from offload.engine.units.stages import Forward
-from offload.engine.units.state_snapshot import same_bits
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.unit import Unit
 from offload.engine.units.weight_writes import refuse_writes

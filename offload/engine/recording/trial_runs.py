@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from offload.distributed.agreement import digest
 from offload.engine.loss.batch import (
     Batch,
     BatchForm,
+    batch_pattern,
     check_batch,
     describe,
     has_equal_rows,
@@ -54,7 +54,6 @@ class TrialRuns:
         self._unused_sample: tuple[Batch, Batch] | None = None  # (batch, recorded rows of the batch)
         self._is_training = False
         self._roots: Mapping[str, Any] = {}  # the arguments of the model call
-        self._watched_calls: set[Hashable] = set()
         self.is_complete = True
         """False from the start of a recording until `end`."""
         self.loss_decisions: dict[str, list[int]] = {}  # loss decisions by the names of the batch tensors
@@ -77,11 +76,14 @@ class TrialRuns:
             return replace(inputs, form=form)
         if loss_fn is None or isinstance(loss_fn, TokenLoss):
             rule, head = self._keep_decision(batch, rule, head)
-        result = TrialResult(replace(rule, counts_rows=isinstance(loss_fn, GroupLoss)), head, form)
-        if self.samples.compute_on_leader(leader, lambda: signature[1]) == signature[1]:  # else another rank's pattern
-            self.known.results[signature] = result
+        rule, pattern = (
+            replace(rule, counts_rows=isinstance(loss_fn, GroupLoss)),
+            batch_pattern(batch, check_batch(batch)),
+        )
+        if self.samples.compute_on_leader(leader, lambda: pattern) == pattern:  # else another rank's pattern
+            self.known.results[signature] = TrialResult(rule, head, form.obstacle)
             self.known.store_ints(signature, int_arguments((), batch))
-        return replace(inputs, **vars(result))
+        return replace(inputs, rule=rule, head=head, form=form)
 
     def take_sample(self, inputs: PassInputs) -> Batch:
         """Return rows for an equivalence check: the last recorded ones if not taken yet. Collective."""
@@ -100,7 +102,7 @@ class TrialRuns:
         rows, signature = check_batch(batch), self.known.signature(batch, loss_fn)
         is_text = self.samples.compute_on_leader(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
         form, earlier = BatchForm.of(batch, self.known.rows), self.known.results.get(signature)
-        form = replace(form, obstacle=earlier.form.obstacle) if earlier is not None else form
+        form = replace(form, obstacle=earlier.obstacle) if earlier is not None else form
         # Owner functions stay with each caller.
         leader_form = self.samples.compute_on_leader(leader, lambda: replace(form, owners={}))
         form = form if self._state.comm.rank == leader else leader_form
@@ -195,7 +197,7 @@ class TrialRuns:
     ) -> tuple[LossRule, ChunkedHead | None]:
         """Return the first loss decision for this pattern: fixed for later batches and resumed runs."""
         names = " ".join(f"{name}:{_num_axes(value)}" for name, value in sorted(batch.items()))
-        key = f"{names} {digest(repr(self.known.flags()).encode())}"
+        key = f"{names} {self.known.flags()}"
         decision = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.loss_decisions.setdefault(key, decision)
         is_same = head is not None and head.vocabulary == vocabulary
@@ -214,12 +216,12 @@ class TrialRuns:
 
     def on_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
-        signature = (self.known.signature_of_call(args, kwargs), self._model.training)
-        if signature not in self._watched_calls:
+        signature = f"{self.known.signature_of_call(args, kwargs)} {self._model.training}"
+        if signature not in self.known.watched_calls:
             with self._isolated():
                 self._run_until_settled(lambda _: _call_on_copies(self._model, args, kwargs))
             self.forget_traffic()
-            self._watched_calls.add(signature)
+            self.known.watched_calls.add(signature)
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.engine.units.state_snapshot import AttributePlace, StateSnapshot, same_bits
+from offload.engine.comparison import same_bits
+from offload.engine.units.state_snapshot import AttributePlace, StateSnapshot
 from offload.tiers.device import Device
 
 _FORWARD_HOOKS = (

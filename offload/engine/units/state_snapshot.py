@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from offload.engine.comparison import same_bits
+
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 _HOOKS = frozenset(key for key in vars(nn.Module()) if "_hooks" in key)
 _FOREIGN = (sys.stdlib_module_names - {"types", "argparse", "collections", "dataclasses"}) | {"offload", "torch"}
@@ -267,12 +269,3 @@ class StateSnapshot:
     def _add_state(self, restore: Callable[[Any], Any], state: Any, path: str) -> None:
         self._states.append((restore, state))
         self.leaves[path] = state if isinstance(state, torch.Tensor) else repr(state)
-
-
-def same_bits(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    """True if two tensors have equal shape, dtype and elements; NaN equals NaN."""
-    if one is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return bool(torch.allclose(one.detach(), other.detach(), rtol=0.0, atol=0.0, equal_nan=True))

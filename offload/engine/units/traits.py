@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offload.engine.comparison import same_bits
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.snapshots import BufferPlace
 
@@ -218,7 +219,7 @@ class UnitTraits:
         """
         for index, axis in enumerate(self.outputs):
             first, *others = (result.tensors[index] for result in results)
-            if axis is None and not all(first is other or _is_same(first, other) for other in others):
+            if axis is None and not all(first is other or same_bits(first, other) for other in others):
                 return index
         return None
 
@@ -282,10 +283,6 @@ def _is_proportional(first: Any, second: Any, rows: tuple[int, int]) -> bool:
             raise ValueError("a number that is not proportional to the rows")
         return True
     return False
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _share(size: int, number: int, rows: Rows) -> int:

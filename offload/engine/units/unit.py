@@ -73,12 +73,13 @@ class Unit:
 
     def learn(self, structure: Hashable) -> UnitTraits:
         """Select the variant for an argument structure, with the traits from earlier passes or new empty traits."""
+        self._find_adopted(structure)
         self.traits = self.variants.setdefault(structure, UnitTraits())
         return self.traits
 
     def recall(self, structure: Hashable) -> bool:
         """Select the variant for an argument structure. If missing, select traits safe for any use and return False."""
-        traits = self.variants.get(structure)
+        traits = self.variants.get(structure) or self._find_adopted(structure)
         if traits is None:
             buffers = {place for variant in self.variants.values() for place in variant.buffers}
             needs_graph = any(variant.needs_graph for variant in self.variants.values())
@@ -86,6 +87,12 @@ class Unit:
             return False
         self.traits = traits
         return True
+
+    def _find_adopted(self, structure: Hashable) -> UnitTraits | None:
+        """Return the traits from an analysis, which has the text of the structure, and keep them by the structure."""
+        if structure not in self.variants and (text := repr(structure)) in self.variants:
+            self.variants[structure] = self.variants.pop(text)
+        return self.variants.get(structure)
 
     @property
     def mutable_attributes(self) -> Collection[AttributePlace]:

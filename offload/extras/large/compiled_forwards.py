@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.comparison import OTHER_KERNELS, Sketch, relative_distance, same_bits, tolerance
 from offload.engine.units.stages import Forward, Stage, Use
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError, warn
@@ -24,11 +24,6 @@ _MOST_GRAPHS = 8
 """Maximum graphs per variant. Code may read unit-specific numbers, and each number needs a graph."""
 _MOST_LETTERS = 200
 """Maximum length of a torch error message in a warning."""
-_TOLERANCES = {False: (1e-4, 1e-3), True: (3e-2, 1e-1)}
-"""Tolerances for compiled forwards. Key: True if results have 16 bits.
-
-Values: (results, gradients), as a fraction of the norm from the original forward.
-"""
 
 
 class CompiledForwards(Stage):
@@ -122,20 +117,18 @@ class CompiledForwards(Stage):
         repeated_results, _ = _run_trial(unit, use, function, False)
         if self.num_graphs > before:
             return "it would be recompiled in each use, because values that its code reads change"
-        result_tolerance, gradient_tolerance = _TOLERANCES[
-            any(t.dtype in (torch.bfloat16, torch.float16) for t in results)
-        ]
-        if (distance := _relative_distance(results, compiled_results)) > result_tolerance:
+        allowed = tolerance(OTHER_KERNELS, results)
+        if (distance := _distance(results, compiled_results)) > allowed.result:
             return f"its compiled results differ by {distance:.3g} of their norm"
         if has_graph:
             with_graph, compiled_gradients = _run_trial(unit, use, function, True)
-            if not all(map(_is_same, compiled_results, with_graph)):
+            if not all(map(same_bits, compiled_results, with_graph)):
                 unit.traits.needs_graph = True  # Otherwise a recomputation would have other bits than the forward.
-            if (distance := _relative_distance(gradients, compiled_gradients)) > gradient_tolerance:
+            if (distance := _distance(gradients, compiled_gradients)) > allowed.gradient:
                 return f"its compiled gradients differ by {distance:.3g} of their norm"
         return (
             ""
-            if all(map(_is_same, compiled_results, repeated_results))
+            if all(map(same_bits, compiled_results, repeated_results))
             else "its compiled results differ from run to run"
         )
 
@@ -228,19 +221,5 @@ def _num_graphs() -> int:
     return counters["stats"].get("unique_graphs", 0)
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one, other) or bool(
-        (one.isnan() == other.isnan()).all() and one.nan_to_num().equal(other.nan_to_num())
-    )
-
-
-def _relative_distance(originals: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Return norm(difference) / norm(`originals`). NaN counts as infinity."""
-    if len(originals) != len(others) or any(a.shape != b.shape for a, b in zip(originals, others, strict=True)):
-        return math.inf
-    difference = math.hypot(
-        *(float((a.double() - b.double()).norm()) for a, b in zip(originals, others, strict=True)), 0.0
-    )
-    whole = math.hypot(*(float(a.double().norm()) for a in originals), 0.0)
-    ratio = difference / whole if whole else difference
-    return math.inf if math.isnan(ratio) else ratio
+def _distance(originals: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    return relative_distance(list(map(Sketch.of, originals)), list(map(Sketch.of, others)))

@@ -7,7 +7,6 @@ rows get different results.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.comparison import OTHER_ORDER, Sketch, are_near, gradient_deviations, same_bits, tolerance
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.rerouting import forwards_replaced
 from offload.engine.units.snapshots import RngState
@@ -28,14 +28,6 @@ _MOST_WHOLE_ROWS = 64
 """Maximum rows for a trial of the whole unit, since this needs the memory saved by tiles."""
 _LEAST_SHARE = 0.5
 """Minimum bytes saved by the graph, as a fraction of the module inputs, to justify recomputation."""
-_TOLERANCES = {False: 1e-5, True: 2**-6}
-"""Result tolerance, as a fraction of the maximum. Key: True for 16-bit tensors."""
-_GRADIENT_TOLERANCES = {False: (1e-4, 1e-6), True: (3e-2, 4e-3)}
-"""Gradient tolerances. Key: True for 16-bit tensors.
-
-Values: (fraction of each gradient norm, fraction of the total norm). The second covers rounding in gradients with
-mutually cancelling terms.
-"""
 
 
 @dataclass
@@ -163,10 +155,10 @@ class RowTrials:
                 return "its result is not contiguous, or not finite", False
             for rows, other, places in _variations(sample, call, num_rows):
                 for one, result in zip(whole, self._results(call, other), strict=True):
-                    if not is_near(_select_rows(one, call, rows), _select_rows(result, call, places)):
+                    if not are_near(_select_rows(one, call, rows), _select_rows(result, call, places)):
                         return "a row of its result depends on other rows, or on the position of the row", False
             for result in self._results(call, _repeat_first_row(sample, call)):
-                if not is_near(_first_row(result, call).expand_as(result), result):
+                if not are_near(_first_row(result, call).expand_as(result), result):
                     return "it gives different results for equal rows", False
         return self._find_gradient_difference(module, call, sample, num_rows)
 
@@ -225,7 +217,7 @@ class RowTrials:
             return saved.num_bytes, ()
         try:
             tiled = self._run_with_gradients(self._tiled(unit_forward, row_modules), tensors)
-            is_same = all(map(is_near, whole[0], tiled[0])) and _are_near_gradients(whole[1], tiled[1])
+            is_same = all(map(are_near, whole[0], tiled[0])) and _are_near_gradients(whole[1], tiled[1])
         except RuntimeError:  # For example, a tensor saved by a tile is changed in place later.
             is_same = False
         if not is_same:
@@ -266,7 +258,7 @@ class RowTrials:
             others = [self._run_with_gradients(forward, tensors)[1] for forward in forwards]
         except RuntimeError:
             return False
-        return all(_is_same(mine, theirs) for other in others for mine, theirs in zip(expected, other, strict=True))
+        return all(same_bits(mine, theirs) for other in others for mine, theirs in zip(expected, other, strict=True))
 
     def _run_with_gradients(
         self, forward: Callable[..., Any], tensors: Sequence[torch.Tensor]
@@ -394,32 +386,8 @@ def _gradients(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) 
     return list(torch.autograd.grad(roots, inputs, weights, allow_unused=True))
 
 
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if results are equal up to rounding; NaN equals NaN."""
-    if one.shape != other.shape or not one.is_floating_point():
-        return torch.equal(one, other)
-    one, other = one.nan_to_num(), other.nan_to_num()
-    most = float(one.abs().max()) if one.numel() else 0.0
-    return bool(((one.float() - other.float()).abs() <= _TOLERANCES[_is_half(one)] * most).all())
-
-
 def _are_near_gradients(originals: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
-    """True if gradients are equal up to summation order. None equals zeros."""
-    norms = [0.0 if t is None else float(t.double().norm()) for t in originals]
-    whole = math.hypot(*norms, 0.0)
-    for one, other, norm in zip(originals, others, norms, strict=True):
-        gradient = other if one is None else one
-        if gradient is not None:
-            share, total_share = _GRADIENT_TOLERANCES[_is_half(gradient)]
-            mine, theirs = (gradient.new_zeros(()) if t is None else t for t in (one, other))
-            if not float((mine.double() - theirs.double()).norm()) <= share * norm + total_share * whole:
-                return False
-    return True
-
-
-def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+    """True if gradients are equal up to the order of sums. None equals zeros."""
+    allowed = tolerance(OTHER_ORDER, [t for t in originals if t is not None])
+    ones, twos = ([None if t is None else Sketch.of(t) for t in tensors] for tensors in (originals, others))
+    return all(deviation <= 1 for deviation in gradient_deviations(ones, twos, allowed))

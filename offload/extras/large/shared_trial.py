@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.loss import select_inputs
@@ -39,7 +40,7 @@ def check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows) ->
         return output["last_hidden_state"].float()
 
     difference, distance = "", 0.0
-    tolerance = torch.finfo(next(state.model.parameters()).dtype).eps ** 0.5
+    most = tolerance(OTHER_ORDER, [next(state.model.parameters())]).token
     with TrialSnapshot(state, {"": state.model}).isolated(), in_eval_mode(state.model), torch.no_grad():
         copy_to_device = state.device.copy_to_device
         own_sample, shared_sample = share_rows(shared.sample, None, comm)
@@ -56,7 +57,7 @@ def check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows) ->
                 token_errors = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
                 # A lost neighbour token affects only the first tokens on a rank; rounding affects any token.
                 distance = float(max(token_errors.mean(), token_errors.mean(0).max() / _ROUNDING_OF_ONE))
-            if distance > tolerance:
+            if distance > most:
                 difference = f"tokens differ by {distance:.1g} of their norm on rank {state.comm.rank}"
         except (OffloadError, torch.OutOfMemoryError):
             raise

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from offload.engine.comparison import are_near
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, warn
-from offload.extras.large.row_trials import RowTrials, is_near
+from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import ComparedForward, TiledForward, Tiles, tile_rows
 from offload.planning.settings import Settings
 
@@ -121,7 +122,7 @@ class TiledForwards(Stage):
         if self._room_bytes is not None and tiles.saved_bytes:
             row_bytes = tiles.saved_bytes * unit_input.numel() / unit_input.shape[-1] / length
             most = max(2 * size, int(self._room_bytes / row_bytes))
-        compared = ComparedForward(unit.forward, tiles.modules, size, unit_input.device.type, most, is_near)
+        compared = ComparedForward(unit.forward, tiles.modules, size, unit_input.device.type, most, are_near)
         with use.runner.restoring(unit), torch.no_grad():
             use.runner.run(unit, use.arguments, [t.clone() for t in use.tensors], use.others, compared)
         reason = f"over {min(length, most)} rows its results differ from those over tiles of {size}"

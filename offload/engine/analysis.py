@@ -1,0 +1,197 @@
+"""The analysis of a model: a JSON value with all results of the trial runs, for a second engine of the same model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.distributed.agreement import digest
+from offload.engine.loss.loss import LossFunction
+from offload.engine.recording.known import KnownPasses, code_hash, loss_key
+from offload.engine.state import EngineState
+from offload.engine.units.execution_mode import ExecutionMode
+from offload.engine.units.traits import BatchAxis, GraphTraits, UnitTraits
+from offload.engine.units.unit import Unit
+from offload.errors import ConfigError
+from offload.planning.settings import Settings
+
+_INDICES = ("mutated", "stale", "shared", "changed")
+_AXES = ("inputs", "outputs")
+_OPTIONS = {bool, int, float, str, list, tuple, dict, type(None)}
+_PLAIN = ("rewrites", "needs_graph", "others", "is_compared", "splits", "copied_bytes")
+
+
+@dataclass(frozen=True, repr=False)
+class Analysis:
+    """Results of the trial runs of one engine. `repr` is JSON; `Engine(analysis=...)` then needs no trial runs.
+
+    text = repr(engine.analysis)
+    engine = Engine(model, analysis=Analysis.from_json(text))
+    """
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Hashes of everything that the results depend on: code, parameters, versions, settings, device."""
+    mode: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the `ExecutionMode`."""
+    resident: Sequence[str] = ()
+    """Names of the units with weights on the device."""
+    losses: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Loss decisions (shifts labels, takes the target count, vocabulary of a head in chunks) by kind of batch."""
+    checks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Integers of the batches in equivalence checks, by kind of pass."""
+    kinds: Mapping[str, Any] = field(default_factory=dict)
+    """`KnownPasses.to_json`. Empty: kinds of batches are recorded again."""
+    uses: Sequence[Any] = ()
+    """(unit names, argument structure, traits) for all recorded uses; units with equal traits share one entry."""
+    writes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Parameters to check for writes by a forward, by unit name."""
+
+    def __repr__(self) -> str:
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Analysis:
+        """Return the value from its JSON. Raises ConfigError."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"the text is no analysis of this version of offload ({error}).") from error
+
+    @classmethod
+    def of_decisions(cls, decisions: Mapping[str, Any]) -> Analysis:
+        """Return the analysis in a checkpoint, also from checkpoints with decisions alone."""
+        if "analysis" in decisions:
+            return cls(**decisions["analysis"])
+        mode = decisions.get("way") or asdict(ExecutionMode(cut="calls") if decisions.get("plain") else ExecutionMode())
+        resident, losses, checks = (decisions.get(key, {}) for key in ("resident", "losses", "judged"))
+        return cls(mode=mode, resident=list(resident), losses=losses, checks=checks)
+
+
+class Analyst:
+    """Collects the `Analysis` of an engine, and gives an engine the results from another analysis."""
+
+    def __init__(self, state: EngineState, known: KnownPasses, settings: Settings) -> None:
+        self._state, self._known = state, known
+        self._model = _describe_model(state, known.configs, settings)
+
+    def collect(self, losses: Mapping[str, Sequence[int]]) -> Analysis:
+        """Return everything known so far. `losses`: loss decisions."""
+        state, uses = self._state, dict[str, tuple[list[str], str, Any]]()
+        recorded = [(unit, *item) for unit in state.units for item in unit.variants.items()]
+        # Objects of a stage (sequence tiles) are no JSON: other engines record such units again.
+        is_complete = not any(traits.learned for _, _, traits in recorded)
+        for unit, structure, traits in recorded if is_complete else ():
+            text, value = structure if isinstance(structure, str) else repr(structure), _encode(unit, traits)
+            uses.setdefault(repr((text, value)), ([], text, value))[0].append(unit.name)
+        return Analysis(
+            self._model,
+            asdict(state.execution_mode),
+            [unit.name for unit in state.units if unit.resident],
+            {key: list(values) for key, values in losses.items()},
+            {kind: sorted(ints) for kind, ints in self._known.checks.items()},
+            self._known.to_json() if is_complete else {},
+            list(map(list, uses.values())),
+            {unit.name: sorted(indices) for unit, indices in state.runner.writes.parameters.items()},
+        )
+
+    def differences(self, analysis: Analysis) -> list[str]:
+        """Return the keys of `Analysis.model` in which an analysis belongs to another model."""
+        return [key for key in self._model if analysis.model.get(key) != self._model[key]]
+
+    def adopt(self, analysis: Analysis) -> None:
+        """Take over decisions, and for the same model all recorded kinds of passes. Recordings must be empty."""
+        state = self._state
+        self._known.checks = {kind: set(ints) for kind, ints in analysis.checks.items()}
+        state.execution_mode.adopt(ExecutionMode(**analysis.mode))
+        state.make_resident({*analysis.resident} - {unit.name for unit in state.units if unit.resident})
+        if not analysis.kinds or self.differences(analysis):
+            return
+        self._known.adopt(analysis.kinds)
+        units = {unit.name: unit for unit in state.units}
+        for names, structure, value in analysis.uses:
+            for unit in map(units.__getitem__, names):
+                unit.variants[structure] = _decode(unit, value)
+        for name, indices in analysis.writes.items():
+            if not state.runner.writes.parameters.get(units[name], set()).issuperset(indices):
+                state.runner.writes.add(units[name], indices)
+
+
+def _encode(unit: Unit, traits: UnitTraits) -> dict[str, Any]:
+    """Return traits as JSON values, without the names of the unit."""
+    return {
+        **{name: sorted(getattr(traits, name)) for name in _INDICES},
+        **{name: [axis and axis.axis for axis in getattr(traits, name)] for name in _AXES},
+        **{name: getattr(traits, name) for name in _PLAIN},
+        "buffers": sorted((unit.modules.index(module), key) for module, key in traits.buffers),
+        "graphs": [
+            [list(needs), sorted(frozen), sorted(graph.detached), graph.keeps_nothing, graph.reads_weights]
+            for (needs, frozen), graph in traits.graphs.items()
+        ],
+    }
+
+
+def _decode(unit: Unit, value: Mapping[str, Any]) -> UnitTraits:
+    """Return the traits from `_encode`."""
+    own: dict[str, Any] = {name: value[name] for name in _PLAIN}
+    own |= {name: set(value[name]) for name in _INDICES}
+    own |= {name: [None if axis is None else BatchAxis(axis) for axis in value[name]] for name in _AXES}
+    traits = UnitTraits(**own)
+    traits.buffers = {(unit.modules[number], key) for number, key in value["buffers"]}
+    for needs, frozen, detached, *graph in value["graphs"]:
+        traits.graphs[tuple(needs), frozenset(frozen)] = GraphTraits(frozenset(detached), *graph)
+    return traits
+
+
+def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settings) -> dict[str, Any]:
+    """Return hashes of the model, the versions and the settings that the results of trial runs depend on."""
+    model, device = state.model, state.device.torch_device
+    modules = [(name, _hash_class(module.__class__)) for name, module in model.named_modules()]
+    parameters = [(i.name, *i.shape, str(i.compute), i.trainable, i.codec.name) for i in state.infos]
+    buffers = [(name, *buffer.shape, str(buffer.dtype)) for name, buffer in model.named_buffers()]
+    units = [(unit.name, unit.is_block, [region.name for region in unit.regions]) for unit in state.units]
+    libraries = [sys.modules[name] for name in ("offload", "torch", "transformers", "peft") if name in sys.modules]
+    rows = settings.rows.items() if isinstance(settings.rows, Mapping) else settings.rows or ()
+    rule = settings.optimizer
+    return {
+        "code": digest(modules),
+        "parameters": digest(parameters),
+        "buffers": digest(buffers),
+        "units": digest(units),
+        "config": digest(repr([_describe_config(config) for config in configs]).encode()),
+        "versions": {library.__name__: library.__version__ for library in libraries},
+        "settings": {
+            "ranks": [state.comm.size, settings.sequence_parallel],
+            "precision": settings.precision,
+            "micro-batches": settings.micro_batch_size is not None,
+            "recompute": settings.recompute,
+            "method": rule.method,
+            "rows": [str(row if isinstance(row, str) else _describe_row(*row)) for row in rows],
+        },
+        "device": [device.type, torch.backends.cpu.get_cpu_capability()],
+    }
+
+
+def _describe_config(config: Any) -> list[tuple[str, Any]]:
+    values = sorted(vars(config).items())
+    return [(key, value) for key, value in values if type(value) in _OPTIONS and key != "_name_or_path"]
+
+
+def _describe_row(name: str, axis: LossFunction | str | int | None) -> tuple[str, str]:
+    return name, loss_key(axis) if callable(axis) else str(axis)
+
+
+@cache
+def _hash_class(owner: Any) -> int:
+    """Return a hash of the code of a module class, with all base classes below `nn.Module`."""
+    classes = [each for each in owner.__mro__ if each not in nn.Module.__mro__]
+    functions: Iterable[tuple[str, Any]] = (item for each in classes for item in sorted(vars(each).items()))
+    hashes = [(name, code_hash(value.__code__)) for name, value in functions if isinstance(value, FunctionType)]
+    return digest([f"{owner.__module__}.{owner.__qualname__}", hashes])

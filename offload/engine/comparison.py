@@ -1,0 +1,154 @@
+"""Comparison of results and gradients from two runs of the same code, with the tolerances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+OTHER_ORDER, OTHER_KERNELS = "sums in another order", "other kernels"
+
+
+class Tolerance(NamedTuple):
+    """Allowed differences between two runs. Runs with the same order of sums must have the same bits."""
+
+    result: float
+    """Distance of results and losses, relative to their norm."""
+    gradient: float
+    """Distance of a gradient, relative to the norm of this gradient."""
+    rounding: float
+    """Distance of a gradient, relative to all gradients: some are only the rounding error of cancelling terms."""
+    element: float
+    """Distance of one element, relative to the largest element of the tensor."""
+    loss: float
+    """Distance of two losses over the same logits, relative to the loss."""
+    token: float
+    """Distance of the final states of tokens, relative to their norm, on average."""
+
+
+_TOLERANCES = {
+    (OTHER_ORDER, False): Tolerance(1e-4, 1e-4, 1e-6, 1e-5, 1e-5, 3.4526698e-4),
+    (OTHER_ORDER, True): Tolerance(3e-2, 3e-2, 4e-3, 2**-6, 1e-2, 8.8388348e-2),
+    (OTHER_KERNELS, False): Tolerance(1e-4, 1e-3, 0.0, 1e-5, 1e-5, 3.4526698e-4),
+    (OTHER_KERNELS, True): Tolerance(3e-2, 1e-1, 0.0, 2**-6, 1e-2, 8.8388348e-2),
+}
+"""Tolerances by (difference between the runs, True for 16-bit tensors)."""
+
+
+def tolerance(difference: str, tensors: Iterable[torch.Tensor] = (), *, is_half: bool = False) -> Tolerance:
+    """Return the tolerance for runs with a `difference`. `is_half`: 16 bits even if none of the `tensors` has 16."""
+    return _TOLERANCES[difference, is_half or any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)]
+
+
+def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """True if two tensors have equal shape, dtype and elements; NaN equals NaN. None equals None."""
+    if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return one is other
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    return bool(torch.allclose(one.detach(), other.detach(), rtol=0.0, atol=0.0, equal_nan=True))
+
+
+def are_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if all elements are equal up to the order of sums; NaN equals NaN."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return torch.equal(one, other)
+    most = float(one.nan_to_num().abs().max()) if one.numel() else 0.0
+    distances = (one.nan_to_num().float() - other.nan_to_num().float()).abs()
+    return bool((distances <= tolerance(OTHER_ORDER, [one]).element * most).all())
+
+
+_SUMS = 256
+_CHUNK = _SUMS * 251
+"""Period of the signs, in elements: not a power of two, to avoid repeated signs from row to row."""
+_PERIODS_PER_LAUNCH = 32
+"""Periods in one float64 copy on an accelerator: a launch sums 2 Mi elements. A CPU takes one period, 512 KiB: the
+copy stays in the cache, and larger freed copies fragment the heap.
+"""
+
+
+@cache
+def _signs(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(1)
+    return (torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1).to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """Signed sums over tensor elements, float64 (count sketch, Charikar et al. 2002).
+
+    Equal tensors have equal sketches. The distance between two sketches is within about 10 % of the distance between
+    the tensors, unless differences repeat with the signs (period: 64,256 elements).
+    """
+
+    shape: torch.Size
+    """Tensor shape."""
+    sums: torch.Tensor
+    """float64 [256], on the CPU."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Sketch:
+        """Return the sketch for a tensor with any dtype and device."""
+        flat = tensor.detach()
+        flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
+        signs, sums = _signs(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
+        whole = flat.numel() // _CHUNK * _CHUNK
+        periods = 1 if flat.device.type == "cpu" else _PERIODS_PER_LAUNCH
+        for part in flat[:whole].split(periods * _CHUNK):
+            sums += (part.view(-1, _CHUNK).double() * signs).view(-1, _SUMS).sum(0)
+        signed = flat[whole:].double() * signs[: flat.numel() - whole]
+        even = signed.numel() // _SUMS * _SUMS
+        sums += signed[:even].view(-1, _SUMS).sum(0)
+        sums[: signed.numel() - even] += signed[even:]
+        return cls(tensor.shape, sums.cpu())
+
+    def __add__(self, other: Sketch) -> Sketch:
+        return Sketch(self.shape, self.sums + other.sums)
+
+    @property
+    def norm(self) -> float:
+        """Approximate tensor norm."""
+        return float(self.sums.norm())
+
+    def equals(self, other: Sketch) -> bool:
+        """True if both tensors have the same shape and elements. NaN equals NaN."""
+        return self.shape == other.shape and same_bits(self.sums, other.sums)
+
+    def distance(self, other: Sketch) -> float:
+        """Return the approximate distance; infinite for different shapes or if only one tensor is finite."""
+        if self.shape != other.shape:
+            return math.inf
+        distance = float((self.sums - other.sums).norm())
+        if distance == distance:
+            return distance
+        return 0.0 if torch.equal(self.sums.isfinite(), other.sums.isfinite()) else math.inf
+
+
+def relative_distance(ones: Sequence[Sketch], others: Sequence[Sketch]) -> float:
+    """Return the distance of all tensors together, relative to the norm of `ones`. NaN counts as infinity."""
+    if len(ones) != len(others):
+        return math.inf
+    distance = math.hypot(*(one.distance(other) for one, other in zip(ones, others, strict=True)), 0.0)
+    norm = math.hypot(*(one.norm for one in ones), 0.0)
+    ratio = distance / norm if norm else distance
+    return math.inf if math.isnan(ratio) else ratio
+
+
+def gradient_deviations(
+    ones: Sequence[Sketch | None], others: Sequence[Sketch | None], allowed: Tolerance
+) -> list[float]:
+    """Return the deviation of each gradient, relative to the tolerance: above 1 the gradients differ. NaN: unknown.
+
+    `ones`, `others`: all gradients of a unit in two runs. None equals zeros.
+    """
+    norms = [0.0 if one is None else one.norm for one in ones]
+    rounding = allowed.rounding * math.hypot(*norms, 0.0)
+    deviations = []
+    for one, other, norm in zip(ones, others, norms, strict=True):
+        distance = norm if other is None else other.norm if one is None else one.distance(other)
+        deviations.append(distance / (allowed.gradient * norm + rounding + 1e-30))
+    return deviations
