@@ -14,10 +14,11 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.update import UpdateSettings, update_tile
 from offload.planning.settings import Settings
+from offload.tiers.device import Device
 from offload.tiers.lease import Lease
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import Tile
+from offload.tiers.tile import PendingUpdate, Tile
 
 
 class EarlyReads:
@@ -103,7 +104,7 @@ class TileUpdates:
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
-    def show(self, late: Collection[Region]) -> None:
+    def choose_weights(self, late: Collection[Region] = ()) -> None:
         """Let the next pass use the old weights of the regions `late`, and the newest weights of all others."""
         changed = [state for state in self.store.states if state.is_stale or state.region in late]
         self.begin(bool(late))
@@ -195,9 +196,9 @@ class Correction(RegionUpdate):
         self._corrected = update
 
     def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
-        # The update has run by now, so both coefficients are final.
+        applied_scale = self._corrected.scale  # the update has run by now
         assert self.scale is not None
-        applied_scale = self._corrected.scale
+        assert applied_scale is not None
         return update_tile(self.state, tile, planes, self.touched, self.settings, self.scale, applied_scale)
 
 
@@ -225,18 +226,33 @@ class TileUpdate:
         tile = self.tile
         return self.update.region.update_bytes(tile.end - tile.begin) + self.planes["gradients"].nbytes
 
-    def run(self, planes: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Run the update on these planes.
 
-        Returns the non-finite weight count if only the accelerator knows the value; otherwise refuses such weights here
-        and returns None.
-        """
-        num_wrong = self.update.run(self.tile, planes)
+class NonFiniteCounts:
+    """Counts of non-finite weights that only the accelerator knows, to be read together."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._counts: list[tuple[PendingUpdate, torch.Tensor]] = []
+
+    def add(self, update: PendingUpdate, num_wrong: int | torch.Tensor) -> None:
+        """Add the count of an update. A count known on the host is checked at once."""
         if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
-            return num_wrong
-        if num_wrong:
-            self.update.refuse(int(num_wrong))
-        return None
+            self._counts.append((update, num_wrong))
+        elif num_wrong:
+            update.refuse(int(num_wrong))
+
+    def check(self) -> None:
+        """Read all counts and refuse non-finite weights."""
+        counts, self._counts = self._counts, []
+        if counts:
+            host_counts = self._device.copy_to_host(torch.stack([count for _, count in counts]))().tolist()
+            for (update, _), num_wrong in zip(counts, host_counts, strict=True):
+                if num_wrong:
+                    update.refuse(num_wrong)
+
+    def forget(self) -> None:
+        """Forget all counts."""
+        self._counts = []
 
 
 class UpdatePlace(ABC):

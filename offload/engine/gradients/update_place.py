@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
-
-from offload.engine.gradients.tile_updates import TileUpdate, UpdatePlace
+from offload.engine.gradients.tile_updates import NonFiniteCounts, TileUpdate, UpdatePlace
 from offload.lanes.ticket import Lane, Ticket
 from offload.tiers.device import Device
 
@@ -19,11 +17,10 @@ class InPlaceUpdates(UpdatePlace):
 
     def __init__(self, lane: Lane, device: Device, within: Callable[[], AbstractContextManager[Any]]) -> None:
         """`within`: context for the work."""
-        self._lane, self._device, self._within = lane, device, within
-        self._counts: list[tuple[TileUpdate, torch.Tensor]] = []  # non-finite weight counts, in device memory
+        self._lane, self._within, self._counts = lane, within, NonFiniteCounts(device)
 
     def begin_step(self) -> None:
-        self._counts = []
+        self._counts.forget()
 
     def submit(self, tile: TileUpdate) -> Ticket:
         ticket = self._lane.submit(
@@ -39,15 +36,7 @@ class InPlaceUpdates(UpdatePlace):
 
     def _run(self, tile: TileUpdate) -> None:
         with self._within():
-            count = tile.run(tile.planes)
-        if count is not None:
-            self._counts.append((tile, count))
+            self._counts.add(tile.update, tile.update.run(tile.tile, tile.planes))
 
     def check(self) -> None:
-        """Read the accelerator's counts once and refuse non-finite weights."""
-        if self._counts:
-            tiles, counts = zip(*self._counts, strict=True)
-            self._counts = []
-            for tile, num_wrong in zip(tiles, self._device.copy_to_host(torch.stack(counts))().tolist(), strict=True):
-                if num_wrong:
-                    tile.update.refuse(num_wrong)
+        self._counts.check()
