@@ -14,11 +14,10 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.update import UpdateSettings, update_tile
 from offload.planning.settings import Settings
-from offload.tiers.device import Device
 from offload.tiers.lease import Lease
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
-from offload.tiers.tile import PendingUpdate, Tile
+from offload.tiers.tile import Tile
 
 
 class EarlyReads:
@@ -225,34 +224,6 @@ class TileUpdate:
         """Bytes of states read and written by the update."""
         tile = self.tile
         return self.update.region.update_bytes(tile.end - tile.begin) + self.planes["gradients"].nbytes
-
-
-class NonFiniteCounts:
-    """Counts of non-finite weights that only the accelerator knows, to be read together."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._counts: list[tuple[PendingUpdate, torch.Tensor]] = []
-
-    def add(self, update: PendingUpdate, num_wrong: int | torch.Tensor) -> None:
-        """Add the count of an update. A count known on the host is checked at once."""
-        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
-            self._counts.append((update, num_wrong))
-        elif num_wrong:
-            update.refuse(int(num_wrong))
-
-    def check(self) -> None:
-        """Read all counts and refuse non-finite weights."""
-        counts, self._counts = self._counts, []
-        if counts:
-            host_counts = self._device.copy_to_host(torch.stack([count for _, count in counts]))().tolist()
-            for (update, _), num_wrong in zip(counts, host_counts, strict=True):
-                if num_wrong:
-                    update.refuse(num_wrong)
-
-    def forget(self) -> None:
-        """Forget all counts."""
-        self._counts = []
 
 
 class UpdatePlace(ABC):

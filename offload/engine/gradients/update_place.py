@@ -1,4 +1,4 @@
-"""Updates at the planes, in place."""
+"""Updates at the planes, in place, and counts of non-finite weights after updates."""
 
 from __future__ import annotations
 
@@ -7,9 +7,40 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from offload.engine.gradients.tile_updates import NonFiniteCounts, TileUpdate, UpdatePlace
+import torch
+
+from offload.engine.gradients.tile_updates import TileUpdate, UpdatePlace
 from offload.lanes.ticket import Lane, Ticket
 from offload.tiers.device import Device
+from offload.tiers.tile import PendingUpdate
+
+
+class NonFiniteCounts:
+    """Counts of non-finite weights that only the accelerator knows, to be read together."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._counts: list[tuple[PendingUpdate, torch.Tensor]] = []
+
+    def add(self, update: PendingUpdate, num_wrong: int | torch.Tensor) -> None:
+        """Add the count of an update. A count known on the host is checked at once."""
+        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
+            self._counts.append((update, num_wrong))
+        elif num_wrong:
+            update.refuse(int(num_wrong))
+
+    def check(self) -> None:
+        """Read all counts and refuse non-finite weights."""
+        counts, self._counts = self._counts, []
+        if counts:
+            host_counts = self._device.copy_to_host(torch.stack([count for _, count in counts]))().tolist()
+            for (update, _), num_wrong in zip(counts, host_counts, strict=True):
+                if num_wrong:
+                    update.refuse(num_wrong)
+
+    def forget(self) -> None:
+        """Forget all counts."""
+        self._counts = []
 
 
 class InPlaceUpdates(UpdatePlace):
