@@ -30,19 +30,19 @@ class OwnLoop:
         self._lent: LentGradients | None = None
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def has_gradients(self) -> bool:
+    def holds_gradients(self) -> bool:
         """Return whether a step has gradients, from `backward` or from a plain loss.backward()."""
         return bool(self.losses) or (self.is_open and self._state.gradients.measures.has_any)
 
     def zero_grad(self) -> None:
         """Drop the gradients, if any, and restart the step."""
-        if self.has_gradients():
+        if self.holds_gradients():
             agree_on_pass(self._state.comm, "zero_grad")
             self._recovery.give_up()
 
     def refuse_during_step(self, operation: str) -> None:
         """Raise ConfigError if the step already has gradients: the named call would lose them."""
-        if self.has_gradients():
+        if self.holds_gradients():
             raise ConfigError(
                 f"{operation} was called during a step of your training loop and would lose its gradients: call "
                 "engine.update() first."
@@ -63,7 +63,7 @@ class OwnLoop:
         Raises ConfigError if the gradient is divided over ranks or cut.
         """
         self._recovery.recover()
-        if not self.has_gradients():
+        if not self.holds_gradients():
             return None
         with self._recovery.working():
             if self._lent is None:
@@ -116,7 +116,7 @@ class OwnLoop:
 
     def _require_gradients(self, operation: str) -> None:
         self._steps.method.own_loop()
-        if not self.has_gradients():
+        if not self.holds_gradients():
             raise ConfigError(
                 f"engine.{operation}() was called without engine.backward(loss) or loss.backward() before it: there "
                 "are no gradients."

@@ -32,9 +32,9 @@ class ParameterReads:
         finally:
             self._answers = {}
 
-    def has_gradients(self) -> bool:
+    def holds_gradients(self) -> bool:
         """Return whether an own loop's step has gradients."""
-        return self._own_loop.has_gradients()
+        return self._own_loop.holds_gradients()
 
     def gradient(self, info: ParameterInfo) -> torch.Tensor | None:
         """Return a parameter's gradient in an own loop's step, in place; None: no gradient. See `OwnLoop.gradient`."""

@@ -103,11 +103,14 @@ class DeviceUpdates(UpdatePlace):
         device_planes: Mapping[str, torch.Tensor],
         counts: dict[Region, tuple[TileUpdate, torch.Tensor]],
     ) -> None:
-        count = tile.run(device_planes)
-        if count is not None and tile.update.region in counts:
-            counts[tile.update.region][1].add_(count)
-        elif count is not None:
-            counts[tile.update.region] = tile, count
+        num_wrong, region = tile.update.run(tile.tile, device_planes), tile.update.region
+        if not isinstance(num_wrong, torch.Tensor) or num_wrong.is_cpu:
+            if num_wrong:
+                tile.update.refuse(int(num_wrong))
+        elif region in counts:
+            counts[region][1].add_(num_wrong)
+        else:
+            counts[region] = tile, num_wrong
 
     def check(self) -> None:
         """Let a lane check the accelerator's counts after all updates are submitted. Does not wait for these."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,11 +13,10 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.native import kernels
-from offload.planning.memory import BUFFER, SCRATCH, SHARDS
+from offload.planning.memory import BUFFER
 from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.lease import Lease
-from offload.tiers.ring import Ring
 from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
 
@@ -139,77 +138,3 @@ class Exchange:
     def _round(self, region: Region, flat: torch.Tensor) -> None:
         if region.is_bf16 and flat.dtype == torch.float32:
             kernels.round_bf16_(flat)
-
-
-class ReduceScatter(Exchange):
-    """Each rank in a replica receives and measures the fp32 sum over its own range.
-
-    In stage 0 an all-gather then gives all ranks the whole sum.
-    """
-
-    def __init__(self, sizes: Mapping[str, int], *parts: Any) -> None:
-        """`sizes`: device buffer sizes in bytes, by plan name. `parts`: as for `Exchange`."""
-        super().__init__(*parts)
-        # For bf16 gradient sums (fp32 gradients are summed in place), and for data received from other ranks.
-        self._shards = Ring(self._device.allocate(SHARDS, sizes[SHARDS]), "gradient shards")
-        self._scratch = self._device.allocate(SCRATCH, sizes[SCRATCH])
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self._shards.reset()
-
-    def free(self) -> None:
-        self._shards, self._scratch = Ring(torch.empty(0, dtype=torch.uint8), ""), torch.empty(0, dtype=torch.uint8)
-
-    def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
-        store, part = self._store, self._store.sharding.shard(region)
-        whole = measure is not None and store.sharding.num_ranges == 1
-        shard, fence = flat[part], source
-        fills: Sequence[Ticket] = ()
-        if flat.dtype != torch.float32:
-            stretch = self._shards.take(4 * (part.stop - part.start))
-            assert stretch is not None, "there is room for the largest shard"
-            shard, fence, fills = stretch.flat.view(torch.float32), stretch.fence, stretch.fills
-            stretch.close()  # no other stretch is taken before this one has a reader
-
-        def work() -> None:
-            store.within.reduce_scatter(shard, flat, f"reduce-scatter of {region.name}", scratch=self._scratch)
-            if measure is not None:
-                measure(shard)
-            if whole:
-                if fence is not source:
-                    flat[part].copy_(shard)
-                store.within.all_gather(flat, flat[part], f"all-gather of the gradients of {region.name}")
-            elif self._debug and source.buffer_type == BUFFER:
-                for rest in (flat[: part.start], flat[part.stop :]) if fence is source else (flat,):
-                    rest.fill_(float("nan"))
-
-        ticket = store.collective_lane.submit(
-            work,
-            reads=self._lanes.mark(),
-            fills=fills,
-            name=f"reduce {region.name}",
-            num_bytes=(2 if whole else 1) * shard.nbytes,
-        )
-        source.record_reader(ticket)
-        self._counters.count("reduce_scatter_elements", region.numel)
-        piece_bytes = (part.stop - part.start) * flat.itemsize
-        self._counters.count("network_bytes", (2 if whole else 1) * piece_bytes * store.within.num_far)
-        if whole:
-            self._counters.count("all_gather_elements", region.numel)
-            fence.record_reader(ticket)
-            return Gradients(region, flat, source, (ticket,))
-        if fence is not source:
-            fence.record_writer(ticket)
-        return Gradients(region, shard, fence, (ticket,))
-
-    def drop(self, gradients: Gradients) -> None:
-        self.tickets += gradients.reads
-
-    def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
-        region, plane = state.region, state.gradients
-        assert plane is not None
-        self._measures.measure_shard(region, total, agrees=False)
-        self._round(region, total)
-        if len(total) < len(plane):
-            self.tickets.append(self._gather(region, plane, total))

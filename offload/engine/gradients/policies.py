@@ -94,7 +94,7 @@ class DeferredPolicy(UpdatePolicy):
             else:
                 early.give_back(state.tiles)
         updates.slots.invalidate(deferred.pending)
-        updates.show(deferred.pending.keys() if self.is_delayed else ())
+        updates.choose_weights(deferred.pending.keys() if self.is_delayed else ())
         return UpdateResult(norm)
 
 

@@ -103,7 +103,7 @@ class TileUpdates:
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
-    def show(self, late: Collection[Region]) -> None:
+    def choose_weights(self, late: Collection[Region] = ()) -> None:
         """Let the next pass use the old weights of the regions `late`, and the newest weights of all others."""
         changed = [state for state in self.store.states if state.is_stale or state.region in late]
         self.begin(bool(late))
@@ -195,9 +195,9 @@ class Correction(RegionUpdate):
         self._corrected = update
 
     def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
-        # The update has run by now, so both coefficients are final.
+        applied_scale = self._corrected.scale  # the update has run by now
         assert self.scale is not None
-        applied_scale = self._corrected.scale
+        assert applied_scale is not None
         return update_tile(self.state, tile, planes, self.touched, self.settings, self.scale, applied_scale)
 
 
@@ -224,19 +224,6 @@ class TileUpdate:
         """Bytes of states read and written by the update."""
         tile = self.tile
         return self.update.region.update_bytes(tile.end - tile.begin) + self.planes["gradients"].nbytes
-
-    def run(self, planes: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Run the update on these planes.
-
-        Returns the non-finite weight count if only the accelerator knows the value; otherwise refuses such weights here
-        and returns None.
-        """
-        num_wrong = self.update.run(self.tile, planes)
-        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
-            return num_wrong
-        if num_wrong:
-            self.update.refuse(int(num_wrong))
-        return None
 
 
 class UpdatePlace(ABC):

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from offload.engine.gradients.exchange import Exchange, ReduceScatter
+from offload.engine.gradients.exchange import Exchange
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.policies import NoPolicy, UpdatePolicy
-from offload.engine.gradients.replica_sums import ReplicaSums
+from offload.engine.gradients.rank_sums import ReduceScatter, ReplicaSums
 from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence

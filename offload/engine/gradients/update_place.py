@@ -1,4 +1,4 @@
-"""Updates at the planes, in place."""
+"""Updates at the planes, in place, and counts of non-finite weights after updates."""
 
 from __future__ import annotations
 
@@ -12,6 +12,35 @@ import torch
 from offload.engine.gradients.tile_updates import TileUpdate, UpdatePlace
 from offload.lanes.ticket import Lane, Ticket
 from offload.tiers.device import Device
+from offload.tiers.tile import PendingUpdate
+
+
+class NonFiniteCounts:
+    """Counts of non-finite weights that only the accelerator knows, to be read together."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._counts: list[tuple[PendingUpdate, torch.Tensor]] = []
+
+    def add(self, update: PendingUpdate, num_wrong: int | torch.Tensor) -> None:
+        """Add the count of an update. A count known on the host is checked at once."""
+        if isinstance(num_wrong, torch.Tensor) and not num_wrong.is_cpu:
+            self._counts.append((update, num_wrong))
+        elif num_wrong:
+            update.refuse(int(num_wrong))
+
+    def check(self) -> None:
+        """Read all counts and refuse non-finite weights."""
+        counts, self._counts = self._counts, []
+        if counts:
+            host_counts = self._device.copy_to_host(torch.stack([count for _, count in counts]))().tolist()
+            for (update, _), num_wrong in zip(counts, host_counts, strict=True):
+                if num_wrong:
+                    update.refuse(num_wrong)
+
+    def forget(self) -> None:
+        """Forget all counts."""
+        self._counts = []
 
 
 class InPlaceUpdates(UpdatePlace):
@@ -19,11 +48,10 @@ class InPlaceUpdates(UpdatePlace):
 
     def __init__(self, lane: Lane, device: Device, within: Callable[[], AbstractContextManager[Any]]) -> None:
         """`within`: context for the work."""
-        self._lane, self._device, self._within = lane, device, within
-        self._counts: list[tuple[TileUpdate, torch.Tensor]] = []  # non-finite weight counts, in device memory
+        self._lane, self._within, self._counts = lane, within, NonFiniteCounts(device)
 
     def begin_step(self) -> None:
-        self._counts = []
+        self._counts.forget()
 
     def submit(self, tile: TileUpdate) -> Ticket:
         ticket = self._lane.submit(
@@ -39,15 +67,7 @@ class InPlaceUpdates(UpdatePlace):
 
     def _run(self, tile: TileUpdate) -> None:
         with self._within():
-            count = tile.run(tile.planes)
-        if count is not None:
-            self._counts.append((tile, count))
+            self._counts.add(tile.update, tile.update.run(tile.tile, tile.planes))
 
     def check(self) -> None:
-        """Read the accelerator's counts once and refuse non-finite weights."""
-        if self._counts:
-            tiles, counts = zip(*self._counts, strict=True)
-            self._counts = []
-            for tile, num_wrong in zip(tiles, self._device.copy_to_host(torch.stack(counts))().tolist(), strict=True):
-                if num_wrong:
-                    tile.update.refuse(num_wrong)
+        self._counts.check()

@@ -203,7 +203,7 @@ class Updates:
         if not self._skips or self.tiles.is_updating:
             refuse_gradients(self.tiles, self._measures, norm, policy.arrived)
         self.tiles.early.give_back()
-        self.tiles.show(())
+        self.tiles.choose_weights()
         return UpdateResult(norm, skipped=True)
 
     def defer(self, updates: Mapping[Region, PendingUpdate]) -> None:
@@ -241,7 +241,7 @@ class Updates:
 
     def catch_up(self) -> None:
         """Let the next pass compute with the newest weights: all updates are done."""
-        self.tiles.show(())
+        self.tiles.choose_weights()
 
     # -- failures --------------------------------------------------------------------------------------------
 

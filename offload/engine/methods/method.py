@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,24 +24,21 @@ from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
 
 
-class OwnSteps(Protocol):
-    """Begins and ends steps for own loops. The loops run forward and backward themselves."""
-
-    def make_room(self, accumulates: bool = ...) -> None:
-        """Make room for gradient sums over several backward passes, or return to one pass."""
-
-    def begin(self, schedule_key: Hashable, waits: bool = ..., for_norm: bool = ...) -> None:
-        """Begin a step; gradients may arrive from now on. `waits`: from several backwards."""
-
-    def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
-        """Finish the gradients, clip, update, and start to fetch the next step's weights."""
-
-
 class Method(ABC):
     """Makes an engine's steps.
 
     `lr`: learning rate for the next update. `expected`: (schedule key for the next step, whether weights may be fetched
     before this step ends). `spans`: work on every lane in the last step.
+
+    Example, for update rules with `method = "printed"`:
+
+        class PrintedSteps(Backward):
+            def step(self, inputs):
+                result = super().step(inputs)
+                print(result.grad_norm)
+                return result
+
+        METHODS.register("printed", PrintedSteps)
     """
 
     def __init__(
@@ -74,8 +71,8 @@ class Method(ABC):
     def begin_trial(self) -> None:  # noqa: B027 (most need nothing)
         """Prepare `install_weights` for a trial."""
 
-    def own_loop(self) -> OwnSteps:
-        """Return the object that begins and ends own loops' steps.
+    def own_loop(self) -> Backward:
+        """Return the method that begins and ends own loops' steps; the loops run forward and backward themselves.
 
         Raises ConfigError if the method allows no own loops.
         """
@@ -169,6 +166,7 @@ class Backward(Method):
         return self.end(loss, inputs.num_targets, inputs.plan.schedule_key)
 
     def make_room(self, accumulates: bool = True) -> None:
+        """Make room for gradient sums over several backward passes, or return to one pass."""
         if self._state.has_room_for_sums is not accumulates:
             self._state.accumulate(accumulates)
 

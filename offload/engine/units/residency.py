@@ -123,7 +123,7 @@ class EngineQueries(Protocol):
         """Return a fresh CPU copy of a parameter."""
         ...
 
-    def has_gradients(self) -> bool:
+    def holds_gradients(self) -> bool:
         """True if a user training loop is in a step with gradients."""
         ...
 
@@ -232,7 +232,7 @@ class ModelOwnership:
     def check_drop(self, info: ParameterInfo) -> None:
         """Raise ConfigError if `grad` is set to None while the engine has gradients, because they would stay."""
         queries = self._queries()
-        if queries is not None and queries.has_gradients():
+        if queries is not None and queries.holds_gradients():
             raise ConfigError(
                 f"the grad of {info.name} was set to None during a step, but its gradients are in the engine and would "
                 "stay there. optimizer.zero_grad() or engine.zero_grad() drops all gradients, in place of "

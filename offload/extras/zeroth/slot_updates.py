@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import torch
-
+from offload.engine.gradients.update_place import NonFiniteCounts
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
 from offload.layout.residence import SLOT
@@ -34,7 +33,7 @@ class SlotUpdates:
     ) -> None:
         self._store, self._slots, self._lanes, self._device = store, slots, lanes, device
         self._updates = deferred.in_slot
-        self._counts: list[tuple[PendingUpdate, torch.Tensor]] = []  # non-finite weight counts, in device memory
+        self._counts = NonFiniteCounts(device)
 
     def can_defer(self, region: Region) -> bool:
         """Return whether a region's update can be put off."""
@@ -55,11 +54,7 @@ class SlotUpdates:
             # A kept slot holds the weights from the last copy to the host, and this copy may still be in progress.
             self._lanes.compute_after(tile.fence.before_fill())
             update = self._updates[region]
-            num_wrong = update.run(tile, planes)
-            if isinstance(num_wrong, torch.Tensor):
-                self._counts.append((update, num_wrong))
-            elif num_wrong:
-                update.refuse(num_wrong)
+            self._counts.add(update, update.run(tile, planes))
             lease = tile.land(*planes)
             num_bytes = sum(plane.nbytes for plane in planes.values())
             down = self._lanes.update_down.submit(
@@ -78,14 +73,9 @@ class SlotUpdates:
 
     def check(self) -> None:
         """Refuse non-finite weights counted on the device, after a step's passes."""
-        counts, self._counts = self._counts, []
-        if counts:
-            host_counts = self._device.copy_to_host(torch.stack([count for _, count in counts]))().tolist()
-            for (update, _), num_wrong in zip(counts, host_counts, strict=True):
-                if num_wrong:
-                    update.refuse(num_wrong)
+        self._counts.check()
 
     def forget(self) -> None:
         """Forget pending updates: the weights were replaced."""
         self._updates.clear()
-        self._counts.clear()
+        self._counts.forget()
