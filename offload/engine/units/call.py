@@ -52,7 +52,8 @@ class UnitCall:
 
     def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
         self.unit, self._runner, self._arguments, self.traits = unit, runner, arguments, unit.traits
-        self.signature = self._needs, self._frozen = unit.gradient_signature(arguments.tensors)
+        self.signature = unit.gradient_signature(arguments.tensors)
+        self._needs, self._frozen = self.signature
         self._thread_state = ThreadState(runner.device.torch_device.type)
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -103,7 +104,7 @@ class UnitCall:
     ) -> Arguments:
         """Run one micro-batch with a graph that is kept (in `graph_storage`) or dropped ("")."""
         unit, runner, saved = self.unit, self._runner, self._runner.saved
-        forward = runner.stages.of(unit, Use(runner, self._arguments, inputs, others, self._needs))
+        forward = runner.stages.forward_of(unit, Use(runner, self._arguments, inputs, others, self._needs))
         snapshot = runner.snapshot(unit, not graph_storage or saved.policy.may_give_up(graph_storage))
         micro_batch = MicroBatch(rows, snapshot, forward)
         self._micro_batches.append(micro_batch)
@@ -345,7 +346,7 @@ def run_rows(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool =
     results = []
     with closing(runner.row_parts(unit, arguments, arguments.tensors, draws)) as parts:
         for _, tensors, others in parts:
-            forward = runner.stages.of(unit, Use(runner, arguments, tensors, others))
+            forward = runner.stages.forward_of(unit, Use(runner, arguments, tensors, others))
             results.append(runner.outlive_slot(runner.run(unit, arguments, tensors, others, forward)))
     return results
 

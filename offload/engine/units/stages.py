@@ -63,8 +63,8 @@ class Stage:
             def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
                 return cls(inner)
 
-            def of(self, unit: Unit, use: Use) -> Forward:
-                forward = self.inner.of(unit, use)
+            def forward_of(self, unit: Unit, use: Use) -> Forward:
+                forward = self.inner.forward_of(unit, use)
                 return forward if self.is_paused else partial(print_time, unit.name, forward)
 
         STAGES.register("timed", Timed)
@@ -83,9 +83,9 @@ class Stage:
         """Return a stage around `inner` for an `EngineState`, or `inner` if the settings leave this stage out."""
         return inner
 
-    def of(self, unit: Unit, use: Use) -> Forward:
+    def forward_of(self, unit: Unit, use: Use) -> Forward:
         """Return the forward for a use, with the signature of the module forward. The recomputation has the same."""
-        return self.inner.of(unit, use)
+        return self.inner.forward_of(unit, use)
 
     def for_recomputation(self, forward: Forward) -> Forward:
         """Return the recomputation function for a use run with `forward`."""
@@ -157,7 +157,7 @@ class OriginalForward(Stage):
     def __init__(self) -> None:
         super().__init__(self)
 
-    def of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
+    def forward_of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
         return unit.forward
 
     def for_recomputation(self, forward: Forward) -> Forward:
@@ -186,6 +186,6 @@ STAGES: Door[type[Stage]] = Door("stage", {})
 def open_stages(state: Any, settings: Settings) -> Stage:
     """Return the stages of an `EngineState`, the outermost first."""
     stage: Stage = OriginalForward()
-    for each in STAGES.values():
+    for each in STAGES.used_with(settings):
         stage = each.over(stage, state, settings)
     return stage

@@ -38,15 +38,15 @@ class TiledForwards(Stage):
     @classmethod
     def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
         tile, room_bytes = settings.sequence_tile, state.plan.device_room_bytes
-        if tile == "none" or (tile == "auto" and room_bytes is None):
+        if tile == "auto" and room_bytes is None:
             return inner
         return cls(inner, tile if isinstance(tile, int) else None, room_bytes)
 
-    def of(self, unit: Unit, use: Use) -> Forward:
+    def forward_of(self, unit: Unit, use: Use) -> Forward:
         tiled = None if self.is_paused else self._tiled(unit, use.tensors)
         if tiled is not None and self._compare(unit, use):
             tiled = self._tiled(unit, use.tensors)
-        return tiled or self.inner.of(unit, use)
+        return tiled or self.inner.forward_of(unit, use)
 
     def for_recomputation(self, forward: Forward) -> Forward:
         return (
