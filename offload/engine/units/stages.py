@@ -1,4 +1,4 @@
-"""Stages: objects around the module forward in each use of a unit. The last stage is the forward itself."""
+"""Stages: objects around the module forward in each use of a unit."""
 
 from __future__ import annotations
 
@@ -147,45 +147,12 @@ class Stage:
             self.is_paused = before
 
 
-class OriginalForward(Stage):
-    """The last stage: the forward of the module."""
-
-    num_graphs = 0
-    needs_short_recording = fetches_per_micro_batch = False
-    description, compiled = "", frozenset[type]()
-
-    def __init__(self) -> None:
-        super().__init__(self)
-
-    def forward_of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
-        return unit.forward
-
-    def for_recomputation(self, forward: Forward) -> Forward:
-        return forward
-
-    def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:  # noqa: ARG002
-        return unit.forward
-
-    def check(self) -> None:
-        """Accept all."""
-
-    def divert(self) -> None:
-        """Redirect nothing."""
-
-    def undo(self) -> None:
-        """Restore nothing."""
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        yield
-
-
 STAGES: Door[type[Stage]] = Door("stage", {})
 
 
-def open_stages(state: Any, settings: Settings) -> Stage:
-    """Return the stages of an `EngineState`, the outermost first."""
-    stage: Stage = OriginalForward()
+def open_stages(innermost: Stage, state: Any, settings: Settings) -> Stage:
+    """Return the stages of an `EngineState` around `innermost`, the outermost first."""
+    stage = innermost
     for each in STAGES.used_with(settings):
         stage = each.over(stage, state, settings)
     return stage
