@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.engine.loss.batch import IGNORED, Batch
 from offload.engine.loss.loss import LossFunction, LossRule, find_loss, labels_of
-from offload.engine.units.rerouting import forward_replaced
+from offload.engine.units.rerouting import forwards_replaced
 from offload.errors import ConfigError, OffloadError
 
 
@@ -52,7 +52,7 @@ class LabelTrials:
             self._outputs.append(forward(*args, **kwargs))
             return self._outputs[-1]
 
-        with forward_replaced(base, record_output):
+        with forwards_replaced({base: record_output}):
             self._run(batch)
 
     def confirm(self, batch: Batch, loss_of: Callable[[Any, Batch], float]) -> None:
@@ -69,7 +69,7 @@ class LabelTrials:
 
     def _run_head(self, output: Any, batch: Batch, **extra: Any) -> Any:
         assert self._base is not None
-        with forward_replaced(self._base, lambda *_args, **_kwargs: copy.copy(output)):
+        with forwards_replaced({self._base: lambda *_args, **_kwargs: copy.copy(output)}):
             return self._run(batch, **extra)
 
 

@@ -209,7 +209,7 @@ class UnitCall:
     @property
     def _reads_weights(self) -> bool:
         """False only if all graphs are saved and need no weights."""
-        memories = [micro_batch.graph and micro_batch.graph.memory for micro_batch in self._micro_batches]
+        memories = [each.graph.memory if each.graph else None for each in self._micro_batches]
         is_free = all(memory is not None and not memory.has_weights for memory in memories)
         return not is_free or self.traits.graph(self.signature).reads_weights
 

@@ -342,20 +342,11 @@ class UnitRunner:
 
     def interrupt_pass(self) -> Callable[[], None]:
         """Save the pass state before a nested pass; return a function to restore the state."""
-        batch, num_parts, num_calls, is_engine_call = (
-            self._batch,
-            self.num_parts,
-            dict(self._num_calls),
-            self.is_engine_call,
-        )
+        state, num_calls = (self._batch, self.num_parts, self.is_engine_call), dict(self._num_calls)
 
         def resume() -> None:
-            self._batch, self.num_parts, self._num_calls, self.is_engine_call = (
-                batch,
-                num_parts,
-                dict(num_calls),
-                is_engine_call,
-            )
+            self._batch, self.num_parts, self.is_engine_call = state
+            self._num_calls = dict(num_calls)
 
         return resume
 
