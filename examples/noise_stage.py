@@ -25,8 +25,8 @@ class InputNoise(Stage):
     def over(cls, inner: Stage, state: Any, settings: Any) -> Stage:  # noqa: ARG003
         return cls(inner)
 
-    def of(self, unit: Unit, use: Use) -> Forward:
-        forward = self.inner.of(unit, use)
+    def forward_of(self, unit: Unit, use: Use) -> Forward:
+        forward = self.inner.forward_of(unit, use)
         if self.is_paused or not unit.is_block or use.needs is None:  # trials, other modules, evaluation
             return forward
 

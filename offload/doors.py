@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from offload.errors import ConfigError, nearest
@@ -25,14 +26,23 @@ class Door(Mapping[str, T], Generic[T]):
 
     def __init__(self, kind: str, own: Mapping[str, T]) -> None:
         """`kind`: name of the door, in messages and in `ENTRIES`. `own`: objects of the core."""
+        extras = import_module("offload.extras")
         self._kind, self._objects = kind, dict(own)
-        self._places: Mapping[str, str] = import_module("offload.extras").ENTRIES.get(kind, {})
+        self._places: Mapping[str, str] = extras.ENTRIES.get(kind, {})
+        self._unused: Mapping[str, tuple[str, object]] = extras.UNUSED.get(kind, {})
 
     def register(self, name: str, value: T) -> None:
         """Add an object. Raises ConfigError if the name is taken."""
         if name in self:
             raise ConfigError(f"the {self._kind} {name!r} exists already: register yours under another name.")
         self._objects[name] = value
+
+    def used_with(self, settings: object) -> Iterator[T]:
+        """Yield the objects for these settings, without an import of those left out by `offload.extras.UNUSED`."""
+        for name in self:
+            setting, value = self._unused.get(name, ("", None))
+            if not setting or attrgetter(setting)(settings) != value:
+                yield self[name]
 
     def __getitem__(self, name: str) -> T:
         if name not in self._objects:

@@ -25,7 +25,8 @@ Helpers of the main path:
     engine/units/arguments.py      unit call arguments, each tensor listed once
     engine/units/traits.py         recorded unit properties; tensor splits into micro-batches
     engine/units/saved_inputs.py   unit inputs saved for the backward, on the device or offloaded
-    engine/units/recompute_policy.py, saved_graph.py   whether a use saves its autograd graph, and how
+    engine/units/recompute_policy.py   whether a use saves its autograd graph;
+    engine/units/saved_graph.py, offloaded_graph.py   and how
     tiers/store.py, tile.py, lease.py   state storage; leases on tiles and their lifetime
     tiers/nvme.py                  states on disk
     lanes/ticket.py, lanes.py      dependencies between work items; work queues beside compute

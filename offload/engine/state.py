@@ -191,7 +191,7 @@ class EngineState:
         self.router = Router(self.runner, self.recovery.recover)
         self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
-        self.runner.stages = open_stages(self, settings)
+        self.runner.stages = open_stages(self.runner.stages, self, settings)
         self.attention = attention_for(settings.sequence_parallel).open(
             model, settings.sequence_parallel, comm, counters
         )

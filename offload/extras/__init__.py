@@ -42,6 +42,14 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
 """For each door (`offload.doors`) names and places of the objects from extras, and of the application's model format:
 "module:name", or a module.
 """
+UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
+    "stage": {
+        "compiled": ("compile", "never"),
+        "tiled": ("sequence_tile", "none"),
+        "experts": ("placement.experts", "whole"),
+    },
+}
+"""For each door, names of objects that are left out with a setting: (path in the settings, value)."""
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "data": ("tools",),  # the HTML page
     "generate": ("adapters", "data"),

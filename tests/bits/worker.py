@@ -27,7 +27,7 @@ _BYTES = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "bfloat16": 2, "fl
 _SMALL: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("offload.planning.disk._LARGEST_TILE",), 2048),
     (("offload.extras.large.cut_experts.RECORD_BYTES", "offload.engine.units.cut_experts.RECORD_BYTES"), 1),
-    (("offload.engine.units.saved_graph.SMALLEST_BYTES",), 1),
+    (("offload.engine.units.offloaded_graph.SMALLEST_BYTES",), 1),
     (
         ("offload.extras.large.compiled_forwards.BACKEND", "offload.engine.units.compiled_forwards.BACKEND"),
         lambda graph, inputs: _compiler()(graph, inputs),

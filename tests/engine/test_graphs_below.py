@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import Engine, Placement
-from offload.engine.units import saved_graph
+from offload.engine.units import offloaded_graph
 from offload.engine.units.recompute_policy import spread
 from offload.errors import ConfigError, DoesNotFitError, OffloadError
 from tests.engine.compare import train_both, weights
@@ -35,7 +35,7 @@ from tests.engine.sizes import held_in_step
 @pytest.fixture(autouse=True)
 def move_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offload even tensors below a page: the models here save nothing larger."""
-    monkeypatch.setattr(saved_graph, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(offloaded_graph, "SMALLEST_BYTES", 1)
 
 
 def placed(tier: str, folder: Path, **more: Any) -> Placement:

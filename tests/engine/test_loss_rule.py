@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import Engine
-from offload.engine.loss.label_trials import LabelTrials
-from offload.engine.loss.loss import LossRule, probe_loss
+from offload.engine.loss.label_trials import LabelTrials, probe_loss
+from offload.engine.loss.loss import LossRule
 from tests.engine.handmade import Block, cross_entropy
 
 CLASSES = 8

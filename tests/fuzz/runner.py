@@ -22,7 +22,7 @@ from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Pl
 from offload.distributed.comm import Comm
 from offload.engine.checkpoints import PendingCheckpoint
 from offload.engine.methods.result import ZerothOrderRecord
-from offload.engine.units import saved_graph
+from offload.engine.units import offloaded_graph
 from offload.errors import (
     CheckpointError,
     ConfigError,
@@ -375,7 +375,7 @@ def run_case(case: Case, comm: Comm | None = None) -> Outcome:
             with (
                 leaving_nothing(folder / "nvme"),
                 mock.patch.object(compiled, "BACKEND", _BACKEND),
-                mock.patch.object(saved_graph, "SMALLEST_BYTES", 1),
+                mock.patch.object(offloaded_graph, "SMALLEST_BYTES", 1),
             ):
                 _run(case, comm, folder, outcome)
                 comm.barrier("end of the engines")  # all ranks share a folder

@@ -23,7 +23,7 @@ from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss
 from offload.engine.state import EngineState
 from offload.engine.units.candidates import Splitting
-from offload.engine.units.rerouting import forward_replaced
+from offload.engine.units.rerouting import forwards_replaced
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(Chunk result, hidden state leaf [1, tokens, hidden], positions of counted tokens in the flattened rows.)"""
@@ -102,7 +102,7 @@ class ChunkedHead:
             raise _CapturedError(original(*args, **kwargs))
 
         try:
-            with forward_replaced(self._base, capture):
+            with forwards_replaced({self._base: capture}):
                 run()
         except _CapturedError as captured:
             return captured.output
@@ -137,7 +137,7 @@ class ChunkedHead:
 
     def _run(self, output: Any, **inputs: Any) -> Any:
         """Run the model with `output` in place of the base model output."""
-        with forward_replaced(self._base, lambda *_args, **_kwargs: output):
+        with forwards_replaced({self._base: lambda *_args, **_kwargs: output}):
             return self._model(**inputs)
 
     def mean_loss(

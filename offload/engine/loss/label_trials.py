@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from offload.engine.loss.batch import Batch
-from offload.engine.units.rerouting import forward_replaced
+from offload.engine.comparison import OTHER_ORDER, tolerance
+from offload.engine.loss.batch import IGNORED, Batch
+from offload.engine.loss.loss import LossFunction, LossRule, find_loss, labels_of
+from offload.engine.units.rerouting import forwards_replaced
+from offload.errors import ConfigError, OffloadError
 
 
 def find_base_model(model: nn.Module) -> nn.Module | None:
@@ -48,7 +53,7 @@ class LabelTrials:
             self._outputs.append(forward(*args, **kwargs))
             return self._outputs[-1]
 
-        with forward_replaced(base, record_output):
+        with forwards_replaced({base: record_output}):
             self._run(batch)
 
     def confirm(self, batch: Batch, loss_of: Callable[[Any, Batch], float]) -> None:
@@ -65,5 +70,63 @@ class LabelTrials:
 
     def _run_head(self, output: Any, batch: Batch, **extra: Any) -> Any:
         assert self._base is not None
-        with forward_replaced(self._base, lambda *_args, **_kwargs: copy.copy(output)):
+        with forwards_replaced({self._base: lambda *_args, **_kwargs: copy.copy(output)}):
             return self._run(batch, **extra)
+
+
+def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: LossFunction | None) -> LossRule | None:
+    """Measure on a few rows if the loss shifts labels, and if the model loss divides by `num_items_in_batch`.
+
+    Returns None if the loss is not finite on these rows. A shifting loss is equal with only the first label per row and
+    with no label at all. Signatures are no evidence: several families accept the argument and ignore it. The result
+    must not depend on the model's confidence, so two label sets that differ everywhere are tried; the model cannot
+    predict both.
+    """
+    labels = labels_of(batch)
+    if labels is None or labels.dim() < 2 or labels.is_floating_point():
+        return LossRule(shifts=False)
+
+    def loss_of(outputs: Any, inputs: Batch) -> float:
+        return float(loss_fn(outputs, inputs) if loss_fn else find_loss(outputs))
+
+    def loss_with(trial_labels: torch.Tensor, **extra: int) -> float:
+        inputs = {**batch, "labels": trial_labels}
+        return loss_of(trials(inputs, **extra), inputs)
+
+    def loss_or_nan(trial_labels: torch.Tensor) -> float:
+        """Return the loss of a batch possibly without targets; NaN after an error."""
+        try:
+            return loss_with(trial_labels)
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            return math.nan
+
+    one = labels.masked_fill(labels == IGNORED, 0)
+    other = torch.where(one == 0, max(1, int(one.max())), 0).to(labels.dtype)
+    trials.confirm({**batch, "labels": other}, loss_of)
+    none = torch.full_like(labels, IGNORED)
+    firsts = [torch.cat([trial_labels[:, :1], none[:, 1:]], 1) for trial_labels in (one, other)]
+    empty, alone = loss_or_nan(none), [loss_or_nan(first) for first in firsts]
+    shifts = all(math.isclose(loss, empty, rel_tol=1e-6) or (loss != loss and empty != empty) for loss in alone)
+    if shifts and empty != empty and not any(math.isfinite(loss_with(trial_labels)) for trial_labels in (one, other)):
+        return None
+    rule = LossRule(shifts=shifts)
+    signature = inspect.signature(model.forward).parameters
+    if loss_fn is not None:
+        return rule
+    if "num_items_in_batch" in batch:
+        raise ConfigError(
+            "the batch has num_items_in_batch, but the engine passes this number to the model: the count of targets "
+            "in all micro-batches and ranks. Leave it out; to scale the loss in another way, pass a loss_fn to "
+            "engine.step."
+        )
+    if "num_items_in_batch" in signature or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
+        count = rule.count(one)
+        once, wrong = max(
+            (loss_with(trial_labels, num_items_in_batch=count), number)
+            for number, trial_labels in enumerate((one, other))
+        )
+        twice = loss_with((one, other)[wrong], num_items_in_batch=2 * count)
+        rule = LossRule(shifts=shifts, takes_count=abs(2 * twice - once) <= tolerance(OTHER_ORDER).loss * abs(once))
+    return rule

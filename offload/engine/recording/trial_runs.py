@@ -24,8 +24,8 @@ from offload.engine.loss.batch import (
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
 from offload.engine.loss.group_loss import GroupLoss, TokenLoss, rows_per_group
-from offload.engine.loss.label_trials import LabelTrials
-from offload.engine.loss.loss import LossFunction, LossRule, probe_loss, run_loss, select_inputs
+from offload.engine.loss.label_trials import LabelTrials, probe_loss
+from offload.engine.loss.loss import LossFunction, LossRule, run_loss, select_inputs
 from offload.engine.recording.known import KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples

@@ -11,14 +11,15 @@ import torch
 
 from offload.engine.gradients.flow import GradientObserver
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
+from offload.engine.units.offloaded_graph import OffloadedGraphMemory
 from offload.engine.units.recompute_policy import OFFLOADED
 from offload.engine.units.runner import UnitRunner, synchronized
 from offload.engine.units.saved_graph import (
     Graph,
+    GraphMemory,
     Root,
     TooMuchToKeepError,
     refuse_changed,
-    run_keeping_graph,
     run_with_graph,
 )
 from offload.engine.units.saved_inputs import DeviceCopies
@@ -52,7 +53,8 @@ class UnitCall:
 
     def __init__(self, unit: Unit, runner: UnitRunner, arguments: Arguments) -> None:
         self.unit, self._runner, self._arguments, self.traits = unit, runner, arguments, unit.traits
-        self.signature = self._needs, self._frozen = unit.gradient_signature(arguments.tensors)
+        self.signature = unit.gradient_signature(arguments.tensors)
+        self._needs, self._frozen = self.signature
         self._thread_state = ThreadState(runner.device.torch_device.type)
         self._inputs: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -103,17 +105,18 @@ class UnitCall:
     ) -> Arguments:
         """Run one micro-batch with a graph that is kept (in `graph_storage`) or dropped ("")."""
         unit, runner, saved = self.unit, self._runner, self._runner.saved
-        forward = runner.stages.of(unit, Use(runner, self._arguments, inputs, others, self._needs))
+        use = Use(runner, self._arguments, inputs, others, self._needs)
+        forward = runner.stages.forward_of(unit, use)
         snapshot = runner.snapshot(unit, not graph_storage or saved.policy.may_give_up(graph_storage))
         micro_batch = MicroBatch(rows, snapshot, forward)
         self._micro_batches.append(micro_batch)
-        use, outputs = (unit, runner, self._arguments, inputs, others, forward, self._needs), micro_batch.expert_outputs
+        outputs = micro_batch.expert_outputs
         if graph_storage:
+            memory_class = OffloadedGraphMemory if graph_storage == OFFLOADED else GraphMemory
+            memory = memory_class(unit, runner, use, self._claim)
             try:
-                with self._runner.outputs.recorded_in(outputs):
-                    micro_batch.graph, result = run_keeping_graph(
-                        *use, self._claim, is_offloaded=graph_storage == OFFLOADED
-                    )
+                with runner.outputs.recorded_in(outputs):
+                    micro_batch.graph, result = memory.run(unit, use, forward)
                 outputs.clear()
                 return result
             except TooMuchToKeepError:
@@ -125,9 +128,9 @@ class UnitCall:
         # Reuse the expert outputs from the aborted graph run. A second fetch is collective, and other ranks may have
         # kept their graph.
         replayed_outputs = [tensor.clone() for tensor in outputs]
-        with self._runner.outputs.recorded_in(outputs), self._runner.outputs.replayed(replayed_outputs):
+        with runner.outputs.recorded_in(outputs), runner.outputs.replayed(replayed_outputs):
             if unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
-                result = run_with_graph(*use)[1]
+                result = run_with_graph(unit, use, forward)[1]
             else:
                 result = runner.run(unit, self._arguments, inputs, others, forward)
         outputs[:] = [saved.save_input(tensor, movable=True) for tensor in outputs]
@@ -206,8 +209,8 @@ class UnitCall:
     @property
     def _reads_weights(self) -> bool:
         """False only if all graphs are saved and need no weights."""
-        graphs = [micro_batch.graph for micro_batch in self._micro_batches]
-        is_free = all(graph is not None and not graph.has_weights for graph in graphs)
+        memories = [each.graph.memory if each.graph else None for each in self._micro_batches]
+        is_free = all(memory is not None and not memory.has_weights for memory in memories)
         return not is_free or self.traits.graph(self.signature).reads_weights
 
     def _backward_of(
@@ -238,8 +241,8 @@ class UnitCall:
     def prepare(self, number: int = 0) -> None:
         """Start the H2D copy of a micro-batch's saved inputs or saved graph."""
         graph = self._micro_batches[number].graph if number < len(self._micro_batches) else None
-        if graph is not None:
-            graph.prepare()
+        if graph is not None and graph.memory is not None:
+            graph.memory.prepare()
         elif number < len(self._micro_batches) and number not in self._input_copies:
             micro_batch = self._micro_batches[number]
             inputs = self.traits.cut_inputs(self._inputs, micro_batch.rows)
@@ -345,7 +348,7 @@ def run_rows(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool =
     results = []
     with closing(runner.row_parts(unit, arguments, arguments.tensors, draws)) as parts:
         for _, tensors, others in parts:
-            forward = runner.stages.of(unit, Use(runner, arguments, tensors, others))
+            forward = runner.stages.forward_of(unit, Use(runner, arguments, tensors, others))
             results.append(runner.outlive_slot(runner.run(unit, arguments, tensors, others, forward)))
     return results
 

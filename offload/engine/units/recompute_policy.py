@@ -27,6 +27,17 @@ _NOTHING = nullcontext()
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
+def saved_tensors_watched(watch: Callable[[torch.Tensor], None]) -> AbstractContextManager[Any]:
+    """Return a context in which autograd calls `watch` with each strided tensor that it saves."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided:
+            watch(tensor)
+        return tensor.detach()
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
 def spread(sizes: Sequence[int], room: int) -> list[int]:
     """Return the indices of autograd graphs to offload to the host, of at most `room` bytes, spread evenly over the
     pass: a slow link copies one graph while the units up to the next one compute.
@@ -137,18 +148,14 @@ class RecomputePolicy:
         storages: dict[int, int] = {}
         whole: dict[tuple[int, int], int] = {}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.layout is not torch.strided:
-                return tensor.detach()
-            storage = tensor.untyped_storage()
+        def measure(tensor: torch.Tensor) -> None:
             if not self._is_weight(tensor):
-                stretch = stretch_of(tensor)
+                storage, stretch = tensor.untyped_storage(), stretch_of(tensor)
                 whole[stretch.data_ptr(), stretch.nbytes] = stretch.nbytes
                 if storage.data_ptr() not in known:
                     storages[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_watched(measure):
             yield
         self._recomputed_bytes = sum(storages.values())
         self._sizes[key] = self._recomputed_bytes * num_parts

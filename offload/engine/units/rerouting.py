@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace `module.forward` during the context. The replacement is called without the module argument."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
+def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace module forwards during the context. A replacement is called without the module argument."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
     try:
         yield
     finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
-
-@contextmanager
-def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace several module forwards during the context."""
-    with ExitStack() as stack:
-        for module, forward in forwards.items():
-            stack.enter_context(forward_replaced(module, forward))
-        yield
+        for module, own in before.items():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own

@@ -19,7 +19,7 @@ from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.saved_inputs import KeptOutputs, SavedInputs
 from offload.engine.units.snapshots import PassSnapshot
-from offload.engine.units.stages import Forward, OriginalForward, Stage
+from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
 from offload.engine.units.uses import Claim, Claims, RunAhead
@@ -342,20 +342,11 @@ class UnitRunner:
 
     def interrupt_pass(self) -> Callable[[], None]:
         """Save the pass state before a nested pass; return a function to restore the state."""
-        batch, num_parts, num_calls, is_engine_call = (
-            self._batch,
-            self.num_parts,
-            dict(self._num_calls),
-            self.is_engine_call,
-        )
+        state, num_calls = (self._batch, self.num_parts, self.is_engine_call), dict(self._num_calls)
 
         def resume() -> None:
-            self._batch, self.num_parts, self._num_calls, self.is_engine_call = (
-                batch,
-                num_parts,
-                dict(num_calls),
-                is_engine_call,
-            )
+            self._batch, self.num_parts, self.is_engine_call = state
+            self._num_calls = dict(num_calls)
 
         return resume
 
@@ -403,6 +394,39 @@ class UnitRunner:
         self._current_unit = self._batch = None
         self.gradients.begin_step()
         self._is_in_model = self.has_failed = False
+
+
+class OriginalForward(Stage):
+    """The last stage: the forward of the module."""
+
+    num_graphs = 0
+    needs_short_recording = fetches_per_micro_batch = False
+    description, compiled = "", frozenset[type]()
+
+    def __init__(self) -> None:
+        super().__init__(self)
+
+    def forward_of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
+        return unit.forward
+
+    def for_recomputation(self, forward: Forward) -> Forward:
+        return forward
+
+    def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:  # noqa: ARG002
+        return unit.forward
+
+    def check(self) -> None:
+        """Accept all."""
+
+    def divert(self) -> None:
+        """Redirect nothing."""
+
+    def undo(self) -> None:
+        """Restore nothing."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
 
 
 def synchronized(runner: UnitRunner, unit: Unit, parts: Sequence[_Part]) -> Iterator[_Part]:

@@ -1,4 +1,4 @@
-"""Stages: objects around the module forward in each use of a unit. The last stage is the forward itself."""
+"""Stages: objects around the module forward in each use of a unit."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ class Use(NamedTuple):
     needs: Sequence[bool] | None = None
     """requires_grad per tensor. None: the use has no backward."""
 
+    def try_forward(self, unit: Unit, forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run another forward on other tensors; then restore generators and modules. Return the result tensors."""
+        with self.runner.restoring(unit):
+            return self.runner.run(unit, self.arguments, tensors, self.others, forward).tensors
+
 
 class Stage:
     """A stage around `inner`. Each method here passes on to `inner`; a subclass overrides some of them.
@@ -63,8 +68,8 @@ class Stage:
             def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
                 return cls(inner)
 
-            def of(self, unit: Unit, use: Use) -> Forward:
-                forward = self.inner.of(unit, use)
+            def forward_of(self, unit: Unit, use: Use) -> Forward:
+                forward = self.inner.forward_of(unit, use)
                 return forward if self.is_paused else partial(print_time, unit.name, forward)
 
         STAGES.register("timed", Timed)
@@ -83,9 +88,9 @@ class Stage:
         """Return a stage around `inner` for an `EngineState`, or `inner` if the settings leave this stage out."""
         return inner
 
-    def of(self, unit: Unit, use: Use) -> Forward:
+    def forward_of(self, unit: Unit, use: Use) -> Forward:
         """Return the forward for a use, with the signature of the module forward. The recomputation has the same."""
-        return self.inner.of(unit, use)
+        return self.inner.forward_of(unit, use)
 
     def for_recomputation(self, forward: Forward) -> Forward:
         """Return the recomputation function for a use run with `forward`."""
@@ -147,45 +152,12 @@ class Stage:
             self.is_paused = before
 
 
-class OriginalForward(Stage):
-    """The last stage: the forward of the module."""
-
-    num_graphs = 0
-    needs_short_recording = fetches_per_micro_batch = False
-    description, compiled = "", frozenset[type]()
-
-    def __init__(self) -> None:
-        super().__init__(self)
-
-    def of(self, unit: Unit, use: Use) -> Forward:  # noqa: ARG002
-        return unit.forward
-
-    def for_recomputation(self, forward: Forward) -> Forward:
-        return forward
-
-    def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:  # noqa: ARG002
-        return unit.forward
-
-    def check(self) -> None:
-        """Accept all."""
-
-    def divert(self) -> None:
-        """Redirect nothing."""
-
-    def undo(self) -> None:
-        """Restore nothing."""
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        yield
-
-
 STAGES: Door[type[Stage]] = Door("stage", {})
 
 
-def open_stages(state: Any, settings: Settings) -> Stage:
-    """Return the stages of an `EngineState`, the outermost first."""
-    stage: Stage = OriginalForward()
-    for each in STAGES.values():
+def open_stages(innermost: Stage, state: Any, settings: Settings) -> Stage:
+    """Return the stages of an `EngineState` around `innermost`, the outermost first."""
+    stage = innermost
+    for each in STAGES.used_with(settings):
         stage = each.over(stage, state, settings)
     return stage

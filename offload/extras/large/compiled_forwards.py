@@ -47,15 +47,15 @@ class CompiledForwards(Stage):
 
     @classmethod
     def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
-        return cls(inner) if settings.compile == "auto" else inner
+        return cls(inner)
 
-    def of(self, unit: Unit, use: Use) -> Forward:
+    def forward_of(self, unit: Unit, use: Use) -> Forward:
         if self.is_paused or not unit.is_block or type(unit.module) in self._failed:
-            return self.inner.of(unit, use)
+            return self.inner.forward_of(unit, use)
         key = unit.number, _variant_key(unit, use)
         if key not in self._choices:
             self._choices[key] = self._choose(unit, use, key[1])
-        return self._choices[key] or self.inner.of(unit, use)
+        return self._choices[key] or self.inner.forward_of(unit, use)
 
     @property
     def compiled(self) -> frozenset[type]:

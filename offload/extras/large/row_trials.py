@@ -8,7 +8,6 @@ rows get different results.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 
 from offload.engine.comparison import OTHER_ORDER, Sketch, are_near, gradient_deviations, same_bits, tolerance
 from offload.engine.units.arguments import Arguments, run_over_copies
+from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.rerouting import forwards_replaced
 from offload.engine.units.snapshots import RngState
 from offload.engine.units.state_snapshot import StateSnapshot
@@ -193,7 +193,7 @@ class RowTrials:
         wanted = [t for t in (*leaves, *weights) if t.requires_grad]
         saved = _SavedBytes([*leaves, *module.parameters()])
         with torch.enable_grad():
-            with saved.hooks():
+            with saved_tensors_watched(saved.add):
                 whole = _gradients(self._results(call, leaves), wanted)
             tiles = [self._results(call, part) for _, part in _tiles(leaves, call, num_rows)]
             joined = [torch.cat(parts, call.axis) for parts in zip(*tiles, strict=True)]
@@ -211,7 +211,7 @@ class RowTrials:
         No modules if the tiled unit gives other results.
         """
         saved = _SavedBytes([*tensors, *self._module.parameters()])
-        with saved.hooks():
+        with saved_tensors_watched(saved.add):
             whole = self._run_with_gradients(unit_forward, tensors)
         if not row_modules:
             return saved.num_bytes, ()
@@ -277,22 +277,18 @@ def _is_short(tensor: torch.Tensor, axis: int) -> bool:
 
 
 class _SavedBytes:
-    """Counts bytes saved by autograd, except known tensors."""
+    """Counts bytes saved by autograd, except known tensors. Each storage counts once."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         self._known = {t.untyped_storage().data_ptr() for t in known}
         self.num_bytes = 0
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        """Return a context to count saved storages, each once."""
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() not in self._known:
-                self._known.add(tensor.untyped_storage().data_ptr())
-                self.num_bytes += tensor.untyped_storage().nbytes()
-            return tensor.detach()
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a saved tensor."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._known.add(storage.data_ptr())
+            self.num_bytes += storage.nbytes()
 
 
 class _Poison(torch.autograd.Function):

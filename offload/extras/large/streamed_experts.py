@@ -287,8 +287,7 @@ class ExpertStreams(Stage):
 
     @classmethod
     def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
-        experts = [unit for unit in state.units if unit.in_records]
-        return cls(inner, experts, state) if experts else inner
+        return cls(inner, [unit for unit in state.units if unit.in_records], state)
 
     def divert(self) -> None:
         super().divert()

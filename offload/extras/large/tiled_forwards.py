@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,15 +40,15 @@ class TiledForwards(Stage):
     @classmethod
     def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
         tile, room_bytes = settings.sequence_tile, state.plan.device_room_bytes
-        if tile == "none" or (tile == "auto" and room_bytes is None):
+        if tile == "auto" and room_bytes is None:
             return inner
         return cls(inner, tile if isinstance(tile, int) else None, room_bytes)
 
-    def of(self, unit: Unit, use: Use) -> Forward:
+    def forward_of(self, unit: Unit, use: Use) -> Forward:
         tiled = None if self.is_paused else self._tiled(unit, use.tensors)
         if tiled is not None and self._compare(unit, use):
             tiled = self._tiled(unit, use.tensors)
-        return tiled or self.inner.of(unit, use)
+        return tiled or self.inner.forward_of(unit, use)
 
     def for_recomputation(self, forward: Forward) -> Forward:
         return (
@@ -58,11 +59,7 @@ class TiledForwards(Stage):
         """Find the row-wise modules of a block."""
         known_tiles = _tiles_of(unit)
         if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
-
-            def run(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                with runner.restoring(unit):
-                    return runner.run(unit, arguments, tensors, arguments.others, forward).tensors
-
+            run = partial(Use(runner, arguments, arguments.tensors, arguments.others).try_forward, unit)
             with runner.restoring(unit):
                 trials = RowTrials(unit.module, run, runner.is_weight, runner.device.random_state)
                 tiles = trials.find(unit.forward, arguments.tensors, rows)
@@ -123,8 +120,8 @@ class TiledForwards(Stage):
             row_bytes = tiles.saved_bytes * unit_input.numel() / unit_input.shape[-1] / length
             most = max(2 * size, int(self._room_bytes / row_bytes))
         compared = ComparedForward(unit.forward, tiles.modules, size, unit_input.device.type, most, are_near)
-        with use.runner.restoring(unit), torch.no_grad():
-            use.runner.run(unit, use.arguments, [t.clone() for t in use.tensors], use.others, compared)
+        with torch.no_grad():
+            use.try_forward(unit, compared, [t.clone() for t in use.tensors])
         reason = f"over {min(length, most)} rows its results differ from those over tiles of {size}"
         modules = tuple(rows for rows in tiles.modules if rows.name not in compared.differing)
         whole = tuple((name, reason) for name in sorted(compared.differing))

@@ -11,8 +11,8 @@ from functools import cached_property
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
+from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import spread
-from offload.engine.units.saved_graph import SMALLEST_BYTES
 from offload.extras.plan.workload import UnitWork, Workload
 from offload.machine.hardware import Hardware
 from offload.planning.memory import Allocation, bytes_on, gradient_lasts, resident_regions
