@@ -91,7 +91,7 @@ class PendingCheckpoint:
         }
         if codec != EXACT.name:
             own["frozen_weights"] = codec
-            own["coded"] = {info.name: info.compute for info in engine.infos if info.codec is not EXACT}
+            own["coded"] = {info.name: info.compute for info in engine.infos if info.is_quantized}
         if trained_only:
             own[_TRAINED_ONLY] = True
         if engine.changed:
@@ -337,8 +337,8 @@ def _check_frozen(reader: Reader, wanted: Contents, saved: Contents) -> None:
 
 def _frozen_codec(engine: EngineState) -> str:
     """Return the codec name for frozen weights from the settings."""
-    codecs = (info.codec for info in engine.infos)
-    return next((codec.name for codec in codecs if codec is not EXACT and not codec.is_from_files), EXACT.name)
+    quantized = (info.codec for info in engine.infos if info.is_quantized)
+    return next((codec.name for codec in quantized if not codec.is_from_files), EXACT.name)
 
 
 def _trained_only_reason(engine: EngineState) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from offload.lanes.ticket import Fence, Ticket
+from offload.tiers.ring import RingSlice
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Lease:
     done_writing: Callable[[Ticket], None]
     """Call this if the work changes the planes. Changes are written back."""
 
-    def beside(self, fence: Fence) -> Lease:
-        """Return a lease that also reads the buffer behind `fence`."""
+    def beside(self, fence: Fence, planes: Mapping[str, torch.Tensor] = {}) -> Lease:
+        """Return a lease that also reads `planes` in the buffer behind `fence`."""
 
         def read(ticket: Ticket) -> None:
             fence.record_reader(ticket)
@@ -38,7 +39,34 @@ class Lease:
             fence.record_reader(ticket)
             self.done_writing(ticket)
 
-        return replace(self, reads=(*self.reads, *fence.before_read()), done_reading=read, done_writing=write)
+        reads = (*self.reads, *fence.before_read())
+        return replace(self, planes={**self.planes, **planes}, reads=reads, done_reading=read, done_writing=write)
+
+    def staged(
+        self,
+        ring_slice: RingSlice,
+        planes: Mapping[str, torch.Tensor],
+        write_back: Callable[[Ticket], object],
+        *,
+        reads: Sequence[Ticket] = (),
+        fills: Sequence[Ticket] = (),
+    ) -> Lease:
+        """Return a lease with further planes in ring memory, after further tickets. The ring memory is free again with
+        the end of the lease. `write_back`: called with the ticket of the work, if the work changes the planes.
+        """
+
+        def read(ticket: Ticket) -> None:
+            ring_slice.fence.record_reader(ticket)
+            ring_slice.close()
+            self.done_reading(ticket)
+
+        def write(ticket: Ticket) -> None:
+            ring_slice.fence.record_writer(ticket)
+            write_back(ticket)
+            ring_slice.close()
+            self.done_writing(ticket)
+
+        return Lease({**self.planes, **planes}, (*self.reads, *reads), (*self.fills, *fills), read, write)
 
     def give_back(self) -> None:
         """End the lease after work by the caller, or without work, and without changes."""

@@ -114,8 +114,7 @@ class Slots:
     def _slot_bytes(self, region: Region) -> int:
         num_bytes = self._slot_sizes.get(region.index)
         if num_bytes is None:
-            co_fetched_bytes = sum(plane.num_bytes(region.numel) for plane in self._residence.co_fetched(region))
-            num_bytes = self._slot_sizes[region.index] = region.weight_bytes + co_fetched_bytes
+            num_bytes = self._slot_sizes[region.index] = self._residence.slot_bytes(region)
         return num_bytes
 
     def valid_offsets(self) -> dict[int, int]:

@@ -220,7 +220,7 @@ class PlacementCandidate:
         ranges = sharding.num_ranges
         if residence.common == DEVICE:
             return forward + backward + seconds["here"](update_bytes(trainable, sharding))
-        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in trainable)
+        weights = sum(sharding.plane_bytes(r, r.travelling) for r in trainable)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // ranges
         waiting = self.step.waiting_bytes("cpu", "nvme")
         up, down = weights + waiting, gradients + waiting

@@ -343,7 +343,7 @@ class PlannedStep:
         bytes_by_lane = {"update": on_host, "h2d": up, "d2h": down}
         bytes_by_lane["update_on_device"] = update_bytes(self.regions, sharding) - on_host
         update_s = max(seconds[lane](num_bytes) for lane, num_bytes in bytes_by_lane.items() if num_bytes)
-        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in self.regions)
+        weights = sum(sharding.plane_bytes(r, r.travelling) for r in self.regions)
         forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
         return "deferred" if update_s <= forward_s else "speculative"
 
