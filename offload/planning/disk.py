@@ -54,12 +54,9 @@ def lay_out(
         one unit are updated in the slot.
     """
     staying = _choose_staying(regions, sharding, device_bytes, is_spread=update == "device")
-    updates = {"device": dict.fromkeys(trainable_indices(regions), DEVICE), "both": dict.fromkeys(staying, DEVICE)}
-    if update == SLOT:
-        updates[SLOT] = {region.index: SLOT for region in regions if region.trainable and len(region.units) == 1}
-    states = _States(
-        regions, keeps_gradients, staging_bytes, host_bytes, sharding, staying, updates.get(update, dict[int, str]())
-    )
+    updated = {"device": trainable_indices(regions), "both": staying}.get(update, frozenset())
+    in_slots = update == SLOT
+    states = _States(regions, keeps_gradients, staging_bytes, host_bytes, sharding, staying, updated, in_slots)
     left = states.left(tiers)
     if DISK not in tiers.values() and (left is None or left >= 0):
         return states.place({}, most_numel or SHARD_MULTIPLE)
@@ -93,8 +90,10 @@ class _States:
     """Region partition over ranks."""
     staying: Collection[int]
     """Indices of regions with optimizer states on the device."""
-    updates: Mapping[int, str]
-    """Place of the update by region index, other than where the states are."""
+    updated: Collection[int]
+    """Indices of regions updated on the device, tile by tile."""
+    in_slots: bool
+    """True if regions used by one unit are updated in the slot, unless a plane is on disk."""
 
     def left(self, tiers: Mapping[str, str]) -> int | None:
         """Return the host memory left after storing every kind not on disk. None: no limit."""
@@ -134,12 +133,11 @@ class _States:
                 for plane in region.planes
                 if self._stays(region, plane) or plane.state in kinds
             }
-            update, has_records = self.updates.get(region.index, ""), DISK in tiers.values()
+            has_records, update = DISK in tiers.values(), DEVICE if region.index in self.updated else ""
+            if self.in_slots and region.trainable and len(region.units) == 1 and not has_records:
+                update = SLOT
             if tiers or update:
-                moves = has_records or update == DEVICE
-                rows[region.index] = Row(
-                    tiers, tile_numel if moves else 0, "" if has_records and update == SLOT else update
-                )
+                rows[region.index] = Row(tiers, tile_numel if has_records or update == DEVICE else 0, update)
         return Residence(rows, self.sharding)
 
     def _stays(self, region: Region, plane: Plane) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,6 +68,19 @@ class Lease:
             self.done_writing(ticket)
 
         return Lease({**self.planes, **planes}, (*self.reads, *reads), (*self.fills, *fills), read, write)
+
+    @contextmanager
+    def opened(self, wait: Callable[..., None], changes: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """Context with the planes for work by the caller. `wait`: waits for tickets, see `Lanes.wait`. `changes`: the
+        work changes the planes, unless an error ends the context.
+        """
+        end = self.done_reading
+        try:
+            wait(self.reads, fills=self.fills if changes else ())
+            yield self.planes
+            end = self.done_writing if changes else self.done_reading
+        finally:
+            end(Ticket("compute", is_done=True))
 
     def give_back(self) -> None:
         """End the lease after work by the caller, or without work, and without changes."""
