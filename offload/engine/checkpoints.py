@@ -30,7 +30,7 @@ from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
 from offload.files.model_format import FORMAT, MODEL_FORMATS
-from offload.lanes.ticket import Fence, Ticket
+from offload.lanes.ticket import Fence
 from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, MASTER, STALE
 from offload.layout.regions import Region
@@ -91,7 +91,7 @@ class PendingCheckpoint:
         }
         if codec != EXACT.name:
             own["frozen_weights"] = codec
-            own["coded"] = {info.name: info.compute for info in engine.infos if info.codec is not EXACT}
+            own["coded"] = {info.name: info.compute for info in engine.infos if info.is_quantized}
         if trained_only:
             own[_TRAINED_ONLY] = True
         if engine.changed:
@@ -337,8 +337,8 @@ def _check_frozen(reader: Reader, wanted: Contents, saved: Contents) -> None:
 
 def _frozen_codec(engine: EngineState) -> str:
     """Return the codec name for frozen weights from the settings."""
-    codecs = (info.codec for info in engine.infos)
-    return next((codec.name for codec in codecs if codec is not EXACT and not codec.is_from_files), EXACT.name)
+    quantized = (info.codec for info in engine.infos if info.is_quantized)
+    return next((codec.name for codec in quantized if not codec.is_from_files), EXACT.name)
 
 
 def _trained_only_reason(engine: EngineState) -> str:
@@ -501,11 +501,9 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, read_
     names = [name for name in tile.states if name != STALE or name in read_names]
     is_whole = all(engine.infos[index].name in reader.contents for index in region.parameters)
     lease = tile.land(*names) if is_whole else tile.lend(*names)
-    give_back = lease.done_reading
-    try:
-        engine.lanes.wait(lease.reads, fills=lease.fills)
+    with lease.opened(engine.lanes.wait, changes=True) as own:
         beside = {region.plane(name) for name in read_names if name not in names}  # another rank's, to quantize
-        planes = lease.planes | {p.name: torch.zeros(p.numel(tile.end - tile.begin), dtype=p.dtype) for p in beside}
+        planes = own | {p.name: torch.zeros(p.numel(tile.end - tile.begin), dtype=p.dtype) for p in beside}
         for plane in (*(name for name in names if name != CODES), *(name for name in read_names if name not in names)):
             flat, filled = planes[plane], 0
             stretches = _stretches(engine, reader.contents, region, tile, plane) if plane in read_names else ()
@@ -520,9 +518,6 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, read_
             if is_whole:
                 flat[filled:] = 0
         encode(region, planes, slice(0, tile.end - tile.begin))
-        give_back = lease.done_writing
-    finally:
-        give_back(Ticket("compute", is_done=True))
 
 
 def _stretches(

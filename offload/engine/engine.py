@@ -39,7 +39,7 @@ from offload.files.model_format import SHARD_BYTES
 from offload.files.safetensors_file import tensor_reader
 from offload.files.sources import Fill
 from offload.lanes.timeline import Span
-from offload.layout.codecs import EXACT, Codec
+from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo
 from offload.machine.cores import use_share_of_cores
 from offload.optim.rule import UpdateRule
@@ -410,7 +410,7 @@ class Engine:
         """
         wanted = self._infos_of("engine.edit", names)
         has_files = self._state.files is not None
-        fixed = (info for info in wanted if info.codec is not EXACT or (has_files and not info.trainable))
+        fixed = (info for info in wanted if info.is_quantized or (has_files and not info.trainable))
         if (info := next(fixed, None)) is not None:
             raise ConfigError(
                 f"engine.edit cannot change {info.name}: it is stored quantized, or in the model's own files. Name "

@@ -81,8 +81,6 @@ def export_model(
 
 def _broadcast_range(state: EngineState, index: int, begin: int, end: int) -> tuple[int, int, int]:
     """Return rank 0's three numbers."""
-    if state.comm.size == 1:
-        return index, begin, end
     numbers = torch.tensor([index, begin, end])
     state.comm.broadcast(numbers, 0, "name of the next export")
     return tuple(numbers.tolist())

@@ -42,8 +42,10 @@ from offload.engine.units.unit import Unit, open_units, put_parameters
 from offload.errors import warn
 from offload.lanes.streams import open_lanes
 from offload.layout.regions import ParameterInfo, Region
+from offload.layout.residence import DEVICE, DISK, HOST
 from offload.planning.device_updates import UPDATE_RING
 from offload.planning.memory import (
+    BUDGETS,
     BUFFER,
     EXPERT_BUFFER,
     SCRATCH,
@@ -95,11 +97,10 @@ class EngineState:
         has_staging = settings.optimizer.has_gradients and not keeps_gradients
         self._staged_regions = [] if not has_staging else [r for r in regions if not waits_on_disk(r, plan.residence)]
         self._keeps_gradients, self._splits = keeps_gradients, settings.splits
-        device_ledger = Ledger("device", plan.device_bytes, "offload.device_memory")
-        self.host = Ledger("cpu", budget_bytes(placement.host_memory), "offload.host_memory")
-        self.nvme_ledger = Ledger("nvme", budget_bytes(placement.nvme_memory), "offload.nvme_memory")
+        device_ledger = Ledger(DEVICE, plan.device_bytes, BUDGETS[DEVICE])
+        self.host, self.nvme_ledger = (Ledger(tier, placement.budget(tier), BUDGETS[tier]) for tier in (HOST, DISK))
         accelerator = own_accelerator(settings.device)
-        most_bytes = budget_bytes(placement.device_memory)
+        most_bytes = placement.budget(DEVICE)
         self.device = open_device(accelerator, device_ledger, copies_aside=plan.overlap, most_bytes=most_bytes)
         delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
         self.lanes = open_lanes(
@@ -113,10 +114,10 @@ class EngineState:
         self.moved_buffers = MovedBuffers(model)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
-        ring = plan.of("cpu", READ_RING).num_bytes
+        ring = plan.of(HOST, READ_RING).num_bytes
         self.files: ModelFiles | None = None
         if ring:
-            watched = WatchedFiles(plan.of("cpu", READ_STAGING).num_bytes, self.host)
+            watched = WatchedFiles(plan.of(HOST, READ_STAGING).num_bytes, self.host)
             self.files = ModelFiles(ring, self.host, self.lanes, counters, self.device.pinning, watched)
         self.store = Store(
             regions,
@@ -132,7 +133,7 @@ class EngineState:
         )
         if keeps_gradients:
             self.store.hold_gradients(accumulates=False)
-        slot = plan.of("device", SLOT)
+        slot = plan.of(DEVICE, SLOT)
         self.deferred_updates = DeferredUpdates()
         self.slots = Slots(
             self.store,
@@ -152,7 +153,7 @@ class EngineState:
             counters,
             settings,
             self._stage(self._staged_regions),
-            {name: plan.of("device", name).num_bytes for name in (BUFFER, EXPERT_BUFFER, SHARDS, SCRATCH)},
+            {name: plan.of(DEVICE, name).num_bytes for name in (BUFFER, EXPERT_BUFFER, SHARDS, SCRATCH)},
             Measures(self.store, self.device, self.lanes),
         )
         lookahead = plan.lookahead(settings.prefetch, len(regions))
@@ -203,16 +204,16 @@ class EngineState:
         self, tier: str, counters: Counters, name: str, most_bytes: int | None = None
     ) -> ActivationOffload | None:
         """Return the store for unit inputs or saved graphs until the backward; None: they stay on the device."""
-        if tier == "nvme":
+        if tier == DISK:
             assert self._nvme is not None
             return DiskActivationOffload(self.device, self.lanes, counters, self._nvme, most_bytes)
-        if tier == "cpu":
+        if tier == HOST:
             return HostActivationOffload(self.device, self.lanes, counters, self.host, name, most_bytes)
         return None
 
     def _open_workspace(self) -> torch.Tensor | None:
         """Return device memory for updates computed there; None: no such updates."""
-        num_bytes = self.plan.of("device", WORKSPACE).num_bytes
+        num_bytes = self.plan.of(DEVICE, WORKSPACE).num_bytes
         if not num_bytes:
             return None
         workspace = self.device.allocate(WORKSPACE, num_bytes)
@@ -226,7 +227,7 @@ class EngineState:
         in_place = InPlaceUpdates(
             self.store.update_lane, self.device, self.device.side_context if has_stream else nullcontext
         )
-        ring = self.plan.of("device", UPDATE_RING)
+        ring = self.plan.of(DEVICE, UPDATE_RING)
         if not ring.num_bytes:
             return in_place
         memory = self.device.allocate(ring.name, ring.num_bytes)
@@ -239,7 +240,7 @@ class EngineState:
         The ranks take turns: each one sees the disk space left by the previous ones.
         """
         for allocation in self.plan.allocations:
-            if allocation.tier == "nvme":
+            if allocation.tier == DISK:
                 self.nvme_ledger.reserve(allocation.name, allocation.num_bytes)
         nvme: Nvme | None = None
         for turn in range(self.comm.size):

@@ -48,7 +48,7 @@ def build_regions(
         is_alone = info.rule in without_low if info.trainable else info.bf16_source
         has_low = info.compute == "bf16" and not is_alone
         rule, codec, link = info.rule if info.trainable else 0, info.codec, info.link if info.trainable else EXACT
-        has_low = has_low and codec is EXACT
+        has_low = has_low and not codec.decodes
         groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec, link), []).append(piece)
     regions: list[Region] = []
     for (names, compute, trainable, has_low, rule, codec, link), members in groups.items():

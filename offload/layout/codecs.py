@@ -45,6 +45,8 @@ class Codec:
     """Name in region names. Empty: the region has no name for the format."""
     block = 1
     """Neighbouring weights per record."""
+    decodes = False
+    """True if weights are decoded before use."""
     is_from_files = False
     """True if the records come from model files. Such weights cannot be encoded again."""
 
@@ -103,6 +105,7 @@ class QuantizedCodec(Codec, ABC):
 
     record_bytes: int
     """Bytes per record."""
+    decodes = True
     between_bytes = 0
     """Intermediate bytes per weight, written and read again by torch operations during decoding."""
 

@@ -133,7 +133,7 @@ def table(
     used = DTYPES[compute]
     stored_dtype, width = codec.storage_format(used)
     codes_dtype, link_width = link.storage_format(used)
-    codes = () if link is EXACT else (Plane(CODES, codes_dtype, "parameters", link.block, link_width),)
+    codes = (Plane(CODES, codes_dtype, "parameters", link.block, link_width),) if link.decodes else ()
     planes = (
         *([Plane(STALE, used, "parameters")] if delays else ()),
         *codes,

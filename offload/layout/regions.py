@@ -68,6 +68,11 @@ class ParameterInfo:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_quantized(self) -> bool:
+        """True if the weights are stored quantized."""
+        return self.codec.decodes
+
 
 class Piece(NamedTuple):
     """Contiguous elements of one parameter inside a region (flat storage for parameters updated together).
@@ -188,7 +193,7 @@ class Region:
     @property
     def is_stored_as_used(self) -> bool:
         """True if copies have the format in use: no decoding after a copy."""
-        return self.travels is EXACT
+        return not self.travels.decodes
 
     @cached_property
     def travelling(self) -> Plane:
@@ -343,11 +348,12 @@ class Sharding:
 
     def error_bytes(self, region: Region) -> int:
         """Return the bytes for gradient quantization errors on this rank."""
-        return ERROR.num_bytes(region.numel // self.size) if region.trainable and self.gradients is not EXACT else 0
+        return ERROR.num_bytes(region.numel // self.size) if region.trainable and self.gradients.decodes else 0
 
-    def share(self, plane: Plane, num_bytes: int) -> int:
-        """Return this rank's share in `num_bytes` of a plane, over one or several regions."""
-        return num_bytes // (self.num_ranges if self.is_own(plane) else self.size if self.is_cut(plane) else 1)
+    def plane_bytes(self, region: Region, plane: Plane) -> int:
+        """Return the bytes of a plane on this rank."""
+        num_shares = self.num_ranges if self.is_own(plane) else self.size if self.is_cut(plane) else 1
+        return plane.num_bytes(region.numel) // num_shares
 
 
 def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:

@@ -41,7 +41,7 @@ class Residence:
     update rule over whole matrices (Muon) tiles end between parameters, however large the parameters are.
 
         residence = Residence({0: Row({"momentum": DISK}, tile_numel=4096)})
-        residence.tier(region, region.plane("momentum"))  # "nvme"
+        residence.tier(region, region.plane("momentum"))  # DISK
         residence.tiles(region)                           # [(0, 4096), (4096, 6144)]
     """
 
@@ -92,6 +92,10 @@ class Residence:
     def co_fetched(self, region: Region) -> tuple[Plane, ...]:
         """Return the planes next to the weights in the slot, for the update there."""
         return (region.plane("low"),) if region.has_low and self.row(region).update == SLOT else ()
+
+    def slot_bytes(self, region: Region) -> int:
+        """Return the bytes of a region in a slot."""
+        return region.weight_bytes + sum(plane.num_bytes(region.numel) for plane in self.co_fetched(region))
 
     def travels(self, region: Region, plane: Plane) -> bool:
         """True if `plane` in memory is copied to or from the device. Other planes are updated in place."""

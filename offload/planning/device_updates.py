@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from offload.lanes.throttle import Throttle
 from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding, align
@@ -14,11 +14,11 @@ from offload.tiers.nvme import RING_TILES
 UPDATE_RING = "update ring"
 PLANE_ALIGNMENT = 512
 """Alignment in bytes for tile planes in the ring."""
-_LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
+_LARGEST_TILE, SMALLEST_TILE = 1 << 22, 1 << 13
 """Tile size limits in elements.
 
-A tile costs about 300 microseconds for Python and kernel launches. A link moves the largest tile in about the
-same time. A prefetch in between waits for one tile.
+A device update of a tile costs about 300 microseconds for Python and kernel launches, a host update 200. A link moves
+the largest tile in about the same time. A prefetch in between waits for one tile.
 """
 _RING_SHARE = 8
 """The ring takes at most 1/8 of the device budget, unless tiles already have the smallest size."""
@@ -46,13 +46,28 @@ def estimate_seconds(
 
 def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sharding) -> int:
     """Return the tile size in elements for a ring within the device budget. device_bytes None: no limit."""
-    tile = _LARGEST_TILE
-    while device_bytes is not None and tile > _SMALLEST_TILE:
-        if ring_bytes(all_on_device(regions, tile, sharding), regions) * _RING_SHARE <= device_bytes:
-            break
+    trainable = [region for region in regions if region.trainable]
+    return fit_tile(
+        _LARGEST_TILE,
+        lambda tile: _RING_SHARE * ring_bytes(all_on_device(regions, tile, sharding), regions),
+        device_bytes,
+        [region.numel // sharding.num_ranges for region in trainable],
+    )
+
+
+def fit_tile(
+    largest: int, ring_bytes: Callable[[int], int], room_bytes: int | None, lengths: Iterable[int] | None = None
+) -> int:
+    """Return the largest tile size in elements, up to `largest`, with `ring_bytes` of a tile within `room_bytes` (None:
+    no limit), or the smallest tile size. lengths: elements per region; the longest region has at least as many tiles as
+    a ring.
+    """
+    tile = largest
+    while room_bytes is not None and tile > SMALLEST_TILE and ring_bytes(tile) > room_bytes:
         tile //= 2
-    largest = max((region.numel // sharding.num_ranges for region in regions if region.trainable), default=0)
-    return min(tile, align(max(1, largest // RING_TILES), SHARD_MULTIPLE))
+    if lengths is None:
+        return tile
+    return min(tile, align(max(1, max(lengths, default=0) // RING_TILES), SHARD_MULTIPLE))
 
 
 def all_on_device(regions: Sequence[Region], tile_numel: int, sharding: Sharding) -> Residence:

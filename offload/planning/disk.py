@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 
 from offload.layout.planes import Plane
 from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding, align
-from offload.layout.residence import DEVICE, DISK, FILES, SLOT, Residence, Row
-from offload.planning.device_updates import trainable_indices
+from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence, Row
+from offload.planning.device_updates import fit_tile, trainable_indices
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
 from offload.tiers.watched_files import staging_bytes
 
-_LARGEST_TILE, _SMALLEST_TILE = 1 << 22, 1 << 13
-"""Tile size limits in elements. A record has 12 to 16 bytes per element.
-
-A tile update costs about 200 microseconds of Python.
-"""
+_LARGEST_TILE = 1 << 22
+"""Tile size limit in elements. A record has 12 to 16 bytes per element."""
 _LEAST_ACTIVATION_RING, _MOST_ACTIVATION_RING = 1 << 18, 1 << 24
 _RINGS_SHARE = 4
 """The rings take at most 1/4 of the host budget, unless tiles already have the smallest size."""
@@ -49,7 +46,7 @@ def lay_out(
 ) -> Residence:
     """Return the table of residence for states below the device.
 
-    tiers: "cpu", "nvme" or "auto" for parameters, optimizer and gradients. "auto" uses host memory up to `host_bytes`.
+    tiers: HOST, DISK or "auto" for parameters, optimizer and gradients. "auto" uses host memory up to `host_bytes`.
     staging_bytes: host memory for gradients consumed immediately.
     host_bytes: host memory for this rank; None: no limit.
     update: place of updates for states in host memory. With "device" or "both", the states move in tiles of
@@ -57,12 +54,9 @@ def lay_out(
         one unit are updated in the slot.
     """
     staying = _choose_staying(regions, sharding, device_bytes, is_spread=update == "device")
-    updates = {"device": dict.fromkeys(trainable_indices(regions), DEVICE), "both": dict.fromkeys(staying, DEVICE)}
-    if update == SLOT:
-        updates[SLOT] = {region.index: SLOT for region in regions if region.trainable and len(region.units) == 1}
-    states = _States(
-        regions, keeps_gradients, staging_bytes, host_bytes, sharding, staying, updates.get(update, dict[int, str]())
-    )
+    updated = {"device": trainable_indices(regions), "both": staying}.get(update, frozenset())
+    in_slots = update == SLOT
+    states = _States(regions, keeps_gradients, staging_bytes, host_bytes, sharding, staying, updated, in_slots)
     left = states.left(tiers)
     if DISK not in tiers.values() and (left is None or left >= 0):
         return states.place({}, most_numel or SHARD_MULTIPLE)
@@ -96,8 +90,10 @@ class _States:
     """Region partition over ranks."""
     staying: Collection[int]
     """Indices of regions with optimizer states on the device."""
-    updates: Mapping[int, str]
-    """Place of the update by region index, other than where the states are."""
+    updated: Collection[int]
+    """Indices of regions updated on the device, tile by tile."""
+    in_slots: bool
+    """True if regions used by one unit are updated in the slot, unless a plane is on disk."""
 
     def left(self, tiers: Mapping[str, str]) -> int | None:
         """Return the host memory left after storing every kind not on disk. None: no limit."""
@@ -112,7 +108,7 @@ class _States:
         """Distribute the remaining memory to the "auto" kinds and send the rest to disk."""
         on_disk: dict[int, set[str]] = {region.index: set() for region in self.regions}
         for state in _STATE_KINDS:
-            if tiers[state] == "cpu":
+            if tiers[state] == HOST:
                 continue
             sizes = {region: self._bytes(region, (state,), True) for region in self.regions}
             if state == "gradients" and not self.keeps_gradients:
@@ -137,12 +133,11 @@ class _States:
                 for plane in region.planes
                 if self._stays(region, plane) or plane.state in kinds
             }
-            update, has_records = self.updates.get(region.index, ""), DISK in tiers.values()
+            has_records, update = DISK in tiers.values(), DEVICE if region.index in self.updated else ""
+            if self.in_slots and region.trainable and len(region.units) == 1 and not has_records:
+                update = SLOT
             if tiers or update:
-                moves = has_records or update == DEVICE
-                rows[region.index] = Row(
-                    tiers, tile_numel if moves else 0, "" if has_records and update == SLOT else update
-                )
+                rows[region.index] = Row(tiers, tile_numel if has_records or update == DEVICE else 0, update)
         return Residence(rows, self.sharding)
 
     def _stays(self, region: Region, plane: Plane) -> bool:
@@ -151,7 +146,7 @@ class _States:
     def _bytes(self, region: Region, states: Sequence[str], with_gradients: bool) -> int:
         planes = region.planes if with_gradients else region.states
         moving = [plane for plane in planes if plane.state in states and not self._stays(region, plane)]
-        return sum(self.sharding.share(plane, plane.num_bytes(region.numel)) for plane in moving)
+        return sum(self.sharding.plane_bytes(region, plane) for plane in moving)
 
 
 def ring_bytes(residence: Residence, regions: Iterable[Region]) -> dict[str, int]:
@@ -179,15 +174,17 @@ def read_from_files(
         by the previous pass. Otherwise each pass evicts the data the next pass needs first, and uncached reads are
         faster.
     """
-    frozen, tile = [region for region in regions if not region.trainable], _LARGEST_TILE
-    sizes = (sharding.share(region.plane("weights"), region.travelling_bytes) for region in frozen)
+    frozen = [region for region in regions if not region.trainable]
+
+    def place(tile: int) -> Residence:
+        return Residence({region.index: in_files(region, tile) for region in frozen}, sharding)
+
+    tile = fit_tile(_LARGEST_TILE, lambda tile: _RINGS_SHARE * read_ring(place(tile), regions), host_bytes)
+    sizes = (sharding.plane_bytes(region, region.travelling) for region in frozen)
     is_cached = _CACHED_SHARE * sum(sizes) <= free_bytes
-    while True:
-        residence = Residence({region.index: in_files(region, tile) for region in frozen}, sharding)
-        ring = read_ring(residence, regions)
-        if host_bytes is None or tile <= _SMALLEST_TILE or _RINGS_SHARE * ring <= host_bytes:
-            return replace(residence, file_staging_bytes=0 if is_cached else staging_bytes(ring))
-        tile //= 2
+    residence = place(tile)
+    num_staging_bytes = 0 if is_cached else staging_bytes(read_ring(residence, regions))
+    return replace(residence, file_staging_bytes=num_staging_bytes)
 
 
 def in_files(region: Region, tile_numel: int) -> Row:
@@ -248,7 +245,7 @@ def _choose_staying(
 def optimizer_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
     """Return the bytes of optimizer states this rank owns in some regions."""
     planes = [(region, plane) for region in regions for plane in region.states if plane.state == "optimizer"]
-    return sum(sharding.share(plane, plane.num_bytes(region.numel)) for region, plane in planes)
+    return sum(sharding.plane_bytes(region, plane) for region, plane in planes)
 
 
 def _all_on_disk(regions: Sequence[Region], tile_numel: int, sharding: Sharding) -> Residence:
@@ -274,10 +271,7 @@ def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region
 
 
 def _tile_numel(regions: Sequence[Region], host_bytes: int | None, sharding: Sharding) -> int:
-    tile = _LARGEST_TILE
-    while host_bytes is not None and tile > _SMALLEST_TILE:
-        if sum(ring_bytes(_all_on_disk(regions, tile, sharding), regions).values()) * _RINGS_SHARE <= host_bytes:
-            break
-        tile //= 2
-    largest = max((region.numel // sharding.num_ranges for region in regions), default=0)
-    return min(tile, align(max(1, largest // RING_TILES), SHARD_MULTIPLE))
+    def rings(tile: int) -> int:
+        return _RINGS_SHARE * sum(ring_bytes(_all_on_disk(regions, tile, sharding), regions).values())
+
+    return fit_tile(_LARGEST_TILE, rings, host_bytes, [region.numel // sharding.num_ranges for region in regions])

@@ -93,7 +93,7 @@ def weight_seconds(
     speeds: Speeds,
 ) -> float:
     """Estimate the link time for weights (two H2D copies) and gradients (one D2H copy) per step, in seconds."""
-    up = 2 * sum(sharding.share(region.travelling, region.travelling_bytes) for region in regions)
+    up = 2 * sum(sharding.plane_bytes(region, region.travelling) for region in regions)
     down = sum(region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
     return max(_link_seconds(up, down // min(sharding.num_ranges, sharding.size), throttles, speeds))
 
@@ -120,5 +120,5 @@ def forward_seconds(
     numel = sum(info.numel for info in infos)
     precision = "bf16" if any(info.compute == "bf16" for info in infos) else "fp32"
     products = 2 * numel * tokens / speeds.flops(precision) + _DISPATCH_S * num_units
-    fetched = sum(sharding.share(region.travelling, region.travelling_bytes) for region in regions)
+    fetched = sum(sharding.plane_bytes(region, region.travelling) for region in regions)
     return max(products, throttles.get("h2d", Throttle()).seconds(fetched))

@@ -9,17 +9,20 @@ from itertools import groupby
 from offload.errors import DoesNotFitError, allocation_name, format_bytes
 from offload.layout.planes import CODES, ERROR, summed
 from offload.layout.regions import SCRATCH_BYTES, Region, Sharding
-from offload.layout.residence import DISK, FILES, HOST, Residence
+from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
 from offload.planning.device_updates import UPDATE_RING
 from offload.planning.device_updates import ring_bytes as update_ring_bytes
 from offload.planning.disk import read_ring
 from offload.schedule.build import window_bytes
 from offload.tiers.decoding import DECODING, decoding_bytes
 from offload.tiers.model_files import READ_RING
+from offload.tiers.placement import TIERS
 from offload.tiers.watched_files import READ_STAGING
 
-BUDGETS = {"device": "offload.device_memory", "cpu": "offload.host_memory", "nvme": "offload.nvme_memory"}
+BUDGETS = {tier: f"offload.{field}" for tier, field in TIERS.items()}
 """Config key of the budget for each tier."""
+_DISK_RINGS = f"{DISK} "
+"""Begin of the names of disk rings."""
 SLOT, BUFFER = "unit slot", "gradient buffer"
 EXPERT_SLOT, EXPERT_BUFFER = "expert slot", "expert gradient buffer"
 SHARDS, SCRATCH = "gradient shards", "reduction scratch"
@@ -51,7 +54,7 @@ class Allocation:
     """Named memory. Plan, errors and report use the same names."""
 
     tier: str
-    """Tier: "device", "cpu" or "nvme"."""
+    """Tier: a name in `TIERS`."""
     name: str
     """Allocation name."""
     num_bytes: int
@@ -99,12 +102,7 @@ def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
 
 def slot_bytes(unit: UnitPlan, resident: set[int], residence: Residence) -> int:
     """Return the slot bytes for a unit: weights and co-fetched planes. Resident regions are excluded."""
-    return sum(cargo_bytes(region, residence) for region in unit.regions if region.index not in resident)
-
-
-def cargo_bytes(region: Region, residence: Residence) -> int:
-    """Return the bytes a region occupies in a slot."""
-    return region.weight_bytes + sum(plane.num_bytes(region.numel) for plane in residence.co_fetched(region))
+    return sum(residence.slot_bytes(region) for region in unit.regions if region.index not in resident)
 
 
 def resident_regions(units: Iterable[UnitPlan]) -> set[int]:
@@ -213,13 +211,13 @@ def plan_memory(
         if sums_on_host and region.trainable:
             plane = region.plane("gradients")
             key = common, plane.label
-            totals[key] = totals.get(key, 0) + sharding.share(summed(plane), 4 * region.numel)
+            totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, summed(plane))
         for plane in region.planes:
             tier = residence.tier(region, plane)
             if plane.state == "gradients" and tier != DISK and (sums_on_host or not keeps_gradients):
                 continue
             key = tier, plane.label
-            totals[key] = totals.get(key, 0) + sharding.share(plane, plane.num_bytes(region.numel))
+            totals[key] = totals.get(key, 0) + sharding.plane_bytes(region, plane)
         for factor in region.factors:
             key = common, factor.label
             totals[key] = totals.get(key, 0) + 4 * region.factor_numel(factor)
@@ -229,41 +227,41 @@ def plan_memory(
         plan.append(
             Allocation(common, STAGING, staging_bytes(staged, stagings, sharding, sums_on_host, splits or sums_on_host))
         )
-    plan += [Allocation("cpu", name, size) for name, size in (rings or {}).items()]
-    plan.append(Allocation("cpu", READ_RING, read_ring(residence, regions)))
-    plan.append(Allocation("cpu", READ_STAGING, residence.file_staging_bytes))
+    plan += [Allocation(HOST, name, size) for name, size in (rings or {}).items()]
+    plan.append(Allocation(HOST, READ_RING, read_ring(residence, regions)))
+    plan.append(Allocation(HOST, READ_STAGING, residence.file_staging_bytes))
 
     resident = resident_regions(units)
     records = [record for unit in units if unit.in_records for record in unit.records]
     copied = [region for region in regions if not residence.is_used_in_place(region)]
     if copied:
         kept = sum(region.weight_bytes for region in copied if region.index in resident)
-        plan.append(Allocation("device", RESIDENT, kept))
+        plan.append(Allocation(DEVICE, RESIDENT, kept))
         excluded = resident.union(region.index for region in regions if region not in copied)
         plan.append(_slots([unit for unit in units if not unit.in_records], excluded, ahead, residence))
-        largest = max((sum(cargo_bytes(region, residence) for region in record) for record in records), default=0)
-        plan.append(Allocation("device", EXPERT_SLOT, stagings * largest))
-        plan.append(Allocation("device", DECODING, decoding_bytes(regions)))
+        largest = max((sum(residence.slot_bytes(region) for region in record) for record in records), default=0)
+        plan.append(Allocation(DEVICE, EXPERT_SLOT, stagings * largest))
+        plan.append(Allocation(DEVICE, DECODING, decoding_bytes(regions)))
     if common == HOST:
-        plan.append(Allocation("device", UPDATE_RING, update_ring_bytes(residence, regions)))
-    plan.append(Allocation("device", WORKSPACE, workspace_bytes))
+        plan.append(Allocation(DEVICE, UPDATE_RING, update_ring_bytes(residence, regions)))
+    plan.append(Allocation(DEVICE, WORKSPACE, workspace_bytes))
     if num_directions:
-        plan.append(Allocation("device", PERTURBED, perturbed_bytes(units, num_directions)))
+        plan.append(Allocation(DEVICE, PERTURBED, perturbed_bytes(units, num_directions)))
         return [allocation for allocation in plan if allocation.num_bytes]
     plan.append(Allocation(common, BETWEEN, sum(replica_sum_bytes(regions, stagings, residence))))
     plan.append(Allocation(common, ERROR.label, sum(map(sharding.error_bytes, regions))))
     lasting = [region for region in regions if region.trainable and gradient_lasts(region, resident)]
-    plan.append(Allocation("device", LASTING, sum(4 * region.numel for region in lasting)))
+    plan.append(Allocation(DEVICE, LASTING, sum(4 * region.numel for region in lasting)))
     passing = []
     for unit in units:
         if not unit.resident and not unit.in_records:
             is_wide = splits or unit.num_layers > 0
             passing.append(sum(transient_gradient_bytes(r, is_wide) for r in unit.regions if r not in lasting))
-    plan.append(Allocation("device", BUFFER, window_bytes(passing, buffers)))
+    plan.append(Allocation(DEVICE, BUFFER, window_bytes(passing, buffers)))
     largest = max((sum(transient_gradient_bytes(region, splits) for region in record) for record in records), default=0)
-    plan.append(Allocation("device", EXPERT_BUFFER, stagings * largest))
-    plan.append(Allocation("device", SHARDS, shard_bytes(regions, stagings, sharding)))
-    plan.append(Allocation("device", SCRATCH, scratch_bytes(regions, sharding)))
+    plan.append(Allocation(DEVICE, EXPERT_BUFFER, stagings * largest))
+    plan.append(Allocation(DEVICE, SHARDS, shard_bytes(regions, stagings, sharding)))
+    plan.append(Allocation(DEVICE, SCRATCH, scratch_bytes(regions, sharding)))
     return [allocation for allocation in plan if allocation.num_bytes]
 
 
@@ -280,10 +278,10 @@ def _slots(units: Sequence[UnitPlan], resident: set[int], ahead: int, residence:
     }
     largest = max(units, key=lambda unit: slot_bytes(unit, resident, residence))
     if residence.keeps_weights:
-        return Allocation("device", f"{SLOT} (all units stay)", sum(cargoes.values()))
+        return Allocation(DEVICE, f"{SLOT} (all units stay)", sum(cargoes.values()))
     sizes = [size for size in cargoes.values() if size]
     note = f"largest unit: {largest.name}" + (f", and {ahead} ahead" if ahead else "")
-    return Allocation("device", f"{SLOT} ({note})", window_bytes(sizes, 1 + ahead))
+    return Allocation(DEVICE, f"{SLOT} ({note})", window_bytes(sizes, 1 + ahead))
 
 
 def gradient_lasts(region: Region, resident: set[int]) -> bool:
@@ -306,10 +304,10 @@ def check_budgets(plan: Sequence[Allocation], budgets: dict[str, int | None], fl
         total = sum(allocation.num_bytes for allocation in on_tier)
         if budget is None or total <= budget:
             continue
-        ranks = num_sharing if tier != "device" else 1
+        ranks = num_sharing if tier != DEVICE else 1
         share = f" for each of the {ranks} ranks that share it" if ranks > 1 else ""
         key = BUDGETS[tier]
-        step = " plus the memory of a step, which `python -m offload.plan` shows" if tier == "device" else ""
+        step = " plus the memory of a step, which `python -m offload.plan` shows" if tier == DEVICE else ""
         raise DoesNotFitError(
             f"{key} is {format_bytes(budget)} ({budget} bytes){share} and the plan needs {format_bytes(total)} "
             f"({total} bytes), {format_bytes(total - budget)} ({total - budget} bytes) more: "
@@ -330,31 +328,31 @@ def list_allocations(allocations: Sequence[Allocation]) -> str:
 
 def _fix(tier: str, plan: Sequence[Allocation]) -> str:
     """Return advice other than a larger budget; empty if there is none."""
-    if tier == "cpu":
+    if tier == HOST:
         return without_host_memory(plan)
     advice = []
-    if tier == "device":
-        names = _names(plan, "device")
+    if tier == DEVICE:
+        names = _names(plan, DEVICE)
         stays, states = f"{SLOT} (all units stay)" in names, {name for name in names if not name.startswith(_PASSING)}
         parameters = "--offload.parameters cpu" if stays or "weights" in states else ""
         lower = " ".join(filter(None, [parameters, "--offload.optimizer cpu" if states else ""]))
         advice += [f"move states off the device with {lower}"] if lower else []
         advice += ["update states on the host with --offload.update cpu"] if UPDATE_RING in names else []
     else:
-        advice = [f"keep states off the disk with {_move_flags(_names(plan, tier), 'cpu')}", *_bf16_advice(plan, tier)]
+        advice = [f"keep states off the disk with {_move_flags(_names(plan, tier), HOST)}", *_bf16_advice(plan, tier)]
     return _join_advice(advice)
 
 
 def without_host_memory(plan: Sequence[Allocation]) -> str:
     """Return advice to save host memory, to append to a byte count; empty if there is none."""
-    names, advice = _names(plan, "cpu"), list[str]()
-    if _names(plan, "nvme"):
-        if all(name.startswith("nvme") for name in names):
+    names, advice = _names(plan, HOST), list[str]()
+    if _names(plan, DISK):
+        if all(name.startswith(_DISK_RINGS) for name in names):
             return ", the minimum for the buffers that move states to and from disk"
-        lower = _move_flags(names, "nvme")
+        lower = _move_flags(names, DISK)
         return _join_advice([f"move more states to disk with {lower}"] if lower else [])
     advice += ["place states on disk with --offload.parameters nvme --offload.optimizer nvme --offload.nvme_dir FOLDER"]
-    advice += _bf16_advice(plan, "cpu")
+    advice += _bf16_advice(plan, HOST)
     if "gradients" in names:
         advice += [
             "train without clipping (--train.max_grad_norm none frees the memory of gradients waiting for the norm)"
@@ -364,7 +362,7 @@ def without_host_memory(plan: Sequence[Allocation]) -> str:
 
 def _move_flags(names: set[str], tier: str) -> str:
     """Return the flags to move the named states to a tier."""
-    weights, passing = {"weights", "low", CODES}, ("nvme", "gradient")
+    weights, passing = {"weights", "low", CODES}, (_DISK_RINGS, "gradient")
     moments = {name for name in names - weights if not name.startswith(passing)}
     states = {"parameters": weights & names, "optimizer": moments, "gradients": "gradients" in names}
     return " ".join(f"--offload.{state} {tier}" for state, is_present in states.items() if is_present)
@@ -399,7 +397,7 @@ def check_host(
     num_sharing: ranks on this machine.
     """
     on_host = [
-        allocation for allocation in plan if allocation.tier == "cpu" or (is_device and allocation.tier == "device")
+        allocation for allocation in plan if allocation.tier == HOST or (is_device and allocation.tier == DEVICE)
     ]
     total = sum(allocation.num_bytes for allocation in on_host)
     if total <= free_bytes + model_bytes:

@@ -40,7 +40,7 @@ from offload.planning.memory import (
     waits_on_disk,
 )
 from offload.planning.settings import Settings
-from offload.tiers.placement import Placement
+from offload.tiers.placement import TIERS, Placement
 
 _SHARE_OF_FREE_MEMORY = 0.9
 """Share of free memory used without a budget. The rest is left to other processes."""
@@ -106,7 +106,7 @@ class Plan:
     @property
     def device_room_bytes(self) -> int | None:
         """Device bytes left by the plan; None: no limit."""
-        return None if self.device_bytes is None else self.device_bytes - bytes_on("device", self.allocations)
+        return None if self.device_bytes is None else self.device_bytes - bytes_on(DEVICE, self.allocations)
 
     def describe_updates(self, regions: Sequence[Region]) -> str:
         """Return a message about update placement; empty if all updates run on the host."""
@@ -130,9 +130,9 @@ class Plan:
 
     def range(self, name: str) -> tuple[int, int]:
         """Return (planned, maximum) bytes for a device allocation."""
-        planned = self.of("device", name).num_bytes
+        planned = self.of(DEVICE, name).num_bytes
         maximum = (
-            _find(self.unlimited_allocations, "device", name).num_bytes if self.residence.common != DEVICE else planned
+            _find(self.unlimited_allocations, DEVICE, name).num_bytes if self.residence.common != DEVICE else planned
         )
         return planned, max(planned, maximum)
 
@@ -156,19 +156,19 @@ def describe_frozen_weights(infos: Sequence[ParameterInfo], regions: Sequence[Re
                 else "through the page cache, which is large enough"
             )
         )
-    regions_by_codec: dict[str, list[Region]] = {}
+    quantized: dict[str, list[Region]] = {}
     for region in regions:
-        regions_by_codec.setdefault(region.codec.name, []).append(region)
-    regions_by_codec.pop(EXACT.name, None)
-    if not regions_by_codec:
+        if not (region.trainable or region.is_stored_as_used):
+            quantized.setdefault(region.codec.name, []).append(region)
+    if not quantized:
         return files
     parts = [
         f"{len({index for region in some_regions for index in region.parameters})} frozen parameters are stored in "
         f"{name}, {format_bytes(sum(region.travelling_bytes for region in some_regions))}, and take "
         f"{format_bytes(sum(region.weight_bytes for region in some_regions))} on the device"
-        for name, some_regions in regions_by_codec.items()
+        for name, some_regions in quantized.items()
     ]
-    others = [info for info in infos if not info.trainable and info.codec is EXACT]
+    others = [info for info in infos if not info.trainable and not info.is_quantized]
     small = [info for info in others if len(info.shape) < 2 or info.numel < LEAST_NUMEL]
     named = [info.name for info in others if info not in small]
     named += [f"{len(small)} vectors and small matrices"] if small else []
@@ -185,16 +185,16 @@ def gradient_codec(settings: Settings, comm: Comm) -> Codec:
 
     Raises ConfigError for quantized gradients if the update rule has no gradients, or if one replica spans machines.
     """
-    codec = GRADIENT_CODECS[settings.link_gradients]
-    if codec is EXACT:
-        return codec
+    chosen = GRADIENT_CODECS[settings.link_gradients]
+    if not chosen.decodes:
+        return chosen
     if not settings.optimizer.has_gradients:
         raise ConfigError(
             f"offload.link_gradients is {settings.link_gradients}, but {type(settings.optimizer).__name__} has no "
             "gradients to send: set --offload.link_gradients exact."
         )
     if num_replicas(settings, comm) > 1:
-        return codec
+        return chosen
     if len(set(comm.machines)) > 1:
         raise ConfigError(
             f"offload.link_gradients is {settings.link_gradients}, but one replica of the model is sharded over "
@@ -208,7 +208,7 @@ def gradient_codec(settings: Settings, comm: Comm) -> Codec:
 def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
     """Return a message about quantized transfers and their effect on training; empty if all transfers are exact."""
     trainable = [region for region in regions if region.trainable]
-    quantized, notes = [region for region in trainable if region.link is not EXACT], []
+    quantized, notes = [region for region in trainable if not region.is_stored_as_used], []
     if quantized:
         quantized_bytes, exact_bytes = (
             sum(r.travelling_bytes for r in quantized),
@@ -220,7 +220,7 @@ def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
             f"{format_bytes(quantized_bytes)} instead of {format_bytes(exact_bytes)}, and the run computes with the "
             "rounded values; master weights, checkpoints and exports are exact"
         )
-    if sharding.gradients is not EXACT:
+    if sharding.gradients.decodes:
         notes.append(
             f"gradients are sent between {sharding.num_replicas} replicas in {sharding.gradients.name}; the rounding "
             "error of a step is added to the next one, and takes "
@@ -350,7 +350,7 @@ def choose_residence(request: _Request, update: str) -> tuple[Residence, str, Fr
     settings, regions, sharding, free = request.settings, request.regions, request.sharding, request.free
     placement, residence = settings.placement, Residence(sharding=sharding)
     if placement.parameters == FILES:
-        residence = read_from_files(sharding, regions, budget_bytes(placement.host_memory), free.host_bytes)
+        residence = read_from_files(sharding, regions, placement.budget(HOST), free.host_bytes)
         if not residence.rows:
             raise ConfigError(
                 "offload.parameters is files, but no parameter is frozen, and trained weights cannot stay in the "
@@ -399,7 +399,7 @@ def choose_residence(request: _Request, update: str) -> tuple[Residence, str, Fr
 def _activation_rings(request: _Request) -> dict[str, int]:
     placement = request.settings.placement
     has_ring = DISK in (placement.activations, placement.graphs)
-    return activation_ring_bytes(request.regions, budget_bytes(placement.host_memory)) if has_ring else {}
+    return activation_ring_bytes(request.regions, placement.budget(HOST)) if has_ring else {}
 
 
 def size_rings(request: _Request, residence: Residence, free: FreeMemory) -> tuple[dict[str, int], bool, int, int]:
@@ -419,7 +419,7 @@ def size_rings(request: _Request, residence: Residence, free: FreeMemory) -> tup
         planned = bytes_on(HOST, request.allocations(residence, overlap, rings, ahead, buffers))
         # Memory a custom training loop needs in place of the planned gradients.
         trainable = [region for region in regions if region.trainable]
-        sums = sum(4 * sharding.share(summed(region.plane("gradients")), region.numel) for region in trainable)
+        sums = sum(sharding.plane_bytes(region, summed(region.plane("gradients"))) for region in trainable)
         sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True, splits=settings.splits)
         rings = add_early_tiles(rings, _host_bytes(settings.placement, free) - planned - sums)
     return rings, overlap, ahead, buffers
@@ -433,7 +433,8 @@ def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
     floor = f"The largest unit is {largest} ({format_bytes(sizes[largest])} of weights). "
     if plan.ahead and isinstance(request.settings.prefetch, int):
         floor += f"To use less, fetch fewer than {plan.ahead} units ahead with --offload.prefetch. "
-    check_budgets(plan.allocations, _limits(request.settings.placement), floor, num_sharing=num_sharing)
+    limits = {tier: request.settings.placement.budget(tier) for tier in TIERS}
+    check_budgets(plan.allocations, limits, floor, num_sharing=num_sharing)
     check_host(
         plan.allocations,
         free.host_bytes,
@@ -442,11 +443,6 @@ def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
         is_device=free.in_host,
         num_sharing=num_sharing,
     )
-
-
-def _limits(placement: Placement) -> dict[str, int | None]:
-    budgets = {DEVICE: placement.device_memory, HOST: placement.host_memory, DISK: placement.nvme_memory}
-    return {tier: budget_bytes(value) for tier, value in budgets.items()}
 
 
 def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
@@ -463,7 +459,7 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
     allocations = request.allocations(residence, overlap, rings, ahead, buffers)
     lower = replace(residence, common=HOST, keeps_weights=True)
     unlimited = request.allocations(lower, overlap, rings, buffers=2 if overlap else 1)
-    device_bytes = _limits(request.settings.placement)[DEVICE]
+    device_bytes = request.settings.placement.budget(DEVICE)
     if device_bytes is None and request.free.device_bytes is not None:
         device_bytes = int(_left_for_device(request.free, allocations) * _SHARE_OF_FREE_MEMORY)
     on_host = sums_gradients_on_host(request.units)
@@ -479,23 +475,23 @@ def _left_for_device(free: FreeMemory, allocations: Sequence[Allocation]) -> int
     if not free.in_host:
         return free.device_bytes
     left = min(free.device_bytes, free.host_bytes) + free.model_bytes
-    return max(0, left - bytes_on("cpu", allocations))
+    return max(0, left - bytes_on(HOST, allocations))
 
 
 def _device_bytes(placement: Placement, free: FreeMemory) -> int | None:
     """Return the device bytes available for states; None: no limit."""
-    budget = budget_bytes(placement.device_memory)
+    budget = placement.budget(DEVICE)
     budget = free.device_bytes if budget is None else budget
     return None if budget is None else int(budget * _SHARE_FOR_STATES)
 
 
 def _host_bytes(placement: Placement, free: FreeMemory) -> int:
     """Return the host memory budget, with the unplanned remainder free for permanent use."""
-    budget = budget_bytes(placement.host_memory)
+    budget = placement.budget(HOST)
     if budget is None:
         return int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     return (
-        0 if "cpu" in (placement.activations, placement.graphs) else budget
+        0 if HOST in (placement.activations, placement.graphs) else budget
     )  # offloaded activation size depends on the batch
 
 
@@ -506,14 +502,14 @@ def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple
     first.
     """
     tiers = {state: getattr(placement, state) for state in ("parameters", "optimizer", "gradients")}
-    tiers["parameters"] = tiers["parameters"].replace("files", "cpu")  # for trainable parameters
-    if tiers["parameters"] == "device":  # copied from the master weights
+    tiers["parameters"] = tiers["parameters"].replace(FILES, HOST)  # for trainable parameters
+    if tiers["parameters"] == DEVICE:  # copied from the master weights
         tiers["parameters"] = tiers["optimizer"]
-    if tiers["gradients"] == "device":  # next to the optimizer states, which did not fit the device
-        tiers["gradients"] = "cpu"
-    host_bytes = budget_bytes(placement.host_memory)
+    if tiers["gradients"] == DEVICE:  # next to the optimizer states, which did not fit the device
+        tiers["gradients"] = HOST
+    host_bytes = placement.budget(HOST)
     if placement.nvme_dir is None:
-        tiers = {state: "cpu" if tier == "auto" else tier for state, tier in tiers.items()}
+        tiers = {state: HOST if tier == "auto" else tier for state, tier in tiers.items()}
     elif host_bytes is None and "auto" in tiers.values():
         host_bytes = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
     return tiers, None if host_bytes is None else max(0, host_bytes - reserved)

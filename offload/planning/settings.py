@@ -19,7 +19,7 @@ from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 from offload.sizes import parse_chunks
-from offload.tiers.placement import Placement
+from offload.tiers.placement import OFFLOADED, Placement
 
 LEAST_CHUNK_BYTES = 256 << 20
 """Default limit for fp32 logits, in bytes."""
@@ -140,7 +140,7 @@ class Settings:
             )
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
-        are_offloaded = self.placement.graphs in ("cpu", "nvme")
+        are_offloaded = self.placement.graphs in OFFLOADED
         if self.recompute == "never" and are_offloaded and self.placement.graphs_memory is not None:
             raise ConfigError(
                 "offload.graphs_memory is set, but with train.recompute never all saved autograd graphs are stored off "
@@ -206,7 +206,7 @@ class Settings:
             raise ConfigError(
                 f"offload.update is {self.update}, but {self.host_bound}: set --offload.update cpu or auto."
             )
-        if self.update == "both" and self.placement.optimizer in ("cpu", "nvme"):
+        if self.update == "both" and self.placement.optimizer in OFFLOADED:
             raise ConfigError(
                 f"offload.update is both, but with offload.optimizer {self.placement.optimizer} no states are stored "
                 "on the device for updates there: set --offload.optimizer auto, or --offload.update cpu or auto."
@@ -243,7 +243,7 @@ class Settings:
                 "--train.compile never",
             ),
             (
-                graphs in ("cpu", "nvme") and self.recompute != "never",
+                graphs in OFFLOADED and self.recompute != "never",
                 f"offload.graphs is {graphs}",
                 "with which ranks recompute different graphs, and wait for each other in attention forever",
                 "--train.recompute never, or --offload.graphs device",

@@ -74,11 +74,11 @@ class Executor:
             return
         if self._slots.offset(cargo) < 0 and self._slots.cargo_bytes(cargo):
             self._fetch_now(cargo)
-        self._slots.wait(cargo, regions)
+        self._slots.use(cargo, regions)
 
     def leave(self, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
         """End the current use. Later fetches may overwrite the weights after the compute marks."""
-        self._slots.used(self._entered, regions, marks)
+        self._slots.release(self._entered, regions, marks)
         if self._schedule is not None:
             self._next += 1
             self._issue()

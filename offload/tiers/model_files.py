@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Fence, Ticket
+from offload.lanes.ticket import Fence
 from offload.layout.planes import Plane
 from offload.layout.regions import Region
 from offload.native import kernels
@@ -105,16 +105,7 @@ class ModelFiles:
         )
         ring_slice.fence.record_writer(reading)
         self._counters.count("nvme_read_bytes", sum(sizes), is_ahead)
-
-        def read(ticket: Ticket) -> None:
-            ring_slice.fence.record_reader(ticket)
-            ring_slice.close()
-            lease.done_reading(ticket)
-
-        def changed(_ticket: Ticket) -> None:
-            raise AssertionError(f"the files of {record.region.name} were to be written")
-
-        return Lease(lease.planes | planes, (*lease.reads, reading), lease.fills, read, changed)
+        return lease.staged(ring_slice, planes, lambda _: record.land((), lease), reads=(reading,))
 
     def _fill(self, record: FileRecord, planes: Mapping[str, torch.Tensor]) -> None:
         """Read each piece's part in the tile. fp32 weights are split if the region has a low half."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -184,8 +184,13 @@ class Record:
             fence.record_reader(reading)
         if not fetches:
             self._recent = names, ring_slice
-        written_names = [name for name in names if name != "gradients"]
-        return self._leased(names, written_names, lease, channel, ring_slice, (*lease.reads, reading), lease.fills)
+        changing = [name for name in names if name != "gradients"]
+        return lease.staged(
+            ring_slice,
+            self._views(names, ring_slice),
+            lambda ticket: self._write_back(changing, channel, ring_slice, ticket),
+            reads=(reading,),
+        )
 
     def land(self, names: Sequence[str], lease: Lease, *, travels: bool = False) -> Lease:
         """Add memory for neighbouring planes to a lease, to be written after the fill.
@@ -197,32 +202,12 @@ class Record:
         first, last = self._span(names)
         ring_slice = channel.take(last - first)
         self._recent = None
-        fills = (*lease.fills, *ring_slice.fills)
-        return self._leased(names, names, lease, channel, ring_slice, lease.reads, fills)
-
-    def _leased(
-        self,
-        names: Sequence[str],
-        written_names: Sequence[str],
-        lease: Lease,
-        channel: Channel,
-        ring_slice: RingSlice,
-        reads: Sequence[Ticket],
-        fills: Sequence[Ticket],
-    ) -> Lease:
-        """Add the planes in a slice to a lease. Changed planes in `written_names` are written back."""
-
-        def read(ticket: Ticket) -> None:
-            ring_slice.fence.record_reader(ticket)
-            ring_slice.close()
-            lease.done_reading(ticket)
-
-        def changed(ticket: Ticket) -> None:
-            ring_slice.fence.record_writer(ticket)
-            self._write_back(written_names, channel, ring_slice, ticket)
-            lease.done_writing(ticket)
-
-        return Lease(lease.planes | self._views(names, ring_slice), reads, fills, read, changed)
+        return lease.staged(
+            ring_slice,
+            self._views(names, ring_slice),
+            lambda ticket: self._write_back(names, channel, ring_slice, ticket),
+            fills=ring_slice.fills,
+        )
 
     def _at_hand(self, names: Sequence[str], lease: Lease) -> Lease | None:
         """Return a lease on planes still in the update ring, or None. Their content equals the disk, now or after
@@ -233,30 +218,25 @@ class Record:
         lent_names, ring_slice = self._recent
         if not ring_slice.is_whole or ring_slice.fence.has_failed or not set(names) <= set(lent_names):
             return None
-
-        def read(ticket: Ticket) -> None:
-            ring_slice.fence.record_reader(ticket)
-            lease.done_reading(ticket)
-
         views = self._views(lent_names, ring_slice)
-        planes = lease.planes | {name: views[name] for name in names}
-        return replace(lease, planes=planes, reads=(*lease.reads, *ring_slice.fence.before_read()), done_reading=read)
+        return lease.beside(ring_slice.fence, {name: views[name] for name in names})
 
     def _write_back(self, names: Sequence[str], channel: Channel, ring_slice: RingSlice, changed: Ticket) -> None:
-        if names:
-            first, last = self._span(names)
-            (fence,) = self._fences(names)
-            writing = channel.write(
-                self.file,
-                self.offset + first,
-                ring_slice,
-                last - first,
-                reads=(changed,),
-                fills=fence.before_fill(),
-                name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
-            )
-            fence.record_writer(writing)
-        ring_slice.close()
+        """Write neighbouring planes in a slice to disk, after the work `changed`."""
+        if not names:
+            return
+        first, last = self._span(names)
+        (fence,) = self._fences(names)
+        writing = channel.write(
+            self.file,
+            self.offset + first,
+            ring_slice,
+            last - first,
+            reads=(changed,),
+            fills=fence.before_fill(),
+            name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
+        )
+        fence.record_writer(writing)
 
     def _fences(self, names: Sequence[str]) -> list[Fence]:
         """Return the fences for the planes: states, gradients or both."""

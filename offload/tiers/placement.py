@@ -9,9 +9,12 @@ from typing import Any
 
 from offload.arguments import check_types
 from offload.errors import ConfigError, nearest, shorten
+from offload.layout.residence import DEVICE, DISK, FILES, HOST
 from offload.sizes import parse_size
 
-TIERS = ("device", "cpu", "nvme")
+TIERS = {DEVICE: "device_memory", HOST: "host_memory", DISK: "nvme_memory"}
+"""Fields of `Placement` with the budget, by tier."""
+OFFLOADED = (HOST, DISK)
 _EXPERTS = ("auto", "whole", "streamed")
 _KINDS = ("parameters", "optimizer", "gradients", "activations", "graphs")
 
@@ -80,10 +83,10 @@ class Placement:
 
     def __post_init__(self) -> None:
         check_types(Placement, vars(self))
-        for key in ("device_memory", "host_memory", "nvme_memory", "optimizer_memory", "graphs_memory"):
+        for key in (*TIERS.values(), "optimizer_memory", "graphs_memory"):
             object.__setattr__(self, key, parse_size(getattr(self, key), f"offload.{key}"))
         for key in _KINDS:
-            value, allowed = getattr(self, key), ("auto", *TIERS, *(("files",) if key == "parameters" else ()))
+            value, allowed = getattr(self, key), ("auto", *TIERS, *((FILES,) if key == "parameters" else ()))
             if value not in allowed:
                 raise ConfigError(
                     f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}."
@@ -97,12 +100,12 @@ class Placement:
             dirs = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else self.nvme_dir
             object.__setattr__(self, "nvme_dir", tuple(str(folder) for folder in dirs) or None)
         for key in _KINDS:
-            if getattr(self, key) == "nvme" and self.nvme_dir is None:
+            if getattr(self, key) == DISK and self.nvme_dir is None:
                 raise ConfigError(
-                    f"offload.{key} is nvme, but offload.nvme_dir is not set: set --offload.nvme_dir to a folder on a "
-                    "local disk, or to several on different disks."
+                    f"offload.{key} is {DISK}, but offload.nvme_dir is not set: set --offload.nvme_dir to a folder on "
+                    "a local disk, or to several on different disks."
                 )
-        if self.graphs_memory is not None and self.graphs == "device":
+        if self.graphs_memory is not None and self.graphs == DEVICE:
             raise ConfigError(
                 f"offload.graphs_memory is {self.graphs_memory}, but offload.graphs is device: graphs_memory limits "
                 "only graphs that are moved off the device. Set --offload.graphs cpu, or leave graphs_memory out."
@@ -113,13 +116,13 @@ class Placement:
                 "optimizer_memory limits the states kept on the device in mode auto. Set --offload.optimizer auto, or "
                 "leave optimizer_memory out."
             )
-        if self.optimizer == "device" and self.parameters in ("cpu", "nvme", "files"):
+        if self.optimizer == DEVICE and self.parameters in (*OFFLOADED, FILES):
             raise ConfigError(
                 f"offload.optimizer is device, but offload.parameters is {self.parameters}: keeping optimizer states "
                 "on the device while parameters are offloaded saves nothing. Set --offload.parameters device, or "
                 "--offload.optimizer cpu."
             )
-        if (self.gradients == "device") != (self.optimizer == "device") and "auto" not in (
+        if (self.gradients == DEVICE) != (self.optimizer == DEVICE) and "auto" not in (
             self.gradients,
             self.optimizer,
         ):
@@ -135,6 +138,11 @@ class Placement:
         budgets = (self.host_memory, self.nvme_memory, self.graphs_memory)
         host, disk, graphs = (None if size is None else int(size) // num_ranks for size in budgets)
         return replace(self, host_memory=host, nvme_memory=disk, graphs_memory=graphs)
+
+    def budget(self, tier: str) -> int | None:
+        """Return the budget of a tier in bytes; None: no limit."""
+        size = getattr(self, TIERS[tier])
+        return None if size is None else int(size)
 
     @property
     def dirs(self) -> Sequence[str]:

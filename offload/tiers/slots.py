@@ -42,8 +42,8 @@ class Slot:
 class Slots:
     """Device weights for units during compute: streaming slots, and resident regions.
 
-    A cargo is a unit's set of streaming regions, by index (0: empty). `fetch` copies a cargo to an offset; `wait`
-    orders compute after the copy; `used` records compute as a reader.
+    A cargo is a unit's set of streaming regions, by index (0: empty). `fetch` copies a cargo to an offset; `use`
+    orders compute after the copy; `release` records compute as a reader.
 
     The h2d lane copies cargoes. With partitioned weights each rank copies one range over its own link, and the
     collective lane gathers the ranges. Quantized weights are decoded afterwards. `parameters` returns Parameters as
@@ -114,8 +114,7 @@ class Slots:
     def _slot_bytes(self, region: Region) -> int:
         num_bytes = self._slot_sizes.get(region.index)
         if num_bytes is None:
-            co_fetched_bytes = sum(plane.num_bytes(region.numel) for plane in self._residence.co_fetched(region))
-            num_bytes = self._slot_sizes[region.index] = region.weight_bytes + co_fetched_bytes
+            num_bytes = self._slot_sizes[region.index] = self._residence.slot_bytes(region)
         return num_bytes
 
     def valid_offsets(self) -> dict[int, int]:
@@ -152,7 +151,7 @@ class Slots:
         slot.fence.record_writer(*self._fill(slot, overwritten, fills, is_ahead))
         self._valid_slots[cargo] = slot  # only now: all copies are submitted
 
-    def wait(self, cargo: int, regions: Sequence[Region]) -> None:
+    def use(self, cargo: int, regions: Sequence[Region]) -> None:
         """Order compute after a cargo fetch, and after copies of resident regions."""
         slot = self._valid_slots.get(cargo)
         tickets = list(slot.fence.before_read()) if slot is not None else []
@@ -162,7 +161,7 @@ class Slots:
         if tickets:
             self._lanes.compute_after(tickets)
 
-    def used(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
+    def release(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
         """Record compute, up to `marks`, as a weight reader."""
         slot = self._valid_slots.get(cargo)
         if slot is not None:

@@ -64,10 +64,10 @@ class Store:
         groups: dict[str, list[tuple[Region, Plane, int]]] = {"states": [], _RESTING: [], _STAYING: []}
         for region in regions:
             for plane in region.states:
-                place = self.residence.tier(region, plane)
+                place, size = self.residence.tier(region, plane), self.sharding.plane_bytes(region, plane)
                 name = "states" if self.residence.travels(region, plane) else _RESTING
                 if place in (DEVICE, HOST):
-                    groups[name if place == tier else _STAYING].append((region, plane, self._share(region, plane)))
+                    groups[name if place == tier else _STAYING].append((region, plane, size))
         memory: dict[tuple[Region, str], torch.Tensor] = {}
         for name, planes in groups.items():
             memory |= self._take(name, planes, DEVICE if name == _STAYING else tier)
@@ -142,7 +142,9 @@ class Store:
         (self._host if self.is_below_device else self._device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
-        planes = [(region, plane, self._share(region, plane)) for region, (plane,) in planes_by_region.items()]
+        planes = [
+            (region, plane, self.sharding.plane_bytes(region, plane)) for region, (plane,) in planes_by_region.items()
+        ]
         for (region, _), flat in self._take("gradients", planes, self.residence.common).items():
             start = self.sharding.held_range(region, *planes_by_region[region]).start
             own, shard = self.sharding.own(region), self.sharding.shard(region)
@@ -164,10 +166,6 @@ class Store:
         """Count D2H bytes, if the states are on the host."""
         if self.is_below_device:
             self._counters.count("d2h_bytes", num_bytes)
-
-    def _share(self, region: Region, plane: Plane) -> int:
-        """Return the bytes of a plane on this rank."""
-        return self.sharding.share(plane, plane.num_bytes(region.numel))
 
     def _take(
         self, name: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str

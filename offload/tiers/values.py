@@ -11,7 +11,6 @@ import torch
 from offload.distributed.comm import Comm
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Ticket
 from offload.layout.planes import CODES, MASTER, Plane
 from offload.layout.regions import ParameterInfo, Piece, Region, Sharding, align
 from offload.native import kernels
@@ -260,15 +259,9 @@ class Values:
         until = bisect_left(tiles, last, key=lambda tile: tile.begin)
         for tile in tiles[before:until] if first < last else ():
             low, high = max(first, tile.begin), min(last, tile.end)
-            lease = tile.lend(*names)
-            give_back = lease.done_reading
-            try:
-                self._lanes.wait(lease.reads, fills=lease.fills if changes else ())
+            with tile.lend(*names).opened(self._lanes.wait, changes) as planes:
                 in_tile, in_range = (slice(low - origin, high - origin) for origin in (tile.begin, start))
-                yield lease.planes, in_tile, in_range
-                give_back = lease.done_writing if changes else lease.done_reading
-            finally:
-                give_back(Ticket("compute", is_done=True))
+                yield planes, in_tile, in_range
 
 
 def _put(planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, is_split: bool) -> None:

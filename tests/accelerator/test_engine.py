@@ -395,8 +395,8 @@ def events_are_used_again_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_are_free_at_once(patch: pytest.MonkeyPatch) -> None:
-    used = Slots.used
-    patch.setattr(Slots, "used", lambda self, cargo, regions, marks: used(self, cargo, regions, ()))
+    release = Slots.release
+    patch.setattr(Slots, "release", lambda self, cargo, regions, marks: release(self, cargo, regions, ()))
 
 
 def does_not_wait(lane: str) -> Change:
@@ -411,7 +411,7 @@ def does_not_wait(lane: str) -> Change:
 
 WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # change, case that shows the error, late side
     "compute waits for copies": (compute_does_not_wait, "plain", "copies"),
-    "compute waits for weights": (without("compute_after", "Slots.wait"), "plain", "copies"),
+    "compute waits for weights": (without("compute_after", "Slots.use"), "plain", "copies"),
     "compute waits for inputs that come back": (
         without("compute_after", "SavedInputs.wait"),
         "micro-batches",

@@ -56,7 +56,7 @@ def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
 # Compute starts before the unit weights are on the device.
 enter_as(
     "compute-does-not-wait-for-weights",
-    replaced(Slots, "wait", lambda self, cargo, regions: None),
+    replaced(Slots, "use", lambda self, cargo, regions: None),
     "tests/engine/test_races.py",
 )
 

@@ -105,7 +105,7 @@ def test_the_ring_holds_four_of_any_tile(shapes: Any, device_bytes: int | None, 
         for first, last in tiles if one.trainable else ():
             assert 4 * sum(plane.num_bytes(last - first) for plane in one.planes) <= ring
     assert bool(ring) == any(one.trainable for one in regions)
-    if device_bytes is not None and numel > device_updates._SMALLEST_TILE:
+    if device_bytes is not None and numel > device_updates.SMALLEST_TILE:
         assert ring * device_updates._RING_SHARE <= device_bytes
 
 

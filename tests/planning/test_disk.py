@@ -17,7 +17,7 @@ from offload.layout.planes import table
 from offload.layout.regions import CHUNK_BYTES, SHARD_MULTIPLE, Piece, Region, stripe, stripe_bytes
 from offload.layout.residence import DISK, Residence, Row
 from offload.optim.adamw import AdamW
-from offload.planning import disk
+from offload.planning import device_updates, disk
 from offload.planning.disk import _spread, activation_ring_bytes, lay_out, ring_bytes
 from offload.planning.memory import UnitPlan, plan_memory, staging_bytes
 
@@ -227,7 +227,7 @@ def test_rings_do_not_grow_with_the_regions(regions: list[Region], host_bytes: i
     layout = chosen(regions, dict.fromkeys(KINDS, "nvme"), True, host_bytes)
     rings = ring_bytes(layout, regions)
     assert sum(rings.values()) <= 4 * (16 + 4) * disk._LARGEST_TILE
-    if host_bytes is not None and layout.rows[0].tile_numel > disk._SMALLEST_TILE:
+    if host_bytes is not None and layout.rows[0].tile_numel > device_updates.SMALLEST_TILE:
         assert sum(rings.values()) <= host_bytes // 4
     largest = max(layout.record_bytes(one, layout.largest_tile(one)) for one in regions)
     assert rings[disk.UPDATE_RING] == 4 * largest

@@ -105,8 +105,7 @@ class RankExit:
         self._comm = comm
         self._heard = threading.Event()
         self._loss = ""
-        if comm.size > 1:
-            comm.on_lost(self._on_lost)
+        comm.on_lost(self._on_lost)
 
     def _on_lost(self, error: RankLostError) -> None:
         self._loss = str(error)

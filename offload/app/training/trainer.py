@@ -99,8 +99,7 @@ class Trainer:
         self._progress: Progress = make_progress(self.config.train.log_every) if self._is_first else Progress()
         self._notes = Notes(comm, self._say if self._is_first else print)
         with StopSignals(self._say) as self._stop:
-            if comm.size > 1:
-                comm.on_lost(lambda _error: self._stop.ignore())
+            comm.on_lost(lambda _error: self._stop.ignore())
             leaves_at_once = False
             try:
                 with _forward_warnings(self._notes.add):

@@ -61,11 +61,11 @@ class RecordStream:
                 self._counters.count("experts_fetched", len(records[num_fetched].experts))
                 num_fetched += 1
             cargo = slots.cargo_of(record.regions)
-            slots.wait(cargo, record.regions)
+            slots.use(cargo, record.regions)
             try:
                 yield record
             finally:
-                slots.used(cargo, record.regions, self._lanes.mark())
+                slots.release(cargo, record.regions, self._lanes.mark())
 
     def _offset(self, number: int) -> int:
         return number % self._num_places * (self.slots.capacity_bytes // self._num_places)

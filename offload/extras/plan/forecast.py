@@ -38,13 +38,14 @@ from offload.extras.plan.search import PlacementSearch
 from offload.extras.plan.timing import PlannedStep, Timing
 from offload.extras.plan.workload import Workload
 from offload.layout.codecs import Codec
+from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import Hardware
 from offload.planning.machines import Machine, SpecifiedMachine
 from offload.planning.plan import sharding_of
 from offload.planning.settings import Settings
 
 DAY_S = 86400.0
-TIER_NAMES = {"device": "device", "pinned": "host, pinned", "cpu": "host", "nvme": "disk"}
+TIER_NAMES = {DEVICE: "device", "pinned": "host, pinned", HOST: "host", DISK: "disk"}
 """Tier names in messages."""
 _SEARCH_OPTIONS = {
     **{
@@ -295,7 +296,7 @@ class Forecaster:
         if workload is not None:
             notes += describe_experts(prepared.structure, workload)
         memory, timing = footprint(prepared, workload, hardware, self.num_ranks), None
-        if not hardware.rates.has_disk and any(each.tier == "nvme" for each in memory.allocations):
+        if not hardware.rates.has_disk and any(each.tier == DISK for each in memory.allocations):
             notes.append(f"the disk rate of {hardware.name} is unknown, so there is no step time.")
             times = False
         if workload is not None and times:

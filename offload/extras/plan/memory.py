@@ -14,10 +14,12 @@ from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import spread
 from offload.extras.plan.workload import UnitWork, Workload
+from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import Hardware
 from offload.planning.memory import Allocation, bytes_on, gradient_lasts, resident_regions
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
+from offload.tiers.placement import OFFLOADED
 
 INPUTS, KEPT = "unit inputs", "kept tensors"
 """Allocation names, as in the engine ledgers."""
@@ -62,7 +64,7 @@ class Footprint:
         used_bytes = (
             named_bytes + max(operations, self.loading_bytes) + (self.total("device") if self.is_one_memory else 0)
         )
-        needs = {"device": self.total("device"), "cpu": named_bytes, "nvme": self.total("nvme")}
+        needs = {DEVICE: self.total(DEVICE), HOST: named_bytes, DISK: self.total(DISK)}
         excess = {tier: needs[tier] - budget for tier, budget in self.budgets.items() if budget is not None}
         excess["cpu"] = max(excess.get("cpu", 0), used_bytes - self.host_bytes)
         return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
@@ -101,10 +103,10 @@ def device_budget(plan: Plan, hardware: Hardware) -> int | None:
 
 
 def _budgets(settings: Settings, plan: Plan, hardware: Hardware, num_ranks: int) -> dict[str, int | None]:
-    host, disk = budget_bytes(settings.placement.host_memory), budget_bytes(settings.placement.nvme_memory)
+    host, disk = (settings.placement.budget(tier) for tier in OFFLOADED)
     if disk is None and hardware.disk_bytes is not None:
         disk = hardware.disk_bytes // num_ranks
-    return {"device": device_budget(plan, hardware), "cpu": host, "nvme": disk}
+    return {DEVICE: device_budget(plan, hardware), HOST: host, DISK: disk}
 
 
 def _loading_bytes(prepared: EnginePlan) -> int:
@@ -200,12 +202,12 @@ class StepMemory:
 
     @property
     def _offloads_graphs(self) -> bool:
-        return self.settings.placement.graphs in ("cpu", "nvme")
+        return self.settings.placement.graphs in OFFLOADED
 
     @property
     def _graph_room(self) -> int:
         tier, placement = self.settings.placement.graphs, self.settings.placement
-        budget = budget_bytes(placement.host_memory if tier == "cpu" else placement.nvme_memory)
+        budget = placement.budget(tier)
         capacity = self.hardware.host_bytes if tier == "cpu" else self.hardware.disk_bytes
         inputs = sum(map(self._first_offloaded_bytes, self.workload.calls)) if placement.activations == tier else 0
         room = [
@@ -265,7 +267,7 @@ class StepMemory:
     def _place_inputs(self, call: UnitWork, is_kept: bool) -> tuple[str, int]:
         """Return the allocation name for the inputs of a use, and the bytes offloaded from the device."""
         settings = self.settings
-        is_offloaded = settings.placement.activations in ("cpu", "nvme")
+        is_offloaded = settings.placement.activations in OFFLOADED
         if not is_kept:
             num_bytes = (call.input_bytes - call.staying_bytes) * self.workload.num_micro_batches if is_offloaded else 0
             return INPUTS, num_bytes

@@ -20,31 +20,31 @@ from offload.extras.plan.shortened import without_garbage_collector
 from offload.extras.plan.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.extras.plan.workload import Workload
 from offload.layout.codecs import EXACT
-from offload.layout.residence import DEVICE, DISK, Residence
+from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
 from offload.machine.hardware import Hardware
 from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.machines import Machine
 from offload.planning.memory import bytes_on
-from offload.planning.plan import Plan, budget_bytes, make_plan, sharding_of
+from offload.planning.plan import Plan, make_plan, sharding_of
 from offload.planning.settings import Settings
-from offload.tiers.placement import Placement
+from offload.tiers.placement import OFFLOADED, Placement
 
 STATES = (
-    ("device", "device"),
-    ("device", "auto"),
-    ("device", "cpu"),
-    ("cpu", "cpu"),
-    ("device", "nvme"),
-    ("cpu", "auto"),
-    ("cpu", "nvme"),
+    (DEVICE, DEVICE),
+    (DEVICE, "auto"),
+    (DEVICE, HOST),
+    (HOST, HOST),
+    (DEVICE, DISK),
+    (HOST, "auto"),
+    (HOST, DISK),
     ("auto", "auto"),
-    ("nvme", "nvme"),
+    (DISK, DISK),
 )
 """(parameter tier, optimizer tier) candidates, fastest tier first.
 
 Optimizer "auto" splits the states: device (updated there) plus host, or host plus disk.
 """
-_FILES = tuple(("files", states) for states in ("cpu", "auto", "nvme"))
+_FILES = tuple((FILES, states) for states in (HOST, "auto", DISK))
 _RECOMPUTE = ("auto", "never", "always")
 MIN_GAIN = 0.01
 """Relative gain needed to justify more traffic. Smaller differences are below forecast accuracy."""
@@ -123,15 +123,15 @@ def placements(settings: Settings, *, num_ranks: int = 1, num_machines: int = 1)
 
 def _gradients(placement: Placement, states: str) -> Sequence[str]:
     """Return the gradient tiers to try: the configured tier, and disk if optimizer states are on disk."""
-    on_disk = states == "nvme" and placement.gradients == "auto" and placement.nvme_dir is not None
-    return ("cpu", "nvme") if on_disk else (placement.gradients,)
+    on_disk = states == DISK and placement.gradients == "auto" and placement.nvme_dir is not None
+    return (HOST, DISK) if on_disk else (placement.gradients,)
 
 
 def _activations(placement: Placement) -> Sequence[str]:
     """Return the activation tiers to try. "auto" is the device."""
     if placement.activations != "auto":
         return (placement.activations,)
-    return ("auto", "cpu", "nvme") if placement.nvme_dir is not None else ("auto", "cpu")
+    return ("auto", HOST, DISK) if placement.nvme_dir is not None else ("auto", HOST)
 
 
 def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
@@ -191,13 +191,13 @@ class PlacementCandidate:
         step, placement, hardware = self.step, self.settings.placement, self._hardware
         if step is None:
             return False
-        needs = {tier: bytes_on(tier, step.plan.allocations) + step.waiting_bytes(tier) for tier in ("cpu", "nvme")}
-        if needs["nvme"] and not hardware.rates.has_disk:
+        needs = {tier: bytes_on(tier, step.plan.allocations) + step.waiting_bytes(tier) for tier in OFFLOADED}
+        if needs[DISK] and not hardware.rates.has_disk:
             return False
-        budgets = {"cpu": budget_bytes(placement.host_memory), "nvme": budget_bytes(placement.nvme_memory)}
-        own = {"cpu": hardware.host_bytes // self._search.num_ranks, "nvme": None}
+        budgets = {tier: placement.budget(tier) for tier in OFFLOADED}
+        own = {HOST: hardware.host_bytes // self._search.num_ranks, DISK: None}
         if hardware.disk_bytes is not None:
-            own["nvme"] = hardware.disk_bytes // self._search.num_ranks
+            own[DISK] = hardware.disk_bytes // self._search.num_ranks
         rooms = {tier: own[tier] if budget is None else budget for tier, budget in budgets.items()}
         if any(room is not None and needs[tier] > room for tier, room in rooms.items()):
             return False
@@ -220,9 +220,9 @@ class PlacementCandidate:
         ranges = sharding.num_ranges
         if residence.common == DEVICE:
             return forward + backward + seconds["here"](update_bytes(trainable, sharding))
-        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in trainable)
+        weights = sum(sharding.plane_bytes(r, r.travelling) for r in trainable)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // ranges
-        waiting = self.step.waiting_bytes("cpu", "nvme")
+        waiting = self.step.waiting_bytes(*OFFLOADED)
         up, down = weights + waiting, gradients + waiting
         streamed = streamed_bytes(trainable, residence)
         up, down = up + streamed[0], down + streamed[1]
@@ -231,7 +231,7 @@ class PlacementCandidate:
             for region in trainable
             for name in residence.planes_on(DISK, region)
         )
-        on_disk += self.step.waiting_bytes("nvme")
+        on_disk += self.step.waiting_bytes(DISK)
         return max(
             forward + backward,
             forward + _rate(seconds["d2h"], gradients),

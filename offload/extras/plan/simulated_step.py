@@ -27,7 +27,7 @@ from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
-from offload.layout.residence import Residence
+from offload.layout.residence import DISK, HOST, Residence
 from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
@@ -172,7 +172,7 @@ class _SimulatedNvme(Nvme):
     """NVMe tier with rings but no files."""
 
     def __init__(self, rings: Mapping[str, int], lanes: SimulatedLanes, counters: Counters) -> None:
-        self._ledger = Ledger("nvme", None, "")
+        self._ledger = Ledger(DISK, None, "")
         self._states, self._activations = _SimulatedFile(), _SimulatedFile()
         self._arena = Arena(sum(rings.values()))
         memory = {name: self._arena.take(size, torch.uint8) for name, size in rings.items()}
@@ -293,10 +293,10 @@ class SimulatedEngine:
         self._pending = SlotUpdates(self._store, self._slots, deferred, lanes, device)
 
         def pool(tier: str) -> ActivationOffload | None:
-            if tier == "nvme":
+            if tier == DISK:
                 assert nvme is not None
                 return DiskActivationOffload(device, lanes, self._counters, nvme)
-            return HostActivationOffload(device, lanes, self._counters, host) if tier == "cpu" else None
+            return HostActivationOffload(device, lanes, self._counters, host) if tier == HOST else None
 
         self._inputs, self._graphs = pool(settings.placement.activations), pool(settings.placement.graphs)
         largest = max((max(call.saved_bytes, call.graph_bytes) for call in calls), default=0)

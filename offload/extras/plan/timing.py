@@ -34,6 +34,7 @@ from offload.planning.memory import (
 )
 from offload.planning.settings import Settings
 from offload.tiers.nvme import ACTIVATION_RING, RING_TILES
+from offload.tiers.placement import OFFLOADED
 
 _USE_HOST_S = 0.05e-3, 0.1e-3
 _FUSED_SHARE = 0.43
@@ -343,7 +344,7 @@ class PlannedStep:
         bytes_by_lane = {"update": on_host, "h2d": up, "d2h": down}
         bytes_by_lane["update_on_device"] = update_bytes(self.regions, sharding) - on_host
         update_s = max(seconds[lane](num_bytes) for lane, num_bytes in bytes_by_lane.items() if num_bytes)
-        weights = sum(sharding.share(r.travelling, r.travelling_bytes) for r in self.regions)
+        weights = sum(sharding.plane_bytes(r, r.travelling) for r in self.regions)
         forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
         return "deferred" if update_s <= forward_s else "speculative"
 
@@ -393,7 +394,7 @@ class PlannedStep:
         compute_s = sum(call.forward_s + call.backward_s for call in self.calls)
         host_s = step.busy_s["compute"] - compute_s  # host time per use
         for lane, busy in step.busy_s.items():
-            tiers = {"h2d": ("cpu", "nvme"), "d2h": ("cpu", "nvme"), "nvme_read": ("nvme",), "nvme_write": ("nvme",)}
+            tiers = {"h2d": OFFLOADED, "d2h": OFFLOADED, "nvme_read": (DISK,), "nvme_write": (DISK,)}
             waiting = self.waiting_bytes(*tiers.get(lane, ()))
             growing_s = seconds[lane](waiting) if waiting else 0.0
             if lane == "compute" or busy <= growing_s:

@@ -65,7 +65,7 @@ class SlotUpdates:
                 num_bytes=num_bytes,
             )
             lease.done_writing(down)
-            self._slots.used(self._slots.cargo_of(regions), (), (down,))
+            self._slots.release(self._slots.cargo_of(regions), (), (down,))
             self._lanes.close_step()
             del self._updates[region]
             self._store.count_d2h(num_bytes)
