@@ -7,12 +7,14 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
 from offload.accelerators import parse_device
 from offload.arguments import check_types
+from offload.conflicts import ENGINE_CONFLICTS, refuse
 from offload.errors import ConfigError, shorten
 from offload.lanes.throttle import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
@@ -126,91 +128,33 @@ class Settings:
         object.__setattr__(self, "placement", Placement.of(self.placement))
         check_types(Settings, vars(self))
         _check(self.precision, ("fp32", "bf16"), "train.precision")
-        if self.precision == "fp32" and not self.optimizer.has_low:
-            raise ConfigError(
-                "optimizer.master is bf16, but train.precision fp32 computes with all 32 bits of the weights: set "
-                "--train.precision bf16, or leave --optimizer.master out."
-            )
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
-        uncorrectable = [type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct]
-        if self.clip == "speculative" and uncorrectable:
-            raise ConfigError(
-                "train.clip is speculative, which updates before the norm is known and corrects the updates "
-                f"afterwards, but {uncorrectable[0]} cannot be corrected: set --train.clip deferred or auto."
-            )
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
-        are_offloaded = self.placement.graphs in ("cpu", "nvme")
-        if self.recompute == "never" and are_offloaded and self.placement.graphs_memory is not None:
-            raise ConfigError(
-                "offload.graphs_memory is set, but with train.recompute never all saved autograd graphs are stored off "
-                "the device, without a limit: set --train.recompute always or auto, or leave offload.graphs_memory out."
-            )
         _check(self.compile, ("never", "auto"), "train.compile")
         check_tile(self.sequence_tile)
-        if self.placement.experts == "streamed":
-            if self.sequence_tile not in ("none", "auto"):
-                raise ConfigError(
-                    f"offload.experts is streamed, but with train.sequence_tile {self.sequence_tile} the experts would "
-                    "be copied to the device for each tile of a sequence. Set --train.sequence_tile none, or "
-                    "--offload.experts whole."
-                )
-            # Blocks with streamed experts run their own code.
-            object.__setattr__(self, "sequence_tile", "none")
-            object.__setattr__(self, "compile", "never")
-        self._check_sequences()
+        if self.sequence_parallel < 1:
+            raise ConfigError(
+                f"train.sequence_parallel is {self.sequence_parallel!r}; it must be a number of ranks, at least 1."
+            )
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(
                 f"offload.prefetch is {self.prefetch!r}; it must be a number of units, at least 0, or auto."
             )
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
         _check(self.frozen_weights, tuple(CODECS), "offload.frozen_weights")
-        if self.placement.parameters == "files" and self.frozen_weights != EXACT.name:
-            raise ConfigError(
-                f"offload.parameters is files, but offload.frozen_weights {self.frozen_weights} would change the "
-                "weights, and the model's files are read unchanged. Set --offload.parameters cpu (or nvme), or "
-                "--offload.frozen_weights exact."
-            )
         _check(self.link_weights, tuple(LINK_CODECS), "offload.link_weights")
-        if self.link_weights != EXACT.name and (reason := self._exact_links_reason):
-            raise ConfigError(
-                f"offload.link_weights is {self.link_weights}, but {reason} --offload.link_weights exact."
-            )
         _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
         _check_ranks(self)
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:
             raise ConfigError(f"train.delay_after is {self.delay_after!r}; it must be a number of steps, at least 0.")
-        if self.delay_after and not self.delay:
-            raise ConfigError(
-                f"train.delay_after is {self.delay_after}, but train.delay is 0, so no update is delayed: set "
-                "--train.delay 1, or leave train.delay_after out."
-            )
-        if self.delay and (self.clip == "speculative" or self.placement.optimizer == "device"):
-            wrong = "train.clip is speculative" if self.clip == "speculative" else "offload.optimizer is device"
-            raise ConfigError(
-                f"train.delay is 1 and {wrong}, but delayed updates run on the host, after the norm is known. Set "
-                "--train.delay 0, or --train.clip deferred and --offload.optimizer cpu."
-            )
-        if self.delay and self.optimizer.drops_gradients:
-            raise ConfigError(
-                f"train.delay is 1, but {type(self.optimizer).__name__} updates during the backward and keeps no "
-                "gradients for a later step: set --train.delay 0, or another --optimizer.name."
-            )
-        if self.delay and not self.optimizer.has_gradients:
-            raise ConfigError(
-                f"train.delay is 1, but {type(self.optimizer).__name__} has no backward pass to overlap with a delayed "
-                "update: set --train.delay 0."
-            )
-        if self.update in ("device", "both") and self.host_bound:
-            raise ConfigError(
-                f"offload.update is {self.update}, but {self.host_bound}: set --offload.update cpu or auto."
-            )
-        if self.update == "both" and self.placement.optimizer in ("cpu", "nvme"):
-            raise ConfigError(
-                f"offload.update is both, but with offload.optimizer {self.placement.optimizer} no states are stored "
-                "on the device for updates there: set --offload.optimizer auto, or --offload.update cpu or auto."
-            )
+        refuse(chain(*ENGINE_CONFLICTS.values()), self._setting)
+        if self.placement.experts == "streamed":  # blocks with streamed experts run their own code
+            object.__setattr__(self, "sequence_tile", "none")
+            object.__setattr__(self, "compile", "never")
+        if self.sequence_parallel > 1 and self.recompute == "auto":
+            object.__setattr__(self, "recompute", "always")
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and size < 1:
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
@@ -221,52 +165,22 @@ class Settings:
         parse_throttle(self.throttle)
         self.chunk_bytes(None)
 
-    def _check_sequences(self) -> None:
-        """Raise ConfigError if the settings rule out sequence parallelism."""
-        size = self.sequence_parallel
-        if size < 1:
-            raise ConfigError(f"train.sequence_parallel is {size!r}; it must be a number of ranks, at least 1.")
-        if size == 1:
-            return
-        graphs, name = self.placement.graphs, type(self.optimizer).__name__
-        for is_wrong, subject, reason, fix in (
-            (
-                not self.optimizer.has_gradients,
-                f"optimizer.name is {name}",
-                "which interleaves several passes, in a different order on each rank",
-                "another --optimizer.name",
-            ),
-            (
-                self.compile != "never",
-                f"train.compile is {self.compile}",
-                "which cannot compile the communication between ranks in attention",
-                "--train.compile never",
-            ),
-            (
-                graphs in ("cpu", "nvme") and self.recompute != "never",
-                f"offload.graphs is {graphs}",
-                "with which ranks recompute different graphs, and wait for each other in attention forever",
-                "--train.recompute never, or --offload.graphs device",
-            ),
-        ):
-            if is_wrong:
-                raise ConfigError(
-                    f"train.sequence_parallel is {size}, but {subject}, {reason}: set {fix}, or "
-                    "--train.sequence_parallel 1."
-                )
-        if self.recompute == "auto":
-            object.__setattr__(self, "recompute", "always")
+    def _setting(self, key: str) -> Any:
+        """Return a value for a table of conflicts."""
+        section, _, name = key.partition(".")
+        if section == "optimizer":
+            return self._rule_setting(name)
+        return getattr(self.placement if section == "offload" and hasattr(self.placement, name) else self, name)
 
-    @property
-    def _exact_links_reason(self) -> str:
-        """Reason against quantized weight transfers, with the fix; empty if they are allowed."""
-        if self.delay:
-            return "train.delay 1 keeps exact weights from before an update: set --train.delay 0, or"
-        if not self.optimizer.has_gradients:
-            return (
-                f"{type(self.optimizer).__name__} updates the copied weights on the device, and needs them exact: set"
-            )
-        return ""
+    def _rule_setting(self, name: str) -> Any:
+        parts = self.optimizer.parts
+        if name == "name":
+            return type(self.optimizer).__name__
+        if name == "master":
+            return "fp32" if self.optimizer.has_low else "bf16"
+        if name == "uncorrectable":
+            return next((type(rule).__name__ for rule in parts if not rule.can_correct), "")
+        return getattr(self.optimizer, name)
 
     @property
     def resolved_clip(self) -> str:
@@ -369,12 +283,6 @@ def _check_ranks(settings: Settings) -> None:
             f"offload.replicas is {settings.replicas!r}; it must be a number of copies, at least 1, or auto."
         )
     _check(settings.replica_states, ("whole", "shared"), "offload.replica_states")
-    if settings.replica_states == "shared" and (settings.zero_stage < 3 or not settings.optimizer.has_gradients):
-        wrong = f"with offload.zero_stage {settings.zero_stage} each rank holds all weights"
-        fix = "--offload.zero_stage 3, or --offload.replicas 1 (all ranks then share the states), and"
-        if settings.zero_stage == 3:
-            wrong, fix = f"{type(settings.optimizer).__name__} has no gradients and no states", "another rule, or"
-        raise ConfigError(f"offload.replica_states is shared, but {wrong}: set {fix} --offload.replica_states whole.")
 
 
 def _check(value: object, allowed: tuple[object, ...], key: str) -> None:

@@ -89,8 +89,6 @@ def test_sources_are_read_in_axolotls_words_and_checked_by_themselves(tmp_path: 
     ):
         with pytest.raises(ConfigError, match=f"data.sources.*{words}"):
             Config.load(None, {"data.sources": wrong})
-    with pytest.raises(ConfigError, match=r"data\.source is .* and data\.sources is set too"):
-        Config.load(None, {"data.sources": "[a]", "data.source": ["b"]})
 
 
 def test_the_earlier_name_of_a_key_is_read(tmp_path: Path) -> None:

@@ -326,6 +326,12 @@ class DataSection(Section):
     name.
     """
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats set for all sources, without auto."""
+        stated = (self.format, *(str(each.get("type", "auto")) for each in (*self.sources, *self.eval_source)))
+        return tuple(dict.fromkeys(each for each in stated if each != "auto"))
+
 
 class TrainSection(Section):
     """Training method, length and batch."""
@@ -511,6 +517,22 @@ class OptimizerSection(Section):
     warmup_steps: Natural | None = None
     """Steps until the learning rate reaches the peak. none: 1/20 of the steps, at most 100."""
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if a step runs a backward pass. Only rules based on forward passes alone do not."""
+        return RULE_SETTINGS[self.name].has_gradients
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Names of all update rules, with those of groups."""
+        return (self.name, *(str(each["rule"]) for _, each in self.groups if each.get("rule") in RULE_SETTINGS))
+
+    @property
+    def uncorrectable(self) -> str:
+        """Title of a rule without corrections for speculative clipping; empty if updates can be corrected."""
+        label = self.name if self.states == "fp32" else f"{self.name} with states in {self.states}"
+        return "" if label == "adamw" else label
+
 
 def _as_init(value: Any) -> Any:
     if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d{0,2})?|loftq(_[1-9]\d?)?", str(value)):
@@ -561,6 +583,16 @@ class LoraSection(Section):
     """Share of each LoRA moment reset to zero at a restart, smallest magnitudes first. 1: all; 0: none."""
     restart_warmup_steps: Natural | None = None
     """Steps until the learning rate recovers from 0 after a restart. none: 1/20 of lora.restart_every, at most 100."""
+
+    @property
+    def whole(self) -> str | None:
+        """Name of a complete description of the adapter; None if the settings here describe the adapter."""
+        return self.config or self.adapter
+
+    @property
+    def adapts(self) -> bool:
+        """True if an adapter is trained over frozen weights."""
+        return bool(self.rank or self.whole)
 
 
 class OffloadSection(Section):
