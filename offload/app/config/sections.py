@@ -8,7 +8,7 @@ import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -206,6 +206,8 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+    main: ClassVar[tuple[str, ...]] = ()
+    """Settings in the first help; `--help-extra` shows all."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -232,6 +234,8 @@ def nested_types(annotation: Any) -> list[Any]:
 class RunSection(Section):
     """Run folder, loggers and seed."""
 
+    main = ("dir", "seed")
+
     dir: str | None = None
     """Run folder. none: runs/NAME, or the first free runs/NAME-N."""
     name: Annotated[str, Field(min_length=1)] = "train"
@@ -249,14 +253,16 @@ class RunSection(Section):
 class ModelSection(Section):
     """The model: a Hugging Face folder, a config.json (random weights), or a preset by name."""
 
+    main = ("path", "preset", "init")
+
     path: str | None = None
     """Model folder, hub name, or config.json. none: use model.preset."""
     preset: str | None = Field(
         default=None, description=f"Named Llama-like shape: {', '.join(PRESETS)}. none: tiny, unless model.path is set."
     )
     init: Literal["auto", "pretrained", "random"] = "auto"
-    """Initial weights: pretrained (read from model.path) or random (initialization of the model family). auto:
-    pretrained for a folder or hub name, random for a preset or a config.json.
+    """Initial weights. pretrained: read from model.path. random: initialization of the model family. auto: pretrained
+    for a folder or hub name, random for a preset or a config.json.
     """
     attention: str = "auto"
     """Attention implementation: eager, sdpa, or another name known to transformers. auto: the default of transformers.
@@ -273,9 +279,11 @@ class ModelSection(Section):
 class DataSection(Section):
     """Training data, and the conversion to rows of tokens."""
 
+    main = ("source", "format", "tokenizer", "sequence_length", "packing", "eval_source")
+
     source: Strings = ("builtin:stdlib",)
-    """builtin:stdlib (source code of the Python standard library), builtin:stdlib-chat, or files, folders, globs, URLs
-    and data set names. Several names form one source. Required with model.path.
+    """Files, folders, globs, URLs and data set names; several form one source. Required with model.path. Built in:
+    builtin:stdlib (source code of the Python standard library) and builtin:stdlib-chat.
     """
     format: Format = "auto"
     """Content of the files: plain text, or rows in a named format. auto: detected from the file name and the first row.
@@ -336,6 +344,20 @@ class DataSection(Section):
 class TrainSection(Section):
     """Training method, length and batch."""
 
+    main = (
+        "method",
+        "steps",
+        "epochs",
+        "max_seconds",
+        "batch_size",
+        "micro_batch_size",
+        "precision",
+        "recompute",
+        "compile",
+        "max_grad_norm",
+        "eval_every",
+    )
+
     method: Literal["sft", "dpo", "orpo", "reward"] = "sft"
     """Training objective. sft: next-token loss on text. For answer pairs (data.format preference): dpo, prefer the
     chosen answer more than the initial model does; orpo, prefer and generate the chosen answer, without a reference
@@ -356,19 +378,17 @@ class TrainSection(Section):
     max_seconds: Positive | None = None
     """Stop after this many seconds. none: no limit (90 for the built-in run)."""
     batch_size: Count = 8
-    """Sequences per step over all ranks; answer pairs unless train.method is sft."""
+    """Sequences (or answer pairs) per step over all ranks."""
     micro_batch_size: Count | None = None
-    """Sequences (or pairs) per forward and backward pass on each rank; gradients accumulate. none: the whole batch at
-    once.
-    """
+    """Sequences (or pairs) per pass on each rank; gradients accumulate. none: the whole batch at once."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """bf16: bfloat16 compute with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
+    """Compute dtype. bf16: bfloat16 with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
     optimizer.master bf16, else fp32.
     """
     recompute: Literal["auto", "always", "never"] = "auto"
     """Activation recomputation in backward. auto: depends on the device budget."""
     compile: Literal["never", "auto"] = "never"
-    """auto: run blocks with torch.compile, one compilation for all equal blocks; a block unsuited to compilation, or
+    """Use of torch.compile for blocks. auto: one compilation for all equal blocks; a block unsuited to compilation, or
     with different results, runs uncompiled, and a message says so. Results differ from never in the last bits.
     """
     sequence_tile: Tile = "auto"
@@ -438,6 +458,8 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """Update rule and learning rate."""
 
+    main = ("name", "lr", "weight_decay", "freeze", "schedule", "warmup_steps")
+
     name: RuleName = "adamw"
     """Update rule. lion has one moment and saves 4 bytes per parameter; sgd has one or none; adafactor and adalomo
     store one number per row and column; lomo stores no state; muon has one moment and orthogonalizes block matrices,
@@ -467,7 +489,7 @@ class OptimizerSection(Section):
     weights at which the loss is measured, 1e-3 unless set.
     """
     weight_decay: Rate = 0.01
-    """Decoupled weight decay, scaled by the learning rate; sgd adds the decay to the gradient. Unless set: 0.1 for lion
+    """Decoupled weight decay, scaled by the learning rate. For sgd, added to the gradient. Unless set: 0.1 for lion
     and muon, 0 for adafactor, lomo, adalomo and mezo.
     """
     beta2_decay: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = None
@@ -501,7 +523,7 @@ class OptimizerSection(Section):
     with stochastic rounding after each step (seed: run.seed).
     """
     freeze: Words = ()
-    """Parameters to freeze: regular expressions separated by spaces; each must match some parameter name. Frozen
+    """Parameters to freeze: regular expressions separated by spaces. Each must match some parameter name. Frozen
     parameters have no gradients and no optimizer states, and stream as frozen weights. none: all train.
     """
     decay_1d: bool = False
@@ -545,6 +567,8 @@ LoraInit = Annotated[str, BeforeValidator(_as_init)]
 
 class LoraSection(Section):
     """A PEFT adapter trained over frozen model weights. Names and defaults follow PEFT."""
+
+    main = ("rank", "alpha", "target_modules", "adapter")
 
     rank: Natural = 0
     """LoRA matrix rank (r). 0: no adapter, unless lora.config or lora.adapter is set."""
@@ -597,6 +621,8 @@ class LoraSection(Section):
 
 class OffloadSection(Section):
     """Tier for each kind of state, and the memory budgets."""
+
+    main = ("parameters", "optimizer", "device_memory", "host_memory", "nvme_dir", "frozen_weights")
 
     parameters: Literal["auto", "device", "cpu", "nvme", "files"] = "auto"
     """Tier for offloaded parameters. files: frozen parameters stay in the original model files and are read again for
@@ -687,6 +713,8 @@ class OffloadSection(Section):
 class CheckpointSection(Section):
     """Checkpoints, resume and export."""
 
+    main = ("every", "resume", "export")
+
     every: Count | Literal["auto"] | None = "auto"
     """Save all states every this many steps, and at the end. auto: every hour if the disk has room for a checkpoint and
     the export; each replaces the previous one. none: only when the run is asked to stop.
@@ -694,8 +722,8 @@ class CheckpointSection(Section):
     keep: Count | None = None
     """Number of checkpoints to keep. none: all, but only the newest of the hourly ones."""
     resume: str = "auto"
-    """auto: resume from the newest intact checkpoint in the run folder, if any. never: start anew. Or the path to a
-    checkpoint or a run.
+    """Checkpoint to resume from: auto, never, or the path to a checkpoint or a run. auto: the newest intact one in the
+    run folder, if any. never: start anew.
     """
     on_error: Literal["continue", "stop"] = "continue"
     """Reaction to a failed checkpoint write, for example on a full disk. Earlier checkpoints stay intact."""
