@@ -6,8 +6,8 @@ python docs/make.py --check     # exits with 1 if a page, a table, or a quote of
 python docs/make.py --picture   # also docs/images/first-run.svg, from a real run
 python docs/make.py --site      # also the site, into build/site; needs the extra `docs`
 
-Each text has one source: settings in `offload/app/config/sections.py`, options in the command, calls in the docstring,
-numbers of the README in `benchmarks/results`.
+Each text has one source: settings in `offload/app/config/sections.py` and `offload/setting_texts.py`, options in the
+command, calls in the docstring, numbers of the README in `benchmarks/results`.
 """
 
 from __future__ import annotations

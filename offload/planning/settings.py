@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,6 +21,7 @@ from offload.lanes.throttle import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
+from offload.setting_texts import TEXTS
 from offload.sizes import parse_chunks
 from offload.tiers.placement import Placement
 
@@ -40,57 +42,14 @@ class Settings:
     optimizer: update rule.
     placement: tier and budget for each kind of state.
     precision: compute dtype: fp32, or bf16 (with fp32 masters by default).
-    max_grad_norm: gradient clipping threshold; None or 0: no clipping. An update rule with a `clip_norm` uses that
-        instead. Forward-only rules have nothing to clip.
-    clip: time of updates with clipping: deferred (after the norm is known), speculative (before, with a correction if
-        needed), or auto (see `Engine.resolve_clip`).
-    on_nonfinite: reaction to non-finite gradients: stop (error) or skip the step.
     micro_batch_size: rows per unit run; None: the whole batch.
     rows: batch entries with one item per row. None: all tensors whose first axis has the batch size. A list of names:
         these tensors, along the first axis. A mapping from names: the axis; None for data shared by all rows; the name
         of a tensor [rows, ...] whose product over the other axes counts the entries of each row, as in {"pixel_values":
         "image_grid_thw"}; or a function (batch, row indices int64) returning these rows.
-    recompute: activation recomputation: always, never, or auto (only when memory is short).
-    compile: torch.compile for blocks, one compilation for all equal blocks: never or auto. auto skips blocks with
-        compile errors or different results.
-    sequence_tile: tokens per tile for token-wise modules such as MLPs and norms, found by trial runs. Each tile is
-        recomputed in the backward (arXiv:2506.13996). With none, sequences are whole; with auto, only blocks too large
-        for the device budget are tiled.
-    sequence_parallel: number of neighbouring ranks sharing rows, each with a part of the tokens. For attention each
-        rank has all tokens of some heads (DeepSpeed-Ulysses, arXiv:2309.14509). All these ranks take the same batch.
-        `recompute` auto then means always, so that all ranks make the same exchanges.
-    prefetch: number of units fetched ahead, or auto for as many as memory allows.
     zero_stage: ZeRO stage, 0 to 3 (arXiv:1910.02054).
-    replicas: number of model copies, each sharded by zero_stage, with gradients summed between them. With auto, one per
-        machine.
-    replica_states: whole (each replica has all optimizer states) or shared (each state is on one rank among all
-        replicas, and updated weights are sent to the others: hpZ in ZeRO++, arXiv:2306.10209, section 3.2). The second
-        needs stage 3.
-    throttle: links to slow down, by name.
     seed: random seed for operations in micro-batches.
     debug: poison released memory. A number also delays lanes at random, with this seed.
-    head_chunk_bytes: maximum fp32 logits bytes at the same time; None for no limit, auto for a thirtieth of the device
-        budget and at least 256 MiB.
-    delay: number of steps updates are late, 0 or 1. With 1, an update overlaps the whole next step, and this step still
-        uses the previous weights (ZeRO-Offload, arXiv:2101.06840, section 5.2).
-    delay_after: number of initial steps without delay.
-    update: update place for states stored on the host: cpu; device (states stream there beside compute); both (on the
-        device for as many regions as have room for resident states, on the host for the others); or auto (the fastest
-        by measurement).
-    frozen_weights: storage and transfer format for matrices in frozen blocks: exact; int8 (one byte per element, a
-        scale per 128); or nf4 (half a byte, QLoRA, arXiv:2305.14314). Weights are dequantized on the device, and
-        training is exact for the dequantized weights. Embeddings, weights outside blocks, vectors, and matrices below
-        4,096 elements are not quantized.
-    link_weights: transfer format for trainable weights: exact; or int8 (one byte per element, an fp32 scale per 128),
-        quantized from the master weights at each update (ZeRO++, arXiv:2306.10209, section 3.2). Training and
-        evaluation then use the dequantized weights. Gradients apply to the exact master weights, and checkpoints and
-        exports contain only these. Vectors, and matrices below 4,096 elements, are transferred exactly.
-    link_gradients: transfer format for gradients between replicas: exact; int8 or int4 (one byte or half a byte per
-        element, an fp32 scale per 128). The quantization error is kept in bf16 and added in the next step (ZeRO++,
-        section 3.4, with error feedback: arXiv:1901.09847). All replicas make the same update. A single replica sends
-        no gradients.
-    device: compute device in torch notation: cpu, cuda, cuda:1, ... None: the accelerator selected in this thread, else
-        the one for LOCAL_RANK, else the first, else the CPU. The device becomes current in the thread.
 
     Errors are ConfigError and name the configuration key.
     """
@@ -231,6 +190,17 @@ class Settings:
     def delay_seed(self) -> int | None:
         """Seed for random lane delays; None: no delays."""
         return None if self.debug is False else int(self.debug)
+
+
+def _with_texts(docstring: str) -> str:
+    """Return the docstring of `Settings` with the lines of the fields in `TEXTS`."""
+    fields, errors = docstring.split("\n\n    Errors")
+    lines = (textwrap.fill(f"{key.partition('.')[2]}: {text}", 116) for key, text in TEXTS.items())
+    shared = "\n".join(textwrap.indent(line, " " * 8)[4:] for line in lines)
+    return f"{fields}\n{shared}\n\n    Errors{errors}"
+
+
+Settings.__doc__ = _with_texts(Settings.__doc__ or "\n\n    Errors")
 
 
 def _check_rule(rule: Any) -> None:

@@ -17,6 +17,7 @@ from offload.app.config.data_sources import Format, as_columns, as_sources
 from offload.app.config.presets import PRESETS
 from offload.app.config.rules import RULE_SETTINGS, RuleName
 from offload.errors import nearest, shorten
+from offload.setting_texts import TEXTS
 from offload.sizes import parse_chunks, parse_size
 
 _LEAST_TYPED, _LEAST_BARE = 2**20, 2**10
@@ -196,7 +197,7 @@ PYTHON_PREFIX = "python:"
 
 class Section(BaseModel):
     """Base class for sections. Unknown keys are rejected and assignments validated. Attribute docstrings become help
-    texts.
+    texts; those of engine settings stand in `offload.setting_texts`.
     """
 
     model_config = ConfigDict(
@@ -211,8 +212,9 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        for field in cls.model_fields.values():
-            field.description = " ".join(str(field.description).split())
+        for name, field in cls.model_fields.items():
+            key = f"{cls.__name__.removesuffix('Section').lower()}.{name}"  # an engine setting
+            field.description = " ".join((field.description or TEXTS[key]).split())
 
     @field_validator("*", mode="before")
     @classmethod
@@ -386,36 +388,14 @@ class TrainSection(Section):
     optimizer.master bf16, else fp32.
     """
     recompute: Literal["auto", "always", "never"] = "auto"
-    """Activation recomputation in backward. auto: depends on the device budget."""
     compile: Literal["never", "auto"] = "never"
-    """Use of torch.compile for blocks. auto: one compilation for all equal blocks; a block unsuited to compilation, or
-    with different results, runs uncompiled, and a message says so. Results differ from never in the last bits.
-    """
     sequence_tile: Tile = "auto"
-    """Tokens per sequence tile. Modules acting on single tokens, like MLPs and norms, compute one tile at a time and
-    recompute each tile in backward; a trial run finds these modules. auto: whole sequences, or tiles if a block
-    would not fit the device. none: whole sequences.
-    """
     sequence_parallel: Count = 1
-    """Neighbouring ranks on one machine sharing the same sequences (DeepSpeed-Ulysses). Each rank holds part of the
-    tokens in every row, and in attention all tokens for part of the heads, so sequence memory is divided too. The
-    rows of a step are divided among these rank groups. Above 1, train.recompute auto means always.
-    """
     max_grad_norm: Positive | None = 1.0
-    """Clip gradients to this global norm. none: no clipping."""
     clip: Literal["auto", "speculative", "deferred"] = "auto"
-    """Time of clipped updates: deferred (after the norm is known) or speculative (as gradients arrive, corrected when
-    the norm is known). auto: deferred; if updates take longer than a forward pass, speculative from step 9 on,
-    provided no earlier step was clipped.
-    """
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Reaction to an infinite or NaN gradient: stop with an error, or skip the step and leave all states unchanged."""
     delay: Delay = 0
-    """1: apply each update one step late, in parallel with the whole next step, so a step computes with the previous
-    weights. Training differs from delay 0, and the host holds one more copy of the weights.
-    """
     delay_after: Natural = 0
-    """With train.delay: number of steps before the delay begins."""
     eval_every: Natural = 100
     """Evaluate every this many steps, and at the end. 0: only at the end."""
     eval_batches: Count | Literal["all"] = 8
@@ -428,10 +408,6 @@ class TrainSection(Section):
     log_every: Count = 10
     """Print a line every this many steps (a terminal shows every step)."""
     head_chunk_bytes: Chunks = "auto"
-    """Largest logits tensor in bytes, counted as fp32. Above, the head runs in chunks over the tokens with a target.
-    auto: 1/30 of the device budget, at least 256 MiB, because loss and gradients need about twice as much again.
-    none: all logits at once.
-    """
 
     @property
     def group(self) -> int:
@@ -662,52 +638,18 @@ class OffloadSection(Section):
     nvme_memory: Size = None
     """Disk budget for the nvme tier, same forms. none: no limit."""
     prefetch: Prefetch = "auto"
-    """Units prefetched ahead of the computing unit; their memory is guaranteed. 0: no prefetch; auto: as many as memory
-    allows.
-    """
     zero_stage: Stage = "auto"
     """State partitioning over ranks: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters. auto: the lowest
     stage without a loss of speed, by search; 3 if unknown.
     """
     replicas: Replicas = "auto"
-    """Model copies over all ranks. The ranks of each copy partition the model equally, on one machine if possible;
-    copies all-reduce gradients. auto: one copy per machine, or one over all machines if faster or if only this fits,
-    by search; one on a single machine.
-    """
     replica_states: Literal["whole", "shared"] = "whole"
-    """Optimizer states with offload.replicas. whole: each copy holds all states. shared: states are partitioned over
-    all copies; the owning rank updates the weights and sends them to the other copies. Weights stay whole in each
-    copy. Requires zero_stage 3.
-    """
     throttle: Throttle = None
-    """Slow lanes down on purpose to simulate a slower link: {LANE: bytes per second} or {LANE: {bandwidth,
-    latency_seconds}} as YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: full speed.
-    """
     frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
-    """Storage and transfer format for matrices in frozen blocks. exact: unquantized; int8: one byte per weight, one
-    scale per 128; nf4: half a byte per weight, as in QLoRA. The device dequantizes. Embeddings, weights outside
-    blocks, and parameters below 4096 elements stay exact.
-    """
     link_weights: Literal["exact", "int8"] = "exact"
-    """Transfer format for trainable weights, to the device and between ranks. exact: unquantized. int8 (approximate):
-    one byte per weight, one scale per 128, quantized from the exact master weights after each update; compute uses
-    the dequantized weights. Checkpoints and exports hold the master weights. Vectors and parameters below 4096
-    elements are sent exact.
-    """
     link_gradients: Literal["exact", "int8", "int4"] = "exact"
-    """Transfer format for gradients between replicas (offload.replicas). exact: unquantized. int8 or int4
-    (approximate): one or half a byte per gradient, one scale per 128. Quantization errors carry over to the next
-    step, for 2 bytes per weight of the local partition. All replicas make the same update.
-    """
     device: str | None = None
-    """Compute device in torch notation: cpu, cuda, cuda:1. none: the accelerator of this rank, or the CPU without one.
-    """
     update: Literal["auto", "cpu", "device", "both"] = "auto"
-    """Place where host-resident states are updated. cpu: on the host. device: states stream to the device in parallel
-    with compute, and back. both: the device keeps optimizer states for as many regions as fit
-    (offload.optimizer_memory) and updates them, the host updates the rest. auto: the fastest, by measurement.
-    Device-resident states always update on the device.
-    """
 
 
 class CheckpointSection(Section):
