@@ -6,8 +6,8 @@ python docs/make.py --check     # exits with 1 if a page, a table, or a quote of
 python docs/make.py --picture   # also docs/images/first-run.svg, from a real run
 python docs/make.py --site      # also the site, into build/site; needs the extra `docs`
 
-Each text has one source: settings in `offload/app/config/sections.py`, options in the command, calls in the docstring,
-numbers of the README in `benchmarks/results`.
+Each text has one source: settings in `offload/app/config/sections.py` and `offload/setting_texts.py`, options in the
+command, calls in the docstring, numbers of the README in `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ an error with the most similar name.
 COMMANDS_INTRO = """# Commands
 
 `offload COMMAND` and `python -m offload.COMMAND` are the same. Each command takes `--help` and `--version`.
+`train`, `plan`, `parity` and `data` show the main settings with `--help`, and all of them with `--help-extra`.
 
 | exit code | meaning |
 |---|---|
@@ -123,11 +124,14 @@ def _help(command: str, sections: Any) -> str:
 
     name, *words = command.split()
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}  # this process does nothing else
-    told = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # boxes need an encoding with box characters
-    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
-        module_of(name).main([*words, "--help"])
-    told.seek(0)
-    text = told.read()
+    for option in ("--help", "--help-extra"):
+        printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # for the characters of boxes
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            module_of(name).main([*words, option])
+        printed.seek(0)
+        text = printed.read()
+        if "--help-extra" not in text:
+            break
     boxes = re.split(r"(?m)^(?=╭─ )", text)
     own = [box for box in boxes if not any(box.startswith(f"╭─ {name} options ") for name in sections)]
     left_out = "" if len(own) == len(boxes) else "\nand all [settings](settings.md).\n"

@@ -74,7 +74,7 @@ def main(words: list[str]) -> int:
 
 
 def _check_rule(config: Config) -> None:
-    if not config.has_gradients:
+    if not config.optimizer.has_gradients:
         raise ConfigError(
             "optimizer.name is mezo, which has no backward, but the resident side trains by backward. python -m "
             "offload.replay BASE_FOLDER RUN repeats such a run bit for bit; tests/engine/test_zeroth_order.py compares "

@@ -127,7 +127,7 @@ def describe_run(prediction: Forecast) -> Iterator[str]:
     rows = f"{counted(prediction.config.train.num_rows, 'row')} of {counted(length, 'token')} a step"
     precision = prediction.config.train.precision
     trained = sum(info.numel for info in prediction.prepared.structure.infos if info.trainable)
-    of = f", {trained:,} of them trained" if prediction.config.adapts else ""
+    of = f", {trained:,} of them trained" if prediction.config.lora.adapts else ""
     parameters = f"{prediction.num_parameters:,} parameters{of}"
     yield f"{prediction.name}, {parameters}, {precision}, {rows}, on {prediction.hardware.name}{ranks}"
     yield from (f"note: {note}" for note in prediction.notes)

@@ -8,6 +8,16 @@ from collections.abc import Mapping
 
 ENTRIES: Mapping[str, Mapping[str, str]] = {
     "attention": {"shared": "offload.extras.large.shared_attention:SharedAttention"},
+    "conflicts": {
+        "adapters": "offload.extras.adapters.conflicts:CONFLICTS",
+        "preferences": "offload.extras.prefs.conflicts:CONFLICTS",
+        "forwards": "offload.extras.zeroth.conflicts:CONFLICTS",
+    },
+    "engine conflicts": {
+        "blocks": "offload.extras.large.conflicts:CONFLICTS",
+        "codecs": "offload.extras.quant.conflicts:CONFLICTS",
+        "forwards": "offload.extras.zeroth.conflicts:ENGINE_CONFLICTS",
+    },
     "exporter": {"adapter": "offload.extras.adapters.export:export_checkpoint"},
     "format": {"huggingface": "offload.app.hf.write"},
     "codec": {"int8": "offload.extras.quant.codecs:INT8", "nf4": "offload.extras.quant.codecs:NF4"},

@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
 from offload.accelerators import parse_device
 from offload.arguments import check_types
+from offload.conflicts import ENGINE_CONFLICTS, refuse
 from offload.errors import ConfigError, shorten
 from offload.lanes.throttle import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
+from offload.setting_texts import TEXTS
 from offload.sizes import parse_chunks
-from offload.tiers.placement import OFFLOADED, Placement
+from offload.tiers.placement import Placement
 
 LEAST_CHUNK_BYTES = 256 << 20
 """Default limit for fp32 logits, in bytes."""
@@ -38,57 +42,14 @@ class Settings:
     optimizer: update rule.
     placement: tier and budget for each kind of state.
     precision: compute dtype: fp32, or bf16 (with fp32 masters by default).
-    max_grad_norm: gradient clipping threshold; None or 0: no clipping. An update rule with a `clip_norm` uses that
-        instead. Forward-only rules have nothing to clip.
-    clip: time of updates with clipping: deferred (after the norm is known), speculative (before, with a correction if
-        needed), or auto (see `Engine.resolve_clip`).
-    on_nonfinite: reaction to non-finite gradients: stop (error) or skip the step.
     micro_batch_size: rows per unit run; None: the whole batch.
     rows: batch entries with one item per row. None: all tensors whose first axis has the batch size. A list of names:
         these tensors, along the first axis. A mapping from names: the axis; None for data shared by all rows; the name
         of a tensor [rows, ...] whose product over the other axes counts the entries of each row, as in {"pixel_values":
         "image_grid_thw"}; or a function (batch, row indices int64) returning these rows.
-    recompute: activation recomputation: always, never, or auto (only when memory is short).
-    compile: torch.compile for blocks, one compilation for all equal blocks: never or auto. auto skips blocks with
-        compile errors or different results.
-    sequence_tile: tokens per tile for token-wise modules such as MLPs and norms, found by trial runs. Each tile is
-        recomputed in the backward (arXiv:2506.13996). With none, sequences are whole; with auto, only blocks too large
-        for the device budget are tiled.
-    sequence_parallel: number of neighbouring ranks sharing rows, each with a part of the tokens. For attention each
-        rank has all tokens of some heads (DeepSpeed-Ulysses, arXiv:2309.14509). All these ranks take the same batch.
-        `recompute` auto then means always, so that all ranks make the same exchanges.
-    prefetch: number of units fetched ahead, or auto for as many as memory allows.
     zero_stage: ZeRO stage, 0 to 3 (arXiv:1910.02054).
-    replicas: number of model copies, each sharded by zero_stage, with gradients summed between them. With auto, one per
-        machine.
-    replica_states: whole (each replica has all optimizer states) or shared (each state is on one rank among all
-        replicas, and updated weights are sent to the others: hpZ in ZeRO++, arXiv:2306.10209, section 3.2). The second
-        needs stage 3.
-    throttle: links to slow down, by name.
     seed: random seed for operations in micro-batches.
     debug: poison released memory. A number also delays lanes at random, with this seed.
-    head_chunk_bytes: maximum fp32 logits bytes at the same time; None for no limit, auto for a thirtieth of the device
-        budget and at least 256 MiB.
-    delay: number of steps updates are late, 0 or 1. With 1, an update overlaps the whole next step, and this step still
-        uses the previous weights (ZeRO-Offload, arXiv:2101.06840, section 5.2).
-    delay_after: number of initial steps without delay.
-    update: update place for states stored on the host: cpu; device (states stream there beside compute); both (on the
-        device for as many regions as have room for resident states, on the host for the others); or auto (the fastest
-        by measurement).
-    frozen_weights: storage and transfer format for matrices in frozen blocks: exact; int8 (one byte per element, a
-        scale per 128); or nf4 (half a byte, QLoRA, arXiv:2305.14314). Weights are dequantized on the device, and
-        training is exact for the dequantized weights. Embeddings, weights outside blocks, vectors, and matrices below
-        4,096 elements are not quantized.
-    link_weights: transfer format for trainable weights: exact; or int8 (one byte per element, an fp32 scale per 128),
-        quantized from the master weights at each update (ZeRO++, arXiv:2306.10209, section 3.2). Training and
-        evaluation then use the dequantized weights. Gradients apply to the exact master weights, and checkpoints and
-        exports contain only these. Vectors, and matrices below 4,096 elements, are transferred exactly.
-    link_gradients: transfer format for gradients between replicas: exact; int8 or int4 (one byte or half a byte per
-        element, an fp32 scale per 128). The quantization error is kept in bf16 and added in the next step (ZeRO++,
-        section 3.4, with error feedback: arXiv:1901.09847). All replicas make the same update. A single replica sends
-        no gradients.
-    device: compute device in torch notation: cpu, cuda, cuda:1, ... None: the accelerator selected in this thread, else
-        the one for LOCAL_RANK, else the first, else the CPU. The device becomes current in the thread.
 
     Errors are ConfigError and name the configuration key.
     """
@@ -126,91 +87,33 @@ class Settings:
         object.__setattr__(self, "placement", Placement.of(self.placement))
         check_types(Settings, vars(self))
         _check(self.precision, ("fp32", "bf16"), "train.precision")
-        if self.precision == "fp32" and not self.optimizer.has_low:
-            raise ConfigError(
-                "optimizer.master is bf16, but train.precision fp32 computes with all 32 bits of the weights: set "
-                "--train.precision bf16, or leave --optimizer.master out."
-            )
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
-        uncorrectable = [type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct]
-        if self.clip == "speculative" and uncorrectable:
-            raise ConfigError(
-                "train.clip is speculative, which updates before the norm is known and corrects the updates "
-                f"afterwards, but {uncorrectable[0]} cannot be corrected: set --train.clip deferred or auto."
-            )
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
-        are_offloaded = self.placement.graphs in OFFLOADED
-        if self.recompute == "never" and are_offloaded and self.placement.graphs_memory is not None:
-            raise ConfigError(
-                "offload.graphs_memory is set, but with train.recompute never all saved autograd graphs are stored off "
-                "the device, without a limit: set --train.recompute always or auto, or leave offload.graphs_memory out."
-            )
         _check(self.compile, ("never", "auto"), "train.compile")
         check_tile(self.sequence_tile)
-        if self.placement.experts == "streamed":
-            if self.sequence_tile not in ("none", "auto"):
-                raise ConfigError(
-                    f"offload.experts is streamed, but with train.sequence_tile {self.sequence_tile} the experts would "
-                    "be copied to the device for each tile of a sequence. Set --train.sequence_tile none, or "
-                    "--offload.experts whole."
-                )
-            # Blocks with streamed experts run their own code.
-            object.__setattr__(self, "sequence_tile", "none")
-            object.__setattr__(self, "compile", "never")
-        self._check_sequences()
+        if self.sequence_parallel < 1:
+            raise ConfigError(
+                f"train.sequence_parallel is {self.sequence_parallel!r}; it must be a number of ranks, at least 1."
+            )
         if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
             raise ConfigError(
                 f"offload.prefetch is {self.prefetch!r}; it must be a number of units, at least 0, or auto."
             )
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
         _check(self.frozen_weights, tuple(CODECS), "offload.frozen_weights")
-        if self.placement.parameters == "files" and self.frozen_weights != EXACT.name:
-            raise ConfigError(
-                f"offload.parameters is files, but offload.frozen_weights {self.frozen_weights} would change the "
-                "weights, and the model's files are read unchanged. Set --offload.parameters cpu (or nvme), or "
-                "--offload.frozen_weights exact."
-            )
         _check(self.link_weights, tuple(LINK_CODECS), "offload.link_weights")
-        if self.link_weights != EXACT.name and (reason := self._exact_links_reason):
-            raise ConfigError(
-                f"offload.link_weights is {self.link_weights}, but {reason} --offload.link_weights exact."
-            )
         _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
         _check_ranks(self)
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:
             raise ConfigError(f"train.delay_after is {self.delay_after!r}; it must be a number of steps, at least 0.")
-        if self.delay_after and not self.delay:
-            raise ConfigError(
-                f"train.delay_after is {self.delay_after}, but train.delay is 0, so no update is delayed: set "
-                "--train.delay 1, or leave train.delay_after out."
-            )
-        if self.delay and (self.clip == "speculative" or self.placement.optimizer == "device"):
-            wrong = "train.clip is speculative" if self.clip == "speculative" else "offload.optimizer is device"
-            raise ConfigError(
-                f"train.delay is 1 and {wrong}, but delayed updates run on the host, after the norm is known. Set "
-                "--train.delay 0, or --train.clip deferred and --offload.optimizer cpu."
-            )
-        if self.delay and self.optimizer.drops_gradients:
-            raise ConfigError(
-                f"train.delay is 1, but {type(self.optimizer).__name__} updates during the backward and keeps no "
-                "gradients for a later step: set --train.delay 0, or another --optimizer.name."
-            )
-        if self.delay and not self.optimizer.has_gradients:
-            raise ConfigError(
-                f"train.delay is 1, but {type(self.optimizer).__name__} has no backward pass to overlap with a delayed "
-                "update: set --train.delay 0."
-            )
-        if self.update in ("device", "both") and self.host_bound:
-            raise ConfigError(
-                f"offload.update is {self.update}, but {self.host_bound}: set --offload.update cpu or auto."
-            )
-        if self.update == "both" and self.placement.optimizer in OFFLOADED:
-            raise ConfigError(
-                f"offload.update is both, but with offload.optimizer {self.placement.optimizer} no states are stored "
-                "on the device for updates there: set --offload.optimizer auto, or --offload.update cpu or auto."
-            )
+        refuse(chain(*ENGINE_CONFLICTS.values()), self._setting)
+        if self.placement.experts == "streamed":  # blocks with streamed experts run their own code
+            object.__setattr__(self, "sequence_tile", "none")
+            object.__setattr__(self, "compile", "never")
+        if self.sequence_parallel > 1 and self.recompute == "auto":
+            object.__setattr__(self, "recompute", "always")
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and size < 1:
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
@@ -221,52 +124,22 @@ class Settings:
         parse_throttle(self.throttle)
         self.chunk_bytes(None)
 
-    def _check_sequences(self) -> None:
-        """Raise ConfigError if the settings rule out sequence parallelism."""
-        size = self.sequence_parallel
-        if size < 1:
-            raise ConfigError(f"train.sequence_parallel is {size!r}; it must be a number of ranks, at least 1.")
-        if size == 1:
-            return
-        graphs, name = self.placement.graphs, type(self.optimizer).__name__
-        for is_wrong, subject, reason, fix in (
-            (
-                not self.optimizer.has_gradients,
-                f"optimizer.name is {name}",
-                "which interleaves several passes, in a different order on each rank",
-                "another --optimizer.name",
-            ),
-            (
-                self.compile != "never",
-                f"train.compile is {self.compile}",
-                "which cannot compile the communication between ranks in attention",
-                "--train.compile never",
-            ),
-            (
-                graphs in OFFLOADED and self.recompute != "never",
-                f"offload.graphs is {graphs}",
-                "with which ranks recompute different graphs, and wait for each other in attention forever",
-                "--train.recompute never, or --offload.graphs device",
-            ),
-        ):
-            if is_wrong:
-                raise ConfigError(
-                    f"train.sequence_parallel is {size}, but {subject}, {reason}: set {fix}, or "
-                    "--train.sequence_parallel 1."
-                )
-        if self.recompute == "auto":
-            object.__setattr__(self, "recompute", "always")
+    def _setting(self, key: str) -> Any:
+        """Return a value for a table of conflicts."""
+        section, _, name = key.partition(".")
+        if section == "optimizer":
+            return self._rule_setting(name)
+        return getattr(self.placement if section == "offload" and hasattr(self.placement, name) else self, name)
 
-    @property
-    def _exact_links_reason(self) -> str:
-        """Reason against quantized weight transfers, with the fix; empty if they are allowed."""
-        if self.delay:
-            return "train.delay 1 keeps exact weights from before an update: set --train.delay 0, or"
-        if not self.optimizer.has_gradients:
-            return (
-                f"{type(self.optimizer).__name__} updates the copied weights on the device, and needs them exact: set"
-            )
-        return ""
+    def _rule_setting(self, name: str) -> Any:
+        parts = self.optimizer.parts
+        if name == "name":
+            return type(self.optimizer).__name__
+        if name == "master":
+            return "fp32" if self.optimizer.has_low else "bf16"
+        if name == "uncorrectable":
+            return next((type(rule).__name__ for rule in parts if not rule.can_correct), "")
+        return getattr(self.optimizer, name)
 
     @property
     def resolved_clip(self) -> str:
@@ -319,6 +192,17 @@ class Settings:
         return None if self.debug is False else int(self.debug)
 
 
+def _with_texts(docstring: str) -> str:
+    """Return the docstring of `Settings` with the lines of the fields in `TEXTS`."""
+    fields, errors = docstring.split("\n\n    Errors")
+    lines = (textwrap.fill(f"{key.partition('.')[2]}: {text}", 116) for key, text in TEXTS.items())
+    shared = "\n".join(textwrap.indent(line, " " * 8)[4:] for line in lines)
+    return f"{fields}\n{shared}\n\n    Errors{errors}"
+
+
+Settings.__doc__ = _with_texts(Settings.__doc__ or "\n\n    Errors")
+
+
 def _check_rule(rule: Any) -> None:
     if isinstance(rule, UpdateRule):
         return
@@ -369,12 +253,6 @@ def _check_ranks(settings: Settings) -> None:
             f"offload.replicas is {settings.replicas!r}; it must be a number of copies, at least 1, or auto."
         )
     _check(settings.replica_states, ("whole", "shared"), "offload.replica_states")
-    if settings.replica_states == "shared" and (settings.zero_stage < 3 or not settings.optimizer.has_gradients):
-        wrong = f"with offload.zero_stage {settings.zero_stage} each rank holds all weights"
-        fix = "--offload.zero_stage 3, or --offload.replicas 1 (all ranks then share the states), and"
-        if settings.zero_stage == 3:
-            wrong, fix = f"{type(settings.optimizer).__name__} has no gradients and no states", "another rule, or"
-        raise ConfigError(f"offload.replica_states is shared, but {wrong}: set {fix} --offload.replica_states whole.")
 
 
 def _check(value: object, allowed: tuple[object, ...], key: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from offload.arguments import check_types
+from offload.conflicts import PLACEMENT, refuse
 from offload.errors import ConfigError, nearest, shorten
 from offload.layout.residence import DEVICE, DISK, FILES, HOST
 from offload.sizes import parse_size
@@ -99,37 +100,7 @@ class Placement:
         if self.nvme_dir is not None:
             dirs = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else self.nvme_dir
             object.__setattr__(self, "nvme_dir", tuple(str(folder) for folder in dirs) or None)
-        for key in _KINDS:
-            if getattr(self, key) == DISK and self.nvme_dir is None:
-                raise ConfigError(
-                    f"offload.{key} is {DISK}, but offload.nvme_dir is not set: set --offload.nvme_dir to a folder on "
-                    "a local disk, or to several on different disks."
-                )
-        if self.graphs_memory is not None and self.graphs == DEVICE:
-            raise ConfigError(
-                f"offload.graphs_memory is {self.graphs_memory}, but offload.graphs is device: graphs_memory limits "
-                "only graphs that are moved off the device. Set --offload.graphs cpu, or leave graphs_memory out."
-            )
-        if self.optimizer_memory is not None and self.optimizer != "auto":
-            raise ConfigError(
-                f"offload.optimizer_memory is {self.optimizer_memory}, but offload.optimizer is {self.optimizer}: "
-                "optimizer_memory limits the states kept on the device in mode auto. Set --offload.optimizer auto, or "
-                "leave optimizer_memory out."
-            )
-        if self.optimizer == DEVICE and self.parameters in (*OFFLOADED, FILES):
-            raise ConfigError(
-                f"offload.optimizer is device, but offload.parameters is {self.parameters}: keeping optimizer states "
-                "on the device while parameters are offloaded saves nothing. Set --offload.parameters device, or "
-                "--offload.optimizer cpu."
-            )
-        if (self.gradients == DEVICE) != (self.optimizer == DEVICE) and "auto" not in (
-            self.gradients,
-            self.optimizer,
-        ):
-            raise ConfigError(
-                f"offload.gradients is {self.gradients}, but offload.optimizer is {self.optimizer}: gradients must be "
-                "in the tier of the optimizer states. Set --offload.gradients auto."
-            )
+        refuse(PLACEMENT, lambda key: getattr(self, key.partition(".")[2]))
 
     def share(self, num_ranks: int) -> Placement:
         """Return the placement for one rank on a machine with `num_ranks`: host, disk and graph budgets are divided

@@ -20,6 +20,7 @@ from offload.errors import ConfigError, counted
 from offload.extras.plan.alternatives import to_flags
 from offload.retired import RETIRED
 from offload.sizes import parse_size, written_size
+from offload.train import DESCRIPTION
 
 
 def test_every_key_of_the_contract_is_there() -> None:
@@ -89,8 +90,6 @@ def test_sources_are_read_in_axolotls_words_and_checked_by_themselves(tmp_path: 
     ):
         with pytest.raises(ConfigError, match=f"data.sources.*{words}"):
             Config.load(None, {"data.sources": wrong})
-    with pytest.raises(ConfigError, match=r"data\.source is .* and data\.sources is set too"):
-        Config.load(None, {"data.sources": "[a]", "data.source": ["b"]})
 
 
 def test_the_earlier_name_of_a_key_is_read(tmp_path: Path) -> None:
@@ -462,3 +461,28 @@ def test_another_rule_may_go_on_with_a_run_that_is_reset() -> None:
     assert (config.optimizer.lr, config.train.max_grad_norm) == (pytest.approx(0.4), None), "of its own, not AdamW's"
     later = Config.load(None, {}).resumed(config.to_dict(), "there")
     assert (later.optimizer.name, later.optimizer.reset) == ("lomo", False)
+
+
+MAIN = """
+run.dir run.seed
+model.path model.preset model.init
+data.source data.format data.tokenizer data.sequence_length data.packing data.eval_source
+train.method train.steps train.epochs train.max_seconds train.batch_size train.micro_batch_size train.precision
+train.recompute train.compile train.max_grad_norm train.eval_every
+optimizer.name optimizer.lr optimizer.weight_decay optimizer.freeze optimizer.schedule optimizer.warmup_steps
+lora.rank lora.alpha lora.target_modules lora.adapter
+offload.parameters offload.optimizer offload.device_memory offload.host_memory offload.nvme_dir offload.frozen_weights
+checkpoint.every checkpoint.resume checkpoint.export
+"""
+"""Settings in --help. A new setting is in --help-extra alone."""
+
+
+def test_the_first_help_is_one_screen_of_the_main_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--help"], prog="python -m offload.train", description=DESCRIPTION)
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"(?m)^  --(\w+\.\w+) ", shown) == MAIN.split()
+    lines = shown.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 110

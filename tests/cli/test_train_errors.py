@@ -61,10 +61,10 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--optimizer.name", "lion", "--optimizer.eps", "1e-6"], ["optimizer.eps is 1e-06", "lion", "adamw"]),
         (
             ["--optimizer.name", "sgd", "--optimizer.states", "int8"],
-            ["optimizer.states is 'int8'", "sgd", "adamw or lion"],
+            ["optimizer.states is int8", "sgd", "adamw or lion"],
         ),
         (["--optimizer.momentum", "0.9"], ["optimizer.momentum is 0.9", "adamw", "--optimizer.name sgd"]),
-        (["--optimizer.master", "bf16"], ["optimizer.master is 'bf16'", "adamw", "--optimizer.name mezo"]),
+        (["--optimizer.master", "bf16"], ["optimizer.master is bf16", "adamw", "--optimizer.name mezo"]),
         (
             ["--optimizer.name", "mezo", "--optimizer.master", "bf16", "--train.precision", "fp32"],
             ["optimizer.master is bf16", "train.precision fp32", "--train.precision bf16"],
@@ -84,8 +84,8 @@ def paragraph(result: subprocess.CompletedProcess[str], code: int) -> str:
         (["--offload.prefetch", "-1"], ["offload.prefetch", "'-1'", "0 or more"]),
         (["--offload.prefetch", "some"], ["offload.prefetch", "'some'", "auto"]),
         (["--checkpoint.on_error", "ignore"], ["checkpoint.on_error", "'ignore'", "'continue' or 'stop'"]),
-        (["--train.batch_size", "2", "--train.micro_batch_size", "4"], ["micro_batch_size is 4", "batch_size, 2"]),
-        (["--train.steps", "5", "--optimizer.warmup_steps", "6"], ["warmup_steps is 6", "train.steps, 5"]),
+        (["--train.batch_size", "2", "--train.micro_batch_size", "4"], ["micro_batch_size is 4", "batch_size is 2"]),
+        (["--train.steps", "5", "--optimizer.warmup_steps", "6"], ["warmup_steps is 6", "train.steps is 5"]),
         (["--config", "no-such.yaml"], ["no-such.yaml", "No such file"]),
         (["extra"], ["'extra'", "--help"]),
         (["--data.source", "ok.txt", "a" * 300], ["data.source", "aaa", "255 bytes"]),

@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from offload import Trainer
-from offload.app.config.config import Config
 from offload.app.stored_model import REFERENCE
 from offload.engine.engine import Engine
 from offload.engine.loss.group_loss import GroupLoss
@@ -288,28 +287,6 @@ def test_a_module_without_logits_is_refused(pairs: str, tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match="train.method is dpo, but the given model is not a transformers model"):
         Trainer({"train": {"method": "dpo"}, "run": {"dir": str(tmp_path / "run")}}, model=Own(), data=pairs).run()
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"train.method": "dpo"}, "data.source is not set: name files of rows with a prompt, a chosen and a"),
-        ({"train.method": "dpo", "data.packing": True}, "data.packing is true, but train.method dpo"),
-        ({"train.method": "dpo", "data.packing_isolated": True}, "data.packing_isolated is true"),
-        ({"train.method": "dpo", "data.group_by_length": True}, "data.group_by_length is true"),
-        ({"train.method": "dpo", "data.format": "messages"}, "set --data.format preference"),
-        ({"train.method": "reward", "data.train_on_prompt": True}, "data.train_on_prompt is true"),
-        (
-            {"train.method": "reward", "train.beta": 0.2},
-            "train.method reward has no such setting; .*method dpo or orpo",
-        ),
-        ({"data.format": "preference"}, "train.method sft .*: set --train.method dpo, orpo or reward"),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
-    own = {} if "data.source is not" in said else {"data.source": "pairs.jsonl"}
-    with pytest.raises(ConfigError, match=said):
-        Config.load(None, own | settings).check_source()
 
 
 def test_data_of_another_kind_are_told(run: Any, pairs: str) -> None:

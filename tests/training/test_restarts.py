@@ -288,7 +288,7 @@ def test_over_files_in_bf16_what_is_merged_rests_as_it_is_used(run: Any, base: P
         ({"offload__link_weights": "int8"}, "link_weights int8 the run computes with a quantized adapter"),
         ({"lora__use_dora": True}, "with use_dora True"),
         ({"lora__target_modules": ["lm_head"]}, "share one weight"),
-        ({"lora__restart_warmup_steps": 5}, "restart_warmup_steps is 5, more than lora.restart_every, 4"),
+        ({"lora__restart_warmup_steps": 5}, "restart_warmup_steps is 5, but lora.restart_every is 4"),
         ({"lora__restart_every": 0}, "lora.restart_prune is 0.9, but the adapter never restarts"),
         ({"optimizer__states": "int8"}, "set --lora.restart_prune 1"),
     ],

@@ -12,6 +12,7 @@ import reprlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from glob import glob
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
+from offload.app.config import conflicts
 from offload.app.config.other_trainers import current_name, equivalent_setting
 from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import (
@@ -33,6 +35,7 @@ from offload.app.config.sections import (
     TrainSection,
     read_yaml,
 )
+from offload.conflicts import CONFLICTS, refuse
 from offload.errors import ConfigError, nearest, shorten, too_few_rows
 from offload.retired import without_retired
 
@@ -170,16 +173,6 @@ class Config(BaseModel):
         assigned = field in getattr(self, section).model_fields_set
         return self._origins.get(key, "python" if assigned else "default")
 
-    @property
-    def has_gradients(self) -> bool:
-        """True if a step runs a backward pass. Only rules based on forward passes alone do not."""
-        return RULE_SETTINGS[self.optimizer.name].has_gradients
-
-    @property
-    def adapts(self) -> bool:
-        """True if an adapter is trained over frozen weights."""
-        return bool(self.lora.rank or self.lora.config or self.lora.adapter)
-
     def is_default(self, *keys: str) -> bool:
         """Tell whether all given sections ("model") and keys ("train.batch_size") still have their defaults."""
         return all(self.origin(key) == "default" for key, _ in self.items() if _is_one_of(key, keys))
@@ -257,11 +250,7 @@ class Config(BaseModel):
         """
         if not self.data.source:
             raise ConfigError("data.source is empty; name builtin:stdlib, or files or globs.")
-        if self.data.sources and self.data.source != DataSection.model_fields["source"].default:
-            raise ConfigError(
-                f"data.source is {_show(self.data.source)}, and data.sources is set too: put it into data.sources, as "
-                "{path: ...}, or leave one of them out."
-            )
+        refuse(conflicts.DATA, self._setting)
         weights = [source.get("weight") for source in self.data.sources]
         if None in weights and any(weights):
             path = self.data.sources[weights.index(None)]["path"]
@@ -276,7 +265,13 @@ class Config(BaseModel):
                         f"bytes, and no zero byte; set --{key} to another one."
                     )
         if not (may_go_on and self._finds_run()):
-            self._check_combinations()
+            _check_patterns(self.optimizer.freeze)
+            refuse(chain(conflicts.RUN, *CONFLICTS.values()), self._setting)
+
+    def _setting(self, key: str) -> Any:
+        """Return a value for a table of conflicts. The value of "origin.KEY" is the origin of KEY."""
+        owner, _, name = key.partition(".")
+        return self.origin(name) if owner == "origin" else self.get(key)
 
     def _finds_run(self) -> bool:
         """Tell whether a run to resume may exist: a named checkpoint, or a run folder with a `checkpoints` folder."""
@@ -285,33 +280,6 @@ class Config(BaseModel):
             return resume != "never"
         return folder is not None and os.path.isdir(os.path.expanduser(f"{folder}/checkpoints"))  # noqa: PTH111, PTH112 - any name
 
-    def _check_combinations(self) -> None:
-        train = self.train
-        if train.micro_batch_size is not None and train.micro_batch_size > train.batch_size:
-            raise ConfigError(
-                f"train.micro_batch_size is {train.micro_batch_size}, more than train.batch_size, {train.batch_size}; "
-                f"set --train.micro_batch_size to {train.batch_size} or less, or raise --train.batch_size."
-            )
-        warmup = self.optimizer.warmup_steps
-        if warmup is not None and train.steps is not None and warmup > train.steps:
-            raise ConfigError(
-                f"optimizer.warmup_steps is {warmup}, more than train.steps, {train.steps}: the learning rate would "
-                "never reach its peak; lower --optimizer.warmup_steps or raise --train.steps."
-            )
-        if (
-            self.optimizer.schedule not in ("auto", "constant")
-            and train.steps is None
-            and train.epochs is None
-            and train.max_seconds is not None
-        ):
-            raise ConfigError(
-                f"optimizer.schedule is {self.optimizer.schedule}, which needs the number of the last step, but only "
-                "train.max_seconds limits the run; set --train.steps or --train.epochs as well, or "
-                "--optimizer.schedule constant."
-            )
-        for check in (_check_rule, _check_adapter, _check_method, _check_frozen, _check_best, _check_model):
-            check(self)
-
     @property
     def has_own_data(self) -> bool:
         """True if the training data is the user's, not the built-in text."""
@@ -319,18 +287,7 @@ class Config(BaseModel):
 
     def check_source(self) -> None:
         """Require an explicit data source for a user model and for preference training. Raises ConfigError."""
-        is_named = self.origin("data.source") != "default" or bool(self.data.sources)
-        if self.train.method != "sft" and not is_named:
-            raise ConfigError(
-                f"train.method is {self.train.method}, but data.source is not set: name files of rows with a prompt, a "
-                "chosen and a rejected answer."
-            )
-        if self.model.path is not None and not is_named:
-            raise ConfigError(
-                f"model.path is {self.model.path}, and data.source is not set, so the model would be trained on the "
-                "sources of Python's standard library: set --data.source to your files, a folder or a glob, or to "
-                "builtin:stdlib (text) or builtin:stdlib-chat if that is meant."
-            )
+        refuse(conflicts.SOURCES, self._setting)
 
     def check_ranks(self, world_size: int) -> None:
         """Reject a batch or sequence-parallel size impossible for `world_size` ranks. Raises ConfigError."""
@@ -360,7 +317,8 @@ class Config(BaseModel):
         schedule = optimizer.schedule
         if schedule == "auto":
             schedule = "constant" if steps is None and epochs is None else "cosine"
-        pretrained = (2e-4 if self.adapts else 2e-5) * (0.05 if train.method in ("dpo", "orpo") else 1.0)  # as in TRL
+        pretrained = 2e-4 if self.lora.adapts else 2e-5
+        pretrained *= 0.05 if train.method in ("dpo", "orpo") else 1.0  # as in TRL
         rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
         rate *= RULE_SETTINGS[optimizer.name].rate
         rule_defaults = {
@@ -426,235 +384,14 @@ def _check_ranks(config: Config, world_size: int) -> None:
         raise ConfigError(too_few_rows(config.train.batch_size, world_size, size))
 
 
-_METHOD_KEYS = {
-    "train.beta": ("dpo", "orpo"),
-    "train.center_rewards_coefficient": ("reward",),
-}
-"""Training methods for which each setting exists."""
-
-
-def _check_method(config: Config) -> None:
-    """Reject settings in conflict with train.method: some exist for preference pairs alone, others for text alone."""
-    method, data, size = config.train.method, config.data, config.train.sequence_parallel
-    if size > 1 and method != "sft":
-        raise ConfigError(
-            f"train.sequence_parallel is {size}, but the loss of train.method {method} compares whole sequences, which "
-            "cannot be split over ranks: set --train.sequence_parallel 1, or --train.method sft."
-        )
-    for key, methods in _METHOD_KEYS.items():
-        if method not in methods and config.get(key) != TrainSection.model_fields[key.partition(".")[2]].default:
-            raise ConfigError(
-                f"{key} is {_show(config.get(key))}, but train.method {method} has no such setting; leave it out, or "
-                f"set --train.method {' or '.join(methods)}."
-            )
-    formats = [data.format, *(str(each["type"]) for each in (*data.sources, *data.eval_source) if "type" in each)]
-    if method == "sft":
-        if "preference" in formats:
-            raise ConfigError(
-                "data.format is preference, pairs of a chosen and a rejected answer, but train.method sft learns from "
-                "single texts: set --train.method dpo, orpo or reward."
-            )
-        return
-    if (other := next((each for each in formats if each not in ("auto", "preference")), None)) is not None:
-        raise ConfigError(
-            f"data.format is {other}, but train.method {method} learns from pairs of answers: set --data.format "
-            "preference (rows of prompt, chosen, rejected), or --train.method sft."
-        )
-    if data.packing and config.origin("data.packing") not in ("default", "resolved"):
-        raise ConfigError(
-            f"data.packing is true, but train.method {method} compares pairs of answers, each in a separate row. Leave "
-            "data.packing out, or set it to false."
-        )
-    if data.packing_isolated is True:
-        raise ConfigError(f"data.packing_isolated is true, but train.method {method} does not pack rows: leave it out.")
-    if data.group_by_length is True:
-        raise ConfigError(
-            f"data.group_by_length is true, but train.method {method} needs its pairs of rows in a mixed order: leave "
-            "it out."
-        )
-    if data.train_on_prompt and method != "orpo":
-        raise ConfigError(
-            f"data.train_on_prompt is true, but train.method {method} compares only answers: leave it out."
-        )
-
-
-def _check_model(config: Config) -> None:
-    """Reject two models at once, and pretrained weights without a model folder."""
-    if config.model.path is not None and config.model.preset is not None:
-        raise ConfigError(
-            f"model.path ({config.model.path}) and model.preset ({config.model.preset}) are both set; leave one of "
-            "them out."
-        )
-    if config.model.path is None and config.model.init == "pretrained":
-        raise ConfigError(
-            "model.init is pretrained, but there are no weights to read without --model.path; set it, or "
-            "--model.init random."
-        )
-
-
-def _check_rule(config: Config) -> None:
-    """Reject settings unknown to the update rule."""
-    rule = config.optimizer.name
-    rules = [
-        rule,
-        *(str(values["rule"]) for _, values in config.optimizer.groups if values.get("rule") in RULE_SETTINGS),
-    ]
-    for key in dict.fromkeys(key for settings in RULE_SETTINGS.values() for key in settings.keys):
-        value = getattr(config.optimizer, key)
-        if (
-            not any(key in RULE_SETTINGS[each].keys for each in rules)
-            and value != OptimizerSection.model_fields[key].default
-        ):
-            names = [name for name, settings in RULE_SETTINGS.items() if key in settings.keys]
-            raise ConfigError(
-                f"optimizer.{key} is {_show(value)}, but {rule} has no such setting; leave it out, or set "
-                f"--optimizer.name {' or '.join(names)}."
-            )
-    if (
-        not config.has_gradients
-        and config.train.max_grad_norm is not None
-        and config.origin("train.max_grad_norm") != "default"
-    ):
-        raise ConfigError(
-            f"train.max_grad_norm is {_show(config.train.max_grad_norm)}, but {rule} has no gradients to clip: leave "
-            "it out, or set it to none."
-        )
-    if config.optimizer.master == "bf16" and config.train.precision == "fp32":
-        raise ConfigError(
-            "optimizer.master is bf16, but train.precision fp32 computes with all 32 bits of the weights: set "
-            "--train.precision bf16, or leave --optimizer.master out."
-        )
-    states = config.optimizer.states
-    if (rule != "adamw" or states != "fp32") and config.train.clip == "speculative":
-        label = rule if states == "fp32" else f"{rule} with states in {states}"
-        raise ConfigError(
-            "train.clip is speculative, which updates before the norm is known and corrects the updates afterwards, "
-            f"but {label} cannot be corrected: set --train.clip deferred or auto."
-        )
-
-
-def _check_adapter(config: Config) -> None:
-    """Reject adapter settings without an adapter, and an adapter described twice."""
-    lora = config.lora
-    wholes = [f"lora.{name}" for name in ("config", "adapter") if getattr(lora, name) is not None]
-    others = [
-        f"lora.{name}"
-        for name, field in LoraSection.model_fields.items()
-        if name not in ("config", "adapter")
-        and (getattr(lora, name) != field.default or (wholes and config.origin(f"lora.{name}") == "command line"))
-    ]  # a configuration file written by a run has all keys
-    restarts = [name for name in others if name.startswith("lora.restart_")]
-    if others and not config.adapts:
-        raise ConfigError(
-            f"{others[0]} is {_show(config.get(others[0]))}, but there is no adapter: set --lora.rank, such as 8, or "
-            "leave it out."
-        )
-    described = wholes + [name for name in others if name not in restarts]
-    if wholes and len(described) > 1:
-        raise ConfigError(
-            f"{wholes[0]} is {_show(config.get(wholes[0]))}, a complete description of an adapter, but {described[1]} "
-            "is set too: leave one of them out."
-        )
-    if restarts and not lora.restart_every:
-        raise ConfigError(
-            f"{restarts[0]} is {_show(config.get(restarts[0]))}, but the adapter never restarts: set "
-            "--lora.restart_every, such as 1000, or leave it out."
-        )
-    if lora.restart_every:
-        _check_restarts(config)
-
-
-def _check_frozen(config: Config) -> None:
-    """Reject optimizer.freeze for an already frozen model, and for frozen weights missing from checkpoints."""
-    if not config.optimizer.freeze:
-        return
-    setting = f"optimizer.freeze is {' '.join(config.optimizer.freeze)}"
-    for pattern in config.optimizer.freeze:
+def _check_patterns(patterns: Iterable[str]) -> None:
+    for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(
                 f"optimizer.freeze has {pattern!r}, which is not a valid regular expression: {error}."
             ) from None
-    if config.adapts:
-        raise ConfigError(
-            f"{setting}, but an adapter is configured, and all weights of its base are frozen anyway: leave it out."
-        )
-    for key, own, other in (("parameters", "files", "cpu"), ("frozen_weights", config.offload.frozen_weights, "exact")):
-        if config.get(f"offload.{key}") == own != other:
-            raise ConfigError(
-                f"{setting}, but offload.{key} is {own}: checkpoints of a partly frozen model contain all weights, but "
-                f"with this setting the frozen ones cannot be saved. Set --offload.{key} {other}, or train an adapter "
-                "(--lora.rank)."
-            )
-
-
-def _check_best(config: Config) -> None:
-    """Reject settings about the best evaluation if the run has at most one evaluation."""
-    train, checkpoint = config.train, config.checkpoint
-    requests = {
-        "train.early_stopping_patience": train.early_stopping_patience is not None,
-        "checkpoint.keep_best": checkpoint.keep_best,
-        "checkpoint.export_best": checkpoint.export_best,
-    }
-    key = next((key for key, is_set in requests.items() if is_set), None)
-    if key is not None and not train.eval_every:
-        raise ConfigError(
-            f"{key} is {_show(config.get(key))}, but train.eval_every is 0, so the only evaluation is at the end: set "
-            "--train.eval_every, such as 100."
-        )
-    if key is not None and config.data.eval_share == 0 and not config.data.eval_source:
-        raise ConfigError(
-            f"{key} is {_show(config.get(key))}, but data.eval_share is 0, so there is nothing to evaluate: set "
-            "--data.eval_share, such as 0.02, or --data.eval_source."
-        )
-    if train.early_stopping_min_delta and train.early_stopping_patience is None:
-        raise ConfigError(
-            f"train.early_stopping_min_delta is {train.early_stopping_min_delta:g}, but early stopping is off: set "
-            "--train.early_stopping_patience, such as 3, or leave it out."
-        )
-    if checkpoint.export_best and not (checkpoint.export and checkpoint.keep_best):
-        other = "export" if not checkpoint.export else "keep_best"
-        raise ConfigError(
-            f"checkpoint.export_best is true, but checkpoint.{other} is false: set --checkpoint.{other} true, or leave "
-            "it out."
-        )
-    if checkpoint.export_best and config.lora.restart_every:
-        raise ConfigError(
-            "checkpoint.export_best is true, but the adapter restarts (lora.restart_every), and each restart changes "
-            "the base, so an earlier adapter no longer fits it: leave it out, and export that checkpoint by `python -m "
-            "offload.export --merge`."
-        )
-
-
-def _check_restarts(config: Config) -> None:
-    """Reject adapter restarts if the base weights or the moments cannot be changed."""
-    every, warmup = config.lora.restart_every, config.lora.restart_warmup_steps
-    for key, allowed in (
-        ("offload.frozen_weights", ("exact",)),
-        ("offload.parameters", ("auto", "device", "cpu", "nvme")),
-    ):
-        if config.get(key) not in allowed:
-            raise ConfigError(
-                f"lora.restart_every is {every}, but a restart changes base weights, and with {key} {config.get(key)} "
-                f"these cannot be written. Set --{key} {allowed[-1]}, or leave --lora.restart_every out."
-            )
-    if config.offload.link_weights != "exact":
-        raise ConfigError(
-            f"lora.restart_every is {every}, but with offload.link_weights {config.offload.link_weights} the run "
-            "computes with a quantized adapter, while a restart and the export merge the exact one. Set "
-            "--offload.link_weights exact, or leave --lora.restart_every out."
-        )
-    if config.optimizer.states == "int8" and 0 < config.lora.restart_prune < 1:
-        raise ConfigError(
-            f"lora.restart_prune is {config.lora.restart_prune:g}, but a part of int8 states cannot be set to zero "
-            "(optimizer.states int8): set --lora.restart_prune 1, or --optimizer.states bf16."
-        )
-    if warmup is not None and warmup > every:
-        raise ConfigError(
-            f"lora.restart_warmup_steps is {warmup}, more than lora.restart_every, {every}: the learning rate would "
-            "never reach its schedule again; lower --lora.restart_warmup_steps."
-        )
 
 
 def _can_be_a_file(name: str) -> bool:

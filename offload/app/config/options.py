@@ -6,6 +6,7 @@ Separate from `command_line`, so an interrupt during the import of tyro and pyda
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -22,8 +23,8 @@ from offload.errors import ConfigError, nearest, shorten
 from offload.retired import RETIRED, refusal
 
 _ABOUT_GPUS = (
-    "Train with N processes on this machine, one for each GPU; without any GPU all of them on the CPU. The same as "
-    "torchrun --standalone --nproc-per-node N, which several machines need."
+    "Train with N processes on this machine, one for each GPU; without any GPU all of them on the CPU. Several "
+    "machines need torchrun."
 )
 _Own = Mapping[str, tuple[str, str, str]]
 """Options of a single command by name, each a `command_line.OwnOption`."""
@@ -31,8 +32,10 @@ _COMMON_OPTIONS = {
     "config": ("FILE.yaml", "", "Read settings from this file; the command line overrides it."),
     "debug": ("{true,false}", "", "Show tracebacks; the same as --run.debug."),
     "gpus": ("N", "(default: 1)", _ABOUT_GPUS),
+    "help-extra": ("", "", "Show all settings, with full texts."),
 }
 """Options by name: (value in the help, default in the help, help text)."""
+_WIDTH, _INDENT = 110, 34  # columns of the first help, and of the names in it
 _UNSET = "\0"  # tyro parses the word None as None, so an absent option needs a value impossible to type
 
 
@@ -41,10 +44,13 @@ def read_command(
 ) -> tuple[Config, dict[str, str | None]]:
     """Implement `command_line.parse_command`."""
     words = _normalise(words, own)
+    if words == ["--help"]:
+        print(first_help(prog, description, own))
+        raise SystemExit(0)
     parsed: Any
     parsed, unknown = tyro.cli(
         _command_line(own),
-        args=words,
+        args=["--help"] if words == ["--help-extra"] else words,
         prog=prog,
         description=description,
         return_unknown_args=True,
@@ -65,6 +71,28 @@ def read_command(
     return config, {name: None if text == _UNSET else text for name, text in texts.items()}
 
 
+def first_help(prog: str, description: str, own: _Own) -> str:
+    """Return one screen: the options, and the main settings of each section with default and first sentence."""
+    lines = [f"usage: {prog} [OPTIONS] [--SECTION.SETTING VALUE ...]", "", *textwrap.wrap(description, _WIDTH), ""]
+    for name, (metavar, default, about) in {**own, **_COMMON_OPTIONS}.items():
+        texts = textwrap.wrap(f"{about} {default}", _WIDTH - _INDENT - 3)
+        word = f"--{name} {metavar.removeprefix('{true,false}')}"
+        lines.append(f"  {word:<{_INDENT}} {texts[0]}")
+        lines.extend(" " * (_INDENT + 3) + text for text in texts[1:])
+    for name, section in Config.SECTIONS.items():
+        num_more = len(section.model_fields) - len(section.main)
+        lines.append(f"{name}: {str(section.__doc__).partition('. ')[0].rstrip('.')}. ({num_more} more)")
+        for key in section.main:
+            field = section.model_fields[key]
+            hint = value_hint(key, field)
+            choices = f"{hint} " if hint.startswith("{") and len(hint) < _INDENT + 20 and "true" not in hint else ""
+            about = f"{choices}{str(field.description).partition('. ')[0].rstrip('.')}."
+            about = textwrap.shorten(about, _WIDTH - _INDENT - 3, placeholder=" ...")
+            word = f"--{name}.{key} {format_value(field.get_default())}"
+            lines.append(f"  {word:<{_INDENT}} {about}")
+    return "\n".join(lines)
+
+
 def _normalise(words: Sequence[str], own: _Own) -> list[str]:
     """Add the implied value to flags (`--run.debug` means true), and reject an option without a value."""
     own_flags = {name.replace("-", "_") for name, option in own.items() if option[0].startswith("{true")}
@@ -72,8 +100,8 @@ def _normalise(words: Sequence[str], own: _Own) -> list[str]:
     values = {"config"} | {name.replace("-", "_") for name in own} | set(all_keys())
     result: list[str] = []
     for index, word in enumerate(words):
-        if word == "--help" or word == "-h":
-            return ["--help"]
+        if word in ("--help", "-h", "--help-extra"):
+            return ["--help" if word == "-h" else word]
         if word.startswith("--"):
             key, *value = word.removeprefix("--").split("=", 1)
             if (setting := key.replace("-", "_")) != current_name(setting):
@@ -99,7 +127,7 @@ def _unknown_words(unknown: Sequence[str], own: Iterable[str]) -> str:
             sentences.append(refusal(key))
             continue
         is_option = "." not in key and not equivalent_setting(key)
-        if is_option and (close := nearest(key, ["config", "debug", "gpus", "help", *own])):
+        if is_option and (close := nearest(key.replace("_", "-"), [*_COMMON_OPTIONS, "help", *own])):
             sentences.append(f"unknown option {shorten(word)}{close}; see --help.")
         else:
             keys.append(key)

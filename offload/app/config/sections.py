@@ -8,7 +8,7 @@ import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -17,6 +17,7 @@ from offload.app.config.data_sources import Format, as_columns, as_sources
 from offload.app.config.presets import PRESETS
 from offload.app.config.rules import RULE_SETTINGS, RuleName
 from offload.errors import nearest, shorten
+from offload.setting_texts import TEXTS
 from offload.sizes import parse_chunks, parse_size
 
 _LEAST_TYPED, _LEAST_BARE = 2**20, 2**10
@@ -196,7 +197,7 @@ PYTHON_PREFIX = "python:"
 
 class Section(BaseModel):
     """Base class for sections. Unknown keys are rejected and assignments validated. Attribute docstrings become help
-    texts.
+    texts; those of engine settings stand in `offload.setting_texts`.
     """
 
     model_config = ConfigDict(
@@ -206,11 +207,14 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+    main: ClassVar[tuple[str, ...]] = ()
+    """Settings in the first help; `--help-extra` shows all."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        for field in cls.model_fields.values():
-            field.description = " ".join(str(field.description).split())
+        for name, field in cls.model_fields.items():
+            key = f"{cls.__name__.removesuffix('Section').lower()}.{name}"  # an engine setting
+            field.description = " ".join((field.description or TEXTS[key]).split())
 
     @field_validator("*", mode="before")
     @classmethod
@@ -232,6 +236,8 @@ def nested_types(annotation: Any) -> list[Any]:
 class RunSection(Section):
     """Run folder, loggers and seed."""
 
+    main = ("dir", "seed")
+
     dir: str | None = None
     """Run folder. none: runs/NAME, or the first free runs/NAME-N."""
     name: Annotated[str, Field(min_length=1)] = "train"
@@ -249,14 +255,16 @@ class RunSection(Section):
 class ModelSection(Section):
     """The model: a Hugging Face folder, a config.json (random weights), or a preset by name."""
 
+    main = ("path", "preset", "init")
+
     path: str | None = None
     """Model folder, hub name, or config.json. none: use model.preset."""
     preset: str | None = Field(
         default=None, description=f"Named Llama-like shape: {', '.join(PRESETS)}. none: tiny, unless model.path is set."
     )
     init: Literal["auto", "pretrained", "random"] = "auto"
-    """Initial weights: pretrained (read from model.path) or random (initialization of the model family). auto:
-    pretrained for a folder or hub name, random for a preset or a config.json.
+    """Initial weights. pretrained: read from model.path. random: initialization of the model family. auto: pretrained
+    for a folder or hub name, random for a preset or a config.json.
     """
     attention: str = "auto"
     """Attention implementation: eager, sdpa, or another name known to transformers. auto: the default of transformers.
@@ -273,9 +281,11 @@ class ModelSection(Section):
 class DataSection(Section):
     """Training data, and the conversion to rows of tokens."""
 
+    main = ("source", "format", "tokenizer", "sequence_length", "packing", "eval_source")
+
     source: Strings = ("builtin:stdlib",)
-    """builtin:stdlib (source code of the Python standard library), builtin:stdlib-chat, or files, folders, globs, URLs
-    and data set names. Several names form one source. Required with model.path.
+    """Files, folders, globs, URLs and data set names; several form one source. Required with model.path. Built in:
+    builtin:stdlib (source code of the Python standard library) and builtin:stdlib-chat.
     """
     format: Format = "auto"
     """Content of the files: plain text, or rows in a named format. auto: detected from the file name and the first row.
@@ -326,9 +336,29 @@ class DataSection(Section):
     name.
     """
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats set for all sources, without auto."""
+        stated = (self.format, *(str(each.get("type", "auto")) for each in (*self.sources, *self.eval_source)))
+        return tuple(dict.fromkeys(each for each in stated if each != "auto"))
+
 
 class TrainSection(Section):
     """Training method, length and batch."""
+
+    main = (
+        "method",
+        "steps",
+        "epochs",
+        "max_seconds",
+        "batch_size",
+        "micro_batch_size",
+        "precision",
+        "recompute",
+        "compile",
+        "max_grad_norm",
+        "eval_every",
+    )
 
     method: Literal["sft", "dpo", "orpo", "reward"] = "sft"
     """Training objective. sft: next-token loss on text. For answer pairs (data.format preference): dpo, prefer the
@@ -350,46 +380,22 @@ class TrainSection(Section):
     max_seconds: Positive | None = None
     """Stop after this many seconds. none: no limit (90 for the built-in run)."""
     batch_size: Count = 8
-    """Sequences per step over all ranks; answer pairs unless train.method is sft."""
+    """Sequences (or answer pairs) per step over all ranks."""
     micro_batch_size: Count | None = None
-    """Sequences (or pairs) per forward and backward pass on each rank; gradients accumulate. none: the whole batch at
-    once.
-    """
+    """Sequences (or pairs) per pass on each rank; gradients accumulate. none: the whole batch at once."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """bf16: bfloat16 compute with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
+    """Compute dtype. bf16: bfloat16 with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
     optimizer.master bf16, else fp32.
     """
     recompute: Literal["auto", "always", "never"] = "auto"
-    """Activation recomputation in backward. auto: depends on the device budget."""
     compile: Literal["never", "auto"] = "never"
-    """auto: run blocks with torch.compile, one compilation for all equal blocks; a block unsuited to compilation, or
-    with different results, runs uncompiled, and a message says so. Results differ from never in the last bits.
-    """
     sequence_tile: Tile = "auto"
-    """Tokens per sequence tile. Modules acting on single tokens, like MLPs and norms, compute one tile at a time and
-    recompute each tile in backward; a trial run finds these modules. auto: whole sequences, or tiles if a block
-    would not fit the device. none: whole sequences.
-    """
     sequence_parallel: Count = 1
-    """Neighbouring ranks on one machine sharing the same sequences (DeepSpeed-Ulysses). Each rank holds part of the
-    tokens in every row, and in attention all tokens for part of the heads, so sequence memory is divided too. The
-    rows of a step are divided among these rank groups. Above 1, train.recompute auto means always.
-    """
     max_grad_norm: Positive | None = 1.0
-    """Clip gradients to this global norm. none: no clipping."""
     clip: Literal["auto", "speculative", "deferred"] = "auto"
-    """Time of clipped updates: deferred (after the norm is known) or speculative (as gradients arrive, corrected when
-    the norm is known). auto: deferred; if updates take longer than a forward pass, speculative from step 9 on,
-    provided no earlier step was clipped.
-    """
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Reaction to an infinite or NaN gradient: stop with an error, or skip the step and leave all states unchanged."""
     delay: Delay = 0
-    """1: apply each update one step late, in parallel with the whole next step, so a step computes with the previous
-    weights. Training differs from delay 0, and the host holds one more copy of the weights.
-    """
     delay_after: Natural = 0
-    """With train.delay: number of steps before the delay begins."""
     eval_every: Natural = 100
     """Evaluate every this many steps, and at the end. 0: only at the end."""
     eval_batches: Count | Literal["all"] = 8
@@ -402,10 +408,6 @@ class TrainSection(Section):
     log_every: Count = 10
     """Print a line every this many steps (a terminal shows every step)."""
     head_chunk_bytes: Chunks = "auto"
-    """Largest logits tensor in bytes, counted as fp32. Above, the head runs in chunks over the tokens with a target.
-    auto: 1/30 of the device budget, at least 256 MiB, because loss and gradients need about twice as much again.
-    none: all logits at once.
-    """
 
     @property
     def group(self) -> int:
@@ -431,6 +433,8 @@ class TrainSection(Section):
 
 class OptimizerSection(Section):
     """Update rule and learning rate."""
+
+    main = ("name", "lr", "weight_decay", "freeze", "schedule", "warmup_steps")
 
     name: RuleName = "adamw"
     """Update rule. lion has one moment and saves 4 bytes per parameter; sgd has one or none; adafactor and adalomo
@@ -461,7 +465,7 @@ class OptimizerSection(Section):
     weights at which the loss is measured, 1e-3 unless set.
     """
     weight_decay: Rate = 0.01
-    """Decoupled weight decay, scaled by the learning rate; sgd adds the decay to the gradient. Unless set: 0.1 for lion
+    """Decoupled weight decay, scaled by the learning rate. For sgd, added to the gradient. Unless set: 0.1 for lion
     and muon, 0 for adafactor, lomo, adalomo and mezo.
     """
     beta2_decay: Annotated[float, Field(le=0, allow_inf_nan=False)] | None = None
@@ -495,7 +499,7 @@ class OptimizerSection(Section):
     with stochastic rounding after each step (seed: run.seed).
     """
     freeze: Words = ()
-    """Parameters to freeze: regular expressions separated by spaces; each must match some parameter name. Frozen
+    """Parameters to freeze: regular expressions separated by spaces. Each must match some parameter name. Frozen
     parameters have no gradients and no optimizer states, and stream as frozen weights. none: all train.
     """
     decay_1d: bool = False
@@ -511,6 +515,22 @@ class OptimizerSection(Section):
     warmup_steps: Natural | None = None
     """Steps until the learning rate reaches the peak. none: 1/20 of the steps, at most 100."""
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if a step runs a backward pass. Only rules based on forward passes alone do not."""
+        return RULE_SETTINGS[self.name].has_gradients
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Names of all update rules, with those of groups."""
+        return (self.name, *(str(each["rule"]) for _, each in self.groups if each.get("rule") in RULE_SETTINGS))
+
+    @property
+    def uncorrectable(self) -> str:
+        """Title of a rule without corrections for speculative clipping; empty if updates can be corrected."""
+        label = self.name if self.states == "fp32" else f"{self.name} with states in {self.states}"
+        return "" if label == "adamw" else label
+
 
 def _as_init(value: Any) -> Any:
     if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_[1-9]\d{0,2})?|loftq(_[1-9]\d?)?", str(value)):
@@ -523,6 +543,8 @@ LoraInit = Annotated[str, BeforeValidator(_as_init)]
 
 class LoraSection(Section):
     """A PEFT adapter trained over frozen model weights. Names and defaults follow PEFT."""
+
+    main = ("rank", "alpha", "target_modules", "adapter")
 
     rank: Natural = 0
     """LoRA matrix rank (r). 0: no adapter, unless lora.config or lora.adapter is set."""
@@ -562,9 +584,21 @@ class LoraSection(Section):
     restart_warmup_steps: Natural | None = None
     """Steps until the learning rate recovers from 0 after a restart. none: 1/20 of lora.restart_every, at most 100."""
 
+    @property
+    def whole(self) -> str | None:
+        """Name of a complete description of the adapter; None if the settings here describe the adapter."""
+        return self.config or self.adapter
+
+    @property
+    def adapts(self) -> bool:
+        """True if an adapter is trained over frozen weights."""
+        return bool(self.rank or self.whole)
+
 
 class OffloadSection(Section):
     """Tier for each kind of state, and the memory budgets."""
+
+    main = ("parameters", "optimizer", "device_memory", "host_memory", "nvme_dir", "frozen_weights")
 
     parameters: Literal["auto", "device", "cpu", "nvme", "files"] = "auto"
     """Tier for offloaded parameters. files: frozen parameters stay in the original model files and are read again for
@@ -604,56 +638,24 @@ class OffloadSection(Section):
     nvme_memory: Size = None
     """Disk budget for the nvme tier, same forms. none: no limit."""
     prefetch: Prefetch = "auto"
-    """Units prefetched ahead of the computing unit; their memory is guaranteed. 0: no prefetch; auto: as many as memory
-    allows.
-    """
     zero_stage: Stage = "auto"
     """State partitioning over ranks: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters. auto: the lowest
     stage without a loss of speed, by search; 3 if unknown.
     """
     replicas: Replicas = "auto"
-    """Model copies over all ranks. The ranks of each copy partition the model equally, on one machine if possible;
-    copies all-reduce gradients. auto: one copy per machine, or one over all machines if faster or if only this fits,
-    by search; one on a single machine.
-    """
     replica_states: Literal["whole", "shared"] = "whole"
-    """Optimizer states with offload.replicas. whole: each copy holds all states. shared: states are partitioned over
-    all copies; the owning rank updates the weights and sends them to the other copies. Weights stay whole in each
-    copy. Requires zero_stage 3.
-    """
     throttle: Throttle = None
-    """Slow lanes down on purpose to simulate a slower link: {LANE: bytes per second} or {LANE: {bandwidth,
-    latency_seconds}} as YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: full speed.
-    """
     frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
-    """Storage and transfer format for matrices in frozen blocks. exact: unquantized; int8: one byte per weight, one
-    scale per 128; nf4: half a byte per weight, as in QLoRA. The device dequantizes. Embeddings, weights outside
-    blocks, and parameters below 4096 elements stay exact.
-    """
     link_weights: Literal["exact", "int8"] = "exact"
-    """Transfer format for trainable weights, to the device and between ranks. exact: unquantized. int8 (approximate):
-    one byte per weight, one scale per 128, quantized from the exact master weights after each update; compute uses
-    the dequantized weights. Checkpoints and exports hold the master weights. Vectors and parameters below 4096
-    elements are sent exact.
-    """
     link_gradients: Literal["exact", "int8", "int4"] = "exact"
-    """Transfer format for gradients between replicas (offload.replicas). exact: unquantized. int8 or int4
-    (approximate): one or half a byte per gradient, one scale per 128. Quantization errors carry over to the next
-    step, for 2 bytes per weight of the local partition. All replicas make the same update.
-    """
     device: str | None = None
-    """Compute device in torch notation: cpu, cuda, cuda:1. none: the accelerator of this rank, or the CPU without one.
-    """
     update: Literal["auto", "cpu", "device", "both"] = "auto"
-    """Place where host-resident states are updated. cpu: on the host. device: states stream to the device in parallel
-    with compute, and back. both: the device keeps optimizer states for as many regions as fit
-    (offload.optimizer_memory) and updates them, the host updates the rest. auto: the fastest, by measurement.
-    Device-resident states always update on the device.
-    """
 
 
 class CheckpointSection(Section):
     """Checkpoints, resume and export."""
+
+    main = ("every", "resume", "export")
 
     every: Count | Literal["auto"] | None = "auto"
     """Save all states every this many steps, and at the end. auto: every hour if the disk has room for a checkpoint and
@@ -662,8 +664,8 @@ class CheckpointSection(Section):
     keep: Count | None = None
     """Number of checkpoints to keep. none: all, but only the newest of the hourly ones."""
     resume: str = "auto"
-    """auto: resume from the newest intact checkpoint in the run folder, if any. never: start anew. Or the path to a
-    checkpoint or a run.
+    """Checkpoint to resume from: auto, never, or the path to a checkpoint or a run. auto: the newest intact one in the
+    run folder, if any. never: start anew.
     """
     on_error: Literal["continue", "stop"] = "continue"
     """Reaction to a failed checkpoint write, for example on a full disk. Earlier checkpoints stay intact."""

@@ -110,9 +110,9 @@ class RunSetup(NamedTuple):
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
         check_sequence_length(architecture, int(config.data.sequence_length or 0))
         trainable, num_rows = choose_trainable_part(config, architecture, kind, start), vocab_size(architecture)
-        has_weights = bool(start.folders) and not config.adapts  # the checkpoint has all weights
+        has_weights = bool(start.folders) and not config.lora.adapts  # the checkpoint has all weights
         grows = not has_weights and user_model is None and TASKS["rows"].grow_vocabulary(config, architecture)
-        if config.adapts:
+        if config.lora.adapts:
             refuse_growth(vocab_size(architecture), num_rows)
         return cls(config, architecture, kind, trainable, grows)
 
@@ -135,7 +135,7 @@ def make_run(
     Raises OffloadError.
     """
     first = next(iter(start.folders), None)
-    whole = None if start.config.adapts else first  # checkpoint with all weights
+    whole = None if start.config.lora.adapts else first  # checkpoint with all weights
     with share_failure(comm, "reading of the architecture"):
         accelerator = own_accelerator(start.config.offload.device)
         setup = RunSetup.read(start, user_model, has_accelerator=accelerator is not None)
@@ -281,7 +281,7 @@ def choose_trainable_part(
 
     Raises ConfigError, also for another base than in the checkpoint; MissingLibraryError.
     """
-    if not config.adapts:
+    if not config.lora.adapts:
         quantization = quantization_settings(architecture)
         if quantization is not None and is_pretrained(config.model, locate(config.model)):
             raise untrainable_error(f"model.path is {config.model.path}, which", quantization_method(quantization))

@@ -196,7 +196,7 @@ class Trainer:
             self._callbacks.notify("on_step_begin")
             self._say(*self._trainable.before_step(self._engine, step))
             self._engine.lr = rate_at(step, self.config)
-            is_marked = not self.config.has_gradients and step == progress.first_step  # for replay
+            is_marked = not self.config.optimizer.has_gradients and step == progress.first_step  # for replay
             mark = {"weights": self._engine.weights_mark()} if is_marked else {}
             with planned_advice(self._misfit):
                 result = self._engine.step(batch, self._objective.loss)

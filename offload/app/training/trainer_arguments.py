@@ -28,7 +28,7 @@ def merge_arguments(config: Any, model: Any, data: Any, eval_data: Any) -> tuple
     config = config.model_copy(deep=True)
     user_model = None if model is None else ModelObject(model)
     if user_model is not None:
-        if config.adapts:
+        if config.lora.adapts:
             raise ConfigError(
                 "an adapter is configured (lora) over a model given in Python, but a later load must find its base "
                 "again: set model.path to the folder of the base."

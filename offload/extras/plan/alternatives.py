@@ -464,7 +464,7 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     elif on_device and config.offload.nvme_dir and prediction.config.offload.gradients != "nvme":
         # A tied output weight is cut into row blocks, with gradient sums stored next to the gradients.
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
-    if on_host and config.train.max_grad_norm is not None and config.has_gradients:  # they wait for the norm
+    if on_host and config.train.max_grad_norm is not None and config.optimizer.has_gradients:  # they wait for the norm
         yield {"train.max_grad_norm": None}
     rows, micro_rows = config.train.batch_size if short_tiers else 0, config.train.micro_batch_size or 0
     while rows > prediction.num_groups:  # changes the training: last resort

@@ -245,7 +245,7 @@ class Forecaster:
         """The trained model on `meta`, with its quantized checkpoint parameters."""
         section, architecture = self.config.model, self._architecture
         model, quantized = empty_model(section, architecture), dict[nn.Parameter, Codec]()
-        freezes = self.config.adapts or self.config.optimizer.freeze
+        freezes = self.config.lora.adapts or self.config.optimizer.freeze
         is_loaded = is_pretrained(section, locate(section))
         is_stand_in = self.plans_downloads and not is_loaded and section.init == "auto"
         if freezes and (is_stand_in or (is_loaded and architecture.dtype == torch.bfloat16)):
@@ -254,7 +254,7 @@ class Forecaster:
         folder = None if quantization is None else locate(section)
         if quantization is not None and folder is not None and is_pretrained(section, folder):
             quantized |= quantized_parameters(model, folder, quantization)
-        if self.config.adapts:
+        if self.config.lora.adapts:
             adaptation = Adaptation.of(self.config.lora, model_kind(architecture).name)
             adaptation.check_tier(self.config.offload.parameters)
             model = adaptation.apply_to_shapes(model)

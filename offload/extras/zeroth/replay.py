@@ -40,7 +40,7 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
     quiet_transformers()
     folder = RunFolder(run)
     config = Config.load(run / "config.yaml")
-    if config.has_gradients:
+    if config.optimizer.has_gradients:
         raise ConfigError(
             f"{run} was trained with --optimizer.name {config.optimizer.name}, whose updates need gradients that the "
             "log does not contain: only runs with mezo can be replayed. Take the weights from the checkpoints of "
@@ -51,7 +51,7 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
             f"the adapter of {run} restarted after each {config.lora.restart_every} steps (lora.restart_every), and "
             f"the log does not contain the restarts: take the weights from the checkpoints of {run}."
         )
-    if config.adapts and dtype != "auto":
+    if config.lora.adapts and dtype != "auto":
         raise ConfigError("--dtype is given, but an adapter keeps the dtype in which it was trained: leave it out.")
     lines = _read_steps(folder.metrics)
     engine, removed = _open(base, config, is_marked=any("weights" in line for line in lines))
@@ -67,7 +67,7 @@ def replay_run(base: Path, run: Path, out: Path, dtype: str, say: Callable[[str]
             if part and part[0]["step"] == engine.num_steps + 1:
                 _check_weights(engine, part[0], base, run)
             engine.replay(part)
-        if config.adapts:
+        if config.lora.adapts:
             values = dict(engine.named_parameters(trained_only=True))
             write_adapter(engine.model, {**buffers_of(engine.model), **values}, out, {}, removed)
         else:
@@ -98,7 +98,7 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mappi
         seed=config.run.seed,
         device="cpu",
     )
-    built = _build_adapted(base, config) if config.adapts else _build_whole(base, config)
+    built = _build_adapted(base, config) if config.lora.adapts else _build_whole(base, config)
     freeze(built.model, config.optimizer.freeze)
     engine = Engine(built.model, settings=settings, fill=built.fill)
     built.close()

@@ -1,0 +1,87 @@
+"""Refused settings of a run."""
+
+from offload.app.config.rules import RULE_SETTINGS
+from offload.app.config.sections import DataSection, OptimizerSection
+from offload.conflicts import Condition, Conflict, is_above, is_set, is_unset, other_than
+
+DATA = (
+    Conflict("data.source", other_than(DataSection.model_fields["source"].default), "data.sources", is_set,
+        "data.sources is set too", "put it into data.sources, as {path: ...}, or leave one of them out"),
+)  # fmt: skip
+"""Rows for every configuration, also before a run is resumed."""
+SOURCES = (
+    Conflict("train.method", other_than("sft"), "origin.data.source", "default",
+        "data.source is not set", "name files of rows with a prompt, a chosen and a rejected answer",
+        {"data.sources": is_unset}),
+    Conflict("model.path", other_than(None), "origin.data.source", "default",
+        "data.source is not set, so the model would be trained on the sources of Python's standard library",
+        "set --data.source to your files, a folder or a glob, or to builtin:stdlib (text) or builtin:stdlib-chat if "
+        "that is meant", {"data.sources": is_unset}),
+)  # fmt: skip
+"""Rows for a run with training data."""
+
+
+def _rules_with(key: str) -> list[str]:
+    return [name for name, settings in RULE_SETTINGS.items() if key in settings.keys]
+
+
+def _without(key: str) -> Condition:
+    return lambda rules, _: not set(_rules_with(key)) & set(rules)
+
+
+_BEST = (
+    ("train.early_stopping_patience", other_than(None)),
+    ("checkpoint.keep_best", True),
+    ("checkpoint.export_best", True),
+)
+RUN = (
+    Conflict("train.micro_batch_size", is_above, "train.batch_size", is_set,
+        "train.batch_size is {train.batch_size}",
+        "set --train.micro_batch_size to {train.batch_size} or less, or raise --train.batch_size"),
+    Conflict("optimizer.warmup_steps", is_above, "train.steps", is_set,
+        "train.steps is {train.steps}, so the learning rate would never reach its peak",
+        "lower --optimizer.warmup_steps or raise --train.steps"),
+    Conflict("optimizer.schedule", other_than("auto", "constant"), "train.max_seconds", is_set,
+        "this schedule needs the number of the last step, and only train.max_seconds limits the run",
+        "set --train.steps or --train.epochs as well, or --optimizer.schedule constant",
+        {"train.steps": None, "train.epochs": None}),
+    *(
+        Conflict(f"optimizer.{key}", other_than(OptimizerSection.model_fields[key].default),
+            "optimizer.rules", _without(key),
+            "{optimizer.name} has no such setting",
+            f"leave it out, or set --optimizer.name {' or '.join(_rules_with(key))}")
+        for key in dict.fromkeys(key for settings in RULE_SETTINGS.values() for key in settings.keys)
+    ),
+    *(
+        Conflict("optimizer.freeze", is_set, key, value,
+            f"checkpoints of a partly frozen model contain all weights, and with {key} {{{key}}} the frozen ones "
+            "cannot be saved", f"set --{key} {fix}, or train an adapter (--lora.rank)")
+        for key, value, fix in (
+            ("offload.parameters", "files", "cpu"),
+            ("offload.frozen_weights", other_than("exact"), "exact"),
+        )
+    ),
+    *(
+        Conflict(key, value, "train.eval_every", 0,
+            "train.eval_every is 0, so the only evaluation is at the end", "set --train.eval_every, such as 100")
+        for key, value in _BEST
+    ),
+    *(
+        Conflict(key, value, "data.eval_share", 0,
+            "data.eval_share is 0, so there is nothing to evaluate",
+            "set --data.eval_share, such as 0.02, or --data.eval_source", {"data.eval_source": is_unset})
+        for key, value in _BEST
+    ),
+    Conflict("train.early_stopping_min_delta", is_set, "train.early_stopping_patience", None,
+        "early stopping is off", "set --train.early_stopping_patience, such as 3, or leave it out"),
+    *(
+        Conflict("checkpoint.export_best", True, f"checkpoint.{other}", False,
+            f"checkpoint.{other} is false", f"set --checkpoint.{other} true, or leave it out")
+        for other in ("export", "keep_best")
+    ),
+    Conflict("model.path", is_set, "model.preset", is_set,
+        "model.preset is {model.preset}", "leave one of them out"),
+    Conflict("model.init", "pretrained", "model.path", None,
+        "there are no weights to read without --model.path", "set it, or --model.init random"),
+)  # fmt: skip
+"""Rows for every run."""

@@ -1,0 +1,90 @@
+"""Help texts of engine settings, for the docstring of `Settings` and for the sections of a configuration."""
+
+TEXTS = {
+    "train.max_grad_norm": (
+        "Clip gradients to this global norm. A rule with a norm of its own uses that instead. none: no clipping."
+    ),
+    "train.clip": (
+        "Time of clipped updates: deferred (after the norm is known) or speculative (as gradients arrive, corrected "
+        "when the norm is known). auto: deferred; if updates take longer than a forward pass, speculative from step "
+        "9 on, provided no earlier step was clipped."
+    ),
+    "train.on_nonfinite": (
+        "Reaction to an infinite or NaN gradient: stop with an error, or skip the step and leave all states unchanged."
+    ),
+    "train.recompute": ("Activation recomputation in backward. auto: depends on the device budget."),
+    "train.compile": (
+        "Use of torch.compile for blocks. auto: one compilation for all equal blocks; a block unsuited to "
+        "compilation, or with different results, runs uncompiled, and a message says so. Results differ from never "
+        "in the last bits."
+    ),
+    "train.sequence_tile": (
+        "Tokens per sequence tile. Modules acting on single tokens, like MLPs and norms, compute one tile at a time "
+        "and recompute each tile in backward; a trial run finds these modules (arXiv:2506.13996). auto: whole "
+        "sequences, or tiles if a block would not fit the device. none: whole sequences."
+    ),
+    "train.sequence_parallel": (
+        "Neighbouring ranks on one machine sharing the same sequences (DeepSpeed-Ulysses, arXiv:2309.14509). Each "
+        "rank holds part of the tokens in every row, and in attention all tokens for part of the heads, so sequence "
+        "memory is divided too. The rows of a step are divided among these rank groups. Above 1, train.recompute "
+        "auto means always."
+    ),
+    "train.head_chunk_bytes": (
+        "Largest logits tensor in bytes, counted as fp32. Above, the head runs in chunks over the tokens with a "
+        "target. auto: 1/30 of the device budget, at least 256 MiB, because loss and gradients need about twice as "
+        "much again. none: all logits at once."
+    ),
+    "train.delay": (
+        "1: apply each update one step late, in parallel with the whole next step, so a step computes with the "
+        "previous weights (ZeRO-Offload, arXiv:2101.06840, section 5.2). Training differs from delay 0, and the "
+        "host holds one more copy of the weights."
+    ),
+    "train.delay_after": ("With train.delay: number of steps before the delay begins."),
+    "offload.prefetch": (
+        "Units prefetched ahead of the computing unit; their memory is guaranteed. 0: no prefetch; auto: as many as "
+        "memory allows."
+    ),
+    "offload.replicas": (
+        "Model copies over all ranks. The ranks of each copy partition the model equally, on one machine if "
+        "possible; copies all-reduce gradients. auto: one copy per machine, or one over all machines if faster or "
+        "if only this fits, by search; one on a single machine."
+    ),
+    "offload.replica_states": (
+        "Optimizer states with offload.replicas. whole: each copy holds all states. shared: states are partitioned "
+        "over all copies; the owning rank updates the weights and sends them to the other copies (hpZ in ZeRO++, "
+        "arXiv:2306.10209, section 3.2). Weights stay whole in each copy. Requires zero_stage 3."
+    ),
+    "offload.throttle": (
+        "Slow lanes down on purpose to simulate a slower link: {LANE: bytes per second} or {LANE: {bandwidth, "
+        "latency_seconds}} as YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: full "
+        "speed."
+    ),
+    "offload.frozen_weights": (
+        "Storage and transfer format for matrices in frozen blocks. exact: unquantized; int8: one byte per weight, "
+        "one scale per 128; nf4: half a byte per weight, as in QLoRA (arXiv:2305.14314). The device dequantizes. "
+        "Embeddings, weights outside blocks, and parameters below 4096 elements stay exact."
+    ),
+    "offload.link_weights": (
+        "Transfer format for trainable weights, to the device and between ranks. exact: unquantized. int8 "
+        "(approximate): one byte per weight, one scale per 128, quantized from the exact master weights after each "
+        "update (ZeRO++, arXiv:2306.10209, section 3.2); compute uses the dequantized weights. Checkpoints and "
+        "exports hold the master weights. Vectors and parameters below 4096 elements are sent exact."
+    ),
+    "offload.link_gradients": (
+        "Transfer format for gradients between replicas (offload.replicas). exact: unquantized. int8 or int4 "
+        "(approximate): one or half a byte per gradient, one scale per 128. Quantization errors carry over to the "
+        "next step (ZeRO++, section 3.4; error feedback, arXiv:1901.09847), for 2 bytes per weight of the local "
+        "partition. All replicas make the same update."
+    ),
+    "offload.device": (
+        "Compute device in torch notation: cpu, cuda, cuda:1. none: the accelerator of this rank, or the CPU "
+        "without one."
+    ),
+    "offload.update": (
+        "Place where host-resident states are updated. cpu: on the host. device: states stream to the device in "
+        "parallel with compute, and back. both: the device keeps optimizer states for as many regions as fit "
+        "(offload.optimizer_memory) and updates them, the host updates the rest. auto: the fastest, by measurement. "
+        "Device-resident states always update on the device."
+    ),
+}
+"""Texts by full key."""

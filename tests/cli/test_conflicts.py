@@ -1,0 +1,39 @@
+"""Combinations of settings: `conflicts.txt` has the words and the message of each refused one."""
+
+import shlex
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from offload.app.config import conflicts
+from offload.app.config.config import Config
+from offload.app.config.options import read_command
+from offload.app.engine_settings import make_settings
+from offload.conflicts import CONFLICTS, ENGINE_CONFLICTS, PLACEMENT
+from offload.errors import ConfigError
+
+ENTRIES = [entry.split("\n") for entry in Path(__file__).with_name("conflicts.txt").read_text().strip().split("\n\n")]
+
+
+def _make(words: list[str]) -> None:
+    config, _ = read_command(words, "test", "", {}, may_go_on=False)
+    config.check_source()
+    make_settings(config.resolve(has_accelerator=False, max_positions=None))
+
+
+@pytest.mark.parametrize(("words", "message"), ENTRIES, ids=[words for words, _ in ENTRIES])
+def test_a_refusal_names_the_settings_and_the_remedy(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        _make(shlex.split(words))
+    assert str(raised.value) == message
+
+
+def test_the_defaults_are_in_no_conflict() -> None:
+    """A row or a text with an unknown key raises AttributeError."""
+    config = Config()
+    settings = make_settings(config.resolve(has_accelerator=False, max_positions=None))
+    of_runs = chain(conflicts.DATA, conflicts.SOURCES, conflicts.RUN, *CONFLICTS.values())
+    of_engines = chain(PLACEMENT, *ENGINE_CONFLICTS.values())
+    for rows, get in ((of_runs, config._setting), (of_engines, settings._setting)):
+        assert not [row.message(get) for row in rows if not row.message(get) or row.applies(get)]
