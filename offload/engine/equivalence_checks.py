@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
 from offload.engine.loss.batch_agreement import PassInputs
-from offload.engine.loss.group_loss import rows_per_group
+from offload.engine.loss.group_loss import as_loss
 from offload.engine.loss.loss import run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
@@ -164,7 +164,7 @@ class EquivalenceChecks:
 
     def _compare(self, inputs: PassInputs, sample: Batch, *, cuts: bool) -> EquivalenceResult:
         is_cut, has_chunks = cuts and self._state.execution_mode.cut != "whole", self._losses.chunk_tokens(inputs) > 0
-        inputs = inputs.of_sample(sample, rows_per_group(inputs.loss_fn) if is_cut else None)
+        inputs = inputs.of_sample(sample, as_loss(inputs.loss_fn).group if is_cut else None)
         num_tokens = inputs.plan.num_targets(replace(inputs.rule, counts_rows=False))
         pair = self._pass_pair(inputs, max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0)
         with nullcontext() if inputs.is_training else in_eval_mode(self._state.model):

@@ -19,7 +19,7 @@ from offload.engine.equivalence_checks import EquivalenceChecks
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, check_batch, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs, agree_on_pass, host_labels
-from offload.engine.loss.group_loss import GroupLoss
+from offload.engine.loss.group_loss import as_loss
 from offload.engine.loss.loss import LossFunction
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Backward, Method
@@ -190,8 +190,8 @@ class Steps:
         batch, shared = self._state.attention.share(batch, loss_fn)
         recording_status = partial(self.known.recording_status, batch, loss_fn)
         comm, modes = self._state.comm, self.known.modes
-        if isinstance(loss_fn, GroupLoss):
-            loss_fn.check(check_batch(batch), self._micro_rows)
+        if (loss := as_loss(loss_fn)).group > 1:
+            loss.check(check_batch(batch), self._micro_rows)
         plan = agree_on_pass(
             comm, operation, batch, self._micro_rows, loss_fn is not None, recording_status, lr, modes, shared
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from enum import Enum
 from typing import Any, ClassVar
 
 import torch
@@ -14,25 +14,49 @@ GroupMetrics = dict[str, torch.Tensor]
 """Metrics by name, fp32 [groups] each."""
 
 
-class GroupLoss(ABC):
-    """Mean loss over groups of neighbouring rows. Micro-batches and ranks never split a group.
+class Needs(Enum):
+    """Model results for a loss."""
 
-    The batch has `labels` int64 [rows, tokens]. A group counts if every row has a target, so a rank without real rows
-    can participate. The model does not receive the batch values in `own`.
+    OUTPUTS = "outputs of the model"
+    LOG_PROBS = "log-probabilities of the labels"
+    MEAN = "the loss of the model"
+
+    @property
+    def allows_chunks(self) -> bool:
+        """True if the head may compute logits in chunks, so they never exist all at once."""
+        return self is not Needs.OUTPUTS
+
+
+class Loss:
+    """Properties of a loss for the engine. The defaults are those of a function of outputs and batch.
+
+    For example a loss over pairs of rows, from the log-probabilities of their labels:
+
+        class Pairs(TokenLoss):
+            group = 2
+
+            def of(self, log_probs, batch):
+                sums = log_probs.sum(1)
+                return self._mean(softplus(sums[1::2] - sums[::2]), batch)
     """
 
     group: ClassVar[int] = 1
     """Rows per group."""
-    own: ClassVar[frozenset[str]] = frozenset({"labels"})
+    needs: Needs = Needs.OUTPUTS
+    """First argument of `of`."""
+    own: ClassVar[frozenset[str]] = frozenset()
     """Batch values for the loss alone."""
+    counts_groups: ClassVar[bool] = False
+    """True if every group with targets has the same weight."""
 
-    def __init__(self) -> None:
-        self._newest: GroupMetrics = {}
-        self._parts: list[GroupMetrics] = []
+    def __init__(self, needs: Needs) -> None:
+        self.needs = needs
 
-    @abstractmethod
-    def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        """Return the loss, 0-dim, from the model outputs."""
+    def of(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss, 0-dim, from the results in `needs`: outputs of the model, or log-probabilities of the
+        labels, fp32 [rows, tokens] (0 without a target, e.g. for the first label in a row).
+        """
+        raise NotImplementedError
 
     def check(self, num_rows: int, micro_rows: int | None) -> None:
         """Raise ConfigError if the batch or a micro-batch splits a group."""
@@ -45,10 +69,33 @@ class GroupLoss(ABC):
 
     def begin(self) -> None:
         """Begin a pass: drop earlier metrics."""
-        self._parts = []
 
     def keep(self) -> None:
         """Count the latest loss as a part of the pass."""
+
+
+class GroupLoss(Loss):
+    """Mean loss over groups of neighbouring rows. Micro-batches and ranks never split a group.
+
+    The batch has `labels` int64 [rows, tokens]. A group counts if every row has a target, so a rank without real rows
+    can participate. The model does not receive the batch values in `own`.
+    """
+
+    own: ClassVar[frozenset[str]] = frozenset({"labels"})
+    counts_groups: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._newest: GroupMetrics = {}
+        self._parts: list[GroupMetrics] = []
+
+    def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss, 0-dim, from the model outputs."""
+        return self.of(outputs, batch)
+
+    def begin(self) -> None:
+        self._parts = []
+
+    def keep(self) -> None:
         self._parts.append(self._newest)
 
     @property
@@ -65,24 +112,23 @@ class GroupLoss(ABC):
 
 
 class TokenLoss(GroupLoss):
-    """A loss over target log-probabilities. Logits can be computed in chunks, so they never exist all at once."""
+    """A loss over target log-probabilities. Logits can be computed in chunks."""
+
+    needs = Needs.LOG_PROBS
 
     def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        labels, logits = batch["labels"], outputs.logits
-        label_log_probs = log_probs(logits[:, :-1], labels[:, 1:])
+        label_log_probs = log_probs(outputs.logits[:, :-1], batch["labels"][:, 1:])
         return self.of(torch.nn.functional.pad(label_log_probs, (1, 0)), batch)
 
-    @abstractmethod
-    def of(self, log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the loss, 0-dim, from label log-probabilities, fp32 [rows, tokens].
 
-        0 marks labels without a target, e.g. the first label in a row.
-        """
+_OF_FUNCTION, _OF_MODEL = Loss(Needs.OUTPUTS), Loss(Needs.MEAN)
 
 
-def rows_per_group(loss_fn: Any) -> int:
-    """Return the number of neighbouring rows per group."""
-    return loss_fn.group if isinstance(loss_fn, GroupLoss) else 1
+def as_loss(loss_fn: Any) -> Loss:
+    """Return a loss as `Loss`. None is the loss of the model; any other function takes outputs and batch."""
+    if isinstance(loss_fn, Loss):
+        return loss_fn
+    return _OF_MODEL if loss_fn is None else _OF_FUNCTION
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.engine.loss.batch import IGNORED, Batch
-from offload.engine.loss.group_loss import GroupLoss
+from offload.engine.loss.group_loss import as_loss
 from offload.errors import ConfigError, nearest
 
 LossFunction = Callable[[Any, Batch], torch.Tensor]
@@ -50,8 +50,8 @@ def select_inputs(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) 
     """Return the batch values that the model's forward takes. Other values are for `loss_fn`. Raises ConfigError."""
     signature = inspect.signature(model.forward).parameters
     labels, has_loss_function = labels_of(batch), loss_fn is not None
-    if isinstance(loss_fn, GroupLoss):
-        batch = {key: value for key, value in batch.items() if key not in loss_fn.own}
+    if (loss := as_loss(loss_fn)).counts_groups:
+        batch = {key: value for key, value in batch.items() if key not in loss.own}
     elif has_loss_function and labels is not None and (labels.is_floating_point() or labels.dim() != 2):
         batch = {key: value for key, value in batch.items() if key != "labels"}  # not token labels: for loss_fn alone
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):

@@ -13,7 +13,7 @@ import torch
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import build_chunks
-from offload.engine.loss.group_loss import GroupLoss, TokenLoss
+from offload.engine.loss.group_loss import Loss, Needs, as_loss
 from offload.engine.loss.loss import labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
@@ -49,8 +49,7 @@ class Losses:
         """
         plan, batch, runner = inputs.plan, inputs.batch, self._state.runner
         own = plan.ranks[plan.rank]
-        if isinstance(inputs.loss_fn, GroupLoss):
-            inputs.loss_fn.begin()
+        as_loss(inputs.loss_fn).begin()
         in_calls = plan.num_parts > 1 and self.is_called_per_micro_batch
         if inputs.shared is not None and (in_calls or self.chunk_tokens(inputs) == 0):
             raise ConfigError(
@@ -116,7 +115,7 @@ class Losses:
 
     def chunk_tokens(self, inputs: PassInputs) -> int:
         """Return the tokens per head chunk; 0 if the logits are computed at once."""
-        is_whole = not isinstance(inputs.loss_fn, TokenLoss | None) or not self._state.execution_mode.chunks
+        is_whole = not (as_loss(inputs.loss_fn).needs.allows_chunks and self._state.execution_mode.chunks)
         if inputs.head is None or is_whole or (self.chunk_bytes is None and inputs.shared is None):
             return 0
         chunk_bytes = self.chunk_bytes or sys.maxsize
@@ -132,7 +131,7 @@ class Losses:
 
         The backward below the head runs here too, so the returned loss needs no backward.
         """
-        head, batch, plan = inputs.head, inputs.batch, inputs.plan
+        head, batch, plan, loss = inputs.head, inputs.batch, inputs.plan, as_loss(inputs.loss_fn)
         assert head is not None
         assert inputs.labels is not None
         state, copy_to_device = self._state, self._state.device.copy_to_device
@@ -149,8 +148,8 @@ class Losses:
             if gradient is not None:
                 state.runner.check_writes()
             with state.runner.whole_batch():
-                if isinstance(inputs.loss_fn, TokenLoss):
-                    compute_loss = partial(self._loss_and_gradient, inputs, inputs.loss_fn)
+                if loss.needs is Needs.LOG_PROBS:
+                    compute_loss = partial(self._loss_and_gradient, inputs, loss)
                     total = head.loss_from_log_probs(state, output, batch, chunks, compute_loss, gradient)
                 else:
                     total = head.mean_loss(state, output, batch, chunks, inputs.num_targets, gradient)
@@ -159,7 +158,7 @@ class Losses:
         return total
 
     def _loss_and_gradient(
-        self, inputs: PassInputs, loss_fn: TokenLoss, label_log_probs: torch.Tensor
+        self, inputs: PassInputs, loss_fn: Loss, label_log_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss for log-probabilities, and the gradient if a backward follows."""
         share = _target_share(inputs)
@@ -181,8 +180,8 @@ def _target_share(inputs: PassInputs) -> float:
 
 def _scale(loss: torch.Tensor, share: float, inputs: PassInputs) -> torch.Tensor:
     """Scale a loss part by `share`. A group loss with a nonzero share keeps the metrics."""
-    if share and isinstance(inputs.loss_fn, GroupLoss):
-        inputs.loss_fn.keep()
+    if share:
+        as_loss(inputs.loss_fn).keep()
     return loss * share if share != 1.0 else loss
 
 

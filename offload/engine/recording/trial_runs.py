@@ -23,7 +23,7 @@ from offload.engine.loss.batch import (
 )
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.group_loss import GroupLoss, TokenLoss, rows_per_group
+from offload.engine.loss.group_loss import Needs, as_loss
 from offload.engine.loss.label_trials import LabelTrials, probe_loss
 from offload.engine.loss.loss import LossFunction, LossRule, run_loss, select_inputs
 from offload.engine.recording.known import KnownPasses, TrialResult, int_arguments
@@ -74,12 +74,10 @@ class TrialRuns:
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # not conclusive: the next batch may be
             return replace(inputs, form=form)
-        if loss_fn is None or isinstance(loss_fn, TokenLoss):
+        if as_loss(loss_fn).needs.allows_chunks:
             rule, head = self._keep_decision(batch, rule, head)
-        rule, pattern = (
-            replace(rule, counts_rows=isinstance(loss_fn, GroupLoss)),
-            batch_pattern(batch, check_batch(batch)),
-        )
+        rule = replace(rule, counts_rows=as_loss(loss_fn).counts_groups)
+        pattern = batch_pattern(batch, check_batch(batch))
         if self.samples.compute_on_leader(leader, lambda: pattern) == pattern:  # else another rank's pattern
             self.known.results[signature] = TrialResult(rule, head, form.obstacle)
             self.known.store_ints(signature, int_arguments((), batch))
@@ -93,7 +91,7 @@ class TrialRuns:
         leader = self.samples.choose_leader(
             inputs.batch, lambda: self.known.recording_status(inputs.batch, inputs.loss_fn)[0], None
         )
-        return self.samples.take(inputs.batch, inputs.form, leader, False, rows_per_group(inputs.loss_fn))[0]
+        return self.samples.take(inputs.batch, inputs.form, leader, False, as_loss(inputs.loss_fn).group)[0]
 
     def _record_batch(
         self, batch: Batch, loss_fn: LossFunction | None, leader: int, has_full_length: bool
@@ -108,7 +106,7 @@ class TrialRuns:
         form = form if self._state.comm.rank == leader else leader_form
         self.known.constant_keys.pop(signature, None)
         if not form.is_whole:
-            samples = self.samples.take(batch, form, leader, has_full_length, rows_per_group(loss_fn))
+            samples = self.samples.take(batch, form, leader, has_full_length, as_loss(loss_fn).group)
             self._unused_sample, constant_keys = (batch, samples[0]), form.constant_keys(samples[-1], form.axes)
             if len(constant_keys) == len(form.axes) or (self._may_cut_rows and not is_text):
                 self.known.constant_keys[signature] = constant_keys
@@ -161,11 +159,11 @@ class TrialRuns:
         def run(inputs: Batch, **extra: Any) -> Any:
             return self._model(**select_inputs(self._model, inputs, loss_fn), **extra)
 
-        head = None
-        if isinstance(loss_fn, GroupLoss) and not isinstance(loss_fn, TokenLoss):
+        head, loss = None, as_loss(loss_fn)
+        if loss.counts_groups and not loss.needs.allows_chunks:
             return LossRule(), None
         probe = self.samples.probe(form, self.samples.take(batch, form, leader, has_full_length)[0])
-        if isinstance(loss_fn, TokenLoss):  # the model loss decides if the head allows chunks
+        if loss.needs is Needs.LOG_PROBS:  # the model loss decides if the head allows chunks
             probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
         with self._isolated(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is

@@ -84,7 +84,7 @@ class Reward(GroupLoss):
         super().__init__()
         self._centering = centering
 
-    def __call__(self, outputs: Any, batch: Batch) -> torch.Tensor:
+    def of(self, outputs: Any, batch: Batch) -> torch.Tensor:
         scores = outputs.logits[:, 0].float()
         losses = -logsigmoid(_margins(scores))
         if self._centering:
