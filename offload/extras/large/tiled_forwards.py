@@ -11,6 +11,7 @@ import torch
 from offload.engine.comparison import are_near
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
+from offload.engine.units.trial import Trial
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, warn
 from offload.extras.large.row_trials import RowTrials
@@ -58,13 +59,8 @@ class TiledForwards(Stage):
         """Find the row-wise modules of a block."""
         known_tiles = _tiles_of(unit)
         if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
-
-            def run(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                with runner.restoring(unit):
-                    return runner.run(unit, arguments, tensors, arguments.others, forward).tensors
-
             with runner.restoring(unit):
-                trials = RowTrials(unit.module, run, runner.is_weight, runner.device.random_state)
+                trials = RowTrials(Trial(runner, unit, arguments), runner.is_weight, runner.device.random_state)
                 tiles = trials.find(unit.forward, arguments.tensors, rows)
             self._learn(unit, tiles)
         return self._tiled(unit, arguments.tensors) or self.inner.record(unit, runner, arguments, rows)
@@ -123,8 +119,7 @@ class TiledForwards(Stage):
             row_bytes = tiles.saved_bytes * unit_input.numel() / unit_input.shape[-1] / length
             most = max(2 * size, int(self._room_bytes / row_bytes))
         compared = ComparedForward(unit.forward, tiles.modules, size, unit_input.device.type, most, are_near)
-        with use.runner.restoring(unit), torch.no_grad():
-            use.runner.run(unit, use.arguments, [t.clone() for t in use.tensors], use.others, compared)
+        Trial(use.runner, unit, use.arguments, use.others).run(compared, use.tensors)
         reason = f"over {min(length, most)} rows its results differ from those over tiles of {size}"
         modules = tuple(rows for rows in tiles.modules if rows.name not in compared.differing)
         whole = tuple((name, reason) for name in sorted(compared.differing))

@@ -1,0 +1,108 @@
+"""Trial runs of one unit: results, gradients, saved bytes and side effects, without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.engine.comparison import Sketch
+from offload.engine.units.arguments import Arguments
+from offload.engine.units.stages import Forward, ForwardRunner
+from offload.engine.units.unit import Unit
+
+
+class Evidence(NamedTuple):
+    """Observations in one trial run."""
+
+    results: list[torch.Tensor]
+    """Result tensors, without a graph."""
+    gradients: list[Sketch | None]
+    """Gradients of the inputs and weights that require one, for a weighted sum of all results. None: no gradient."""
+    saved_bytes: int
+    """Bytes saved by autograd, without weights; 0 if not counted."""
+    changed: str
+    """Description of inputs or buffers changed in place. Empty: none."""
+
+
+class Trial:
+    """Runs a unit on some tensors, with the weights on the device.
+
+    Generators, attributes and buffers are the same after each run as before.
+    """
+
+    def __init__(
+        self, runner: ForwardRunner, unit: Unit, arguments: Arguments, others: Sequence[Any] | None = None
+    ) -> None:
+        """`others`: non-tensor inputs in place of those in `arguments`."""
+        self._runner, self.unit, self._arguments = runner, unit, arguments
+        self._others = arguments.others if others is None else others
+
+    def run(
+        self,
+        forward: Forward,
+        tensors: Sequence[torch.Tensor],
+        needs: Sequence[bool] | None = None,
+        *,
+        has_graph: bool = False,
+        counts_saved: bool = False,
+    ) -> Evidence:
+        """Run `forward` on copies of `tensors`.
+
+        `needs`: requires_grad per tensor. Default: as in `tensors` if `has_graph`, else False. `counts_saved`: count
+        the bytes saved by autograd.
+        """
+        unit, gradients = self.unit, list[Sketch | None]()
+        needs = [has_graph and t.requires_grad for t in tensors] if needs is None else needs
+        buffers = [b for m in unit.modules for b in m._buffers.values() if b is not None and not b.is_inference()]
+        before = [(b, b._version, b.clone()) for b in buffers]
+        with self._runner.restoring(unit), torch.set_grad_enabled(has_graph):
+            weights = list(unit.live().values())
+            saved = SavedBytes([*tensors, *weights])
+            leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+            inputs = [leaf.clone() for leaf in leaves] if has_graph else leaves
+            versions = [t._version for t in inputs]
+            try:
+                with saved.hooks() if counts_saved else nullcontext():
+                    results = self._runner.run(unit, self._arguments, inputs, self._others, forward).tensors
+                    if has_graph:
+                        gradients = gradients_of(results, [t for t in (*leaves, *weights) if t.requires_grad])
+            finally:
+                changed = [(b, value) for b, version, value in before if b._version != version]
+                with torch.no_grad():
+                    for buffer, value in changed:
+                        buffer.copy_(value)
+        has_other_inputs = [t._version for t in inputs] != versions
+        text = "its inputs" if has_other_inputs else "its buffers" if changed else ""
+        return Evidence([t.detach() for t in results], gradients, saved.num_bytes, text)
+
+
+class SavedBytes:
+    """Counts bytes saved by autograd, except known tensors."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        self._known = {t.untyped_storage().data_ptr() for t in known}
+        self.num_bytes = 0
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Return a context to count saved storages, each once."""
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() not in self._known:
+                self._known.add(tensor.untyped_storage().data_ptr())
+                self.num_bytes += tensor.untyped_storage().nbytes()
+            return tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def gradients_of(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Sketch | None]:
+    """Return the gradients of a weighted sum over all elements of the results."""
+    roots = [t for t in results if t.requires_grad]
+    if not roots or not inputs:
+        return [None] * len(inputs)
+    weights = [torch.arange(t.numel(), device=t.device).cos().view(t.shape).to(t.dtype) for t in roots]
+    gradients = torch.autograd.grad(roots, inputs, weights, allow_unused=True)
+    return [None if g is None else Sketch.of(g if g.layout is torch.strided else g.to_dense()) for g in gradients]
