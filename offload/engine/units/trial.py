@@ -1,8 +1,8 @@
-"""Trial runs of one unit: results, gradients, saved bytes and side effects, without a trace."""
+"""Trial runs without a trace: results, gradients, saved bytes and side effects of one unit; state of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -10,8 +10,41 @@ import torch
 
 from offload.engine.comparison import Sketch
 from offload.engine.units.arguments import Arguments
+from offload.engine.units.snapshots import RngState
 from offload.engine.units.stages import Forward, ForwardRunner
+from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.unit import Unit
+from offload.tiers.device import Device
+
+
+class TrialSnapshot:
+    """State of random generators and all objects reachable from `roots` (e.g. the model, a batch, a loss function)."""
+
+    def __init__(self, device: Device, roots: Mapping[str, Any], ignores: Callable[[torch.Tensor], bool]) -> None:
+        """`ignores`: True for a tensor over engine weights."""
+        self._device, self._roots, self._ignores = device, roots, ignores
+        self._random, self._rng_state = device.random_state(), RngState.capture()
+        self.state = self.capture_state()
+
+    def capture_state(self) -> StateSnapshot:
+        """Return the current state behind the roots."""
+        return StateSnapshot(self._roots, self._ignores, gradients=True)
+
+    @property
+    def has_sampled(self) -> bool:
+        """True if random numbers were sampled since the snapshot."""
+        is_same = all(map(torch.equal, self._random, self._device.random_state()))
+        return not (is_same and self._rng_state.equals(RngState.capture()))
+
+    def reset_generators(self) -> None:
+        """Reset the random generators to the snapshot."""
+        self._device.set_random_state(self._random)
+        self._rng_state.put_back()
+
+    def restore(self) -> None:
+        """Restore the snapshot."""
+        self.reset_generators()
+        self.state.put_back()
 
 
 class Evidence(NamedTuple):
@@ -39,6 +72,10 @@ class Trial:
         """`others`: non-tensor inputs in place of those in `arguments`."""
         self._runner, self.unit, self._arguments = runner, unit, arguments
         self._others = arguments.others if others is None else others
+
+    def snapshot(self, module: torch.nn.Module) -> TrialSnapshot:
+        """Return the state of generators and a module, to compare with the state after a run."""
+        return TrialSnapshot(self._runner.device, {"": module}, self._runner.is_weight)
 
     def run(
         self,

@@ -17,8 +17,6 @@ from torch import nn
 from offload.engine.comparison import OTHER_ORDER, Sketch, are_near, gradient_deviations, tolerance
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.rerouting import forwards_replaced
-from offload.engine.units.snapshots import RngState
-from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.trial import SavedBytes, Trial, gradients_of
 from offload.extras.large.tiles import RowModule, TiledForward, Tiles
 
@@ -52,11 +50,9 @@ class RowTrials:
     The caller restores generators and state changed by inner modules.
     """
 
-    def __init__(
-        self, trial: Trial, ignores: Callable[[torch.Tensor], bool], random: Callable[[], Sequence[torch.Tensor]]
-    ) -> None:
-        """`trial`: runs of the unit. `ignores`: True for a tensor over weights. `random`: device generator states."""
-        self._trial, self._module, self._ignores, self._random = trial, trial.unit.module, ignores, random
+    def __init__(self, trial: Trial) -> None:
+        """`trial`: runs of the unit."""
+        self._trial, self._module = trial, trial.unit.module
         self._calls: dict[nn.Module, _RecordedCall] = {}
         self._whole: dict[str, str] = {}
         self._num_rows = 0
@@ -156,16 +152,14 @@ class RowTrials:
     def _trace(self, module: nn.Module, call: _RecordedCall, sample: Sequence[torch.Tensor]) -> str:
         """Return the side effect or dependency found in a module run; empty for none."""
         own = [t.clone() for t in sample]
-        before, random, rng_state = StateSnapshot({"": module}, self._ignores), self._random(), RngState.capture()
-        versions = [t._version for t in own]
+        before, versions = self._trial.snapshot(module), [t._version for t in own]
         result = run_over_copies(call.forward, call.arguments, own, call.arguments.others)
-        after = StateSnapshot({"": module}, self._ignores)
-        draws_random = not all(map(torch.equal, random, self._random())) or not rng_state.equals(RngState.capture())
-        if draws_random:
+        after = before.capture_state()
+        if before.has_sampled:
             return "it draws random numbers"
         if any(t._version != version for t, version in zip(own, versions, strict=True)):
             return "it changes its inputs in place"
-        if next(before.differences(after), None) is not None or len(result.fill(result.tensors)) > 1:
+        if next(before.state.differences(after), None) is not None or len(result.fill(result.tensors)) > 1:
             return "it changes state, or a list or dict of its caller"
         return "" if result.tensors else "it returns no tensors"
 

@@ -60,8 +60,7 @@ class TiledForwards(Stage):
         known_tiles = _tiles_of(unit)
         if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
             with runner.restoring(unit):
-                trials = RowTrials(Trial(runner, unit, arguments), runner.is_weight, runner.device.random_state)
-                tiles = trials.find(unit.forward, arguments.tensors, rows)
+                tiles = RowTrials(Trial(runner, unit, arguments)).find(unit.forward, arguments.tensors, rows)
             self._learn(unit, tiles)
         return self._tiled(unit, arguments.tensors) or self.inner.record(unit, runner, arguments, rows)
 
