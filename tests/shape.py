@@ -64,13 +64,13 @@ FEATURES = {
 }
 """Patterns for feature names in conditions."""
 TRIALS = {
-    "analyses": r"\.(_?isolated|restoring|trial_mode)\(|\bTrial\(",
+    "analyses": r"(?<!def )\b_?(isolated|restoring|Trial)\(",
     "put_back": r"def _?(put_back|restor(e|ed|ing)|isolated|\w+_restored|draws_repeated|reset_generators)\(",
     "comparators": r"def _?(same_bits|is_same|is_near|are_near\w*|equals|\w*distance|\w*deviations|\w*reproduces)\(",
     "tolerances": r"^_?[A-Z_]*(TOLERANCE|BOUNDS)S?[A-Z_]* = |(rel_tol=|<=? |> )\d+e-\d+|tolerance = ",
 }
 """Patterns for code of trial runs, in `TRIAL_PLACES`: places with a trial run, functions that put back state,
-functions that compare two tensors, tables and numbers with tolerances.
+modules that compare the values of two runs, modules with a table or a number for tolerances.
 """
 TRIAL_PLACES = ("offload.engine", "offload.extras.large")
 LONG_CLASS = 280
@@ -143,9 +143,13 @@ def asks(texts: Mapping[str, str]) -> dict[str, int]:
 
 
 def trials(modules: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of places for each pattern of `TRIALS`."""
-    text = "\n".join(text for name, text in modules.items() if name.startswith(TRIAL_PLACES))
-    return {name: len(re.findall(pattern, text, re.MULTILINE)) for name, pattern in TRIALS.items()}
+    """Return the number of places for each pattern of `TRIALS`; of modules for comparators and tolerances."""
+    texts = [text for name, text in modules.items() if name.startswith(TRIAL_PLACES)]
+    counts = {name: [len(re.findall(pattern, t, re.MULTILINE)) for t in texts] for name, pattern in TRIALS.items()}
+    return {
+        name: sum(map(bool, found)) if name in ("comparators", "tolerances") else sum(found)
+        for name, found in counts.items()
+    }
 
 
 def _definitions(modules: Mapping[str, str], *kinds: type[ast.stmt]) -> list[int]:

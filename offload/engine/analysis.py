@@ -48,7 +48,7 @@ class Analysis:
     checks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Integers of the batches in equivalence checks, by kind of pass."""
     kinds: Mapping[str, Any] = field(default_factory=dict)
-    """`KnownPasses.to_json`. Empty: kinds of batches are recorded again."""
+    """`KnownPasses.kinds`. Empty: kinds of batches are recorded again."""
     uses: Sequence[Any] = ()
     """(unit names, argument structure, traits) for all recorded uses; units with equal traits share one entry."""
     writes: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -91,20 +91,23 @@ class Analyst:
         for unit, structure, traits in recorded if is_complete else ():
             text, value = structure if isinstance(structure, str) else repr(structure), _encode(unit, traits)
             uses.setdefault(repr((text, value)), ([], text, value))[0].append(unit.name)
-        return Analysis(
-            self._model,
-            asdict(state.execution_mode),
-            [unit.name for unit in state.units if unit.resident],
-            {key: list(values) for key, values in losses.items()},
-            {kind: sorted(ints) for kind, ints in self._known.checks.items()},
-            self._known.to_json() if is_complete else {},
-            list(map(list, uses.values())),
-            {unit.name: sorted(indices) for unit, indices in state.runner.writes.parameters.items()},
-        )
+        values = {
+            "model": self._model,
+            "mode": vars(state.execution_mode),
+            "resident": [unit.name for unit in state.units if unit.resident],
+            "losses": losses,
+            "checks": self._known.checks,
+            "kinds": self._known.kinds() if is_complete else {},
+            "uses": list(uses.values()),
+            "writes": {unit.name: indices for unit, indices in state.runner.writes.parameters.items()},
+        }
+        return Analysis.from_json(json.dumps(values, default=sorted))
 
     def differences(self, analysis: Analysis) -> list[str]:
-        """Return the keys of `Analysis.model` in which an analysis belongs to another model."""
-        return [key for key in self._model if analysis.model.get(key) != self._model[key]]
+        """Return the keys of `Analysis.model` with other values for this model. Collective: empty only on all ranks."""
+        own = [key for key in self._model if analysis.model.get(key) != self._model[key]]
+        is_other = self._state.comm.any(bool(own), "model of the analysis")
+        return own or (["values on another rank"] if is_other else [])
 
     def adopt(self, analysis: Analysis) -> None:
         """Take over decisions, and for the same model all recorded kinds of passes. Recordings must be empty."""
@@ -125,14 +128,13 @@ class Analyst:
 
 
 def _encode(unit: Unit, traits: UnitTraits) -> dict[str, Any]:
-    """Return traits as JSON values, without the names of the unit."""
+    """Return traits as JSON values and sets, without the names of the unit."""
     return {
-        **{name: sorted(getattr(traits, name)) for name in _INDICES},
+        **{name: getattr(traits, name) for name in (*_INDICES, *_PLAIN)},
         **{name: [axis and axis.axis for axis in getattr(traits, name)] for name in _AXES},
-        **{name: getattr(traits, name) for name in _PLAIN},
         "buffers": sorted((unit.modules.index(module), key) for module, key in traits.buffers),
         "graphs": [
-            [list(needs), sorted(frozen), sorted(graph.detached), graph.keeps_nothing, graph.reads_weights]
+            [needs, frozen, graph.detached, graph.keeps_nothing, graph.reads_weights]
             for (needs, frozen), graph in traits.graphs.items()
         ],
     }

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -128,14 +129,22 @@ class Sketch:
         return 0.0 if torch.equal(self.sums.isfinite(), other.sums.isfinite()) else math.inf
 
 
-def relative_distance(ones: Sequence[Sketch], others: Sequence[Sketch]) -> float:
-    """Return the distance of all tensors together, relative to the norm of `ones`. NaN counts as infinity."""
-    if len(ones) != len(others):
-        return math.inf
-    distance = math.hypot(*(one.distance(other) for one, other in zip(ones, others, strict=True)), 0.0)
-    norm = math.hypot(*(one.norm for one in ones), 0.0)
+def relative_distance(ones: Iterable[Sketch | None], others: Iterable[Sketch | None]) -> float:
+    """Return the distance of all tensors together, relative to the norm of `ones`. NaN counts as infinity.
+
+    None equals zeros.
+    """
+    pairs = list(zip_longest(ones, others))
+    norm = math.hypot(*(one.norm for one, _ in pairs if one), 0.0)
+    distance = math.hypot(*(_distance(one, other) for one, other in pairs), 0.0)
     ratio = distance / norm if norm else distance
     return math.inf if math.isnan(ratio) else ratio
+
+
+def _distance(one: Sketch | None, other: Sketch | None) -> float:
+    if one is None or other is None:
+        return sum(each.norm for each in (one, other) if each)
+    return one.distance(other)
 
 
 def gradient_deviations(
@@ -149,6 +158,5 @@ def gradient_deviations(
     rounding = allowed.rounding * math.hypot(*norms, 0.0)
     deviations = []
     for one, other, norm in zip(ones, others, norms, strict=True):
-        distance = norm if other is None else other.norm if one is None else one.distance(other)
-        deviations.append(distance / (allowed.gradient * norm + rounding + 1e-30))
+        deviations.append(_distance(one, other) / (allowed.gradient * norm + rounding + 1e-30))
     return deviations

@@ -27,6 +27,7 @@ def count_forwards(model: nn.Module) -> list[int]:
     return found
 
 
+LOSS: Any = cross_entropy
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {},
     "micro-batches": {"micro_batch_size": 2},
@@ -65,7 +66,7 @@ def test_a_loss_function_and_buffers_are_part_of_an_analysis() -> None:
         model = build(RunningStatistics)
         found = count_forwards(model)
         with Engine(model, analysis=Analysis.from_json(text) if text else None) as engine:
-            results.append([engine.step(words(seed), cross_entropy).loss.item() for seed in range(2)])
+            results.append([engine.step(words(seed), LOSS).loss.item() for seed in range(2)])
             assert len(found) == 4 or not text, "a forward and a recomputation in each step"
             text = repr(engine.analysis)
             statistics = [buffer.clone() for buffer in model.buffers()]

@@ -19,11 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.comparison import OTHER_ORDER, Sketch, Tolerance, gradient_deviations, tolerance
+from offload.engine.recording.isolation import isolated
 from offload.engine.recording.plain import PlainPass
-from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
+from offload.engine.units.trial import TrialSnapshot
 from offload.engine.units.unit import CallTarget, Unit
 from offload.errors import OffloadError
 from offload.layout.regions import Piece
@@ -132,12 +133,16 @@ class PassComparator:
         sample other random numbers than the whole; the same holds between ranks. Dropout is then disabled, and if the
         model samples in other ways, the check uses forwards in eval mode.
         """
-        state, snapshot = self._state, TrialSnapshot(self._state, passes.roots)
+        state = self._state
         has_equal_samples = is_exact and state.comm.size == 1
         sampling_context: Callable[[], AbstractContextManager[Any]] = (
             nullcontext if has_equal_samples else NoDropoutMode
         )
-        with state.runner.saved.trial_mode(), snapshot.isolated(), torch.set_grad_enabled(passes.has_backward):
+        with (
+            state.runner.saved.trial_mode(),
+            isolated(state, passes.roots) as snapshot,
+            torch.set_grad_enabled(passes.has_backward),
+        ):
             with sampling_context():
                 plain = self._run_plain(passes, snapshot)
             if not has_equal_samples and state.comm.any(plain.has_sampled, "random numbers of a trial run"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache, partial
 from types import CodeType
 from typing import Any
@@ -39,7 +39,7 @@ class KnownPasses:
     recorded int values by kind of batch or call. `constant_keys`: keys with equal values in all recorded rows, by kind
     of batch. `modes`: hash of training modes and frozen parameters at the last recording. `checks`: integers of the
     checked batches, by kind of pass and execution. `watched_calls`: kinds of calls already run without gradients. All
-    kinds are strings, so `to_json` returns everything except the checks.
+    kinds are strings.
     """
 
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
@@ -129,42 +129,27 @@ class KnownPasses:
         )
         return digest(repr(options).encode())
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all properties except the checks, as JSON values for `adopt`."""
-        return {
-            "results": {
-                kind: {
-                    "rule": asdict(result.rule),
-                    "head": result.head and [result.head.vocabulary, result.head.num_logits],
-                    "obstacle": result.obstacle,
-                }
-                for kind, result in self.results.items()
-            },
-            "choices": {
-                kind: {key: sorted(values) for key, values in choices.items()} for kind, choices in self.choices.items()
-            },
-            "constant_keys": {kind: sorted(keys) for kind, keys in self.constant_keys.items()},
-            "watched_calls": sorted(self.watched_calls),
-            "modes": self.modes,
+    def kinds(self) -> dict[str, Any]:
+        """Return all properties except the checks by name: JSON values, and sets."""
+        results = {
+            kind: [astuple(each.rule), each.head and [each.head.vocabulary, each.head.num_logits], each.obstacle]
+            for kind, each in self.results.items()
         }
+        names = ("choices", "constant_keys", "watched_calls", "modes")
+        return {"results": results, **{name: getattr(self, name) for name in names}}
 
-    def adopt(self, value: Mapping[str, Any]) -> None:
-        """Take over all properties from `to_json` of another engine."""
-        state = self._state
+    def adopt(self, kinds: Mapping[str, Any]) -> None:
+        """Take over the `kinds` of another engine, with lists in place of sets."""
+        model, splitting = self._state.model, self._state.splitting
         self.results = {
-            kind: TrialResult(
-                LossRule(**result["rule"]),
-                result["head"] and ChunkedHead.of(state.model, result["head"][0], result["head"][1], state.splitting),
-                result["obstacle"],
-            )
-            for kind, result in value["results"].items()
+            kind: TrialResult(LossRule(*rule), head and ChunkedHead.of(model, head[0], head[1], splitting), obstacle)
+            for kind, (rule, head, obstacle) in kinds["results"].items()
         }
         self.choices = {
-            kind: {key: set(values) for key, values in choices.items()} for kind, choices in value["choices"].items()
+            kind: {key: set(values) for key, values in choices.items()} for kind, choices in kinds["choices"].items()
         }
-        self.constant_keys = {kind: set(keys) for kind, keys in value["constant_keys"].items()}
-        self.watched_calls = set(value["watched_calls"])
-        self.modes, self._modes = value["modes"], ([], [])
+        self.constant_keys = {kind: set(keys) for kind, keys in kinds["constant_keys"].items()}
+        self.watched_calls, self.modes, self._modes = set(kinds["watched_calls"]), kinds["modes"], ([], [])
 
     def has_checked(self, inputs: PassInputs, has_chunks: bool) -> bool:
         """Return whether such passes were checked with the current execution and this batch's integers.

@@ -28,9 +28,10 @@ from offload.engine.units.arguments import Arguments, deliver_result, receive_ca
 from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
-from offload.engine.units.snapshots import ModuleSnapshot, PassSnapshot, buffer_places
+from offload.engine.units.snapshots import ModuleSnapshot, buffer_places
 from offload.engine.units.stages import Forward
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
+from offload.engine.units.trial import Trial
 from offload.engine.units.unit import Unit
 from offload.engine.units.weight_writes import refuse_writes
 from offload.errors import ConfigError
@@ -98,7 +99,7 @@ class Recording:
         try:
             rows = self.rows if self._before is None else None
             forward = self._runner.stages.record(unit, self._runner, arguments, rows)
-            result_without_graph = None if self._before is None else self._run_without_graph(unit, arguments, forward)
+            results_without_graph = None if self._before is None else self._run_without_graph(unit, arguments, forward)
             live = list(unit.live().values())
             self._written_addresses[:] = [
                 address for address in self._written_addresses if not self._runner.slots.streams(address)
@@ -141,8 +142,8 @@ class Recording:
             graph = GraphTraits(frozenset(detached), keeps_nothing, reads_weights or not keeps_nothing)
             trained, is_first = unit.gradient_signature(arguments.tensors), self._is_first(traits)
             traits.learn_use(trained, graph, mutated, buffers, is_first=is_first)
-        elif result_without_graph is not None:
-            if not mutated and not all(map(same_bits, result.tensors, result_without_graph.tensors)):
+        elif results_without_graph is not None:
+            if not mutated and not all(map(same_bits, result.tensors, results_without_graph)):
                 unit.traits.needs_graph = True
             self._learn_batch(unit)
         with torch.no_grad():
@@ -153,17 +154,10 @@ class Recording:
         self._contents.append((traits, _Contents([*arguments.tensors, *outputs])))
         return deliver_result(result, outputs, containers)
 
-    def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> Arguments:
+    def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> list[torch.Tensor]:
         """Run the unit as in a streamed forward. Restore random generators and modules afterwards."""
-        runner, buffers = self._runner, buffer_places(unit.modules)
-        before = PassSnapshot(runner.device, unit.modules, buffers, unit.mutable_attributes, runner.is_weight)
-        with torch.no_grad():
-            result = self._runner.run(
-                unit, arguments, [t.clone() for t in arguments.tensors], arguments.others, forward
-            )
-        before.put_back()
-        result.tensors[:] = [self._runner.copy_from_slot(t) for t in result.tensors]
-        return result
+        results = Trial(self._runner, unit, arguments).run(forward, arguments.tensors).results
+        return list(map(self._runner.copy_from_slot, results))
 
     def finish(self, results: Any) -> None:
         """Finish after the forward. `results`: the loss.

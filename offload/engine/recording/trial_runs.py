@@ -26,12 +26,13 @@ from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
 from offload.engine.loss.group_loss import Needs, as_loss
 from offload.engine.loss.label_trials import LabelTrials, probe_loss
 from offload.engine.loss.loss import LossFunction, LossRule, run_loss, select_inputs
+from offload.engine.recording.isolation import isolated
 from offload.engine.recording.known import KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples
-from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
+from offload.engine.units.trial import TrialSnapshot
 from offload.errors import ConfigError, OffloadError
 from offload.modules import in_eval_mode
 from offload.tiers.counters import Counters
@@ -265,9 +266,9 @@ class TrialRuns:
                     return result
             self._state.make_resident(recording.outside_readers)
 
-    def _isolated(self) -> AbstractContextManager[None]:
+    def _isolated(self) -> AbstractContextManager[TrialSnapshot]:
         """Restore modules, batch, loss function and random generators afterwards."""
-        return TrialSnapshot(self._state, {"": self._model, **self._roots}).isolated()
+        return isolated(self._state, {"": self._model, **self._roots})
 
 
 def _call_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -54,11 +54,6 @@ class Use(NamedTuple):
     needs: Sequence[bool] | None = None
     """requires_grad per tensor. None: the use has no backward."""
 
-    def try_forward(self, unit: Unit, forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run another forward on other tensors; then restore generators and modules. Return the result tensors."""
-        with self.runner.restoring(unit):
-            return self.runner.run(unit, self.arguments, tensors, self.others, forward).tensors
-
 
 class Stage:
     """A stage around `inner`. Each method here passes on to `inner`; a subclass overrides some of them.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from offload.engine.comparison import OTHER_KERNELS, Sketch, relative_distance, same_bits, tolerance
 from offload.engine.units.stages import Forward, Stage, Use
+from offload.engine.units.trial import Trial
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError, warn
 from offload.planning.settings import Settings
@@ -110,21 +110,29 @@ class CompiledForwards(Stage):
 
     def _find_difference(self, unit: Unit, use: Use, function: Forward) -> str:
         """Return the reason against compilation; empty if compiled and original results match."""
-        has_graph = use.needs is not None
-        results, gradients = _run_trial(unit, use, unit.forward, has_graph)
-        compiled_results, _ = _run_trial(unit, use, function, False)
+        has_graph, trial = use.needs is not None, Trial(use.runner, unit, use.arguments, use.others)
+
+        def run(forward: Forward, has_graph: bool) -> tuple[list[torch.Tensor], list[Sketch | None]]:
+            needs = use.needs if has_graph else [t.requires_grad for t in use.tensors]
+            evidence = trial.run(forward, use.tensors, needs, has_graph=has_graph)
+            if evidence.changed:
+                raise RuntimeError(f"it changes {evidence.changed} in place")
+            return [t.clone() for t in evidence.results if t.is_floating_point()], evidence.gradients
+
+        results, gradients = run(unit.forward, has_graph)
+        compiled_results, _ = run(function, False)
         before = self.num_graphs
-        repeated_results, _ = _run_trial(unit, use, function, False)
+        repeated_results, _ = run(function, False)
         if self.num_graphs > before:
             return "it would be recompiled in each use, because values that its code reads change"
         allowed = tolerance(OTHER_KERNELS, results)
-        if (distance := _distance(results, compiled_results)) > allowed.result:
+        if (distance := relative_distance(map(Sketch.of, results), map(Sketch.of, compiled_results))) > allowed.result:
             return f"its compiled results differ by {distance:.3g} of their norm"
         if has_graph:
-            with_graph, compiled_gradients = _run_trial(unit, use, function, True)
+            with_graph, compiled_gradients = run(function, True)
             if not all(map(same_bits, compiled_results, with_graph)):
                 unit.traits.needs_graph = True  # Otherwise a recomputation would have other bits than the forward.
-            if (distance := _distance(gradients, compiled_gradients)) > allowed.gradient:
+            if (distance := relative_distance(gradients, compiled_gradients)) > allowed.gradient:
                 return f"its compiled gradients differ by {distance:.3g} of their norm"
         return (
             ""
@@ -150,42 +158,6 @@ def _variant_key(unit: Unit, use: Use) -> Hashable:
     device = use.tensors[0].device.type if use.tensors else "cpu"
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return unit.module.training, use.arguments.structure, tensors, others, cast
-
-
-def _run_trial(
-    unit: Unit, use: Use, forward: Forward, has_graph: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the results of a use, and the gradients for the loss 0.5 * sum(results ** 2)."""
-    with use.runner.restoring(unit), _buffers_restored(unit), torch.set_grad_enabled(has_graph):
-        needs = use.needs if has_graph and use.needs is not None else [t.requires_grad for t in use.tensors]
-        leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(use.tensors, needs, strict=True)]
-        results = [
-            t for t in use.runner.run(unit, use.arguments, leaves, use.others, forward).tensors if t.is_floating_point()
-        ]
-        roots = [t for t in results if t.requires_grad] if has_graph else []
-        inputs = [t for t in (*leaves, *unit.live().values()) if t.requires_grad] if roots else []
-        gradients: Sequence[torch.Tensor | None] = ()
-        if inputs:
-            gradients = torch.autograd.grad(roots, inputs, [t.detach() for t in roots], allow_unused=True)
-        filled = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True)]
-        if any(leaf._version for leaf in leaves):
-            raise RuntimeError("it changes its inputs in place")
-        return [t.detach().clone() for t in results], filled
-
-
-@contextmanager
-def _buffers_restored(unit: Unit) -> Iterator[None]:
-    """Restore the buffers after a trial of an unrecorded unit. Raises RuntimeError if any buffer changed."""
-    buffers = [b for module in unit.modules for b in module._buffers.values() if b is not None]
-    before = [(b, b._version, b.clone()) for b in buffers]
-    try:
-        yield
-    finally:
-        changed = [(b, value) for b, version, value in before if b._version != version]
-        for buffer, value in changed:
-            buffer.copy_(value)
-    if changed:
-        raise RuntimeError("it changes its buffers in place")
 
 
 def _compile_class(owner: Any) -> Forward:
@@ -219,7 +191,3 @@ def _num_graphs() -> int:
     from torch._dynamo.utils import counters  # Imported late: takes a second, and is needed only with compilation.
 
     return counters["stats"].get("unique_graphs", 0)
-
-
-def _distance(originals: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    return relative_distance(list(map(Sketch.of, originals)), list(map(Sketch.of, others)))

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.comparison import OTHER_ORDER, Sketch, are_near, gradient_deviations, same_bits, tolerance
+from offload.engine.comparison import OTHER_ORDER, Sketch, are_near, gradient_deviations, tolerance
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.rerouting import forwards_replaced
-from offload.engine.units.snapshots import RngState
-from offload.engine.units.state_snapshot import StateSnapshot
+from offload.engine.units.trial import SavedBytes, Trial, gradients_of
 from offload.extras.large.tiles import RowModule, TiledForward, Tiles
 
 _MOST_ROWS = 16
@@ -49,21 +48,12 @@ class _RecordedCall:
 class RowTrials:
     """Trials for the modules inside one unit, during a use with the weights on the device.
 
-    The caller restores generators and changed state.
+    The caller restores generators and state changed by inner modules.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        run: Callable[[Callable[..., Any], Sequence[torch.Tensor]], list[torch.Tensor]],
-        ignores: Callable[[torch.Tensor], bool],
-        random: Callable[[], Sequence[torch.Tensor]],
-    ) -> None:
-        """`run`: runs the unit by a forward on given tensors and returns the result tensors.
-
-        `ignores`: True for a tensor over weights. `random`: returns the device generator states.
-        """
-        self._module, self._run_unit, self._ignores, self._random = module, run, ignores, random
+    def __init__(self, trial: Trial) -> None:
+        """`trial`: runs of the unit."""
+        self._trial, self._module = trial, trial.unit.module
         self._calls: dict[nn.Module, _RecordedCall] = {}
         self._whole: dict[str, str] = {}
         self._num_rows = 0
@@ -79,11 +69,9 @@ class RowTrials:
         ]
         axis = lengths[0] if rows and lengths else min(1, unit_input.dim() - 2)
         self._num_rows = unit_input.shape[axis]
-        with (
-            torch.no_grad(),
-            forwards_replaced({m: self._recording_forward(m) for m in self._module.modules() if m is not self._module}),
-        ):
-            self._run_unit(unit_forward, tensors)
+        inner = [m for m in self._module.modules() if m is not self._module]
+        with forwards_replaced({m: self._recording_forward(m) for m in inner}):
+            self._trial.run(unit_forward, tensors)
         row_modules = list(self._outermost(self._module, ""))
         saved, modules, is_whole = 0.0, tuple(row_modules), _is_short(unit_input, axis)
         if is_whole:
@@ -165,16 +153,14 @@ class RowTrials:
     def _trace(self, module: nn.Module, call: _RecordedCall, sample: Sequence[torch.Tensor]) -> str:
         """Return the side effect or dependency found in a module run; empty for none."""
         own = [t.clone() for t in sample]
-        before, random, rng_state = StateSnapshot({"": module}, self._ignores), self._random(), RngState.capture()
-        versions = [t._version for t in own]
+        before, versions = self._trial.snapshot(module), [t._version for t in own]
         result = run_over_copies(call.forward, call.arguments, own, call.arguments.others)
-        after = StateSnapshot({"": module}, self._ignores)
-        draws_random = not all(map(torch.equal, random, self._random())) or not rng_state.equals(RngState.capture())
-        if draws_random:
+        after = before.capture_state()
+        if before.has_sampled:
             return "it draws random numbers"
         if any(t._version != version for t, version in zip(own, versions, strict=True)):
             return "it changes its inputs in place"
-        if next(before.differences(after), None) is not None or len(result.fill(result.tensors)) > 1:
+        if next(before.state.differences(after), None) is not None or len(result.fill(result.tensors)) > 1:
             return "it changes state, or a list or dict of its caller"
         return "" if result.tensors else "it returns no tensors"
 
@@ -191,13 +177,13 @@ class RowTrials:
             t.clone().requires_grad_() if t.is_floating_point() and i in call.cut else t for i, t in enumerate(sample)
         ]
         wanted = [t for t in (*leaves, *weights) if t.requires_grad]
-        saved = _SavedBytes([*leaves, *module.parameters()])
+        saved = SavedBytes([*leaves, *module.parameters()])
         with torch.enable_grad():
             with saved_tensors_watched(saved.add):
-                whole = _gradients(self._results(call, leaves), wanted)
+                whole = gradients_of(self._results(call, leaves), wanted)
             tiles = [self._results(call, part) for _, part in _tiles(leaves, call, num_rows)]
             joined = [torch.cat(parts, call.axis) for parts in zip(*tiles, strict=True)]
-            if not _are_near_gradients(whole, _gradients(joined, wanted)):
+            if not _are_near_gradients(whole, gradients_of(joined, wanted), leaves):
                 return "its gradients differ over tiles", False
         return "", saved.num_bytes >= _LEAST_SHARE * sum(sample[i].nbytes for i in call.cut)
 
@@ -210,21 +196,21 @@ class RowTrials:
 
         No modules if the tiled unit gives other results.
         """
-        saved = _SavedBytes([*tensors, *self._module.parameters()])
-        with saved_tensors_watched(saved.add):
-            whole = self._run_with_gradients(unit_forward, tensors)
+        whole = self._trial.run(unit_forward, tensors, has_graph=True, counts_saved=True)
         if not row_modules:
-            return saved.num_bytes, ()
+            return whole.saved_bytes, ()
         try:
-            tiled = self._run_with_gradients(self._tiled(unit_forward, row_modules), tensors)
-            is_same = all(map(are_near, whole[0], tiled[0])) and _are_near_gradients(whole[1], tiled[1])
+            tiled = self._trial.run(self._tiled(unit_forward, row_modules), tensors, has_graph=True)
+            is_same = all(map(are_near, whole.results, tiled.results)) and _are_near_gradients(
+                whole.gradients, tiled.gradients, tensors
+            )
         except RuntimeError:  # For example, a tensor saved by a tile is changed in place later.
             is_same = False
         if not is_same:
             self._whole |= {rows.name: "with it over tiles, the unit gives other results" for rows in row_modules}
-            return saved.num_bytes, ()
-        return saved.num_bytes, tuple(
-            replace(rows, is_idle=self._is_idle(unit_forward, tensors, row_modules, rows, tiled[1]))
+            return whole.saved_bytes, ()
+        return whole.saved_bytes, tuple(
+            replace(rows, is_idle=self._is_idle(unit_forward, tensors, row_modules, rows, tiled.gradients))
             for rows in row_modules
         )
 
@@ -238,7 +224,7 @@ class RowTrials:
         tensors: Sequence[torch.Tensor],
         row_modules: Sequence[RowModule],
         rows: RowModule,
-        expected: Sequence[torch.Tensor | None],
+        expected: Sequence[Sketch | None],
     ) -> bool:
         """True if gradients stay equal after replacing the module results in a recomputation by zeros and by NaN."""
 
@@ -255,40 +241,19 @@ class RowTrials:
         idle = [replace(each, is_idle=each is rows) for each in row_modules]
         forwards = self._tiled(unit_forward, idle).for_recomputation(), self._tiled(poisoned, row_modules)
         try:
-            others = [self._run_with_gradients(forward, tensors)[1] for forward in forwards]
+            others = [self._trial.run(forward, tensors, has_graph=True).gradients for forward in forwards]
         except RuntimeError:
             return False
-        return all(same_bits(mine, theirs) for other in others for mine, theirs in zip(expected, other, strict=True))
-
-    def _run_with_gradients(
-        self, forward: Callable[..., Any], tensors: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return the unit results by a forward, and the gradients of inputs and weights."""
-        with torch.enable_grad():
-            leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-            wanted = [t for t in (*leaves, *self._module.parameters()) if t.requires_grad]
-            results = self._run_unit(forward, [leaf.clone() for leaf in leaves])
-            return [t.detach() for t in results], _gradients(results, wanted)
+        return all(
+            theirs is mine or (mine is not None and theirs is not None and mine.equals(theirs))
+            for other in others
+            for mine, theirs in zip(expected, other, strict=True)
+        )
 
 
 def _is_short(tensor: torch.Tensor, axis: int) -> bool:
     """True if the unit is short enough for a trial as a whole."""
     return tensor.shape[axis] <= _MOST_WHOLE_ROWS
-
-
-class _SavedBytes:
-    """Counts bytes saved by autograd, except known tensors. Each storage counts once."""
-
-    def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        self._known = {t.untyped_storage().data_ptr() for t in known}
-        self.num_bytes = 0
-
-    def add(self, tensor: torch.Tensor) -> None:
-        """Count a saved tensor."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._known.add(storage.data_ptr())
-            self.num_bytes += storage.nbytes()
 
 
 class _Poison(torch.autograd.Function):
@@ -373,17 +338,8 @@ def _select_rows(tensor: torch.Tensor, call: _RecordedCall, rows: Sequence[int])
     return tensor.index_select(call.axis, torch.tensor(rows, dtype=torch.int64, device="cpu").to(tensor.device))
 
 
-def _gradients(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradients of a weighted sum over all result elements."""
-    roots = [t for t in results if t.requires_grad]
-    if not roots or not inputs:
-        return [None] * len(inputs)
-    weights = [torch.arange(t.numel(), device=t.device).cos().view(t.shape).to(t.dtype) for t in roots]
-    return list(torch.autograd.grad(roots, inputs, weights, allow_unused=True))
-
-
-def _are_near_gradients(originals: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
-    """True if gradients are equal up to the order of sums. None equals zeros."""
-    allowed = tolerance(OTHER_ORDER, [t for t in originals if t is not None])
-    ones, twos = ([None if t is None else Sketch.of(t) for t in tensors] for tensors in (originals, others))
-    return all(deviation <= 1 for deviation in gradient_deviations(ones, twos, allowed))
+def _are_near_gradients(
+    originals: Sequence[Sketch | None], others: Sequence[Sketch | None], tensors: Sequence[torch.Tensor]
+) -> bool:
+    """True if gradients are equal up to the order of sums. `tensors`: inputs."""
+    return all(each <= 1 for each in gradient_deviations(originals, others, tolerance(OTHER_ORDER, tensors)))

@@ -10,7 +10,7 @@ from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.loss import select_inputs
-from offload.engine.recording.trial_snapshot import TrialSnapshot
+from offload.engine.recording.isolation import isolated
 from offload.engine.state import EngineState
 from offload.errors import ConfigError, OffloadError
 from offload.extras.large.shared_rows import SharedRows, share_rows
@@ -41,16 +41,15 @@ def check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows) ->
 
     difference, distance = "", 0.0
     most = tolerance(OTHER_ORDER, [next(state.model.parameters())]).token
-    with TrialSnapshot(state, {"": state.model}).isolated(), in_eval_mode(state.model), torch.no_grad():
+    with isolated(state, {"": state.model}), in_eval_mode(state.model), torch.no_grad():
         copy_to_device = state.device.copy_to_device
         own_sample, shared_sample = share_rows(shared.sample, None, comm)
         state.attention.begin_pass(shared_sample.needs_mask)
         try:
-            with state.runner.as_engine_calls():
-                whole_sample, own_sample = (map_tensors(copy_to_device, each) for each in (shared.sample, own_sample))
-                expected = hidden_states(whole_sample)
-                with state.attention.over(shared_sample, own_sample, copy_to_device) as (model_batch, _):
-                    actual = hidden_states(model_batch)
+            whole_sample, own_sample = (map_tensors(copy_to_device, each) for each in (shared.sample, own_sample))
+            expected = hidden_states(whole_sample)
+            with state.attention.over(shared_sample, own_sample, copy_to_device) as (model_batch, _):
+                actual = hidden_states(model_batch)
             expected = expected[:, comm.rank * actual.shape[1] :][:, : actual.shape[1]]  # without filler tokens
             actual = actual[:, : expected.shape[1]]
             if expected.numel():

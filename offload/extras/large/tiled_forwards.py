@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from offload.engine.comparison import are_near
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
+from offload.engine.units.trial import Trial
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, warn
 from offload.extras.large.row_trials import RowTrials
@@ -59,10 +59,8 @@ class TiledForwards(Stage):
         """Find the row-wise modules of a block."""
         known_tiles = _tiles_of(unit)
         if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
-            run = partial(Use(runner, arguments, arguments.tensors, arguments.others).try_forward, unit)
             with runner.restoring(unit):
-                trials = RowTrials(unit.module, run, runner.is_weight, runner.device.random_state)
-                tiles = trials.find(unit.forward, arguments.tensors, rows)
+                tiles = RowTrials(Trial(runner, unit, arguments)).find(unit.forward, arguments.tensors, rows)
             self._learn(unit, tiles)
         return self._tiled(unit, arguments.tensors) or self.inner.record(unit, runner, arguments, rows)
 
@@ -120,8 +118,7 @@ class TiledForwards(Stage):
             row_bytes = tiles.saved_bytes * unit_input.numel() / unit_input.shape[-1] / length
             most = max(2 * size, int(self._room_bytes / row_bytes))
         compared = ComparedForward(unit.forward, tiles.modules, size, unit_input.device.type, most, are_near)
-        with torch.no_grad():
-            use.try_forward(unit, compared, [t.clone() for t in use.tensors])
+        Trial(use.runner, unit, use.arguments, use.others).run(compared, use.tensors)
         reason = f"over {min(length, most)} rows its results differ from those over tiles of {size}"
         modules = tuple(rows for rows in tiles.modules if rows.name not in compared.differing)
         whole = tuple((name, reason) for name in sorted(compared.differing))

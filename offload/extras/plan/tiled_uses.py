@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import nn
 
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.candidates import UnitCandidate
+from offload.engine.units.trial import Trial
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import TiledForward, Tiles
+from offload.tiers.device import CpuDevice
+from offload.tiers.ledger import Ledger
 
 ROWS = 2
 """Batch rows in recorded uses."""
@@ -48,16 +52,38 @@ class TiledUses:
         return TiledForward(own, tiled_modules, self._size, "cpu") if tiled_modules else own
 
 
-def _find_tiles(stand_in: nn.Module, arguments: Arguments) -> Tiles:
+class _StandIn:
+    """A CPU copy of a block, in the roles of a unit and of the runner of a trial."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.modules = module, list(module.modules())
+        self.device = CpuDevice(Ledger("device", None), copies_aside=False)
+
+    def live(self) -> dict[int, nn.Parameter]:
+        """Return all parameters."""
+        return dict(enumerate(self.module.parameters()))
+
+    def is_weight(self, _tensor: torch.Tensor) -> bool:
+        """No tensor is over weights in a slot."""
+        return False
+
+    def run(
+        self, _unit: object, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], forward: Any
+    ) -> Arguments:
+        """Run `forward` on other tensors."""
+        return run_over_copies(forward, arguments, tensors, others)
+
+    def restoring(self, _unit: object) -> AbstractContextManager[None]:
+        """Restore nothing: the copy is thrown away."""
+        return nullcontext()
+
+
+def _find_tiles(block: nn.Module, arguments: Arguments) -> Tiles:
     """Return the tileable modules in a block, from trial runs on the CPU copy."""
-
-    def run(forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return run_over_copies(forward, arguments, tensors, arguments.others).tensors
-
+    stand_in: Any = _StandIn(block)
     with torch.random.fork_rng(()):
         tensors = [_random_like(t).requires_grad_(t.requires_grad) for t in arguments.tensors]
-        trials = RowTrials(stand_in, run, lambda _: False, lambda: [torch.get_rng_state()])
-        return trials.find(stand_in.forward, tensors, ROWS)
+        return RowTrials(Trial(stand_in, stand_in, arguments)).find(block.forward, tensors, ROWS)
 
 
 def _build_stand_in(block: nn.Module) -> nn.Module:
