@@ -215,7 +215,10 @@ def _prose(text: str | None) -> str:
             out.append(f"```python\n{textwrap.dedent(paragraph)}\n```\n\n")
             continue
         text = " ".join(paragraph.split())
-        items = re.split(r"(?:^|(?<=[.;)] ))(?=[a-z_]+(?:, [a-z_]+)*: )", text)
+        if "\n    " in paragraph:  # an item a line, and indented lines belong to the item
+            items = [" ".join(item.split()) for item in re.split(r"\n(?=\S)", paragraph)]
+        else:
+            items = re.split(r"(?:^|(?<=[.;)] ))(?=[a-z_]+(?:, [a-z_]+)*: )", text)
         if re.match(r"[a-z_]+(, [a-z_]+)*: ", text):
             names = [re.sub(r"^([\w, ]+?):", r"`\1`:", item.strip()) for item in items if item]
             out.append("".join(f"- {name}\n" for name in names) + "\n")

@@ -1,6 +1,11 @@
 """Help texts of engine settings, for the docstring of `Settings` and for the sections of a configuration."""
 
-TEXTS = {
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+
+ENGINE_TEXTS = {
     "train.max_grad_norm": (
         "Clip gradients to this global norm. A rule with a norm of its own uses that instead. none: no clipping."
     ),
@@ -87,4 +92,55 @@ TEXTS = {
         "Device-resident states always update on the device."
     ),
 }
-"""Texts by full key."""
+"""Texts of other engine settings by full key."""
+PLACEMENT_TEXTS = {
+    "offload.parameters": (
+        "Tier for offloaded parameters. files: frozen parameters stay in the original model files and are read "
+        "again for each use, without a copy elsewhere; trainable parameters are on the cpu."
+    ),
+    "offload.optimizer": ("Tier for optimizer states."),
+    "offload.gradients": (
+        "Tier for gradients until the update. auto: the tier of the optimizer states; on disk only without room in "
+        "memory."
+    ),
+    "offload.activations": ("Tier for unit inputs saved for backward."),
+    "offload.graphs": (
+        "Tier for saved autograd graphs beyond the device memory, as an alternative to recomputation: on the device as "
+        "many units as train.recompute allows, on the cpu or nvme as many as fit there. auto: cpu if "
+        "the forecast for a GPU step is faster with saved graphs, else the device only."
+    ),
+    "offload.experts": (
+        "Transfer of mixture experts to the device. whole: all experts of a layer at once, with the rest of the "
+        "layer. streamed: only experts with routed tokens, a few at a time, so the device need not hold a whole "
+        "layer. auto: whole, or streamed if the device cannot hold a layer."
+    ),
+    "offload.optimizer_memory": (
+        "Device memory limit for optimizer states, per rank, same forms as device_memory; used when "
+        "offload.optimizer is auto and not all states fit. none: the device budget minus all weights."
+    ),
+    "offload.graphs_memory": (
+        "Memory limit for saved graphs in the offload.graphs tier, per machine, same forms as host_memory; the "
+        "other units recompute. none: as much as fits."
+    ),
+    "offload.device_memory": (
+        'Device memory budget per rank: "6GiB" or "6G", "512MiB", a number of bytes. It also limits the torch '
+        "allocator in this process, to the budget plus 256 MiB plus memory held by others before. none: no limit "
+        "(9MiB for the built-in run on a CPU)."
+    ),
+    "offload.host_memory": ("CPU memory budget per machine, same forms. none: no limit."),
+    "offload.nvme_dir": ("Folder for the nvme tier, or several on different disks (separated by spaces)."),
+    "offload.nvme_memory": ("Disk budget for the nvme tier, same forms. none: no limit."),
+}
+"""Texts of tiers and budgets by full key."""
+TEXTS = {**ENGINE_TEXTS, **PLACEMENT_TEXTS}
+"""All texts by full key."""
+
+
+def with_texts(docstring: str | None, texts: Mapping[str, str]) -> str:
+    """Return a docstring with a line for each text (name, colon, text) in the place of "{texts}"."""
+    lines = (
+        textwrap.fill(f"{key.partition('.')[2]}: {text}", 112, break_on_hyphens=False) for key, text in texts.items()
+    )
+    return (docstring or "").replace(
+        "{texts}", "\n".join(textwrap.indent(line, " " * 8)[4:] for line in lines).lstrip()
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,7 +20,7 @@ from offload.lanes.throttle import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
-from offload.setting_texts import TEXTS
+from offload.setting_texts import ENGINE_TEXTS, with_texts
 from offload.sizes import parse_chunks
 from offload.tiers.placement import Placement
 
@@ -50,6 +49,7 @@ class Settings:
     zero_stage: ZeRO stage, 0 to 3 (arXiv:1910.02054).
     seed: random seed for operations in micro-batches.
     debug: poison released memory. A number also delays lanes at random, with this seed.
+    {texts}
 
     Errors are ConfigError and name the configuration key.
     """
@@ -192,15 +192,7 @@ class Settings:
         return None if self.debug is False else int(self.debug)
 
 
-def _with_texts(docstring: str) -> str:
-    """Return the docstring of `Settings` with the lines of the fields in `TEXTS`."""
-    fields, errors = docstring.split("\n\n    Errors")
-    lines = (textwrap.fill(f"{key.partition('.')[2]}: {text}", 116) for key, text in TEXTS.items())
-    shared = "\n".join(textwrap.indent(line, " " * 8)[4:] for line in lines)
-    return f"{fields}\n{shared}\n\n    Errors{errors}"
-
-
-Settings.__doc__ = _with_texts(Settings.__doc__ or "\n\n    Errors")
+Settings.__doc__ = with_texts(Settings.__doc__, ENGINE_TEXTS)
 
 
 def _check_rule(rule: Any) -> None:

@@ -11,6 +11,7 @@ from offload.arguments import check_types
 from offload.conflicts import PLACEMENT, refuse
 from offload.errors import ConfigError, nearest, shorten
 from offload.layout.residence import DEVICE, DISK, FILES, HOST
+from offload.setting_texts import PLACEMENT_TEXTS, with_texts
 from offload.sizes import parse_size
 
 TIERS = {DEVICE: "device_memory", HOST: "host_memory", DISK: "nvme_memory"}
@@ -25,45 +26,24 @@ class Placement:
     """Tiers of states, and tier budgets.
 
     `auto` puts parameters and optimizer states on the device if all of them fit the budget, otherwise on the CPU; with
-    `nvme_dir`, states beyond the CPU budget go to disk. Budgets are bytes or text ("6GiB"). None: no limit.
+    `nvme_dir`, states beyond the CPU budget go to disk. Tiers are device, cpu, nvme or auto. Budgets are bytes or text
+    ("6GiB"). None: no limit.
+
+    {texts}
     """
 
     parameters: str = "cpu"
-    """Tier for weights: device, cpu, nvme, auto or files. With files, frozen weights are read from the model files at
-    every use, without another copy, and trainable weights are on the CPU.
-    """
     optimizer: str = "cpu"
-    """Tier for low halves and moments: device, cpu, nvme or auto."""
     gradients: str = "auto"
-    """Tier for gradients waiting for the gradient norm. With auto, same as the optimizer states; on disk only without
-    room in memory.
-    """
     activations: str = "device"
-    """Tier for unit inputs saved for backward: device, cpu or nvme."""
     graphs: str = "device"
-    """Tier for saved autograd graphs, which replace recomputation. With device, as many units as `recompute` allows;
-    with cpu or nvme, as many as fit in memory there.
-    """
     experts: str = "auto"
-    """Fetch for mixture-of-experts layers: whole (all experts with the layer), streamed (only experts with routed
-    tokens, a few at a time) or auto (whole, or streamed if a layer does not fit on the device).
-    """
     optimizer_memory: float | str | None = None
-    """Maximum device memory for optimizer states with `optimizer` auto; other states go to lower tiers. None: as many
-    as the device budget holds beside all weights, or all without a budget.
-    """
     graphs_memory: float | str | None = None
-    """Maximum memory for saved autograd graphs on the CPU or NVMe tier, per machine. Other units recompute."""
     device_memory: float | str | None = None
-    """Device budget. Also limits the torch allocator in this process, until the engine closes, to the budget plus 256
-    MiB plus memory held by others before the engine.
-    """
     host_memory: float | str | None = None
-    """Host memory budget."""
     nvme_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
-    """Directory for the NVMe tier, or several on different disks."""
     nvme_memory: float | str | None = None
-    """Disk budget."""
 
     @classmethod
     def of(cls, placement: Placement | Mapping[str, Any]) -> Placement:
@@ -120,3 +100,6 @@ class Placement:
         """Directories for the NVMe tier."""
         assert self.nvme_dir is None or isinstance(self.nvme_dir, tuple), "__post_init__ has seen to it"
         return self.nvme_dir or ()
+
+
+Placement.__doc__ = with_texts(Placement.__doc__, PLACEMENT_TEXTS)

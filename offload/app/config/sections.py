@@ -601,42 +601,17 @@ class OffloadSection(Section):
     main = ("parameters", "optimizer", "device_memory", "host_memory", "nvme_dir", "frozen_weights")
 
     parameters: Literal["auto", "device", "cpu", "nvme", "files"] = "auto"
-    """Tier for offloaded parameters. files: frozen parameters stay in the original model files and are read again for
-    each use, without a copy elsewhere; trainable parameters are on the cpu.
-    """
     optimizer: StateTier = "auto"
-    """Tier for optimizer states."""
     gradients: StateTier = "auto"
-    """Tier for gradients until the update."""
     activations: StateTier = "auto"
-    """Tier for unit inputs saved for backward."""
     graphs: StateTier = "auto"
-    """Tier for saved autograd graphs beyond the device memory, as an alternative to recomputation. auto: cpu if the
-    forecast for a GPU step is faster with saved graphs, else the device only.
-    """
     experts: Literal["auto", "whole", "streamed"] = "auto"
-    """Transfer of mixture experts to the device. whole: all experts of a layer at once, with the rest of the layer.
-    streamed: only experts with routed tokens, a few at a time, so the device need not hold a whole layer. auto:
-    whole, or streamed if the device cannot hold a layer.
-    """
     optimizer_memory: Size = None
-    """Device memory limit for optimizer states, per rank, same forms as device_memory; used when offload.optimizer is
-    auto and not all states fit. none: the device budget minus all weights.
-    """
     graphs_memory: Size = None
-    """Memory limit for saved graphs in the offload.graphs tier, per machine, same forms as host_memory; the other units
-    recompute. none: as much as fits.
-    """
     device_memory: Size = None
-    """Device memory budget per rank: "6GiB" or "6G", "512MiB", a number of bytes. none: no limit (9MiB for the built-in
-    run on a CPU).
-    """
     host_memory: Size = None
-    """CPU memory budget per machine, same forms. none: no limit."""
     nvme_dir: Strings | None = None
-    """Folder for the nvme tier, or several on different disks (separated by spaces)."""
     nvme_memory: Size = None
-    """Disk budget for the nvme tier, same forms. none: no limit."""
     prefetch: Prefetch = "auto"
     zero_stage: Stage = "auto"
     """State partitioning over ranks: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters. auto: the lowest
