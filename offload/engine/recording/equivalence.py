@@ -22,10 +22,9 @@ from offload.engine.recording.plain import PlainPass
 from offload.engine.recording.sketch import Sketch
 from offload.engine.recording.trial_snapshot import TrialSnapshot
 from offload.engine.state import EngineState
-from offload.engine.units.call import CallTarget
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
-from offload.engine.units.unit import Unit
+from offload.engine.units.unit import CallTarget, Unit
 from offload.errors import OffloadError
 from offload.layout.regions import Piece
 from offload.modules import in_eval_mode
