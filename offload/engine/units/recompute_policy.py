@@ -28,7 +28,7 @@ Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
 def saved_tensors_watched(watch: Callable[[torch.Tensor], None]) -> AbstractContextManager[Any]:
-    """Return a context in which autograd calls `watch` with each strided tensor that it saves."""
+    """Return a context: autograd passes each strided saved tensor to `watch`."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
