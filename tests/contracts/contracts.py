@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import Engine, Placement
+from offload import Analysis, Engine, Placement
 from offload.distributed.joining import open_comm
 from offload.files.sources import Fill
 from tests.contracts.cases import CASES, Case
@@ -22,7 +22,7 @@ from tests.disks import nameless
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.device import own_device, set_seed
 from tests.engine.families import build
-from tests.engine.inside import lane_threads, parts_of, states, steps_of
+from tests.engine.inside import lane_threads, parts_of, states
 from tests.engine.ranks import run
 from tests.engine.ranks_child import share
 from tests.engine.sizes import tier_bytes
@@ -38,8 +38,8 @@ CLIPS: dict[str, dict[str, Any]] = {
     "speculative": {"clip": "speculative", "max_grad_norm": 1e6},
     "none": {"max_grad_norm": None},
 }
-_VERDICTS: dict[tuple[str, str], dict[str, set[str]]] = {}
-"""Passes found equal to plain passes by the equivalence check, by case and precision."""
+_ANALYSES: dict[str, Analysis] = {}
+"""Analyses by case and settings: later engines run no trials."""
 ROWS = 4
 NUM_STEPS = 2
 
@@ -85,16 +85,15 @@ class Cell:
 
     @contextmanager
     def engine(self, place: str | None = None, **settings: Any) -> Iterator[Engine]:
-        """Open an engine on a new model. Engines for one case share equivalence results in one process."""
+        """Open an engine on a new model. Engines of one process share analyses, and those over several ranks do not."""
         told, model = {**self.settings, **settings}, build(self.case.make)
-        known = _VERDICTS.setdefault((self.name, told["precision"]), {}) if "comm" not in told else {}
-        fill = filling(model) if "comm" in told else None
-        with Engine(model, fill=fill, placement=self.placement(place), **told) as engine:
-            checks = steps_of(engine).known.checks
-            checks |= {passes: set(numbers) for passes, numbers in known.items()}
+        with_ranks = "comm" in told
+        key = f"{self.name}: {({key: value for key, value in told.items() if key not in ('clip', 'max_grad_norm')})}"
+        analysis, fill = (None, filling(model)) if with_ranks else (_ANALYSES.get(key), None)
+        with Engine(model, fill=fill, placement=self.placement(place), analysis=analysis, **told) as engine:
             yield engine
-            for passes, numbers in checks.items():
-                known.setdefault(passes, set()).update(numbers)
+            if not with_ranks:
+                _ANALYSES[key] = engine.analysis
 
     def batch(self, seed: int) -> Mapping[str, Tensor]:
         return self.case.batch(seed, ROWS)
