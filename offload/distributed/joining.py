@@ -16,8 +16,7 @@ import torch.distributed as dist
 from offload.accelerators import accelerators, device_of, own_accelerator
 from offload.distributed.comm import Comm
 from offload.distributed.device_ranks import DeviceRanks, StagedRanks
-from offload.distributed.ranks import Ranks
-from offload.distributed.reach import address_toward, gloo_over, own_address
+from offload.distributed.ranks import Ranks, address_toward, gloo_over, own_address
 from offload.distributed.watchdog import WatchdogLimits
 from offload.errors import ConfigError, OffloadError, RankLostError
 

@@ -15,6 +15,7 @@ from offload.layout.planes import summed
 from offload.layout.regions import ParameterInfo, Region, Sharding
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence
 from offload.planning import device_updates
+from offload.planning.device_updates import is_small_update
 from offload.planning.disk import (
     activation_ring_bytes,
     add_early_tiles,
@@ -24,7 +25,6 @@ from offload.planning.disk import (
     read_ring,
     ring_bytes,
 )
-from offload.planning.estimates import is_small_update
 from offload.planning.machines import FreeMemory, Machine
 from offload.planning.memory import (
     Allocation,
@@ -131,10 +131,9 @@ class Plan:
     def range(self, name: str) -> tuple[int, int]:
         """Return (planned, maximum) bytes for a device allocation."""
         planned = self.of(DEVICE, name).num_bytes
-        maximum = (
-            _find(self.unlimited_allocations, DEVICE, name).num_bytes if self.residence.common != DEVICE else planned
-        )
-        return planned, max(planned, maximum)
+        if self.residence.common == DEVICE:
+            return planned, planned
+        return planned, max(planned, _find(self.unlimited_allocations, DEVICE, name).num_bytes)
 
 
 def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
@@ -210,10 +209,8 @@ def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
     trainable = [region for region in regions if region.trainable]
     quantized, notes = [region for region in trainable if not region.is_stored_as_used], []
     if quantized:
-        quantized_bytes, exact_bytes = (
-            sum(r.travelling_bytes for r in quantized),
-            sum(r.weight_bytes for r in quantized),
-        )
+        quantized_bytes = sum(r.travelling_bytes for r in quantized)
+        exact_bytes = sum(r.weight_bytes for r in quantized)
         num_quantized, num_trainable = (sum(len(r.parameters) for r in some) for some in (quantized, trainable))
         notes.append(
             f"{num_quantized} of {num_trainable} trainable parameters are copied in {quantized[0].link.name}, "
@@ -490,9 +487,8 @@ def _host_bytes(placement: Placement, free: FreeMemory) -> int:
     budget = placement.budget(HOST)
     if budget is None:
         return int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    return (
-        0 if HOST in (placement.activations, placement.graphs) else budget
-    )  # offloaded activation size depends on the batch
+    # the size of offloaded activations depends on the batch
+    return 0 if HOST in (placement.activations, placement.graphs) else budget
 
 
 def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple[dict[str, str], int | None]:

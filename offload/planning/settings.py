@@ -16,7 +16,7 @@ from offload.accelerators import parse_device
 from offload.arguments import check_types
 from offload.conflicts import ENGINE_CONFLICTS, refuse
 from offload.errors import ConfigError, shorten
-from offload.lanes.throttle import Throttle, parse_throttle
+from offload.lanes.timeline import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule

@@ -11,19 +11,16 @@ from pathlib import Path
 import torch
 
 from offload.errors import DiskError, warn
-from offload.files.directories import check_dirs, check_space
-from offload.files.scratch import open_nameless
+from offload.files.directories import check_dirs, check_space, open_nameless
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Lane, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region, stripe, stripe_bytes
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.tiers.counters import Counters
-from offload.tiers.host import Arena
-from offload.tiers.lease import Lease
+from offload.tiers.host import Arena, Pinning
+from offload.tiers.lease import Lease, Ring, RingSlice
 from offload.tiers.ledger import Ledger
-from offload.tiers.pinning import Pinning
-from offload.tiers.ring import Ring, RingSlice
 
 FETCH_RING, UPDATE_RING, ACTIVATION_RING = "nvme fetch ring", "nvme update ring", "nvme activation ring"
 RING_TILES = 4
@@ -292,7 +289,9 @@ class Nvme:
         except BaseException:
             self._io.close()  # closes the files too, even if a traceback keeps the engine alive
             raise
-        self._warn()
+        reasons = [*filter(None, (self._io.why, self._io.why_unregistered, self._states.why_buffered))]
+        if reasons:
+            warn(f"the nvme tier works with {self._io.name}, but slower than possible: {'; '.join(reasons)}.")
         self._open_channels(memory, lanes, counters)
 
     def _open_channels(self, memory: Mapping[str, torch.Tensor], lanes: Lanes, counters: Counters) -> None:
@@ -345,13 +344,6 @@ class Nvme:
         with contextlib.suppress(DiskError):  # already raised for the transfer's users
             self._io.close()
         self._arena.close()
-
-    def _warn(self) -> None:
-        """Warn once about reasons for low speed."""
-        reasons = (self._io.why, self._io.why_unregistered, self._states.why_buffered)
-        known_reasons = [reason for reason in reasons if reason]
-        if known_reasons:
-            warn(f"the nvme tier works with {self._io.name}, but slower than possible: {'; '.join(known_reasons)}.")
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

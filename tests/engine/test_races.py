@@ -23,15 +23,14 @@ from offload import AdamW, Engine, Placement
 from offload.engine.gradients.tile_updates import RegionUpdate
 from offload.engine.recording.equivalence import PassComparator
 from offload.engine.units.saved_inputs import SavedInputs
-from offload.lanes.lanes import Lanes
+from offload.lanes.lanes import Lanes, ThreadLane
 from offload.lanes.streams import StreamLanes
-from offload.lanes.thread_lane import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.planning import device_updates, disk
 from offload.planning.device_updates import UPDATE_RING as DEVICE_RING
 from offload.schedule.execute import Executor
+from offload.tiers.lease import Ring
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel, Record
-from offload.tiers.ring import Ring
 from offload.tiers.tile import Tile
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build, llama, tokens
