@@ -270,8 +270,6 @@ def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
 
 _write = aiofiles.os.wrap(_write_now)
 _sync = aiofiles.os.wrap(os.fsync)
-
-
 _OWN_FILE = re.compile(r"manifest\.json|rank-[0-9]+\.bin")
 
 
@@ -326,7 +324,11 @@ class Save:
         data = manifest.encode()
         for name, file in manifest.files.items():
             if name not in elsewhere:
-                self._check_size(self.path / name, file.num_bytes)
+                written = self.path / name
+                with as_disk_errors("the look at what another rank has written", written):
+                    size = written.lstat().st_size
+                if size != file.num_bytes:
+                    raise DiskError(f"{written} has {size} bytes, but {file.num_bytes} were written.", 0, written)
         path = self.path / MANIFEST
         with as_disk_errors(f"the write of {len(data)} bytes", path):
             with open(self._lock.fileno(), "wb", closefd=False) as stream:
@@ -353,12 +355,6 @@ class Save:
 
     def __exit__(self, *_error: object) -> None:
         self.abort()
-
-    def _check_size(self, path: Path, num_bytes: int) -> None:
-        with as_disk_errors("the look at what another rank has written", path):
-            size = path.lstat().st_size
-        if size != num_bytes:
-            raise DiskError(f"{path} has {size} bytes, but {num_bytes} were written.", 0, path)
 
 
 def foreign_names(folder: Path) -> list[str]:

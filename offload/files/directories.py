@@ -136,19 +136,14 @@ def _check_dir(directory: str) -> tuple[Path, os.stat_result]:
             "tier would use up the memory it should save. Set --offload.nvme_dir to a directory on a disk, or put "
             "these states on the cpu tier."
         )
-    _try_to_write(directory, path)
-    return path, status
-
-
-def _try_to_write(directory: str, path: Path) -> None:
-    """Create and drop a file, since permissions and mount options do not predict success. Raises ConfigError."""
-    try:
+    try:  # permissions and mount options do not predict success
         os.close(open_nameless(path, os.O_RDWR))
     except OSError as error:
         raise ConfigError(
             f"offload.nvme_dir is {directory}, which cannot be written to: {reason_of(error)}; change that, or set "
             "--offload.nvme_dir to another directory."
         ) from None
+    return path, status
 
 
 def reason_of(error: Exception) -> str:

@@ -47,8 +47,6 @@ class QuantizedSource(Source, Protocol):
 
 Fill = Callable[[str, nn.Module], Mapping[nn.Parameter, Source] | None]
 """Called with a name and module just before the parameters are taken. Fills them, or returns sources for some."""
-
-
 SHARD_BYTES = 5 << 30
 """Largest size of a weight file by default."""
 

@@ -18,11 +18,7 @@ from offload.lanes.ticket import Bell, CancelledError, Countdown, Lane, Run, Tic
 from offload.lanes.timeline import LANES, LaneTime, Span, Throttle, Timeline
 
 _LONGEST_DELAY_S = 0.004
-
-
 _serving: set[weakref.ref[ThreadLane]] = set()
-
-
 _END_S = 10.0
 
 
@@ -316,6 +312,9 @@ class InlineLane(Lane):
     ) -> Ticket:
         self.position += 1
         self._lanes.compute_after(reads, fills=fills)
+        return self._run(work, name)
+
+    def _run(self, work: Run, name: str) -> Ticket:
         begin = time.perf_counter()
         work()
         end = time.perf_counter()
@@ -324,27 +323,12 @@ class InlineLane(Lane):
         return Ticket(self.name, begin, end, is_done=True)
 
 
-class ComputeLane(Lane):
+class ComputeLane(InlineLane):
     """Runs work on compute and raises errors at submission. The ticket is over when compute has done the work: on an
     accelerator when the stream has run the work, not at launch.
     """
 
-    name = "compute"
-
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
-
-    def submit(
-        self,
-        work: Run,
-        *,
-        reads: Tickets = (),
-        fills: Tickets = (),
-        name: str = "",
-        num_bytes: int = 0,  # noqa: ARG002
-    ) -> Ticket:
-        self.position += 1
-        self._lanes.compute_after(reads, fills=fills)
+    def _run(self, work: Run, name: str) -> Ticket:
         begin = self._lanes.now()
         work()
         self._lanes.record_compute(name, begin)
@@ -397,23 +381,16 @@ class Lanes:
         self.fetch_read, self.update_read, self.activation_read = (self._thread(name, "nvme_read") for name in reads)
         writes = ("update_write", "activation_write")
         self.update_write, self.activation_write = (self._thread(name, "nvme_write") for name in writes)
-        self.on_compute: Lane = ComputeLane(self)
-        self.collective_on_compute: Lane = ComputeLane(self)
-        self.network_on_compute: Lane = ComputeLane(self)
+        self.on_compute: Lane = ComputeLane("compute", self)
+        self.collective_on_compute: Lane = ComputeLane("compute", self)
+        self.network_on_compute: Lane = ComputeLane("compute", self)
         self.update_up, self.update_on_device, self.update_down = self._open_device_updates()
         self._changing = (self.update, self.update_on_device, self.update_down, self.update_write)
         # ordered along the path of a failure
         self._updating = tuple(dict.fromkeys((self.update_read, self.update_up, *self._changing)))
-        copying = (
-            self.fetch_read,
-            self.activation_read,
-            self.h2d,
-            self.returning,
-            self.d2h,
-            self.collective,
-            self.network,
-        )
-        self._all = tuple(dict.fromkeys((*copying, self.decoding, self.activation_write, *self._updating)))
+        copying = (self.fetch_read, self.activation_read, self.h2d, self.returning, self.d2h)
+        exchanging = self.collective, self.network
+        self._all = tuple(dict.fromkeys((*copying, *exchanging, self.decoding, self.activation_write, *self._updating)))
         self._settled = dict.fromkeys(self._all, 0)
 
     def _open(self, name: str) -> Lane:

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,19 +91,16 @@ def _processor() -> dict[str, Any]:
     """
     lines = [line.partition(":") for line in read_text(Path("/proc/cpuinfo")).split("\n\n")[0].splitlines()]
     fields = {name.strip(): value.strip() for name, _, value in lines}
-    if "model name" in fields and "flags" in fields:
-        return _describe_processor(fields["model name"], fields["flags"].split()) | _caches()
-    try:
-        import cpuinfo
-    except ImportError:
-        return _caches()
-    info = cpuinfo.get_cpu_info()
-    return _describe_processor(info.get("brand_raw"), info.get("flags", ())) | _caches()
-
-
-def _describe_processor(name: str | None, flags: Iterable[str]) -> dict[str, Any]:
+    name, flags = fields.get("model name"), fields.get("flags", "").split()
+    if "model name" not in fields or "flags" not in fields:
+        try:
+            import cpuinfo
+        except ImportError:
+            return _caches()
+        info = cpuinfo.get_cpu_info()
+        name, flags = info.get("brand_raw"), info.get("flags", ())
     kept = sorted(flag for flag in flags if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve")))
-    return {"name": name, "flags": kept}
+    return {"name": name, "flags": kept} | _caches()
 
 
 def _caches() -> dict[str, int]:

@@ -304,11 +304,8 @@ def parse_cpulist(text: str) -> frozenset[int]:
 
 def read_pci_node(address: str, folder: Path = _PCI) -> int | None:
     """Return the NUMA node for a PCI address like "0000:3b:00.0". None: unknown."""
-    try:
-        node = int((folder / address / "numa_node").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+    node = _number(folder / address / "numa_node")
+    return node if node is not None and node >= 0 else None
 
 
 def _pin(cores: frozenset[int]) -> None:

@@ -20,8 +20,6 @@ takes 16 to 30 launches, on a GPU more time than a small piece itself.
 """
 _BYTES_AN_ELEMENT = {"fp32": 32, "bf16": 96, "int8": 96}  # maximum temporary bytes per element, by moment dtype
 _BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
-
-
 _Rule = Callable[..., None]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
+from offload.layout.regions import align
 from offload.optim.adamw import AdamW
 from offload.optim.rule import (
     PIECE,
@@ -97,7 +98,7 @@ class Muon(UpdateRule):
         return replace(chosen, rule=1 + chosen.rule, lr_scale=chosen.lr_scale * self.ratio(self.rest))
 
     def workspace_bytes(self, shape: tuple[int, ...]) -> int:
-        return sum(_aligned(2 * size) for size in _sizes(*shape[-2:]))
+        return sum(align(2 * size, _ALIGNMENT) for size in _sizes(*shape[-2:]))
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         rows, columns = by.shape[-2:]
@@ -108,7 +109,7 @@ class Muon(UpdateRule):
         work, end = [], 0
         for size in _sizes(rows, columns):
             work.append(memory[end : end + 2 * size].view(torch.bfloat16))
-            end += _aligned(2 * size)
+            end += align(2 * size, _ALIGNMENT)
         adjusted = by.lr * self._adjustment(rows, columns)
         step = max(1, PIECE // columns)
         for matrix in range(0, gradients.numel(), rows * columns):
@@ -159,7 +160,3 @@ class Muon(UpdateRule):
 def _sizes(rows: int, columns: int) -> tuple[int, int, int, int]:
     """Return element counts for a matrix, the next iterate, the Gram matrix, and a polynomial in the Gram matrix."""
     return rows * columns, rows * columns, min(rows, columns) ** 2, min(rows, columns) ** 2
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

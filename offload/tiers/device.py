@@ -18,16 +18,10 @@ from offload.tiers.ledger import Ledger
 
 _STAGED_BYTES = 16 << 20
 """Bytes per staged H2D copy through pinned memory."""
-
-
 _MOST_STAGED = 8
 """Maximum staging buffers per size. The next copy waits for the oldest one."""
-
-
 _SHARE_OF_FREE_MEMORY = 0.9
 """Leaves room for allocator fragmentation and library workspaces."""
-
-
 ROUNDING_BYTES = 256 << 20
 """Allocator slack above a budget, in bytes: each of a dozen streams uses parts of a 2 MiB and a 20 MiB block."""
 
