@@ -25,7 +25,7 @@ from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.timing import PlannedStep
 from offload.layout.regions import Region, Sharding
 from offload.machine.hardware import Hardware
-from offload.planning.estimates import update_bytes
+from offload.planning.device_updates import update_bytes
 
 MODEL = MODELS["Qwen3-14B"] | {
     "hidden_size": 4096,

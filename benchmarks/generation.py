@@ -22,7 +22,7 @@ from offload.app.hf.models import folder_config, model_kind
 from offload.app.hf.read import read_model
 from offload.extras.generate.streamed_model import StreamedModel
 from offload.extras.tools.benches.report import BenchmarkOutput, Result
-from offload.lanes.throttle import Throttle
+from offload.lanes.timeline import Throttle
 
 LAYERS, WIDTH, PROMPT = 12, 512, 256
 WARM, TOKENS = 2, 9

@@ -27,7 +27,7 @@ from offload.extras.plan.timing import PlannedStep, Timing
 from offload.extras.plan.workload import UnitWork, Workload
 from offload.layout.regions import Sharding
 from offload.machine.hardware import Hardware, Rates
-from offload.planning.estimates import update_bytes
+from offload.planning.device_updates import update_bytes
 from offload.planning.settings import Settings
 from tests.forecast.planned import LENGTH, ROWS, Stack, batches, loss_of, planned, work
 

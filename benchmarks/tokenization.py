@@ -33,7 +33,7 @@ from typing import Any
 
 from offload.extras.tools.benches.blocks import rotate
 from offload.extras.tools.benches.report import BenchmarkOutput, Result
-from offload.machine.cores import usable_cores
+from offload.machine.limits import usable_cores
 
 VOCABULARY = 16384
 BATCH_CHARS = 2 << 20

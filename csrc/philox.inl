@@ -1,7 +1,7 @@
 // Philox4x32-7, the generator of everything that is drawn at random: docs/design.md, "Randomness", says what is drawn
 // from which counter. Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011: seven rounds
 // are the fewest that pass all tests of BigCrush.
-// offload/native/philox.py has the same in torch.
+// offload/native/moments.py has the same in torch.
 
 constexpr int64_t kDrawn = 64;  // elements that have their words from one call: 16 counters of 4 words each
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from offload.extras.zeroth.mezo import MeZO as MeZO
     from offload.integrations.wrap import wrap as wrap
     from offload.optim.adamw import AdamW as AdamW
+    from offload.optim.adamw import Lion as Lion
     from offload.optim.factored import Adafactor as Adafactor
     from offload.optim.factored import AdaLomo as AdaLomo
-    from offload.optim.lion import Lion as Lion
     from offload.optim.muon import Muon as Muon
     from offload.optim.sgd import LOMO as LOMO
     from offload.optim.sgd import SGD as SGD
@@ -45,7 +45,7 @@ _HOMES = {
     "Adafactor": "offload.optim.factored",
     "AdamW": "offload.optim.adamw",
     "LOMO": "offload.optim.sgd",
-    "Lion": "offload.optim.lion",
+    "Lion": "offload.optim.adamw",
     "MeZO": "offload.extras.zeroth.mezo",
     "Muon": "offload.optim.muon",
     "SGD": "offload.optim.sgd",

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from offload.app.telemetry.byte_progress import byte_progress
 from offload.checkpoint.manifest import MANIFEST
-from offload.checkpoint.publish import foreign_names
 from offload.checkpoint.reader import Reader, verify
+from offload.checkpoint.writer import foreign_names
 from offload.errors import CheckpointError, ConfigError, DiskError, format_bytes
 from offload.files.atomic_folder import as_disk_errors, clear, remove, write_small
 

@@ -190,5 +190,5 @@ def _config(num_ranks: int, folder: Path) -> Any:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),  # no output is redirected there
     )
     if hasattr(config, "numa_options"):
-        config.numa_options = None  # offload/machine/cores.py assigns the cores
+        config.numa_options = None  # offload/machine/limits.py assigns the cores
     return config

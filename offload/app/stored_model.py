@@ -26,8 +26,7 @@ from offload.app.telemetry.byte_progress import byte_progress
 from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
-from offload.files.model_format import SHARD_BYTES
-from offload.files.sources import ReopenFile
+from offload.files.sources import SHARD_BYTES, ReopenFile
 from offload.native import kernels
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}

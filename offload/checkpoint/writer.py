@@ -17,9 +17,11 @@ import contextlib
 import mmap
 import os
 import queue
+import re
+import shutil
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,9 +31,24 @@ import aiofiles.os
 import numpy as np
 import torch
 
-from offload.checkpoint.manifest import CHUNK_BYTES, Contents, DataFile, RankManifest, Slice, check_span, checksum, raw
+from offload.checkpoint.manifest import (
+    CHUNK_BYTES,
+    MANIFEST,
+    AttachedFile,
+    Contents,
+    DataFile,
+    Manifest,
+    RankManifest,
+    Slice,
+    check_span,
+    checksum,
+    gather,
+    raw,
+)
 from offload.checkpoint.reader import chunk_buffers, set_direct
-from offload.native.io import disk_error
+from offload.errors import CheckpointError, ConfigError, DiskError
+from offload.files.atomic_folder import as_disk_errors, make_partial, remove, replace_folder
+from offload.native.io import disk_error, sync_path
 
 _IN_FLIGHT = 4  # measured: with one write at a time, the disk is idle during hashing and copying
 _BUFFERS = _IN_FLIGHT + 1  # plus one being filled
@@ -253,3 +270,99 @@ def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
 
 _write = aiofiles.os.wrap(_write_now)
 _sync = aiofiles.os.wrap(os.fsync)
+_OWN_FILE = re.compile(r"manifest\.json|rank-[0-9]+\.bin")
+
+
+class Save:
+    """A save on one disk. One rank per disk creates the folder for all ranks there, and publishes the checkpoint.
+
+        with Save(target) as save:                   # every rank: Writer(save.path, ...)
+            save.commit(contents, parts, meta)       # parts: from all ranks
+
+    path: temporary folder for the data files. An earlier checkpoint at `target` stays until replaced. Leaving the
+    `with` block without `commit` removes the temporary folder.
+    """
+
+    def __init__(self, target: Path) -> None:
+        """Raises DiskError. Raises ConfigError if `target` exists and is no checkpoint; the folder stays."""
+        if foreign := foreign_names(target):
+            raise ConfigError(
+                f"{target} holds {', '.join(foreign[:3])}, so it is not a checkpoint, and saving a checkpoint there "
+                "would delete this; give another folder."
+            )
+        self.target = target
+        self._attached: dict[str, AttachedFile] = {}
+        with as_disk_errors("the making", target.parent):
+            if not target.parent.is_dir():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                sync_path(target.parent.parent)
+            self.path, self._lock = make_partial(target)
+
+    def attach(self, name: str, data: bytes) -> None:
+        """Store a small file with the states. Raises DiskError, or FileExistsError for a name already in use."""
+        path = self.path / name
+        with as_disk_errors(f"the write of {len(data)} bytes", path):
+            with path.open("xb") as stream:
+                stream.write(data)
+            sync_path(path)
+        self._attached[name] = AttachedFile(num_bytes=len(data), checksum=checksum(data))
+
+    def commit(
+        self,
+        contents: Contents,
+        parts: Sequence[Mapping[str, Any]],
+        meta: Mapping[str, Any],
+        elsewhere: Collection[str] = (),
+    ) -> Path:
+        """Publish the data written by all ranks. Return `target`.
+
+        elsewhere: data files on other disks. meta: JSON-serializable data, returned on load. Raises ValueError unless
+        the parts contain each plane in `contents` exactly once and meta is JSON-serializable. Raises DiskError. After
+        an error, the previous checkpoint is still at `target`.
+        """
+        manifest = gather(contents, parts, meta, self._attached)
+        data = manifest.encode()
+        for name, file in manifest.files.items():
+            if name not in elsewhere:
+                written = self.path / name
+                with as_disk_errors("the look at what another rank has written", written):
+                    size = written.lstat().st_size
+                if size != file.num_bytes:
+                    raise DiskError(f"{written} has {size} bytes, but {file.num_bytes} were written.", 0, written)
+        path = self.path / MANIFEST
+        with as_disk_errors(f"the write of {len(data)} bytes", path):
+            with open(self._lock.fileno(), "wb", closefd=False) as stream:
+                stream.write(data)
+            os.fsync(self._lock.fileno())
+            sync_path(self.path)  # from here on the folder is complete, even after a crash
+        with as_disk_errors("the publishing", self.target):
+            old = replace_folder(self.path, self.target)
+            self._lock.close()
+            sync_path(self.target.parent)  # durable before the old one is removed
+        if old:
+            with contextlib.suppress(DiskError):  # the new checkpoint is published in any case
+                remove(old)
+        return self.target
+
+    def abort(self) -> None:
+        """Remove all written data; no effect after `commit`."""
+        if not self._lock.closed:
+            shutil.rmtree(self.path, ignore_errors=True)  # `clear` removes any remainder
+            self._lock.close()
+
+    def __enter__(self) -> Save:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.abort()
+
+
+def foreign_names(folder: Path) -> list[str]:
+    """Return names in a folder foreign to a checkpoint; an empty list without a folder."""
+    if folder.is_dir():
+        names = {path.name for path in folder.iterdir() if not _OWN_FILE.fullmatch(path.name)}
+        if names:  # only the manifest lists attached files
+            with contextlib.suppress(CheckpointError, OSError):
+                names -= Manifest.decode((folder / MANIFEST).read_bytes(), folder).attached.keys()
+        return sorted(names)
+    return [folder.name] if folder.exists() or folder.is_symlink() else []

@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import copy
 import ctypes
+import ipaddress
 import itertools
+import os
 import pickle
+import secrets
 import socket
 import sys
 import threading
@@ -15,14 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from offload.accelerators import open_accelerator
-from offload.distributed.agreement import difference, digest
 from offload.distributed.comm import (
     _CHUNK_MULTIPLE,
     _FLOATS,
@@ -33,12 +36,83 @@ from offload.distributed.comm import (
     _check,
     _place,
     _Value,
+    difference,
+    digest,
     pieces_of,
 )
-from offload.distributed.reach import LOOPBACK, NamespaceSocket, gloo_over
 from offload.distributed.watchdog import Position, Watchdog, WatchdogLimits, connect
 from offload.errors import ConfigError, RankLostError, common
 from offload.interrupts import interrupts
+
+LOOPBACK = "127.0.0.1"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class NamespaceSocket:
+    """Abstract Unix socket, reachable only for processes with the same kernel and network namespace: Linux keeps names
+    with a leading zero byte per network namespace (unix(7)). These processes also share the loopback address.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.name = f"\0offload-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.name)
+        self._socket.listen(num_ranks)  # no connection is accepted: a successful connect is the answer
+
+    def reaches(self, name: str) -> bool:
+        """Return True if the open door `name` is on this machine."""
+        with socket.socket(socket.AF_UNIX) as visitor, suppress(OSError):
+            visitor.connect(name)
+            return True
+        return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def address_toward(host: str) -> str:
+    """Return the address of this machine in the network toward `host`."""
+    with suppress(OSError):
+        addresses = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        with socket.socket(addresses[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(addresses[0][4])  # sends no packet
+            return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def own_address(store: Any, rank: int, size: int, host: str) -> str:
+    """Return the address of this rank for other ranks, after all ranks have registered in the torch store on `host`. On
+    `host`, the host name may resolve to the loopback; the address toward another rank is used then. Collective.
+    """
+    address = address_toward(host)
+    store.set(f"address-{rank}", address)
+    addresses = [str(entry, "ascii") for entry in store.multi_get([f"address-{other}" for other in range(size)])]
+    remote = next((other for other in addresses if not is_loopback(other)), None)
+    return address_toward(remote) if remote and is_loopback(address) else address
+
+
+@contextmanager
+def gloo_over(address: str) -> Iterator[None]:
+    """Create gloo groups inside this context on the interface with `address`, unless `address` is the loopback or the
+    user has set GLOO_SOCKET_IFNAME. By default gloo resolves the host name, possibly to the loopback.
+    """
+    name = None if is_loopback(address) or _GLOO_INTERFACE in os.environ else _interface(address)
+    if name:
+        os.environ[_GLOO_INTERFACE] = name
+    try:
+        yield
+    finally:
+        if name:
+            del os.environ[_GLOO_INTERFACE]
+
+
+def _interface(address: str) -> str | None:
+    has = ((name, each.address.partition("%")[0]) for name, its in psutil.net_if_addrs().items() for each in its)
+    return next((name for name, its in has if its == address.partition("%")[0]), None)
 
 
 def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
@@ -105,9 +179,8 @@ class Ranks(Comm):
         self._timeout = timedelta(days=7) if times.stall_s is None else timedelta(seconds=times.stall_s + 600)
         deadline = time.monotonic() + times.start_s
         self._check = lambda: _be_patient(deadline, times.start_s)
-        self._explain: Callable[[Exception], Exception] = lambda error: RankLostError(
-            (f"The ranks could not start: {error}"), None
-        )
+        self._explain: Callable[[Exception], Exception]
+        self._explain = lambda error: RankLostError(f"The ranks could not start: {error}", None)
         self._parts: dict[str, tuple[Ranks, ...]] = {}
         self._errors: list[BaseException] = []  # shared by all parts
         self._open_queues(None)
@@ -211,7 +284,8 @@ class Ranks(Comm):
                 f"{operation}: from {full.dtype} to {shard.dtype}; only float32, bfloat16 and float64 can be summed."
             )
         with self._exchange(operation, full.numel()):
-            self._reduce(shard, _open_chunks(scratch, pieces_of(full, self.size), self.rank, coding))
+            chunks_class = _Chunks if coding is None else partial(_CodedChunks, coding=coding)
+            self._reduce(shard, chunks_class(scratch, pieces_of(full, self.size), self.rank))
 
     def _gather(self, full: torch.Tensor, queue: CollectiveQueue) -> None:
         """Send this rank's piece to all ranks. The gloo all-gather needs a second buffer as large as full and takes
@@ -485,10 +559,6 @@ class _CodedChunks(_Chunks):
         total = self._total[: len(out)]
         super().add_up(total, terms)  # not in `out`: it may hold this rank's term
         out.copy_(total)
-
-
-def _open_chunks(scratch: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int, coding: Coding | None) -> _Chunks:
-    return _Chunks(scratch, pieces, rank) if coding is None else _CodedChunks(scratch, pieces, rank, coding)
 
 
 def _be_patient(deadline: float, start_s: float) -> None:

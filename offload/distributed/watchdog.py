@@ -215,7 +215,10 @@ class Watchdog:
         for message in messages:
             peer.heard = now
             if message["kind"] == "lost":
-                self._on_lost_report(peer, message)
+                why = message["why"]
+                if message["rank"] == self.rank:
+                    why = f"Rank {peer.rank} reported this rank, {self.rank}, as lost. {why}"
+                self._lose(message["rank"], why)
                 continue
             peer.positions = [
                 Position(number, operation, numel, inside, now - age)
@@ -232,12 +235,6 @@ class Watchdog:
                 peer.ended = True
                 ended = "its process ended without a message: it was killed, ran out of memory or crashed"
                 self._lose(peer.rank, self._describe(peer, ended))
-
-    def _on_lost_report(self, peer: _Peer, message: Mapping[str, Any]) -> None:
-        if message["rank"] != self.rank:
-            self._lose(message["rank"], message["why"])
-            return
-        self._lose(self.rank, f"Rank {peer.rank} reported this rank, {self.rank}, as lost. {message['why']}")
 
     def _check_peers(self, now: float) -> None:
         """Detect silent ranks, absent ranks, and ranks in different collectives."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.distributed.agreement import digest
+from offload.distributed.comm import digest
 from offload.engine.loss.loss import LossFunction
 from offload.engine.recording.known import KnownPasses, code_hash, loss_key
 from offload.engine.state import EngineState

@@ -20,16 +20,15 @@ from typing import Any
 import torch
 
 from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, without_moved
-from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import CHANGED, Reader, Span
 from offload.checkpoint.spread import broadcast_value, keepers
-from offload.checkpoint.writer import Writer
-from offload.distributed.outcome import share_failure
+from offload.checkpoint.writer import Save, Writer
+from offload.distributed.comm import share_failure
 from offload.engine.kept_errors import error_planes, error_spans, fill_error
 from offload.engine.loss.batch_agreement import agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
-from offload.files.model_format import FORMAT, MODEL_FORMATS
+from offload.files.sources import FORMAT, MODEL_FORMATS
 from offload.lanes.ticket import Fence
 from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, MASTER, STALE

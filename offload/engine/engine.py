@@ -17,9 +17,8 @@ from torch import nn
 from offload.arguments import check_types
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.spread import copy_missing_files
-from offload.distributed.comm import Comm
+from offload.distributed.comm import Comm, share_failure
 from offload.distributed.joining import open_comm
-from offload.distributed.outcome import share_failure
 from offload.engine.analysis import Analysis
 from offload.engine.assemble import assemble
 from offload.engine.checkpoints import PendingCheckpoint, check_contents, load_states, spans_to_read
@@ -35,13 +34,12 @@ from offload.engine.steps import Steps
 from offload.engine.units.activation_offload import GRAPHS
 from offload.engine.units.residency import refuse_copy, refuse_owned, refuse_sparse
 from offload.errors import ConfigError, nearest, warn
-from offload.files.model_format import SHARD_BYTES
 from offload.files.safetensors_file import tensor_reader
-from offload.files.sources import Fill
+from offload.files.sources import SHARD_BYTES, Fill
 from offload.lanes.timeline import Span
 from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo
-from offload.machine.cores import use_share_of_cores
+from offload.machine.limits import use_share_of_cores
 from offload.optim.rule import UpdateRule
 from offload.planning.plan import describe_frozen_weights, describe_links
 from offload.planning.settings import Settings, with_settings

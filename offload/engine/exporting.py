@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from offload.distributed.outcome import share_outcome
+from offload.distributed.comm import share_outcome
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
-from offload.files.model_format import FORMAT, MODEL_FORMATS, ReadValues
+from offload.files.sources import FORMAT, MODEL_FORMATS, ReadValues
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _END = -1

@@ -13,8 +13,7 @@ from torch import nn
 
 from offload.checkpoint.manifest import MOVED, Entry, raw
 from offload.checkpoint.reader import Reader, Span
-from offload.distributed.agreement import digest
-from offload.distributed.comm import Comm
+from offload.distributed.comm import Comm, digest
 
 
 class MovedBuffers:

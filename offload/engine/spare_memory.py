@@ -47,11 +47,8 @@ class SpareMemory:
     ) -> None:
         """`forget_addresses`: called before the weights lose their memory."""
         self._comm, self._device, self._slots, self._gradients = comm, device, slots, gradients
-        self._slots_bytes, self._buffer_bytes, self._forget_addresses = (
-            plan.range(SLOT),
-            plan.range(BUFFER),
-            forget_addresses,
-        )
+        self._slots_bytes, self._buffer_bytes = plan.range(SLOT), plan.range(BUFFER)
+        self._forget_addresses = forget_addresses
         self._is_moving = False
         self._other_bytes = -1
         self._most_elements = 0
@@ -75,9 +72,7 @@ class SpareMemory:
             return
         own_bytes = self._slots.capacity_bytes + self._gradients.buffer_bytes
         ranks = self._comm.gather_objects((peak_bytes - own_bytes, -budget), "room on the device")
-        other_bytes, budget = (
-            max(rank_values) for rank_values in zip(*ranks, strict=True)
-        )  # equal on all ranks, like the schedules
+        other_bytes, budget = map(max, zip(*ranks, strict=True))  # equal on all ranks, like the schedules
         budget = -budget
         settled, self._other_bytes = other_bytes <= self._other_bytes, max(self._other_bytes, other_bytes)
         room_bytes = budget - self._other_bytes - self._device.late_bytes

@@ -61,13 +61,12 @@ from offload.schedule.execute import Executor
 from offload.tiers.counters import Counters
 from offload.tiers.device import open_device
 from offload.tiers.ledger import Ledger
-from offload.tiers.model_files import READ_RING, ModelFiles
+from offload.tiers.model_files import READ_RING, READ_STAGING, ModelFiles, WatchedFiles
 from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 from offload.tiers.tile import DeferredUpdates
-from offload.tiers.watched_files import READ_STAGING, WatchedFiles
 
 
 class EngineState:
@@ -87,10 +86,8 @@ class EngineState:
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
-        self.execution_mode, self.changed = (
-            ExecutionMode(),
-            set[str](),
-        )  # changed: frozen parameters changed since the start
+        self.execution_mode = ExecutionMode()
+        self.changed = set[str]()  # frozen parameters changed since the start
         self.counters = counters
         placement, keeps_gradients, debug = settings.placement, settings.keeps_gradients, bool(settings.debug)
         self.has_room_for_sums: bool | None = False  # None: an interrupt came during the change

@@ -31,7 +31,7 @@ from offload.engine.units.snapshots import BufferPlace, PassSnapshot, buffer_pla
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.modules import in_eval_mode
-from offload.planning.estimates import forward_seconds, is_small_update, update_seconds
+from offload.planning.device_updates import forward_seconds, is_small_update, update_seconds
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import LEAST_CHUNK_BYTES, Settings
 from offload.tiers.counters import Counters

@@ -1,8 +1,15 @@
-"""Directories for the nvme tier, tested for write access and free space before use."""
+"""Directories for the nvme tier, tested for write access and free space before use, and nameless files in them.
+
+The kernel frees a nameless file when the last process with an open descriptor ends, however the process ends. A forked
+child shares the descriptor; a program started with exec does not.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import secrets
 import shlex
 import stat
 from collections.abc import Sequence
@@ -11,7 +18,34 @@ from pathlib import Path
 import psutil
 
 from offload.errors import ConfigError, DoesNotFitError, errno_text, format_bytes
-from offload.files.scratch import open_nameless
+
+_O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
+_HAS_NONE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)  # file system, old kernel, or an unsupported flag
+
+
+def open_nameless(directory: str | os.PathLike[str], flags: int) -> int:
+    """Return the descriptor of a new empty file without a name. flags: as for os.open, for example os.O_RDWR.
+
+    On a file system without nameless files, the file is created and unlinked at once. Only a kill between both calls
+    leaves the name `.offload-RANDOM` behind, with an empty file, since no space is reserved yet. Raises OSError.
+    """
+    try:
+        return os.open(directory, flags | _O_TMPFILE | os.O_EXCL, 0o600)  # O_EXCL: no later link to a name
+    except OSError as error:
+        if error.errno not in _HAS_NONE:
+            raise
+    path, fd = Path(directory) / f".offload-{secrets.token_hex(8)}", -1
+    try:
+        fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    finally:  # some file systems reject O_DIRECT only after creating the file
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            raise
+    return fd
+
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
@@ -102,19 +136,14 @@ def _check_dir(directory: str) -> tuple[Path, os.stat_result]:
             "tier would use up the memory it should save. Set --offload.nvme_dir to a directory on a disk, or put "
             "these states on the cpu tier."
         )
-    _try_to_write(directory, path)
-    return path, status
-
-
-def _try_to_write(directory: str, path: Path) -> None:
-    """Create and drop a file, since permissions and mount options do not predict success. Raises ConfigError."""
-    try:
+    try:  # permissions and mount options do not predict success
         os.close(open_nameless(path, os.O_RDWR))
     except OSError as error:
         raise ConfigError(
             f"offload.nvme_dir is {directory}, which cannot be written to: {reason_of(error)}; change that, or set "
             "--offload.nvme_dir to another directory."
         ) from None
+    return path, status
 
 
 def reason_of(error: Exception) -> str:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.optim.adamw import AdamW
+from offload.optim.adamw import AdamW, Lion
 from offload.optim.factored import Adafactor
-from offload.optim.lion import Lion
 from offload.optim.rule import UpdateRule
 from offload.optim.sgd import SGD
 

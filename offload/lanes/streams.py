@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from offload.accelerators import Accelerator
-from offload.lanes.lanes import Lanes
-from offload.lanes.thread_lane import ThreadLane, Work
-from offload.lanes.throttle import Throttle
+from offload.lanes.lanes import Lanes, ThreadLane, Work
 from offload.lanes.ticket import Lane, Ticket
-from offload.lanes.timeline import LaneTime, Span
+from offload.lanes.timeline import LaneTime, Span, Throttle
 
 Abort = Callable[[BaseException], None] | None
 _MOST_SPANS = 1 << 13

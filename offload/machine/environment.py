@@ -7,12 +7,11 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offload.machine.limits import memory_limits, tightest_limit
+from offload.machine.limits import memory_limits, read_text, tightest_limit
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24")}
 """(oldest, newest) tested release. Oldest as in pyproject.toml, newest as in constraints.txt."""
@@ -21,15 +20,19 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "
 
 def describe_environment() -> dict[str, Any]:
     """Return versions, CPU, GPUs and memory in JSON form."""
+    import offload
+    from offload.accelerators import accelerators
+    from offload.native.core import core
+
     return {
-        "offload": _offload_version(),
+        "offload": offload.__version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "versions": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
         "cpu": _cpu(),
         "memory": memory(),
-        "gpus": _gpus(),
-        "native": _native(),
+        "gpus": [each.describe() for each in accelerators()],
+        "native": "torch fallback" if core is None else "compiled",
     }
 
 
@@ -67,12 +70,6 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _offload_version() -> str:
-    import offload
-
-    return offload.__version__
-
-
 def _cpu() -> dict[str, Any]:
     import torch
 
@@ -92,51 +89,25 @@ def _processor() -> dict[str, Any]:
 
     Where these are missing, as on ARM, py-cpuinfo provides them at the cost of a new process.
     """
-    lines = [line.partition(":") for line in _read("/proc/cpuinfo").split("\n\n")[0].splitlines()]
+    lines = [line.partition(":") for line in read_text(Path("/proc/cpuinfo")).split("\n\n")[0].splitlines()]
     fields = {name.strip(): value.strip() for name, _, value in lines}
-    if "model name" in fields and "flags" in fields:
-        return _describe_processor(fields["model name"], fields["flags"].split()) | _caches()
-    try:
-        import cpuinfo
-    except ImportError:
-        return _caches()
-    info = cpuinfo.get_cpu_info()
-    return _describe_processor(info.get("brand_raw"), info.get("flags", ())) | _caches()
-
-
-def _describe_processor(name: str | None, flags: Iterable[str]) -> dict[str, Any]:
+    name, flags = fields.get("model name"), fields.get("flags", "").split()
+    if "model name" not in fields or "flags" not in fields:
+        try:
+            import cpuinfo
+        except ImportError:
+            return _caches()
+        info = cpuinfo.get_cpu_info()
+        name, flags = info.get("brand_raw"), info.get("flags", ())
     kept = sorted(flag for flag in flags if flag.startswith(("avx", "fma", "amx", "f16c", "asimd", "sve")))
-    return {"name": name, "flags": kept}
+    return {"name": name, "flags": kept} | _caches()
 
 
 def _caches() -> dict[str, int]:
     """Return the L2 and L3 cache sizes seen by the first core, shared caches included."""
     sizes: dict[str, int] = {}
     for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        level, size = _read(folder / "level").strip(), _read(folder / "size").strip()  # like 3 and 32768K
+        level, size = read_text(folder / "level").strip(), read_text(folder / "size").strip()  # like 3 and 32768K
         if level in ("2", "3") and size.endswith("K"):
             sizes[f"l{level}_cache_bytes"] = int(size[:-1]) * 1024
     return sizes
-
-
-def _read(path: str | Path) -> str:
-    """Return the text of a kernel file; empty: no such file."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
-def _gpus() -> list[dict[str, Any]]:
-    from offload.accelerators import accelerators
-
-    return [each.describe() for each in accelerators()]
-
-
-def _native() -> str:
-    """Return "compiled" if the C++ module is built, else "torch fallback"."""
-    try:
-        import offload._core  # noqa: F401
-    except ImportError:
-        return "torch fallback"
-    return "compiled"

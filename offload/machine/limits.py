@@ -1,21 +1,21 @@
-"""Find the limits on host memory: machine, NUMA nodes, control groups and process limits.
+"""Limits of host memory (machine, NUMA nodes, control groups, process limits), and CPU cores for ranks on one machine.
 
 A process over a control group limit is killed by the kernel (SIGKILL, without a message), so the limits are checked in
-advance.
+advance. A rank uses cores on the NUMA node near the GPU: remote memory has about half the bandwidth, and memory
+bandwidth limits copies and updates.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from offload.errors import format_bytes
-from offload.machine.cores import parse_cpulist
 
 _ROOT = Path("/")
 _UNLIMITED_BYTES = 1 << 60
@@ -149,11 +149,11 @@ def _group_limits(root: Path) -> Iterator[Limit]:
 def _groups(root: Path) -> Iterator[tuple[str, Path]]:
     """Yield (version, folder) for each control group able to limit memory, from the process group upwards."""
     group_paths: dict[str, str] = {}
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if path and (not controllers or "memory" in controllers.split(",")):
             group_paths["cgroup" if controllers else "cgroup2"] = path
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
         mount, _, system = (part.split() for part in line.partition(" - "))
         version = system[0] if len(system) > 2 and len(mount) > 4 else ""
         if version not in group_paths or (version == "cgroup" and "memory" not in system[2].split(",")):
@@ -183,7 +183,7 @@ def _process_limits(root: Path) -> Iterator[Limit]:
 def _nodes(root: Path) -> dict[int, dict[str, int]]:
     nodes: dict[int, dict[str, int]] = {}
     for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):
-        lines = [line.split(None, 2)[2] for line in _text(path).splitlines() if line.count(" ") > 2]
+        lines = [line.split(None, 2)[2] for line in read_text(path).splitlines() if line.count(" ") > 2]
         table = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
         if table.get("MemTotal"):
             nodes[int(path.parent.name.removeprefix("node"))] = table
@@ -192,21 +192,126 @@ def _nodes(root: Path) -> dict[int, dict[str, int]]:
 
 def _table(path: Path, unit: int | None = None) -> dict[str, str]:
     """Return the "NAME: VALUE" lines of a kernel file as a dict, or "NAME VALUE" lines if `unit` is set."""
-    parts = (line.partition(":" if unit is None else " ") for line in _text(path).splitlines())
+    parts = (line.partition(":" if unit is None else " ") for line in read_text(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in parts}
 
 
 def _number(path: Path) -> int | None:
     """Return the number in a file; None: no file, or "max"."""
     try:
-        return int(_text(path))
+        return int(read_text(path))
     except ValueError:
         return None
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a kernel file; empty: no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+_NODES = Path("/sys/devices/system/node")
+_PCI = Path("/sys/bus/pci/devices")
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """Cores for the threads in a rank (system numbering), and the rank count on these cores.
+
+    The cores are shared, not divided: a rank can use cores left idle by another rank.
+    """
+
+    cores: frozenset[int]
+    num_ranks: int
+
+    @property
+    def num_threads(self) -> int:
+        """Compute thread count for this rank."""
+        return max(1, len(self.cores) // self.num_ranks)
+
+
+def use_share_of_cores(local_rank: int, gpus: Sequence[str | None]) -> None:
+    """Limit this process to cores on one NUMA node and to a share of threads. No effect with one rank.
+
+    Sets thread counts for kernels and torch; with several NUMA nodes, also sets the core affinity. Torch threads are
+    only reduced, never increased, because OMP_NUM_THREADS and torch.set_num_threads belong to the user.
+
+    gpus: GPU PCI address for each local rank, or None.
+    """
+    if len(gpus) == 1:
+        return
+    import torch
+
+    from offload.native import kernels
+
+    usable = usable_cores()
+    nodes = read_nodes()
+    near = [read_pci_node(gpu) if gpu else None for gpu in gpus]
+    own_share = assign_cores(usable, nodes, near)[local_rank]
+    if len(own_share.cores) < len(usable):
+        _pin(own_share.cores)
+    kernels.set_threads(None)  # physical cores among the allowed ones
+    kernels.set_threads(max(1, kernels.num_threads() // own_share.num_ranks))
+    torch.set_num_threads(min(torch.get_num_threads(), own_share.num_threads))
+
+
+def assign_cores(
+    usable: Iterable[int], nodes: Mapping[int, frozenset[int]], near: Sequence[int | None]
+) -> list[CoreShare]:
+    """Return the share for every local rank. Pure function.
+
+    usable: cores this process may use, at least one.
+    nodes: cores per NUMA node; empty: unknown.
+    near: NUMA node near each rank's GPU, or None. Ranks with None are spread over the nodes in turn.
+    """
+    allowed = frozenset(usable)
+    usable_nodes = {node: cores & allowed for node, cores in sorted(nodes.items()) if cores & allowed}
+    if len(usable_nodes) < 2:
+        return [CoreShare(allowed, len(near))] * len(near)
+    names = list(usable_nodes)
+    chosen = [node if node in usable_nodes else names[rank % len(names)] for rank, node in enumerate(near)]
+    return [CoreShare(usable_nodes[node], chosen.count(node)) for node in chosen]
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def read_nodes(folder: Path = _NODES) -> dict[int, frozenset[int]]:
+    """Return the cores per NUMA node from sysfs; empty: unknown."""
+    nodes: dict[int, frozenset[int]] = {}
+    for path in folder.glob("node[0-9]*/cpulist"):
+        try:
+            nodes[int(path.parent.name.removeprefix("node"))] = parse_cpulist(path.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return {}  # a partial answer would leave cores unused
+    return nodes
+
+
+def parse_cpulist(text: str) -> frozenset[int]:
+    """Parse a kernel core list like "0-3,8,10-11". Raises ValueError."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def read_pci_node(address: str, folder: Path = _PCI) -> int | None:
+    """Return the NUMA node for a PCI address like "0000:3b:00.0". None: unknown."""
+    node = _number(folder / address / "numa_node")
+    return node if node is not None and node >= 0 else None
+
+
+def _pin(cores: frozenset[int]) -> None:
+    """Set the core affinity for all existing threads. New threads inherit the affinity."""
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), cores)
+        except OSError:  # thread ended or no permission: slower but correct
+            continue

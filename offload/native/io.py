@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -38,10 +39,6 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 # 0, an errno or _END_OF_FILE; then for the failed block: offset, bytes, bytes moved.
 _Outcome = tuple[int, int, int, int]
-
-
-def _open_named(path: Path, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 class Ticket:
@@ -145,7 +142,7 @@ class IoEngine:
         num_bytes: int | None = None,
         writable: bool = True,
         direct: bool = True,
-        opener: Callable[[Path, int], int] = _open_named,
+        opener: Callable[[Path, int], int] = lambda path, flags: os.open(path, flags, 0o600),
     ) -> File:
         """Open a file, with O_DIRECT unless `direct` is False or the file system refuses.
 
@@ -243,10 +240,8 @@ class IoEngine:
                 raise
 
     def __del__(self) -> None:  # runs before the arrays of pending transfers are freed
-        try:
+        with suppress(DiskError):
             self.close()
-        except DiskError:
-            pass
 
     def _begin(self, is_write: bool, file: File, offset: int, array: Any) -> Ticket:
         self._check_open()

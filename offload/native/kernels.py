@@ -270,10 +270,10 @@ def draw(
             "must fit in 64 bits, step in 32 bits, and element must be a multiple of 64."
         )
     if _core is None or not on_cpu(out):
-        from offload.native import philox
+        from offload.native import moments
 
         flattened = tensor("out", out, INT32)
-        flattened.copy_(philox.words(flattened.numel(), key, step, purpose, element, flattened.device))
+        flattened.copy_(moments.words(flattened.numel(), key, step, purpose, element, flattened.device))
     else:
         _core.draw(address, n // 4, key, step, purpose, element, *_execution(threads, isa))
     return out
@@ -395,9 +395,6 @@ def roofline(
     _core.roofline(*place, variant, *_execution(threads, isa))
 
 
-_INFINITY = float("inf")
-
-
 def _update(
     function: str,
     master: Any,
@@ -513,10 +510,10 @@ def _check_settings(
         ("step", step, step >= 1, "at least 1, as the first step is 1"),
         ("betas[0]", betas[0], 0 <= betas[0] < 1, "at least 0 and below 1"),
         ("betas[1]", betas[1], 0 <= betas[1] < 1, "at least 0 and below 1"),
-        ("lr", lr, 0 <= lr < _INFINITY, "finite and at least 0"),
-        ("eps", eps, 0 <= eps < _INFINITY, "finite and at least 0"),
-        ("weight_decay", weight_decay, 0 <= weight_decay < _INFINITY, "finite and at least 0"),
-        *[(name, scale, -_INFINITY < scale < _INFINITY, "finite") for name, scale in scales.items()],
+        ("lr", lr, 0 <= lr < math.inf, "finite and at least 0"),
+        ("eps", eps, 0 <= eps < math.inf, "finite and at least 0"),
+        ("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "finite and at least 0"),
+        *[(name, scale, -math.inf < scale < math.inf, "finite") for name, scale in scales.items()],
     )
     wrong = [f"{name} is {value!r}; it must be {rule}" for name, value, right, rule in rules if not right]
     if wrong:

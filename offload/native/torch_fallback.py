@@ -20,8 +20,6 @@ takes 16 to 30 launches, on a GPU more time than a small piece itself.
 """
 _BYTES_AN_ELEMENT = {"fp32": 32, "bf16": 96, "int8": 96}  # maximum temporary bytes per element, by moment dtype
 _BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
-
-
 _Rule = Callable[..., None]
 
 
@@ -93,22 +91,13 @@ def adamw(
     weight.mul_(decay).add_(change)
 
 
-def short_adamw(
-    weight: Tensor,
-    moments: Sequence[Tensor],
-    grad: Tensor,
-    grad_scale: float,
-    decay: float,
-    lerp_weight: float,
-    beta2: float,
-    one_minus_beta2: float,
-    sqrt_correction2: float,
-    eps: float,
-    neg_step_size: float,
-) -> None:
-    """Do one AdamW step for moments with later rounding, like `AdamwShortStep` in csrc/adamw_kernel.inl."""
+def short_adamw(weight: Tensor, moments: Sequence[Tensor], grad: Tensor, *scalars: float) -> None:
+    """Do one AdamW step for moments with later rounding, like `AdamwShortStep` in csrc/adamw_kernel.inl. `scalars`: as
+    in `adamw`.
+    """
+    grad_scale, decay, *coefficients, sqrt_correction2, eps, neg_step_size = scalars
     m, v = moments
-    _update_moments(m, v, grad, grad_scale, lerp_weight, beta2, one_minus_beta2)
+    _update_moments(m, v, grad, grad_scale, *coefficients)
     correction = _scalar(sqrt_correction2, weight)
     denom = _sqrt(v).add_(_scalar(eps, weight) * correction)
     change = (m * (_scalar(neg_step_size, weight) * correction)).div_(denom)

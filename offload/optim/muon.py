@@ -11,6 +11,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
+from offload.layout.regions import align
 from offload.optim.adamw import AdamW
 from offload.optim.rule import (
     PIECE,
@@ -97,7 +98,7 @@ class Muon(UpdateRule):
         return replace(chosen, rule=1 + chosen.rule, lr_scale=chosen.lr_scale * self.ratio(self.rest))
 
     def workspace_bytes(self, shape: tuple[int, ...]) -> int:
-        return sum(_aligned(2 * size) for size in _sizes(*shape[-2:]))
+        return sum(align(2 * size, _ALIGNMENT) for size in _sizes(*shape[-2:]))
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         rows, columns = by.shape[-2:]
@@ -108,8 +109,9 @@ class Muon(UpdateRule):
         work, end = [], 0
         for size in _sizes(rows, columns):
             work.append(memory[end : end + 2 * size].view(torch.bfloat16))
-            end += _aligned(2 * size)
-        adjusted = by.lr * self._adjustment(rows, columns)
+            end += align(2 * size, _ALIGNMENT)
+        matches = self.adjust_lr_fn == "match_rms_adamw"
+        adjusted = by.lr * (0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1, rows / columns)))
         step = max(1, PIECE // columns)
         for matrix in range(0, gradients.numel(), rows * columns):
             for begin in range(matrix, matrix + rows * columns, PIECE):
@@ -128,11 +130,6 @@ class Muon(UpdateRule):
                 weights.add_(orthogonal[row:last].to(weights.device), alpha=-adjusted)
                 num_wrong += put_piece(states, piece, weights.view(-1))
         return count_of(num_wrong)
-
-    def _adjustment(self, rows: int, columns: int) -> float:
-        if self.adjust_lr_fn == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1, rows / columns))
 
     def _orthogonalised(self, rows: int, columns: int, work: list[torch.Tensor]) -> torch.Tensor:
         """Return the approximate orthogonal factor of a matrix, bf16 [rows, columns] on the device.
@@ -159,7 +156,3 @@ class Muon(UpdateRule):
 def _sizes(rows: int, columns: int) -> tuple[int, int, int, int]:
     """Return element counts for a matrix, the next iterate, the Gram matrix, and a polynomial in the Gram matrix."""
     return rows * columns, rows * columns, min(rows, columns) ** 2, min(rows, columns) ** 2
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.doors import Door
-from offload.optim.adamw import AdamW
+from offload.optim.adamw import AdamW, Lion
 from offload.optim.factored import Adafactor, AdaLomo
-from offload.optim.lion import Lion
 from offload.optim.muon import Muon
 from offload.optim.rule import UpdateRule
 from offload.optim.sgd import LOMO, SGD

@@ -11,8 +11,7 @@ import torch
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number
-from offload.optim.states import master
+from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number, master
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,7 @@ class SGD(UpdateRule):
         return (Plane("momentum_buffer", torch.float32),) if self.momentum else ()
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
-        return kernels.sgd(
-            master(states),
-            states.get("momentum_buffer"),
-            gradients,
-            lr=by.lr,
-            momentum=self.momentum,
-            weight_decay=by.weight_decay,
-            grad_scale=by.scale,
-        )
+        return _descend(states, gradients, by, self.momentum)
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,15 @@ class LOMO(UpdateRule):
         return num_wrong
 
 
-def _descend(states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
+def _descend(
+    states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep, momentum: float = 0.0
+) -> int | torch.Tensor:
     return kernels.sgd(
-        master(states), None, gradients, lr=by.lr, momentum=0.0, weight_decay=by.weight_decay, grad_scale=by.scale
+        master(states),
+        states.get("momentum_buffer"),
+        gradients,
+        lr=by.lr,
+        momentum=momentum,
+        weight_decay=by.weight_decay,
+        grad_scale=by.scale,
     )

@@ -1,15 +1,129 @@
-"""Plan updates on the device for optimizer states stored on the host: tile size and ring buffer."""
+"""Estimate update times, and plan updates on the device for optimizer states stored on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from offload.lanes.throttle import Throttle
-from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding, align
+from offload.lanes.timeline import Throttle
+from offload.layout.planes import CODES, STALE
+from offload.layout.regions import SHARD_MULTIPLE, ParameterInfo, Region, Sharding, align
 from offload.layout.residence import DEVICE, Residence, Row
-from offload.planning.estimates import host_update_seconds, streamed_update_seconds, weight_seconds
 from offload.planning.machines import Speeds
 from offload.tiers.nvme import RING_TILES
+
+_SMALL_BYTES, _SMALL_S = 1 << 28, 0.02
+"""Updates below both limits do not justify measuring the machine."""
+_DISPATCH_S = 3e-4
+"""Python time to dispatch the forward of one block, independent of the token count."""
+
+
+def is_small_update(regions: Sequence[Region], sharding: Sharding, throttles: Mapping[str, Throttle]) -> bool:
+    """Return True if the update is too small for alternatives to matter."""
+    num_bytes = update_bytes(regions, sharding)
+    return num_bytes < _SMALL_BYTES and throttles.get("update", Throttle()).seconds(num_bytes) < _SMALL_S
+
+
+def update_bytes(regions: Iterable[Region], sharding: Sharding) -> int:
+    """Return the bytes this rank reads and writes in updates: states twice, and gradients once."""
+    parts = [(region, region.numel // sharding.num_ranges) for region in regions if region.trainable]
+    return sum(region.update_bytes(n) + region.plane("gradients").num_bytes(n) for region, n in parts)
+
+
+def host_update_bytes(regions: Iterable[Region], residence: Residence) -> int:
+    """Return the bytes this rank reads and writes in host updates."""
+    elsewhere = residence.updated_on_device
+    return update_bytes([region for region in regions if region.index not in elsewhere], residence.sharding)
+
+
+def streamed_bytes(regions: Iterable[Region], residence: Residence) -> tuple[int, int]:
+    """Return the (H2D, D2H) bytes for updates on the device.
+
+    Both count states not stored on the device; H2D also counts gradients.
+    """
+    up = down = 0
+    for region in regions:
+        row = residence.row(region)
+        if row.update == DEVICE:
+            numel = region.numel // residence.sharding.num_ranges
+            moved = [p for p in region.states if row.tiers.get(p.name) != DEVICE and p.name != STALE]
+            down += sum(plane.num_bytes(numel) for plane in moved)
+            up += sum(plane.num_bytes(numel) for plane in moved if plane.name != CODES)
+            up += region.plane("gradients").num_bytes(numel)
+    return up, down
+
+
+def host_update_seconds(
+    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
+) -> float:
+    """Estimate the host update time for this rank, in seconds."""
+    return _update_seconds(host_update_bytes(regions, residence), throttles, speeds, on_device=False)
+
+
+def streamed_update_seconds(
+    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
+) -> float:
+    """Estimate the device update time for states stored on the host, in seconds.
+
+    The lanes run in parallel, so the result is the longest. Without an accelerator, copies take only throttle time.
+    """
+    num_bytes = update_bytes(regions, residence.sharding) - host_update_bytes(regions, residence)
+    links = _link_seconds(*streamed_bytes(regions, residence), throttles, speeds)
+    return max(_update_seconds(num_bytes, throttles, speeds, on_device=True), *links)
+
+
+def update_seconds(
+    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
+) -> float:
+    """Estimate the update time for this rank in seconds, with host and device updates in parallel."""
+    return max(
+        host_update_seconds(regions, residence, throttles, speeds),
+        streamed_update_seconds(regions, residence, throttles, speeds),
+    )
+
+
+def _update_seconds(num_bytes: int, throttles: Mapping[str, Throttle], speeds: Speeds, *, on_device: bool) -> float:
+    if not num_bytes:
+        return 0.0
+    return max(num_bytes / speeds.update(on_device=on_device), throttles.get("update", Throttle()).seconds(num_bytes))
+
+
+def weight_seconds(
+    regions: Sequence[Region],
+    sharding: Sharding,
+    throttles: Mapping[str, Throttle],
+    speeds: Speeds,
+) -> float:
+    """Estimate the link time for weights (two H2D copies) and gradients (one D2H copy) per step, in seconds."""
+    up = 2 * sum(sharding.plane_bytes(region, region.travelling) for region in regions)
+    down = sum(region.plane("gradients").num_bytes(region.numel) for region in regions if region.trainable)
+    return max(_link_seconds(up, down // min(sharding.num_ranges, sharding.size), throttles, speeds))
+
+
+def _link_seconds(up: int, down: int, throttles: Mapping[str, Throttle], speeds: Speeds) -> tuple[float, float]:
+    seconds = []
+    for name, num_bytes in (("h2d", up), ("d2h", down)):
+        rate = speeds.link(is_up=name == "h2d") if num_bytes else None
+        measured = 0.0 if rate is None else num_bytes / rate
+        seconds.append(max(measured, throttles.get(name, Throttle()).seconds(num_bytes)))
+    return seconds[0], seconds[1]
+
+
+def forward_seconds(
+    infos: Sequence[ParameterInfo],
+    regions: Sequence[Region],
+    num_units: int,
+    tokens: int,
+    sharding: Sharding,
+    throttles: Mapping[str, Throttle],
+    speeds: Speeds,
+) -> float:
+    """Estimate the time for a forward pass over `tokens` tokens: the longer of products and weight fetches."""
+    numel = sum(info.numel for info in infos)
+    precision = "bf16" if any(info.compute == "bf16" for info in infos) else "fp32"
+    products = 2 * numel * tokens / speeds.flops(precision) + _DISPATCH_S * num_units
+    fetched = sum(sharding.plane_bytes(region, region.travelling) for region in regions)
+    return max(products, throttles.get("h2d", Throttle()).seconds(fetched))
+
 
 UPDATE_RING = "update ring"
 PLANE_ALIGNMENT = 512

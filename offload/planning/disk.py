@@ -9,8 +9,8 @@ from offload.layout.planes import Plane
 from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding, align
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence, Row
 from offload.planning.device_updates import fit_tile, trainable_indices
+from offload.tiers.model_files import staging_bytes
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING
-from offload.tiers.watched_files import staging_bytes
 
 _LARGEST_TILE = 1 << 22
 """Tile size limit in elements. A record has 12 to 16 bytes per element."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from offload.accelerators import Accelerator, device_of
 from offload.distributed.comm import Comm
@@ -54,24 +53,6 @@ class Speeds:
         return self.hardware.rates.flops_per_s[precision]
 
 
-class Machine(Protocol):
-    """Properties a plan depends on."""
-
-    @property
-    def device(self) -> str:
-        """Compute device in torch notation."""
-
-    @property
-    def has_accelerator(self) -> bool:
-        """True if compute runs on an accelerator, so copies can overlap."""
-
-    def speeds(self, comm: Comm) -> Speeds:
-        """Return the rates. Collective."""
-
-    def free_memory(self, comm: Comm) -> FreeMemory:
-        """Return the memory available to each rank. Collective."""
-
-
 @dataclass(frozen=True)
 class ThisMachine:
     """The current machine."""
@@ -85,21 +66,23 @@ class ThisMachine:
 
     @property
     def device(self) -> str:
+        """Compute device in torch notation."""
         return str(device_of(self.accelerator))
 
     @property
     def has_accelerator(self) -> bool:
+        """True if compute runs on an accelerator, so copies can overlap."""
         return self.accelerator is not None
 
     def speeds(self, comm: Comm) -> Speeds:
-        """Return the cached rates. Without a cache, rank 0 measures for a few seconds."""
+        """Return the cached rates. Without a cache, rank 0 measures for a few seconds. Collective."""
         measured = probe(self.device) if comm.rank == 0 else None
         hardware = comm.gather_objects(measured, "rates of the machine")[0]
         assert hardware is not None
         return Speeds(hardware, comm.local_size)
 
     def free_memory(self, comm: Comm) -> FreeMemory:
-        """Return the minimum over all ranks, because all ranks need the same plan."""
+        """Return the minimum over all ranks, because all ranks need the same plan. Collective."""
         if self.agreed_memory is not None:
             return self.agreed_memory
         device = -1 if self.accelerator is None else self.accelerator.free_bytes
@@ -137,3 +120,7 @@ class SpecifiedMachine:
         bound = f"the memory of {self.hardware.name} ({format_bytes(self.hardware.host_bytes)})"
         in_host = not self.has_accelerator or self.hardware.shares_memory
         return FreeMemory(device_bytes, self.hardware.host_bytes // comm.local_size, bound, in_host)
+
+
+Machine = ThisMachine | SpecifiedMachine
+"""Machine with the properties a plan depends on."""

@@ -15,6 +15,7 @@ from offload.layout.planes import summed
 from offload.layout.regions import ParameterInfo, Region, Sharding
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence
 from offload.planning import device_updates
+from offload.planning.device_updates import is_small_update
 from offload.planning.disk import (
     activation_ring_bytes,
     add_early_tiles,
@@ -24,7 +25,6 @@ from offload.planning.disk import (
     read_ring,
     ring_bytes,
 )
-from offload.planning.estimates import is_small_update
 from offload.planning.machines import FreeMemory, Machine
 from offload.planning.memory import (
     Allocation,
@@ -74,11 +74,6 @@ class Plan:
     """True if gradients accumulate on the host, see `sums_gradients_on_host` in `planning/memory.py`."""
 
     @property
-    def is_limited(self) -> bool:
-        """True if the device has a budget."""
-        return self.device_bytes is not None
-
-    @property
     def corrects_cheaply(self) -> bool:
         """False if states are on disk: a correction is then a second disk pass, more expensive than waiting."""
         return not self.residence.indices_on(DISK)
@@ -90,7 +85,7 @@ class Plan:
         """
         ahead = num_regions if prefetch == "auto" and self.overlap else self.ahead
         is_complete = self.residence.common == DEVICE or self.residence.keeps_weights
-        return ahead, None if is_complete or self.is_limited else 1 + self.ahead
+        return ahead, None if is_complete or self.device_bytes is not None else 1 + self.ahead
 
     def updated_on_host(self, regions: Sequence[Region]) -> set[int]:
         """Return the indices of parameters updated on the host."""
@@ -131,10 +126,9 @@ class Plan:
     def range(self, name: str) -> tuple[int, int]:
         """Return (planned, maximum) bytes for a device allocation."""
         planned = self.of(DEVICE, name).num_bytes
-        maximum = (
-            _find(self.unlimited_allocations, DEVICE, name).num_bytes if self.residence.common != DEVICE else planned
-        )
-        return planned, max(planned, maximum)
+        if self.residence.common == DEVICE:
+            return planned, planned
+        return planned, max(planned, _find(self.unlimited_allocations, DEVICE, name).num_bytes)
 
 
 def _find(plan: Sequence[Allocation], tier: str, name: str) -> Allocation:
@@ -210,10 +204,8 @@ def describe_links(regions: Sequence[Region], sharding: Sharding) -> str:
     trainable = [region for region in regions if region.trainable]
     quantized, notes = [region for region in trainable if not region.is_stored_as_used], []
     if quantized:
-        quantized_bytes, exact_bytes = (
-            sum(r.travelling_bytes for r in quantized),
-            sum(r.weight_bytes for r in quantized),
-        )
+        quantized_bytes = sum(r.travelling_bytes for r in quantized)
+        exact_bytes = sum(r.weight_bytes for r in quantized)
         num_quantized, num_trainable = (sum(len(r.parameters) for r in some) for some in (quantized, trainable))
         notes.append(
             f"{num_quantized} of {num_trainable} trainable parameters are copied in {quantized[0].link.name}, "
@@ -304,11 +296,6 @@ class _Request:
     """Free memory of the machine."""
     has_accelerator: bool
     """False if the host computes."""
-
-    @property
-    def is_limited(self) -> bool:
-        """True if device memory has a limit."""
-        return self.settings.placement.device_memory is not None or self.free.device_bytes is not None
 
     def overlaps(self, reads: bool) -> bool:
         """Return True if copies overlap compute. `reads`: disk reads block, so they must overlap compute."""
@@ -412,7 +399,7 @@ def size_rings(request: _Request, residence: Residence, free: FreeMemory) -> tup
     ahead, buffers = 0, 1
     if isinstance(settings.prefetch, int):
         ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
-    elif overlap and not request.is_limited:
+    elif overlap and settings.placement.device_memory is None and request.free.device_bytes is None:
         ahead, buffers = AUTO_LOOKAHEAD, 2
     defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
     if defers and not any(waits_on_disk(region, residence) for region in regions):
@@ -490,9 +477,8 @@ def _host_bytes(placement: Placement, free: FreeMemory) -> int:
     budget = placement.budget(HOST)
     if budget is None:
         return int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    return (
-        0 if HOST in (placement.activations, placement.graphs) else budget
-    )  # offloaded activation size depends on the batch
+    # the size of offloaded activations depends on the batch
+    return 0 if HOST in (placement.activations, placement.graphs) else budget
 
 
 def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple[dict[str, str], int | None]:

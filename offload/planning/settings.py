@@ -16,7 +16,7 @@ from offload.accelerators import parse_device
 from offload.arguments import check_types
 from offload.conflicts import ENGINE_CONFLICTS, refuse
 from offload.errors import ConfigError, shorten
-from offload.lanes.throttle import Throttle, parse_throttle
+from offload.lanes.timeline import Throttle, parse_throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
@@ -104,7 +104,12 @@ class Settings:
         _check(self.frozen_weights, tuple(CODECS), "offload.frozen_weights")
         _check(self.link_weights, tuple(LINK_CODECS), "offload.link_weights")
         _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
-        _check_ranks(self)
+        _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
+        if self.replicas != "auto" and (isinstance(self.replicas, str) or self.replicas < 1):
+            raise ConfigError(
+                f"offload.replicas is {self.replicas!r}; it must be a number of copies, at least 1, or auto."
+            )
+        _check(self.replica_states, ("whole", "shared"), "offload.replica_states")
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:
             raise ConfigError(f"train.delay_after is {self.delay_after!r}; it must be a number of steps, at least 0.")
@@ -235,16 +240,6 @@ def with_settings(function: _Function) -> _Function:
     function.__doc__ = f"{inspect.getdoc(function) or ''}\n\n{fields_of.split(chr(10) * 2)[1]}".strip()
     function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
     return function
-
-
-def _check_ranks(settings: Settings) -> None:
-    """Raise ConfigError for invalid sharding and replica options."""
-    _check(settings.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
-    if settings.replicas != "auto" and (isinstance(settings.replicas, str) or settings.replicas < 1):
-        raise ConfigError(
-            f"offload.replicas is {settings.replicas!r}; it must be a number of copies, at least 1, or auto."
-        )
-    _check(settings.replica_states, ("whole", "shared"), "offload.replica_states")
 
 
 def _check(value: object, allowed: tuple[object, ...], key: str) -> None:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
-
-
-class Tiers(Protocol):
-    """An object with device, host ledger and store, used to read peaks.
-
-    device, host, store: with `peak_bytes`, `peak_bytes` and `pinned_bytes`.
-    """
-
-    device: Any
-    host: Any
-    store: Any
+from typing import Any
 
 
 @dataclass
@@ -52,7 +41,7 @@ class Counters:
     experts_fetched: int = 0
     network_bytes: int = 0
     next_network_bytes: int = 0
-    _tiers: Tiers | None = field(default=None, repr=False)
+    _tiers: Any = field(default=None, repr=False)
 
     @property
     def total(self) -> int:
@@ -74,8 +63,8 @@ class Counters:
         """Host memory registered with the device; 0 without a device."""
         return self._tiers.store.pinned_bytes if self._tiers else 0
 
-    def read_peaks_from(self, tiers: Tiers) -> None:
-        """Set the source for peaks."""
+    def read_peaks_from(self, tiers: Any) -> None:
+        """Set the source for peaks: an object with a device, a host ledger and a store, such as `EngineState`."""
         self._tiers = tiers
 
     def count(self, name: str, amount: int, is_ahead: bool = False) -> None:
@@ -85,9 +74,9 @@ class Counters:
 
     def clear(self) -> None:
         """Reset the counters for the current step. Prefetches for the next step are kept."""
-        self.h2d_bytes = self.d2h_bytes = self.nvme_read_bytes = self.nvme_write_bytes = 0
-        self.all_gather_elements = self.reduce_scatter_elements = self.network_bytes = self.experts_fetched = 0
-        self.all_to_all_elements = 0
+        for each in fields(self):
+            if each.type == "int" and not each.name.startswith("next_"):
+                setattr(self, each.name, 0)
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
@@ -101,11 +90,10 @@ class Counters:
 
     def begin_pass(self) -> None:
         """Move prefetches so far to the current step before another pass."""
-        self.h2d_bytes, self.next_h2d_bytes = self.h2d_bytes + self.next_h2d_bytes, 0
-        self.nvme_read_bytes, self.next_nvme_read_bytes = self.nvme_read_bytes + self.next_nvme_read_bytes, 0
-        self.all_gather_elements += self.next_all_gather_elements
-        self.network_bytes += self.next_network_bytes
-        self.next_all_gather_elements = self.next_network_bytes = 0
+        for each in fields(self):
+            if each.name.startswith("next_"):
+                self.count(each.name.removeprefix("next_"), getattr(self, each.name))
+                setattr(self, each.name, 0)
 
     def begin_step(self) -> None:
         """Start counting a step."""

@@ -1,25 +1,163 @@
-"""Weights stored in model files, only read."""
+"""Weights stored in model files: read directly or through the page cache, and checked for changes."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from offload.errors import DiskError, errno_text, warn
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
 from offload.layout.planes import Plane
 from offload.layout.regions import Region
 from offload.native import kernels
+from offload.native.io import ALIGNMENT_BYTES, File, IoEngine, Ticket, wait_for_all
 from offload.tiers.counters import Counters
-from offload.tiers.host import Arena, copy_in_one_thread
-from offload.tiers.lease import Lease
+from offload.tiers.host import Arena, Pinning, copy_in_one_thread
+from offload.tiers.lease import Lease, Ring
 from offload.tiers.ledger import Ledger
-from offload.tiers.pinning import Pinning
-from offload.tiers.ring import Ring
-from offload.tiers.watched_files import WatchedFile, WatchedFiles
+
+READ_STAGING = "read staging"
+"""Ledger name for the staging memory: direct reads at any offset go through this memory."""
+_NUM_PIECES, _MOST_PIECE_BYTES = 8, 1 << 20
+"""Pieces in flight, and maximum bytes per piece."""
+
+
+def staging_bytes(ring_bytes: int) -> int:
+    """Return the staging bytes for a ring of `ring_bytes`: at most as much, but at least one page per piece."""
+    pages = min(ring_bytes // _NUM_PIECES, _MOST_PIECE_BYTES) // ALIGNMENT_BYTES
+    return _NUM_PIECES * max(1, pages) * ALIGNMENT_BYTES
+
+
+class WatchedFiles:
+    """Open model files in one engine. For one reading thread at a time."""
+
+    def __init__(self, num_staging_bytes: int, host: Ledger) -> None:
+        """`num_staging_bytes`: staging size; 0: read through the page cache."""
+        if num_staging_bytes:
+            host.reserve(READ_STAGING, num_staging_bytes)
+        self._io, self._arena = IoEngine(), Arena(num_staging_bytes)
+        self._pieces: Sequence[torch.Tensor] = ()
+        if num_staging_bytes:
+            staging = self._arena.take(num_staging_bytes, torch.uint8)
+            self._io.register(staging)
+            self._pieces = staging.split(num_staging_bytes // _NUM_PIECES)
+        self._files: dict[Path, WatchedFile] = {}
+
+    def open(self, path: Path) -> WatchedFile:
+        """Open a file, or return the open one. `close` on this object closes all files. Raises DiskError."""
+        path = path.absolute()
+        if path not in self._files:
+            file = WatchedFile(self._io, path, self._pieces)
+            if file.why_buffered and not any(each.why_buffered for each in self._files.values()):
+                warn(f"offload.parameters is files: {file.why_buffered}.")
+            self._files[path] = file
+        return self._files[path]
+
+    def close(self) -> None:
+        """Close the files. Read errors were already raised."""
+        with contextlib.suppress(DiskError):
+            self._io.close()
+        self._arena.close()
+
+
+class WatchedFile:
+    """Read-only file with change detection. A read raises DiskError if the file has changed since `open`. The check
+    follows the read, so returned bytes are valid.
+    """
+
+    def __init__(self, io: IoEngine, path: Path, pieces: Sequence[torch.Tensor]) -> None:
+        """`pieces`: aligned, equally large buffers for direct reads (empty: page cache). Raises DiskError."""
+        self._io, self._path, self._pieces = io, path, pieces
+        self._cached = io.open(path, writable=False, direct=False)
+        self._direct: File | None = io.open(path, writable=False) if pieces else None
+        self.why_buffered = "" if self._direct is None else self._direct.why_buffered
+        """Reason for the page cache despite `pieces`, or ""."""
+        if self.why_buffered:
+            self._direct = None
+        self._mark = _mark(os.fstat(self._cached.fd))
+
+    def read(self, target: memoryview, offset: int) -> None:
+        """Fill memory from `offset`. Raises DiskError."""
+        if not target:
+            return
+        memory = torch.frombuffer(target, dtype=torch.uint8)
+        # A partial last block cannot be read directly.
+        num_whole = self._mark[2] // ALIGNMENT_BYTES * ALIGNMENT_BYTES if self._direct is not None else 0
+        border = min(max(num_whole - offset, 0), len(memory))
+        try:
+            if border:
+                self._read_direct(memory[:border], offset)
+            if border < len(memory):
+                self._io.read(self._cached, offset + border, memory[border:]).wait()
+        except DiskError:
+            self._check()  # gives the better reason, if the file has changed
+            raise
+        self._check()
+
+    def close(self) -> None:
+        """No effect: `WatchedFiles` closes the file."""
+
+    def _read_direct(self, target: torch.Tensor, offset: int) -> None:
+        """Read whole blocks piece by piece, and copy the requested bytes."""
+        assert self._direct is not None
+        end, size = offset + len(target), len(self._pieces[0])
+        first, stop = offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        pending: deque[tuple[int, torch.Tensor, Ticket]] = deque()
+
+        def take() -> None:
+            begin, piece, ticket = pending[0]
+            ticket.wait()
+            low, high = max(begin, offset), min(begin + len(piece), end)
+            copy_in_one_thread(target[low - offset : high - offset], piece[low - begin : high - begin])
+            pending.popleft()
+
+        try:
+            for number, begin in enumerate(range(first, stop, size)):
+                if len(pending) == _NUM_PIECES:
+                    take()
+                piece = self._pieces[number % _NUM_PIECES][: stop - begin]
+                pending.append((begin, piece, self._io.read(self._direct, begin, piece)))
+            while pending:
+                take()
+        finally:  # after an error: pending reads still fill the staging memory
+            with contextlib.suppress(DiskError):
+                wait_for_all(ticket for *_, ticket in pending)
+
+    def _check(self) -> None:
+        """Raise DiskError if the file has changed since `open`."""
+        before, code = self._mark, 0
+        try:
+            now = _mark(self._path.stat())
+        except OSError as error:
+            change, code = f"cannot be accessed any more ({errno_text(error.errno or 0)})", error.errno or 0
+        else:
+            if now == before:
+                return
+            if now[:2] != before[:2]:
+                change = "was replaced by another file"
+            else:
+                cut = f"had {before[2]} bytes and now has {now[2]}"
+                change = cut if now[2] != before[2] else "was written to"
+        raise DiskError(
+            f"{self._path} {change}, but weights are read from it in every step (offload.parameters files). Data read "
+            "since then is not used. Restore the file and resume from the last checkpoint, or set "
+            "--offload.parameters cpu, which reads the files once.",
+            code,
+            self._path,
+        )
+
+
+def _mark(stat: os.stat_result) -> tuple[int, int, int, int]:
+    """Return the file identity and modification state."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
 
 READ_RING = "read ring"
 """Ledger name for the host ring with weights from files."""

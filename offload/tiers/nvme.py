@@ -11,19 +11,16 @@ from pathlib import Path
 import torch
 
 from offload.errors import DiskError, warn
-from offload.files.directories import check_dirs, check_space
-from offload.files.scratch import open_nameless
+from offload.files.directories import check_dirs, check_space, open_nameless
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Lane, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region, stripe, stripe_bytes
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.tiers.counters import Counters
-from offload.tiers.host import Arena
-from offload.tiers.lease import Lease
+from offload.tiers.host import Arena, Pinning
+from offload.tiers.lease import Lease, Ring, RingSlice
 from offload.tiers.ledger import Ledger
-from offload.tiers.pinning import Pinning
-from offload.tiers.ring import Ring, RingSlice
 
 FETCH_RING, UPDATE_RING, ACTIVATION_RING = "nvme fetch ring", "nvme update ring", "nvme activation ring"
 RING_TILES = 4
@@ -73,24 +70,16 @@ class Channel:
     """Disk path for one purpose: a ring buffer, with a read lane and a write lane."""
 
     def __init__(self, ring: Ring, reads: Lane, writes: Lane, counters: Counters) -> None:
-        self._ring, self._reads, self._writes, self._counters = ring, reads, writes, counters
+        self.ring, self._reads, self._writes, self._counters = ring, reads, writes, counters
 
     @property
     def num_bytes(self) -> int:
         """Ring bytes."""
-        return self._ring.memory.nbytes
-
-    def reset(self) -> None:
-        """Reclaim memory left open by an interrupted step."""
-        self._ring.reset()
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Return True if `take` has room for `num_bytes`."""
-        return self._ring.has_room(num_bytes)
+        return self.ring.memory.nbytes
 
     def take(self, num_bytes: int) -> RingSlice:
         """Return ring memory, reserved until the slice is closed."""
-        ring_slice = self._ring.take(num_bytes)
+        ring_slice = self.ring.take(num_bytes)
         assert ring_slice is not None, "the ring was planned for one lease at a time"
         return ring_slice
 
@@ -166,7 +155,7 @@ class Record:
     def has_room(self, names: Sequence[str]) -> bool:
         """Return True if the update ring has room for neighbouring planes beside all leases."""
         first, last = self._span(names)
-        return self.updates.has_room(last - first)
+        return self.updates.ring.has_room(last - first)
 
     def lend(self, names: Sequence[str], lease: Lease, *, fetches: bool = False, is_ahead: bool = False) -> Lease:
         """Add neighbouring planes to a lease and start their read. Changed planes are written back,
@@ -292,7 +281,9 @@ class Nvme:
         except BaseException:
             self._io.close()  # closes the files too, even if a traceback keeps the engine alive
             raise
-        self._warn()
+        reasons = [*filter(None, (self._io.why, self._io.why_unregistered, self._states.why_buffered))]
+        if reasons:
+            warn(f"the nvme tier works with {self._io.name}, but slower than possible: {'; '.join(reasons)}.")
         self._open_channels(memory, lanes, counters)
 
     def _open_channels(self, memory: Mapping[str, torch.Tensor], lanes: Lanes, counters: Counters) -> None:
@@ -333,7 +324,7 @@ class Nvme:
     def reset(self) -> None:
         """Reclaim memory left open by an interrupted step. Pending transfers end under their tickets."""
         for channel in (self.fetches, self.updates, self.activations):
-            channel.reset()
+            channel.ring.reset()
 
     @property
     def pinned_bytes(self) -> int:
@@ -345,13 +336,6 @@ class Nvme:
         with contextlib.suppress(DiskError):  # already raised for the transfer's users
             self._io.close()
         self._arena.close()
-
-    def _warn(self) -> None:
-        """Warn once about reasons for low speed."""
-        reasons = (self._io.why, self._io.why_unregistered, self._states.why_buffered)
-        known_reasons = [reason for reason in reasons if reason]
-        if known_reasons:
-            warn(f"the nvme tier works with {self._io.name}, but slower than possible: {'; '.join(known_reasons)}.")
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

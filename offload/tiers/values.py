@@ -14,7 +14,7 @@ from offload.lanes.lanes import Lanes
 from offload.layout.planes import CODES, MASTER, Plane
 from offload.layout.regions import ParameterInfo, Piece, Region, Sharding, align
 from offload.native import kernels
-from offload.tiers.tile import RegionState, Tile
+from offload.tiers.tile import RegionState
 
 Read = Callable[[int, int], torch.Tensor]
 """Returns parameter elements `begin` to `end`, flat."""
@@ -249,19 +249,12 @@ class Values:
             zero = state.span(position).start - piece.begin  # position of the parameter's first element
             first, last = zero + max(begin, piece.begin), zero + min(end, piece.end)
             for tiles in (state.tiles, *(state.others.values() if of_all else ())):
-                yield from self._open_tiles(tiles, names, first, last, zero + begin, changes)
-
-    def _open_tiles(
-        self, tiles: Sequence[Tile], names: Sequence[str], first: int, last: int, start: int, changes: bool
-    ) -> Iterator[tuple[dict[str, torch.Tensor], slice, slice]]:
-        """Yield like `open_tiles`, for region elements `first` to `last` in consecutive tiles, counted from `start`."""
-        before = bisect_right(tiles, first, key=lambda tile: tile.end)
-        until = bisect_left(tiles, last, key=lambda tile: tile.begin)
-        for tile in tiles[before:until] if first < last else ():
-            low, high = max(first, tile.begin), min(last, tile.end)
-            with tile.lend(*names).opened(self._lanes.wait, changes) as planes:
-                in_tile, in_range = (slice(low - origin, high - origin) for origin in (tile.begin, start))
-                yield planes, in_tile, in_range
+                before = bisect_right(tiles, first, key=lambda tile: tile.end)
+                until = bisect_left(tiles, last, key=lambda tile: tile.begin)
+                for tile in tiles[before:until] if first < last else ():
+                    low, high = max(first, tile.begin), min(last, tile.end)
+                    with tile.lend(*names).opened(self._lanes.wait, changes) as planes:
+                        yield planes, *(slice(low - origin, high - origin) for origin in (tile.begin, zero + begin))
 
 
 def _put(planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, is_split: bool) -> None:

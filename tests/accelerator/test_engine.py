@@ -21,12 +21,11 @@ import torch
 from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.engine.gradients.tile_updates import RegionUpdate
-from offload.lanes.lanes import Lanes
+from offload.lanes.lanes import Lanes, ThreadLane
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
-from offload.lanes.thread_lane import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
-from offload.tiers.accelerator_device import AcceleratorDevice, _Staging
-from offload.tiers.pinning import HostMapping, Pinning
+from offload.tiers.device import AcceleratorDevice, _Staging
+from offload.tiers.host import HostMapping, Pinning
 from offload.tiers.slots import Slots
 from tests.accelerator.control import Control
 from tests.engine.compare import same_bits, weights

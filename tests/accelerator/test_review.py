@@ -29,12 +29,11 @@ from offload.lanes.streams import StreamLanes, open_lanes
 from offload.lanes.ticket import wait_until_done
 from offload.machine import probe
 from offload.native import device_update, kernels, torch_fallback
-from offload.tiers import accelerator_device as device
+from offload.tiers import device
 from offload.tiers.counters import Counters
 from offload.tiers.device import open_device
-from offload.tiers.host import Arena
+from offload.tiers.host import Arena, Pinning
 from offload.tiers.ledger import Ledger
-from offload.tiers.pinning import Pinning
 from tests.accelerator.control import H200
 from tests.engine import families
 from tests.engine.device import twin
@@ -369,7 +368,7 @@ def test_memory_that_is_pinned_in_pieces_is_copied_within_them(engine, sim, monk
     whole = engine()
     losses, (num_ranges, _) = [whole.step(tokens(seed)).loss for seed in range(2)], sim.registered()
     whole.close()
-    monkeypatch.setattr("offload.tiers.accelerator_device.Pinning", lambda accelerator: Pinning(accelerator, 1 << 14))
+    monkeypatch.setattr("offload.tiers.device.Pinning", lambda accelerator: Pinning(accelerator, 1 << 14))
     pieces = engine()
     assert sim.registered()[0] > num_ranges
     assert [pieces.step(tokens(seed)).loss for seed in range(2)] == losses

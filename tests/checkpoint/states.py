@@ -10,9 +10,8 @@ import torch
 
 from offload.app.checkpoint_folder import Checkpoints
 from offload.checkpoint.manifest import Contents, Entry
-from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.writer import Writer
+from offload.checkpoint.writer import Save, Writer
 
 CHUNK_BYTES = 4096
 SPLIT = {"weights": torch.bfloat16, "low": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}

@@ -21,11 +21,10 @@ import torch
 
 from offload.app import checkpoint_folder as folders
 from offload.app.checkpoint_folder import Checkpoints
-from offload.checkpoint import publish, writer
+from offload.checkpoint import writer
 from offload.checkpoint.manifest import MANIFEST, Entry
-from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import verify
-from offload.checkpoint.writer import Writer
+from offload.checkpoint.writer import Save, Writer
 from offload.errors import DiskError
 from offload.files import atomic_folder
 from tests import forks
@@ -202,7 +201,7 @@ class TestKeep:
         def fail(_path: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(publish, "sync_path", fail)
+        monkeypatch.setattr(writer, "sync_path", fail)
         with pytest.raises(DiskError, match="EIO"):
             save(checkpoints, 2, keep=1)
         assert names(tmp_path) == ["latest", "step-1"]

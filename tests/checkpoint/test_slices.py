@@ -25,9 +25,8 @@ from offload.app.checkpoint_folder import Checkpoints
 from offload.checkpoint import reader as reading
 from offload.checkpoint import writer as writing
 from offload.checkpoint.manifest import Contents, Entry
-from offload.checkpoint.publish import Save
 from offload.checkpoint.reader import Reader, set_direct, verify
-from offload.checkpoint.writer import Writer
+from offload.checkpoint.writer import Save, Writer
 from offload.errors import CheckpointError, ConfigError, DiskError
 from tests.checkpoint.states import CONTENTS, PLAIN, SPLIT, check, planes, same_bits, save
 from tests.forks import PATIENCE_S

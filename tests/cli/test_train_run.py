@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload.app.checkpoint_folder import Checkpoints
 from offload.app.config.config import Config, all_keys
-from offload.lanes.throttle import LANES
+from offload.lanes.timeline import LANES
 from tests.cli.conftest import EITHER
 from tests.telemetry.reader import read_trace
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from offload.distributed.reach import NamespaceSocket
+from offload.distributed.ranks import NamespaceSocket
 from tests import forks
 from tests.forks import ROOT
 from tests.ports import free_port

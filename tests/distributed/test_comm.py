@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload.distributed.agreement import difference, digest
-from offload.distributed.comm import Comm
+from offload.distributed.comm import Comm, difference, digest
 from offload.distributed.joining import open_comm
 from offload.distributed.ranks import _Chunks
 from offload.errors import ConfigError

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from offload.accelerators import device_of, own_accelerator
-from offload.tiers.accelerator_device import AcceleratorDevice
-from offload.tiers.device import CpuDevice
+from offload.tiers.device import AcceleratorDevice, CpuDevice
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -29,7 +29,7 @@ from offload import Engine, Placement
 from offload.engine.gradients.flow import GradientFlow
 from offload.errors import DiskError, TornError
 from offload.files.directories import file_system
-from offload.lanes.throttle import parse_throttle
+from offload.lanes.timeline import parse_throttle
 from offload.native import kernels
 from offload.planning import disk
 from tests import forks

@@ -21,14 +21,13 @@ from offload.app.training.resident import ResidentTrainer
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
-from offload.lanes.throttle import parse_throttle
+from offload.lanes.timeline import parse_throttle
 from offload.layout import codecs
-from offload.layout.build_regions import build_regions
 from offload.layout.codecs import CODECS, decoded
-from offload.layout.regions import ParameterInfo
+from offload.layout.regions import ParameterInfo, build_regions
 from offload.layout.residence import Residence
 from offload.machine.hardware import Hardware
-from offload.planning.estimates import weight_seconds
+from offload.planning.device_updates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.planning.settings import Settings
 from tests.engine.compare import assert_same, same_bits, weights

@@ -17,10 +17,10 @@ from offload import SGD, AdamW, Engine, MeZO, Placement
 from offload.app.training.resident import ResidentTrainer, using_link_weights
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
-from offload.lanes.throttle import parse_throttle
+from offload.lanes.timeline import parse_throttle
 from offload.layout.regions import Region
 from offload.machine.hardware import Hardware
-from offload.planning.estimates import weight_seconds
+from offload.planning.device_updates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.tiers.slots import Slots
 from tests.engine.compare import assert_same, same_bits, weights

@@ -11,7 +11,7 @@ import torch
 
 from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
-from offload.tiers.pinning import Pinning
+from offload.tiers.host import Pinning
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.lanes.patience import eventually

@@ -23,15 +23,14 @@ from offload import AdamW, Engine, Placement
 from offload.engine.gradients.tile_updates import RegionUpdate
 from offload.engine.recording.equivalence import PassComparator
 from offload.engine.units.saved_inputs import SavedInputs
-from offload.lanes.lanes import Lanes
+from offload.lanes.lanes import Lanes, ThreadLane
 from offload.lanes.streams import StreamLanes
-from offload.lanes.thread_lane import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.planning import device_updates, disk
 from offload.planning.device_updates import UPDATE_RING as DEVICE_RING
 from offload.schedule.execute import Executor
+from offload.tiers.lease import Ring
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, UPDATE_RING, Channel, Record
-from offload.tiers.ring import Ring
 from offload.tiers.tile import Tile
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import build, llama, tokens
@@ -89,7 +88,7 @@ def used_before_it_was_read(kind: str) -> Change:
 
         def read(self: Channel, *args: Any, **settings: Any) -> Ticket:
             ticket = original(self, *args, **settings)
-            return Ticket("nvme_read", is_done=True) if self._ring.buffer_type == kind else ticket
+            return Ticket("nvme_read", is_done=True) if self.ring.buffer_type == kind else ticket
 
         patch.setattr(Channel, "read", read)
 
@@ -117,7 +116,7 @@ def written_at_once(kind: str) -> Change:
         original = Channel.write
 
         def write(self: Channel, *args: Any, **settings: Any) -> Ticket:
-            return original(self, *args, **settings | ({"reads": ()} if self._ring.buffer_type == kind else {}))
+            return original(self, *args, **settings | ({"reads": ()} if self.ring.buffer_type == kind else {}))
 
         patch.setattr(Channel, "write", write)
 
@@ -601,7 +600,7 @@ def read_early(engine: Engine, state: Any) -> None:
 def test_weights_go_up_from_the_ring_once_they_were_read(on_disk: Engine, broken: bool) -> None:
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     before = parts.store.values.read(state.region.parameters[0])
-    parts.store._nvme.updates._ring.memory.zero_()
+    parts.store._nvme.updates.ring.memory.zero_()
     with held_up(parts.lanes.update_read):
         read_early(on_disk, state)
         shown = brought_up(on_disk, unit, state)
@@ -657,7 +656,7 @@ def test_the_host_waits_for_what_it_reads_from_disk(
     before = parts.store.values.read(index)
     if broken:
         used_before_it_was_read(UPDATE_RING)(monkeypatch)
-    parts.store._nvme.updates._ring.memory.zero_()
+    parts.store._nvme.updates.ring.memory.zero_()
     with ThreadPoolExecutor() as reader, held_up(parts.lanes.update_read):
         found = reader.submit(parts.store.values.read, index)
     assert torch.equal(found.result(), before) == (not broken)

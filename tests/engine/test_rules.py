@@ -16,9 +16,8 @@ from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Mu
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim import states
-from offload.optim.rule import ParameterTraits, UpdateRule
-from offload.optim.states import master
+from offload.optim import rule as rule_module
+from offload.optim.rule import ParameterTraits, UpdateRule, master
 from offload.planning import disk
 from tests.engine.compare import assert_same, assert_weights, step_by_step, train_both, updating_device, weights
 from tests.engine.device import own_device, twin
@@ -96,7 +95,7 @@ class Blocks(Counting):
 @pytest.fixture
 def small_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the size limit, so most parameters of small models get 8-bit states."""
-    monkeypatch.setattr(states, "LEAST_NUMEL", 1000)
+    monkeypatch.setattr(rule_module, "LEAST_NUMEL", 1000)
 
 
 SMALL: dict[str, UpdateRule] = {

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload import MeZO
 from offload.extras.zeroth.directions import PURPOSE, ROUNDING, normal
-from offload.native import kernels, philox
+from offload.native import kernels, moments
 from offload.optim.rule import parameter_key
 from tests.engine.device import own_device, twin
 from tests.engine.reference import untie
@@ -55,7 +55,7 @@ class PlainMeZO:
     def direction(self, name: str, number: int) -> torch.Tensor:
         """Return a parameter's direction z. Elements above the magnitude quantile are zero."""
         used, key = self.used(name).float(), parameter_key(name, self.seed)
-        words = philox.words(used.numel(), key, self.num_steps, PURPOSE + (number << 16), 0, used.device)
+        words = moments.words(used.numel(), key, self.num_steps, PURPOSE + (number << 16), 0, used.device)
         if not used.numel():
             return used
         rank = math.ceil(self.rule.magnitude_quantile * used.numel())
@@ -65,7 +65,7 @@ class PlainMeZO:
         """Round a master to bf16 stochastically: add 16 random bits to the dropped bits."""
         master, key = self.masters[name].flatten(), parameter_key(name, self.seed)
         element = torch.arange(master.numel())
-        words = philox.words(64 * (master.numel() // 128 + 1), key, self.num_steps, ROUNDING, 0, element.device)
+        words = moments.words(64 * (master.numel() // 128 + 1), key, self.num_steps, ROUNDING, 0, element.device)
         half = words[16 * (element // 32) + element % 16] >> 16 * (element % 32 // 16)
         bits = (master.view(torch.int32) + (half & 0xFFFF)) >> 16 << 16
         return bits.to(torch.int32).view(torch.float32).view_as(self.masters[name])
@@ -75,7 +75,7 @@ class PlainMeZO:
 
         `blocks` belong to `own`, the model before the ties were removed.
         """
-        words = philox.words(len(blocks), parameter_key("(blocks)", self.seed), self.num_steps + 1, 2, 0, "cpu")
+        words = moments.words(len(blocks), parameter_key("(blocks)", self.seed), self.num_steps + 1, 2, 0, "cpu")
         count = max(1, round(self.rule.layer_fraction * len(blocks)))
         active = set(sorted(range(len(blocks)), key=words.tolist().__getitem__)[:count])
         users: dict[int, set[int]] = {}

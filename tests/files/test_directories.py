@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from offload.errors import ConfigError, DoesNotFitError
-from offload.files.directories import check_dirs, check_space, file_system, free_bytes
-from offload.files.scratch import open_nameless
+from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from tests import forks
 from tests.disks import mounted
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from offload.errors import DiskError
-from offload.files import scratch
-from offload.files.directories import free_bytes
-from offload.files.scratch import open_nameless
+from offload.files import directories
+from offload.files.directories import free_bytes, open_nameless
 from offload.native.io import IoEngine
 from offload.tiers.host import Arena
 from offload.tiers.nvme import Stripes
@@ -28,17 +27,17 @@ from tests.matrix import quick
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files without names of Linux")
 MIB = 1 << 20
-WAYS = {"without a name": scratch._O_TMPFILE, "made and unlinked": 0}
+WAYS = {"without a name": directories._O_TMPFILE, "made and unlinked": 0}
 """Without the flag the kernel refuses to open a directory for writing, like a file system without unnamed files."""
 
 HOLD = """
 import os, signal, sys, time, warnings
 from pathlib import Path
-from offload.files import scratch
+from offload.files import directories
 from offload.native.io import IoEngine
 from offload.tiers.nvme import Stripes
 place = Path(PLACE)
-scratch._O_TMPFILE = FLAG
+directories._O_TMPFILE = FLAG
 
 def hold():
     files = Stripes(IoEngine(), [place])
@@ -52,7 +51,7 @@ def say(text):
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(scratch, "_O_TMPFILE", WAYS[request.param])
+    monkeypatch.setattr(directories, "_O_TMPFILE", WAYS[request.param])
     return WAYS[request.param]
 
 
@@ -135,7 +134,7 @@ class TestOpening:
             os.close(fd)
             raise error
 
-        monkeypatch.setattr(scratch, "_O_TMPFILE", 0)
+        monkeypatch.setattr(directories, "_O_TMPFILE", 0)
         monkeypatch.setattr(os, "open", make_and_fail)
         with pytest.raises(type(error)):
             open_nameless(tmp_path, os.O_RDWR)
@@ -147,7 +146,7 @@ class TestOpening:
         def fail(*_: Any, **__: Any) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(scratch, "_O_TMPFILE", 0)
+        monkeypatch.setattr(directories, "_O_TMPFILE", 0)
         monkeypatch.setattr(Path, "unlink", fail)
         with IoEngine() as io, pytest.raises(DiskError, match="EIO") as caught:
             Stripes(io, [tmp_path])

@@ -22,7 +22,7 @@ from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.simulated_step import SimulatedEngine
 from offload.extras.plan.timing import PlannedStep, kernel_seconds
 from offload.machine.hardware import Hardware
-from offload.planning.estimates import update_bytes
+from offload.planning.device_updates import update_bytes
 
 HOST_BYTES = 125 << 30
 STEPS: dict[str, dict[str, Any]] = {

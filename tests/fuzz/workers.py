@@ -144,14 +144,14 @@ def prepare() -> None:
     import torch
     import transformers
 
-    from offload.lanes import thread_lane
+    from offload.lanes import lanes
 
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # the progress thread would stay
     logging.getLogger("torch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    thread_lane._LONGEST_DELAY_S = 0.001  # longer than the work in tiny models
+    lanes._LONGEST_DELAY_S = 0.001  # longer than the work in tiny models
     gc.collect()
     gc.freeze()
 

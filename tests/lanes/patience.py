@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from offload.lanes.lanes import Lanes
-from offload.lanes.throttle import Throttle
+from offload.lanes.timeline import Throttle
 from tests.forks import PATIENCE_S
 
 MOMENT_S = 0.05

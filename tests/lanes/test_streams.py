@@ -10,7 +10,7 @@ import pytest
 from offload.accelerators import CudaAccelerator
 from offload.lanes import streams
 from offload.lanes.streams import StreamLanes
-from offload.lanes.throttle import Throttle
+from offload.lanes.timeline import Throttle
 from tests.lanes.patience import nothing, within
 from tests.lanes.played_device import PlayedEvent, PlayedModule, played_accelerator
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from offload.lanes.lanes import Lanes
-from offload.lanes.throttle import LANES, Throttle
 from offload.lanes.ticket import Bell, CancelledError, Countdown, Ticket, wait_until_done
+from offload.lanes.timeline import LANES, Throttle
 from tests.lanes.patience import FOREVER_S, MOMENT_S, Gate, eventually, nothing, start, within
 
 NAMES = (*("h2d", "d2h", "update", "fetch_read", "update_read", "update_write", "activation_read", "activation_write"),)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.machine.cores import CoreShare, assign_cores, parse_cpulist, read_nodes, read_pci_node
+from offload.machine.limits import CoreShare, assign_cores, parse_cpulist, read_nodes, read_pci_node
 
 
 @pytest.mark.parametrize(
@@ -113,23 +113,23 @@ def test_a_process_is_kept_to_its_share() -> None:
     program = """
 import os, threading, torch
 from offload.native import kernels
-from offload.machine import cores
-core = min(cores.usable_cores())
+from offload.machine import limits
+core = min(limits.usable_cores())
 torch.set_num_threads(2)
 waiting = threading.Event()
 before = threading.Thread(target=waiting.wait)
 before.start()
-cores.use_share_of_cores(0, [None])
+limits.use_share_of_cores(0, [None])
 assert torch.get_num_threads() == 2 and kernels.num_threads() >= 1, "one rank changes nothing"
-all_cores = cores.usable_cores()
-cores.use_share_of_cores(1, [None] * len(all_cores))
+all_cores = limits.usable_cores()
+limits.use_share_of_cores(1, [None] * len(all_cores))
 assert torch.get_num_threads() == 1 and kernels.num_threads() == 1
-assert cores.usable_cores() == all_cores, "one node: nobody is pinned"
+assert limits.usable_cores() == all_cores, "one node: nobody is pinned"
 if len(all_cores) > 1:
-    cores.read_nodes = lambda: {0: frozenset({core}), 1: all_cores - {core}}
+    limits.read_nodes = lambda: {0: frozenset({core}), 1: all_cores - {core}}
     torch.set_num_threads(1)
-    cores.use_share_of_cores(0, [None] * 2)
-    assert cores.usable_cores() == {core}
+    limits.use_share_of_cores(0, [None] * 2)
+    assert limits.usable_cores() == {core}
     assert os.sched_getaffinity(before.native_id) == {core}, "threads that were there already"
     assert torch.get_num_threads() == 1, "never more than it was told"
 waiting.set()

@@ -33,6 +33,6 @@ def test_the_processor_is_the_kernel_s_and_no_process_is_started_for_it(monkeypa
 def test_a_processor_that_the_kernel_does_not_name_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {"brand_raw": "Neoverse-V2", "flags": ["sve", "fp", "asimd"]}
     monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: told)
-    monkeypatch.setattr(environment, "_read", lambda path: "processor\t: 0\nFeatures\t: fp asimd sve\n")
+    monkeypatch.setattr(environment, "read_text", lambda path: "processor\t: 0\nFeatures\t: fp asimd sve\n")
     found = environment.describe_environment()["cpu"]
     assert (found["name"], found["flags"]) == ("Neoverse-V2", ["asimd", "sve"])

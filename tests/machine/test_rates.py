@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from offload.machine import rates
+from offload.machine import probe
 from tests.engine.device import cpu_only
 
 pytestmark = cpu_only("what is counted does not depend on the device")
@@ -46,12 +46,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watch:
             run()
         return 1.0
 
-    monkeypatch.setattr(rates, "_best_seconds", once)
+    monkeypatch.setattr(probe, "_best_seconds", once)
     return watch
 
 
 def test_elementwise_kernels_count_every_byte(watched: Watch) -> None:
-    assert rates.moved_bytes_per_second(CPU, 1 << 20) == watched.num_bytes
+    assert probe.moved_bytes_per_second(CPU, 1 << 20) == watched.num_bytes
     assert {tensor.dtype for tensor in watched.read} == {torch.float32, torch.bfloat16}
     assert any(not tensor.is_contiguous() for tensor in watched.read)
     held = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in watched.read}
@@ -59,24 +59,24 @@ def test_elementwise_kernels_count_every_byte(watched: Watch) -> None:
 
 
 def test_attention_counts_half_of_all_scores(watched: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "_ATTENTION_TOKENS", (64,))
-    shape = (1, rates._ATTENTION_HEADS, 64, rates._ATTENTION_WIDTH)
+    monkeypatch.setattr(probe, "_ATTENTION_TOKENS", (64,))
+    shape = (1, probe._ATTENTION_HEADS, 64, probe._ATTENTION_WIDTH)
     whole = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
-    assert rates.attention_flops_per_second(CPU, torch.float32) == whole / 2
+    assert probe.attention_flops_per_second(CPU, torch.float32) == whole / 2
 
 
 @pytest.mark.parametrize(
     "measure",
     [
-        lambda: rates.flops_per_second(CPU, torch.bfloat16),
-        lambda: rates.device_bytes_per_second(CPU, 1 << 16),
-        lambda: rates.moved_bytes_per_second(CPU, 1 << 16),
+        lambda: probe.flops_per_second(CPU, torch.bfloat16),
+        lambda: probe.device_bytes_per_second(CPU, 1 << 16),
+        lambda: probe.moved_bytes_per_second(CPU, 1 << 16),
     ],
 )
 def test_measurements_read_random_numbers(
     measure: Callable[[], float], watched: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU runs up to 13 % faster over constants."""
-    monkeypatch.setattr(rates, "_SIZES", (64,))
+    monkeypatch.setattr(probe, "_SIZES", (64,))
     measure()
     assert watched.read[0].float().std() > 0.5

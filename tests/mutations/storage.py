@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.checkpoint import publish, reader
+from offload.checkpoint import reader, writer
 from offload.checkpoint.reader import Reader
 from offload.engine import engine as engine_module
 from offload.tiers.nvme import Stripes
@@ -70,7 +71,7 @@ def every_third_write_to_disk_lost(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/checkpoint/test_atomic.py::test_what_is_on_disk_when_it_takes_its_name")
 def manifest_not_synced(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint gets the final name before the manifest is on disk."""
-    patch.setattr(publish, "os", SimpleNamespace(fsync=lambda descriptor: None))
+    patch.setattr(writer, "os", SimpleNamespace(**{**vars(os), "fsync": lambda descriptor: None}))
 
 
 @mutation("tests/checkpoint/test_damage.py")

@@ -11,7 +11,7 @@ import pytest
 from offload.engine.gradients.tile_updates import TileUpdate
 from offload.engine.gradients.update_place import InPlaceUpdates
 from offload.lanes.ticket import Fence
-from offload.tiers.ring import Ring, RingSlice
+from offload.tiers.lease import Ring, RingSlice
 from offload.tiers.slots import Slots
 from offload.tiers.tile import Tile
 from tests.mutations import enter_as, mutation, replaced

@@ -12,7 +12,7 @@ import torch
 from offload.errors import ConfigError
 from offload.extras.zeroth import directions
 from offload.extras.zeroth.directions import PURPOSE, ROUNDING, NoiseRange, descend, normal, perturb
-from offload.native import kernels, philox
+from offload.native import kernels, moments
 
 OF = NoiseRange(key=0xFEDCBA9876543210, step=7, element=128)
 LENGTHS = (1, 63, 64, 65, 1000, 70_001)
@@ -55,7 +55,7 @@ def test_every_way_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, kept: str,
 
 def test_it_is_what_the_formula_says() -> None:
     weights = torch.randn(300)
-    z = [normal(philox.words(300, OF.key, OF.step, PURPOSE + (k << 16), OF.element, weights.device)) for k in (0, 1)]
+    z = [normal(moments.words(300, OF.key, OF.step, PURPOSE + (k << 16), OF.element, weights.device)) for k in (0, 1)]
     plus, minus = torch.empty(300), torch.empty(300)
     perturb(weights, plus, minus, 1e-2, OF, direction=1)
     assert torch.equal(plus, weights + 1e-2 * z[1])
@@ -95,7 +95,7 @@ def test_weights_in_bf16_alone_are_rounded_at_random() -> None:
         deviation = float((up[its] * (1 - up[its])).sum()) ** 0.5
         assert abs(float((is_up - up)[its].sum())) < 4 * deviation
     drawn = [
-        philox.words(1 << 12, OF.key, OF.step, purpose, 0, before.device)
+        moments.words(1 << 12, OF.key, OF.step, purpose, 0, before.device)
         for purpose in (ROUNDING, PURPOSE, PURPOSE + (1 << 16))
     ]
     assert not torch.isin(drawn[0], torch.cat(drawn[1:])).any(), "by words that no direction is made of"
@@ -139,7 +139,7 @@ def test_moments_and_independence() -> None:
     assert float((weight * z**2).sum()) == pytest.approx(1.0, abs=1e-7)
     assert float((weight * z**4).sum()) == pytest.approx(2.9187, abs=1e-3)
     drawn = [
-        normal(philox.words(1 << 16, key, step, PURPOSE + (k << 16), 0, torch.device("cpu"))).double()
+        normal(moments.words(1 << 16, key, step, PURPOSE + (k << 16), 0, torch.device("cpu"))).double()
         for key, step, k in ((1, 1, 0), (1, 1, 1), (1, 2, 0), (2, 1, 0))
     ]
     assert torch.corrcoef(torch.stack(drawn)).sub(torch.eye(4)).abs().max() < 5 / 256  # five standard deviations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.native import kernels, philox
+from offload.native import kernels, moments
 from tests.native.states import ISAS, same_bits
 
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1, "step": 7, "key": 0x0123456789ABCDEF, "grad_scale": 0.7}
@@ -84,7 +84,7 @@ PUBLISHED = [  # kat_vectors from Random123, for seven rounds
 @pytest.mark.parametrize(("counter", "key", "wanted"), PUBLISHED)
 def test_the_generator_is_philox(counter, key, wanted):
     assert plain_philox(counter, key) == wanted
-    found = philox.philox(tuple(torch.tensor([word]) for word in counter), key[0] | key[1] << 32)
+    found = moments.philox(tuple(torch.tensor([word]) for word in counter), key[0] | key[1] << 32)
     assert tuple(int(word) for word in found) == wanted
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from offload import Placement
 from offload.distributed.comm import Comm
 from offload.engine.assemble import prepare
-from offload.lanes.throttle import Throttle
+from offload.lanes.timeline import Throttle
 from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding
 from offload.layout.residence import DEVICE, Residence
 from offload.machine.hardware import Hardware, Rates

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.lanes.ticket import Ticket
-from offload.tiers.ring import Ring, RingSlice
+from offload.tiers.lease import Ring, RingSlice
 
 
 def ring(num_bytes: int) -> Ring:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from offload.app.training.ranks import Notes, RankExit, rank_0_first, tally
-from offload.distributed.comm import Comm
-from offload.distributed.outcome import share_failure
+from offload.distributed.comm import Comm, share_failure
 from offload.errors import (
     ConfigError,
     DoesNotFitError,

@@ -468,9 +468,8 @@ def test_a_last_save_that_fails_is_an_error_after_the_export(
 def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_path: Path) -> None:
     run("run", **{"checkpoint.every": 3})
     path = tmp_path / "run/checkpoints/step-3"
-    from offload.checkpoint.publish import Save
     from offload.checkpoint.reader import Reader
-    from offload.checkpoint.writer import Writer
+    from offload.checkpoint.writer import Save, Writer
 
     with Reader(path) as reader, Save(tmp_path / "alone") as save, Writer(save.path, 0, {}) as writer:
         save.commit({}, [writer.finish()], {"engine": reader.meta["engine"], "meta": {}})

@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from offload.distributed.comm import Comm
-from offload.distributed.outcome import share_failure
+from offload.distributed.comm import Comm, share_failure
 from offload.errors import (
     ConfigError,
     DoesNotFitError,

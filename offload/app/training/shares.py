@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from offload.app.config.config import Config
 from offload.app.training.objectives import Batch, Objective
 from offload.app.training.task import Task
-from offload.distributed.comm import Comm
-from offload.distributed.share import share
+from offload.distributed.comm import Comm, share
 from offload.errors import ConfigError
 
 

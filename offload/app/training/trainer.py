@@ -34,8 +34,8 @@ from offload.app.training.resume import open_run
 from offload.app.training.run_folder import RunFolder
 from offload.app.training.shares import Share, next_share
 from offload.app.training.trainer_arguments import merge_arguments
+from offload.distributed.comm import share_failure, share_outcome
 from offload.distributed.joining import open_comm
-from offload.distributed.outcome import share_failure, share_outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import InterruptedRun, OffloadError, common, counted, is_common

@@ -15,7 +15,7 @@ from offload.layout.regions import Region, align
 from offload.planning.device_updates import PLANE_ALIGNMENT, UPDATE_RING
 from offload.tiers.counters import Counters
 from offload.tiers.device import Device, copy_planes
-from offload.tiers.ring import Ring
+from offload.tiers.lease import Ring
 
 
 class DeviceUpdates(UpdatePlace):

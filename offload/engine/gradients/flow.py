@@ -25,7 +25,7 @@ from offload.planning.memory import BUFFER, EXPERT_BUFFER
 from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
 from offload.tiers.device import Device
-from offload.tiers.ring import Ring, RingSlice
+from offload.tiers.lease import Ring, RingSlice
 from offload.tiers.store import Store
 
 _FIX = "Raise --offload.device_memory, or --train.head_chunk_bytes if the gradients of a chunked head are accumulated."

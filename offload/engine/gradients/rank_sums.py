@@ -21,7 +21,7 @@ from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BETWEEN, BUFFER, SCRATCH, SHARDS, replica_sum_bytes
 from offload.tiers.device import Device
-from offload.tiers.ring import Ring
+from offload.tiers.lease import Ring
 from offload.tiers.tile import RegionState
 
 

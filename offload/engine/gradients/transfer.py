@@ -18,8 +18,7 @@ from offload.layout.regions import Region
 from offload.native import kernels
 from offload.tiers.counters import Counters
 from offload.tiers.device import Device
-from offload.tiers.lease import Lease
-from offload.tiers.ring import Ring, RingSlice
+from offload.tiers.lease import Lease, Ring, RingSlice
 from offload.tiers.store import Store
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from types import CodeType
 from typing import Any
 
-from offload.distributed.agreement import digest
+from offload.distributed.comm import digest
 from offload.engine.loss.batch import Batch, BatchForm, Rows, batch_pattern, check_batch
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead

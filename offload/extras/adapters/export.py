@@ -25,7 +25,7 @@ from offload.extras.adapters.adapters import CONFIG, INITIAL, Adaptation, write_
 from offload.extras.adapters.base_mark import load_base_config, mark_base
 from offload.extras.adapters.merge import MergedWeights, fill_adapter
 from offload.extras.adapters.residual import subtract_products
-from offload.files.model_format import SHARD_BYTES
+from offload.files.sources import SHARD_BYTES
 from offload.layout.codecs import CODECS, EXACT, Codec
 from offload.layout.planes import DTYPES as COMPUTED
 

@@ -22,14 +22,13 @@ from offload.app.hf.models import BuiltModel, ModelKind
 from offload.app.hf.names import Shape
 from offload.app.training.resume import ResumePoint
 from offload.app.training.trainable import WholeModel, buffers_of
-from offload.distributed.outcome import share_failure
+from offload.distributed.comm import share_failure
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.extras.adapters.lora_layers import LoraLayers
 from offload.extras.adapters.merge import MergedWeights, fill_adapter
 from offload.extras.adapters.over_base import AdapterOverBase
-from offload.files.model_format import ReadValues
-from offload.files.sources import ReopenFile
+from offload.files.sources import ReadValues, ReopenFile
 
 
 def seed_of(seed: int, number: int) -> int:

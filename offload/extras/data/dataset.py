@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from offload.distributed.share import share
+from offload.distributed.comm import share
 from offload.errors import ConfigError, counted, too_few_rows
 from offload.extras.data.excerpt import Excerpt, excerpt_of
 from offload.extras.data.groups import Batching, LengthBatching, MixedBatching

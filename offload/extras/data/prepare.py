@@ -51,7 +51,7 @@ from offload.extras.data.tokenizer import (
     versions,
 )
 from offload.files.user_cache import code_hash
-from offload.machine.cores import usable_cores
+from offload.machine.limits import usable_cores
 
 _MIN_BYTES_FOR_WORKERS = 32 << 20  # for smaller data, starting processes takes longer than they save
 _MOST_WORKERS = 16  # 300 MB each

@@ -25,10 +25,9 @@ from offload.engine.units.unit import CallTarget, Unit, open_units
 from offload.errors import ConfigError
 from offload.files.sources import Source
 from offload.lanes.streams import open_lanes
-from offload.lanes.throttle import Throttle
-from offload.layout.build_regions import build_regions
+from offload.lanes.timeline import Throttle
 from offload.layout.planes import DTYPES
-from offload.layout.regions import ParameterInfo
+from offload.layout.regions import ParameterInfo, build_regions
 from offload.layout.residence import Residence
 from offload.planning.disk import in_files
 from offload.schedule.execute import Executor
@@ -78,7 +77,7 @@ class StreamedModel:
         source: returns the values of a parameter, by first name.
         memory_bytes: weight budget on the accelerator, or on the CPU without one; None: no limit. Two units, the
             current and the next, always have room.
-        throttle: links to slow down (see lanes/throttle.py).
+        throttle: links to slow down (see lanes/timeline.py).
 
         Raises ConfigError and read errors.
         """

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from offload.distributed.agreement import digest
-from offload.distributed.comm import Comm
+from offload.distributed.comm import Comm, digest
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.units.attention import Copy
 from offload.errors import ConfigError

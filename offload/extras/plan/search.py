@@ -22,7 +22,7 @@ from offload.extras.plan.workload import Workload
 from offload.layout.codecs import EXACT
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
 from offload.machine.hardware import Hardware
-from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
+from offload.planning.device_updates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.machines import Machine
 from offload.planning.memory import bytes_on
 from offload.planning.plan import Plan, make_plan, sharding_of

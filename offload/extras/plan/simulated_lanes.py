@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from offload.lanes.lanes import Lanes
-from offload.lanes.throttle import LANES
 from offload.lanes.ticket import Lane, Run, Ticket, Tickets
+from offload.lanes.timeline import LANES
 
 COMPUTE, DECODING = "compute", "decoding"
 

@@ -15,13 +15,13 @@ from offload.extras.plan.shortened import simulate_shortened
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep
 from offload.extras.plan.workload import Cost, UnitWork, Workload
-from offload.lanes.throttle import Throttle
+from offload.lanes.timeline import Throttle
 from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import Region, Sharding
 from offload.layout.residence import DEVICE, DISK, FILES, Residence
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
-from offload.planning.estimates import host_update_bytes, streamed_bytes, update_bytes
+from offload.planning.device_updates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.memory import (
     BUFFER,
     SHARDS,

@@ -18,8 +18,7 @@ import numpy as np
 from offload.app.config.config import Config
 from offload.app.stored_model import REFERENCE
 from offload.checkpoint.spread import broadcast_value
-from offload.distributed.comm import Comm
-from offload.distributed.outcome import share_failure
+from offload.distributed.comm import Comm, share_failure
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset

@@ -16,7 +16,7 @@ from torch import nn
 
 from offload.app.config.config import Config
 from offload.checkpoint.manifest import raw
-from offload.distributed.agreement import digest
+from offload.distributed.comm import digest
 from offload.engine.engine import Engine
 from offload.engine.moved_buffers import digests_of
 from offload.extras.data.dataset import Dataset

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import DiskError, OffloadError, format_bytes
-from offload.files.directories import check_dirs, check_space, file_system, free_bytes
-from offload.files.scratch import open_nameless
+from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from offload.machine.environment import describe_environment
 from offload.machine.hardware import Hardware
 from offload.machine.limits import integrated_note, lockable_bytes, memory_limits, node_bytes, tightest_limit

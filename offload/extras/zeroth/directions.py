@@ -166,10 +166,10 @@ def _descend(
 
 def _direction(used: torch.Tensor, of: NoiseRange, direction: int, piece: slice) -> torch.Tensor:
     """Return z over `piece`. `used`: weights in the compute dtype."""
-    from offload.native import philox
+    from offload.native import moments
 
     purpose = PURPOSE + _NEXT * direction
-    z = normal(philox.words(used.numel(), of.key, of.step, purpose, of.element + piece.start, used.device))
+    z = normal(moments.words(used.numel(), of.key, of.step, purpose, of.element + piece.start, used.device))
     return z if of.threshold == math.inf else z.masked_fill_((used.abs() <= of.threshold).logical_not_(), 0.0)
 
 
