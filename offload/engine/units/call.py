@@ -23,9 +23,8 @@ from offload.engine.units.saved_graph import (
     run_with_graph,
 )
 from offload.engine.units.saved_inputs import DeviceCopies
-from offload.engine.units.snapshots import PassSnapshot
+from offload.engine.units.snapshots import PassSnapshot, ThreadState
 from offload.engine.units.stages import Forward, Use
-from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.traits import Rows
 from offload.engine.units.unit import CallTarget, Unit
 from offload.errors import ConfigError, OffloadError

@@ -12,10 +12,9 @@ from offload.engine.units.arguments import Arguments
 from offload.engine.units.recompute_policy import OFFLOADED
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import Graph, GraphMemory, TooMuchToKeepError
-from offload.engine.units.saved_inputs import DeviceCopies, SavedInputs
+from offload.engine.units.saved_inputs import Claim, DeviceCopies, SavedInputs
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.unit import Unit
-from offload.engine.units.uses import Claim
 
 SMALLEST_BYTES = 4096
 """Minimum bytes for offload: below one page, a transfer is not worth the time."""

@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.recompute_policy import DEVICE
 from offload.engine.units.runner import UnitRunner
+from offload.engine.units.saved_inputs import Claim
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.unit import Unit
-from offload.engine.units.uses import Claim
 from offload.errors import OffloadError
 
 Root = torch.Tensor | GradientEdge | None

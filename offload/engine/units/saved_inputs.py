@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from offload.engine.units.activation_offload import ActivationOffload, TensorLayout
 from offload.engine.units.recompute_policy import RecomputePolicy
-from offload.engine.units.uses import Claim
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Ticket
 from offload.tiers.device import Device
@@ -27,6 +27,64 @@ _FIXES = {
         "--offload.graphs cpu, or raise --offload.device_memory."
     ),
 }
+
+
+@dataclass(eq=False)
+class Claim:
+    """The memory held by one use of a unit until the backward."""
+
+    unit: str
+    """Unit name."""
+    user: weakref.ref[Any]
+    """Weak reference to the use. The claim is dropped when the use is garbage-collected."""
+    entries: list[tuple[int, int]] = field(default_factory=list)
+    """(address, bytes) per storage held by the use."""
+    is_current: bool = True
+    """True while the weights are unchanged since the forward."""
+
+
+class Claims:
+    """Claims of all uses waiting for their backward.
+
+    The weak-reference callback for a dropped use is a C function, `deque.append`. A Python finalizer would swallow
+    exceptions, and a Ctrl-C during the finalizer would be lost.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, Claim] = {}
+        self._dropped: deque[weakref.ref[Any]] = deque()
+
+    def open(self, user: object, unit: str) -> Claim:
+        """Open and return the claim of a use."""
+        claim = Claim(unit, weakref.ref(user, self._dropped.append))
+        self._open[id(claim.user)] = claim
+        return claim
+
+    def has(self, claim: Claim) -> bool:
+        """True if the claim is open: neither closed nor reset."""
+        return self._open.get(id(claim.user)) is claim
+
+    def mark_stale(self) -> None:
+        """Mark all open claims as belonging to old weights."""
+        for claim in self._open.values():
+            claim.is_current = False
+
+    def close(self, claim: Claim) -> None:
+        """Close a claim after the use has released all memory."""
+        self._open.pop(id(claim.user), None)
+
+    def next_dropped(self) -> Claim | None:
+        """Return the next open claim whose use was garbage-collected, or None."""
+        while self._dropped:
+            claim = self._open.get(id(self._dropped.popleft()))
+            if claim is not None:
+                return claim
+        return None
+
+    def reset(self) -> None:
+        """Drop all claims."""
+        self._open.clear()
+        self._dropped.clear()
 
 
 @dataclass(frozen=True)
