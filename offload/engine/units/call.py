@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offload.engine.gradients.flow import GradientObserver
+from offload.engine.units.activation_offload import DeviceCopy
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.offloaded_graph import OffloadedGraphMemory
 from offload.engine.units.recompute_policy import OFFLOADED
@@ -22,7 +23,6 @@ from offload.engine.units.saved_graph import (
     refuse_changed,
     run_with_graph,
 )
-from offload.engine.units.saved_inputs import DeviceCopies
 from offload.engine.units.snapshots import PassSnapshot, ThreadState
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.traits import Rows
@@ -62,7 +62,7 @@ class UnitCall:
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []
         self._is_open = False
-        self._input_copies: dict[int, DeviceCopies] = {}
+        self._input_copies: dict[int, list[DeviceCopy]] = {}
         self._claim = runner.claims.open(self, unit.name)
 
     # -- forward ---------------------------------------------------------------------------------------------
