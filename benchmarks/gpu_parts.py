@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from benchmarks import lanes
 from offload import AdamW, Engine, Lion, Placement
 from offload.accelerators import Accelerator, own_accelerator
-from offload.engine.units.uses import RunAhead
+from offload.engine.units.runner import RunAhead
 from offload.errors import DoesNotFitError
 from offload.extras.large import compiled_forwards as forwards
 from offload.extras.tools.benches import step as step_bench

@@ -32,7 +32,7 @@ Helpers of the main path:
     lanes/ticket.py, lanes.py      dependencies between work items; work queues beside compute
     engine/gradients/norms.py      global gradient norm
     engine/gradients/policies.py   update timing: at once, deferred, speculative, delayed
-    engine/gradients/tile_updates.py, update_place.py   tile updates, and the device that runs them
+    engine/gradients/tile_updates.py   tile updates, and their place
     optim/update.py, native/kernels.py   update rule arithmetic
 
 Other paths through a step: `offload/extras/zeroth` trains without gradients; `own_loop.py` is for loops that call the

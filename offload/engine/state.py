@@ -15,8 +15,7 @@ from offload.engine.caches import Caches
 from offload.engine.gradients.device_updates import DeviceUpdates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.tile_updates import UpdatePlace
-from offload.engine.gradients.update_place import InPlaceUpdates
+from offload.engine.gradients.tile_updates import InPlaceUpdates, UpdatePlace
 from offload.engine.gradients.updates import Updates
 from offload.engine.moved_buffers import MovedBuffers
 from offload.engine.recovery import Recovery

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -56,13 +56,13 @@ def update_tile(
     one_by_one = rule.by_parameter or rule.by_matrix
     table = state.region.by_name
     flats = [(name, flat, table[name]) for name, flat in planes.items() if name != CODES]
-    for span, (steps, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, one_by_one):
+    for span, (steps, lr_scale, weight_decay, position) in alike_runs(state, tile, touched, infos, one_by_one):
         states = {name: flat[span if plane.block == 1 else plane.cut(span)] for name, flat, plane in flats}
         by = UpdateStep(steps + (applied_scale is None), lr * lr_scale, weight_decay, scale)
         if position is not None:
             piece = state.region.pieces[position]
             info = infos[piece.parameter]
-            element = _element(state.region, tile, span, position)
+            element = element_of(state.region, tile, span, position)
             by = replace(by, key=parameter_key(info.name, seed), element=element)
             if rule.by_matrix:
                 assert (element, span.stop - span.start) == (0, info.numel), "no parameter is cut for a rule by matrix"
@@ -78,56 +78,7 @@ def update_tile(
     return num_wrong
 
 
-@dataclass(frozen=True)
-class ZerothOrderStep:
-    """Measured step for a rule without gradients. Together with the weights, these values determine the update."""
-
-    step: int
-    """Step number, counted from 1."""
-    seed: int
-    """Seed for the directions."""
-    slopes: tuple[float, ...]
-    """Loss slope along each direction."""
-    lr: float
-    """Learning rate."""
-
-
-def descend_tile(
-    state: RegionState,
-    tile: Tile,
-    planes: Mapping[str, torch.Tensor],
-    touched: Sequence[bool],
-    settings: UpdateSettings,
-    thresholds: Mapping[int, float],
-    estimate: ZerothOrderStep,
-) -> int | torch.Tensor:
-    """Update the parameters in a region tile after a step without gradients. Return the number of non-finite weights,
-    like `update_tile`.
-
-    planes: flat over the tile. touched: per parameter, True if the step perturbed the parameter. thresholds: by
-    parameter index, the largest magnitude updated; absent: all weights.
-    """
-    num_wrong: int | torch.Tensor = 0
-    slopes = torch.tensor(estimate.slopes, dtype=torch.float64, device="cpu")
-    infos, rule = settings.infos, settings.rules[state.region.rule]
-    for span, (_, lr_scale, weight_decay, position) in _runs(state, tile, touched, infos, one_by_one=True):
-        assert position is not None
-        info = infos[state.region.pieces[position].parameter]
-        by = UpdateStep(
-            estimate.step,
-            estimate.lr * lr_scale,
-            weight_decay,
-            scale=1.0,
-            key=parameter_key(info.name, estimate.seed),
-            element=_element(state.region, tile, span, position),
-            threshold=thresholds.get(info.index, math.inf),
-        )
-        states = {name: flat[span] for name, flat in planes.items()}
-        num_wrong += rule.update(states, slopes, by)
-    return num_wrong
-
-
-def _element(region: Region, tile: Tile, span: slice, position: int) -> int:
+def element_of(region: Region, tile: Tile, span: slice, position: int) -> int:
     """Return the offset in the parameter for the first element of a span beginning in piece `position`. Random bits
     depend on this offset, so tile borders have no influence on them.
     """
@@ -137,7 +88,7 @@ def _element(region: Region, tile: Tile, span: slice, position: int) -> int:
 _Alike = tuple[int, float, float, int | None]
 
 
-def _runs(
+def alike_runs(
     state: RegionState, tile: Tile, touched: Sequence[bool], infos: Sequence[ParameterInfo], one_by_one: bool
 ) -> Iterator[tuple[slice, _Alike]]:
     """Yield (slice of the tile, common settings) for each run of adjacent touched parameters with equal settings.

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from offload import AdamW, Engine, Placement
-from offload.engine.units import uses
+from offload.engine.units import runner as runners
 from tests.accelerator.control import H200
 from tests.engine.handmade import WIDTH, WORDS, Stack
 
@@ -44,7 +44,7 @@ def test_what_streams_still_use_does_not_grow_with_the_launches_under_way(sim, q
         sim.set_cost(None)
     unit_input = 4 * ROWS * LENGTH * WIDTH
     waited = peaks["active_bytes.all.peak"] - peaks["allocated_bytes.all.peak"]
-    assert waited <= uses._SHARE_OF_BUDGET * BUDGET + 2 * unit_input
+    assert waited <= runners._SHARE_OF_BUDGET * BUDGET + 2 * unit_input
 
 
 def test_a_launch_blocks_where_the_queue_is_full(sim):

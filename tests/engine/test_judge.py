@@ -20,8 +20,7 @@ from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.units import arguments, unit
 from offload.engine.units.call import UnitCall, UnitFunction
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.snapshots import ModuleSnapshot
-from offload.engine.units.thread_state import ThreadState
+from offload.engine.units.snapshots import ModuleSnapshot, ThreadState
 from offload.engine.units.traits import BatchAxis, UnitTraits
 from offload.errors import ConfigError
 from offload.extras.zeroth import interleaved

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload.engine.units.uses import RunAhead
+from offload.engine.units.runner import RunAhead
 from offload.lanes.ticket import Ticket
 from offload.tiers.ledger import Ledger
 from tests.engine.device import cpu_only

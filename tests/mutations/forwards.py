@@ -63,8 +63,8 @@ def update_that_was_put_off_made_twice(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/engine/test_zeroth_order.py", fuzzed=True)
 def update_along_the_directions_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    estimate = zeroth_order_update.ZerothOrderStep
-    patch.setattr(zeroth_order_update, "ZerothOrderStep", lambda step, *rest: estimate(step - 1, *rest))
+    step = zeroth_order_update.UpdateStep
+    patch.setattr(zeroth_order_update, "UpdateStep", lambda number, *rest, **more: step(number - 1, *rest, **more))
 
 
 @mutation("tests/engine/test_zeroth_order.py::test_a_fraction_of_the_layers_takes_part", fuzzed=True)

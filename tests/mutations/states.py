@@ -43,7 +43,7 @@ def steps_of_first_parameters_not_counted(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch", "tests/engine/test_nvme.py", fuzzed=True)
 def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
     """If a region is cut over ranks or in tiles, the last block of every piece but the final one is not updated."""
-    runs = update._runs
+    runs = update.alike_runs
 
     def cut(state: Any, part: Any, touched: Sequence[bool], infos: Any, one_by_one: bool) -> Iterator[Any]:
         for span, alike in runs(state, part, touched, infos, one_by_one):
@@ -51,7 +51,7 @@ def shard_cut_short(patch: pytest.MonkeyPatch) -> None:
             if span.start < end:
                 yield slice(span.start, end), alike
 
-    patch.setattr(update, "_runs", cut)
+    patch.setattr(update, "alike_runs", cut)
 
 
 @mutation("tests/engine/test_against_torch.py")
@@ -63,14 +63,14 @@ def corrections_of_biases_one_step_late(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/engine/test_against_torch.py")
 def weight_decay_of_all_parameters(patch: pytest.MonkeyPatch) -> None:
     """Groups without weight decay get it as well."""
-    runs = update._runs
+    runs = update.alike_runs
 
     def decayed(state: Any, tile: Any, touched: Any, infos: Any, one_by_one: bool) -> Iterator[Any]:
         most = max(info.weight_decay for info in infos)
         for span, (steps, lr_scale, _, position) in runs(state, tile, touched, infos, one_by_one):
             yield span, (steps, lr_scale, most, position)
 
-    patch.setattr(update, "_runs", decayed)
+    patch.setattr(update, "alike_runs", decayed)
 
 
 @mutation("tests/contracts/test_contracts.py")

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.gradients.tile_updates import TileUpdate
-from offload.engine.gradients.update_place import InPlaceUpdates
+from offload.engine.gradients.tile_updates import InPlaceUpdates, TileUpdate
 from offload.lanes.ticket import Fence
 from offload.tiers.lease import Ring, RingSlice
 from offload.tiers.slots import Slots

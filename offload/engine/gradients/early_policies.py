@@ -1,4 +1,4 @@
-"""Update policies other than the default: norm only, delayed, immediate, and speculative clipping."""
+"""Update policies during the backward: norm only, immediate, and speculative clipping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.policies import (
     COARSE_RATIO,
-    DeferredPolicy,
     UpdatePolicy,
     UpdateResult,
     _as_float32,
@@ -28,12 +27,6 @@ class NormOnlyPolicy(UpdatePolicy):
     """Norm only: a second backward makes the updates, because this update rule keeps no gradients."""
 
     drops = True
-
-
-class DelayedPolicy(DeferredPolicy):
-    """Like DeferredPolicy, but the updates run beside the next step, whose weights are one step old."""
-
-    is_delayed = True
 
 
 class RunningNorm:

@@ -65,11 +65,14 @@ class NoPolicy(UpdatePolicy):
 class DeferredPolicy(UpdatePolicy):
     """Updates regions after the global norm is known, in the order of their next use."""
 
-    is_delayed = False
-
-    def __init__(self, updates: TileUpdates, measures: Measures, deferred: DeferredUpdates, reads_early: bool) -> None:
-        """`reads_early`: read states from disk during the backward."""
-        self._updates, self._measures, self._deferred, self._reads_early = updates, measures, deferred, reads_early
+    def __init__(
+        self, updates: TileUpdates, measures: Measures, deferred: DeferredUpdates, *, reads_early: bool, delays: bool
+    ) -> None:
+        """`reads_early`: read states from disk during the backward. `delays`: the updates run beside the next step,
+        whose weights are one step old.
+        """
+        self._updates, self._measures, self._deferred = updates, measures, deferred
+        self._reads_early, self._delays = reads_early, delays
 
     def open(self) -> None:
         if self._reads_early:
@@ -83,7 +86,7 @@ class DeferredPolicy(UpdatePolicy):
             early.check()
         waiting = [state for state in updates.store.states if state.has_gradient_plane]
         # Delayed updates start with the regions the next backward needs first, to free room for gradients.
-        waiting.sort(key=lambda state: first_use(state.region), reverse=self.is_delayed)
+        waiting.sort(key=lambda state: first_use(state.region), reverse=self._delays)
         early.follow([state.region for state in waiting])
         for state in waiting:
             # Another rank may have gradients this rank lacks.
@@ -94,7 +97,7 @@ class DeferredPolicy(UpdatePolicy):
             else:
                 early.give_back(state.tiles)
         updates.slots.invalidate(deferred.pending)
-        updates.choose_weights(deferred.pending.keys() if self.is_delayed else ())
+        updates.choose_weights(deferred.pending.keys() if self._delays else ())
         return UpdateResult(norm)
 
 

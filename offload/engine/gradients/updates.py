@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from offload.engine.gradients.early_policies import DelayedPolicy, ImmediatePolicy, NormOnlyPolicy, SpeculativePolicy
+from offload.engine.gradients.early_policies import ImmediatePolicy, NormOnlyPolicy, SpeculativePolicy
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.policies import DeferredPolicy, UpdatePolicy, UpdateResult, refuse_gradients
 from offload.engine.gradients.tile_updates import TileUpdates, UpdatePlace
@@ -150,10 +150,9 @@ class Updates:
         tiles, measures, limit = self.tiles, self._measures, self._limit
         if for_norm:
             return NormOnlyPolicy()
-        if delays:
-            return DelayedPolicy(tiles, measures, self._deferred, reads_early=False)
-        if waits or self.waits:
-            return DeferredPolicy(tiles, measures, self._deferred, reads_early=not waits and tiles.early.are_possible)
+        if delays or waits or self.waits:
+            reads_early = not (delays or waits) and tiles.early.are_possible
+            return DeferredPolicy(tiles, measures, self._deferred, reads_early=reads_early, delays=delays)
         if limit is None or norm is not None:
             return ImmediatePolicy(tiles, measures, limit, norm, self._is_inline)
         return SpeculativePolicy(tiles, measures, limit, norm, self._is_inline)

@@ -23,7 +23,7 @@ from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss
 from offload.engine.state import EngineState
 from offload.engine.units.candidates import Splitting
-from offload.engine.units.rerouting import forwards_replaced
+from offload.modules import forwards_replaced
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(Chunk result, hidden state leaf [1, tokens, hidden], positions of counted tokens in the flattened rows.)"""

@@ -14,8 +14,8 @@ from torch import nn
 from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import IGNORED, Batch
 from offload.engine.loss.loss import LossFunction, LossRule, find_loss, labels_of
-from offload.engine.units.rerouting import forwards_replaced
 from offload.errors import ConfigError, OffloadError
+from offload.modules import forwards_replaced
 
 
 def find_base_model(model: nn.Module) -> nn.Module | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
@@ -69,6 +70,17 @@ class TensorLayout:
         room = torch.empty(self.begin + span, dtype=tensor.dtype, device=tensor.device)
         room.as_strided(shape, self.strides, self.begin).copy_(tensor.as_strided(shape, tensor.stride()))
         return room.as_strided(tensor.shape, self.strides, self.begin)
+
+
+class DeviceCopy(NamedTuple):
+    """A saved tensor on the device, valid after the copy."""
+
+    tensor: torch.Tensor
+    """Device tensor."""
+    tickets: Sequence[Ticket] = ()
+    """Copy tickets."""
+    layout: TensorLayout | None = None
+    """Original memory layout. None: the tensor stayed on the device."""
 
 
 @dataclass(eq=False)
@@ -142,18 +154,14 @@ class ActivationOffload(ABC):
         self._counters.count("d2h_bytes", num_bytes)
         return copy
 
-    def get(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[Ticket], TensorLayout | None]:
-        """Start a copy to the device.
-
-        Returns (device tensor, tickets, original layout). Tensors not offloaded are returned unchanged, with layout
-        None.
-        """
+    def get(self, tensor: torch.Tensor) -> DeviceCopy:
+        """Start a copy to the device. A tensor not offloaded is returned unchanged."""
         buffer = self.buffers_in_use.get(tensor.untyped_storage().data_ptr())
         if buffer is None:
-            return tensor, (), None
+            return DeviceCopy(tensor)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device.torch_device)
         self._counters.count("h2d_bytes", copy.nbytes)
-        return copy, self._copy_in(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape)
+        return DeviceCopy(copy, self._copy_in(tensor, copy, buffer), buffer.layout.part(tensor, buffer.shape))
 
     @property
     def room_bytes(self) -> int:
@@ -178,8 +186,7 @@ class ActivationOffload(ABC):
         for storage in list(self.buffers_in_use):
             self.free(storage)
 
-    @abstractmethod
-    def end_step(self) -> None:
+    def end_step(self) -> None:  # noqa: B027 (files need nothing)
         """End a step and prepare new buffers for the next step."""
 
     @abstractmethod
@@ -195,8 +202,7 @@ class ActivationOffload(ABC):
     def _free_bytes(self) -> int:
         return sum(map(_size, self._free))
 
-    @abstractmethod
-    def _drop(self) -> None:
+    def _drop(self) -> None:  # noqa: B027 (files cannot return memory)
         """Drop free buffers if this releases memory."""
 
     @abstractmethod
@@ -293,9 +299,6 @@ class DiskActivationOffload(ActivationOffload):
         file, offset = self._nvme.extent(align(num_bytes, _PAGE_BYTES))
         return _Buffer(Arena(num_bytes).take(num_bytes, torch.uint8), file, offset=offset)
 
-    def end_step(self) -> None:
-        pass
-
     @property
     def room_bytes(self) -> int:
         return self._new_bytes + self._free_bytes
@@ -303,9 +306,6 @@ class DiskActivationOffload(ActivationOffload):
     @property
     def _new_bytes(self) -> int:
         return min(self._nvme.room_bytes, self._most_bytes - self._allocated_bytes)
-
-    def _drop(self) -> None:
-        pass
 
     def _copy_out(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         assert buffer.file is not None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offload.engine.gradients.flow import GradientObserver
+from offload.engine.units.activation_offload import DeviceCopy
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.offloaded_graph import OffloadedGraphMemory
 from offload.engine.units.recompute_policy import OFFLOADED
@@ -22,10 +23,8 @@ from offload.engine.units.saved_graph import (
     refuse_changed,
     run_with_graph,
 )
-from offload.engine.units.saved_inputs import DeviceCopies
-from offload.engine.units.snapshots import PassSnapshot
+from offload.engine.units.snapshots import PassSnapshot, ThreadState
 from offload.engine.units.stages import Forward, Use
-from offload.engine.units.thread_state import ThreadState
 from offload.engine.units.traits import Rows
 from offload.engine.units.unit import CallTarget, Unit
 from offload.errors import ConfigError, OffloadError
@@ -63,7 +62,7 @@ class UnitCall:
         self.result: Arguments | None = None
         self.dirty: list[torch.Tensor] = []
         self._is_open = False
-        self._input_copies: dict[int, DeviceCopies] = {}
+        self._input_copies: dict[int, list[DeviceCopy]] = {}
         self._claim = runner.claims.open(self, unit.name)
 
     # -- forward ---------------------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ class UnitCall:
             if unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
                 result = run_with_graph(unit, use, forward)[1]
             else:
-                result = runner.run(unit, self._arguments, inputs, others, forward)
+                result = use.run(unit, forward)
         outputs[:] = [saved.save_input(tensor, movable=True) for tensor in outputs]
         for tensor in outputs:
             saved.reserve(tensor, "unit inputs", self._claim)
@@ -268,7 +267,8 @@ class UnitCall:
         ):
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
             forward = runner.stages.for_recomputation(micro_batch.forward)
-            results = self._thread_state.run(runner.run, unit, self._arguments, inputs, others, forward).tensors
+            use = Use(runner, self._arguments, inputs, others)
+            results = self._thread_state.run(use.run, unit, forward).tensors
         dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
         targets = [*results, *(t for t in dirty if all(t is not other for other in results))]
         return leaves, [t if t.requires_grad else None for t in targets]
@@ -348,8 +348,8 @@ def run_rows(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool =
     results = []
     with closing(runner.row_parts(unit, arguments, arguments.tensors, draws)) as parts:
         for _, tensors, others in parts:
-            forward = runner.stages.forward_of(unit, Use(runner, arguments, tensors, others))
-            results.append(runner.outlive_slot(runner.run(unit, arguments, tensors, others, forward)))
+            use = Use(runner, arguments, tensors, others)
+            results.append(runner.outlive_slot(use.run(unit, runner.stages.forward_of(unit, use))))
     return results
 
 

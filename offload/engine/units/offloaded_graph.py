@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.units.activation_offload import stretch_of
+from offload.engine.units.activation_offload import ActivationOffload, DeviceCopy, stretch_of
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.recompute_policy import OFFLOADED
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import Graph, GraphMemory, TooMuchToKeepError
-from offload.engine.units.saved_inputs import DeviceCopies, SavedInputs
+from offload.engine.units.saved_inputs import Claim, SavedInputs
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.unit import Unit
-from offload.engine.units.uses import Claim
 
 SMALLEST_BYTES = 4096
 """Minimum bytes for offload: below one page, a transfer is not worth the time."""
@@ -24,13 +23,14 @@ SMALLEST_BYTES = 4096
 class _Range:
     """A memory range saved by a graph and offloaded from forward to backward."""
 
-    def __init__(self, stretch: torch.Tensor, stand_in: torch.Tensor, saved: SavedInputs) -> None:
+    def __init__(self, stretch: torch.Tensor, pool: ActivationOffload, saved: SavedInputs, claim: Claim) -> None:
         self.memory: torch.Tensor | None = stretch
         """The device memory, held during the forward so the address stays unique."""
         self._begin = stretch.data_ptr()
-        self._stand_in, self._saved = stand_in, saved
+        self._pool, self._saved, self._stand_in = pool, saved, pool.put(stretch)
+        claim.entries.append((self._stand_in.data_ptr(), self._stand_in.nbytes))
         self._num_uses = 0
-        self._copies: DeviceCopies | None = None
+        self._copies: list[DeviceCopy] = []
 
     def pack(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Return the packed form of a tensor in this range: the range, and the arguments of `unpack`."""
@@ -46,8 +46,8 @@ class _Range:
 
     def prepare(self) -> None:
         """Start the copy to the device, unless all tensors were taken."""
-        if self._copies is None and self._num_uses > 0:
-            self._copies = self._start_copies()
+        if not self._copies and self._num_uses > 0:
+            self._copies = [self._pool.get(self._stand_in)]
 
     def _take(self) -> torch.Tensor:
         """Return the bytes on the device.
@@ -55,14 +55,11 @@ class _Range:
         The last expected reader becomes the only owner. A backward may read more often than saved (`ctx.saved_tensors`
         unpacks all each time); then the range is copied again.
         """
-        copies = self._copies or self._start_copies()
+        copies = self._copies or [self._pool.get(self._stand_in)]
         (memory,) = self._saved.wait(copies)
         self._num_uses -= 1
-        self._copies = copies if self._num_uses > 0 else None
+        self._copies = copies if self._num_uses > 0 else []
         return memory
-
-    def _start_copies(self) -> DeviceCopies:
-        return self._saved.start_copies([self._stand_in], of_graph=True)
 
 
 class OffloadedGraphMemory(GraphMemory):
@@ -76,7 +73,8 @@ class OffloadedGraphMemory(GraphMemory):
     def __init__(self, unit: Unit, runner: UnitRunner, use: Use, claim: Claim) -> None:
         super().__init__(unit, runner, use, claim)
         self._free.clear()
-        self._runner = runner
+        assert self._saved.policy.graph_offload is not None
+        self._runner, self._pool = runner, self._saved.policy.graph_offload
         self._ranges: dict[tuple[int, int, int], _Range] = {}
         if not self._saved.is_trial:
             self.leaving = _find_leaving(unit, use)
@@ -93,9 +91,9 @@ class OffloadedGraphMemory(GraphMemory):
         # The version is part of the key: after an in-place change between two operations the bytes differ.
         key = stretch.data_ptr(), stretch.nbytes, tensor._version
         if key not in self._ranges:
-            if self._may_give_up and not self._saved.has_offload_room(stretch.nbytes):
+            if self._may_give_up and not self._pool.has_room(stretch.nbytes):
                 raise TooMuchToKeepError
-            self._ranges[key] = _Range(stretch, self._saved.offload_range(stretch, self._claim), self._saved)
+            self._ranges[key] = _Range(stretch, self._pool, self._saved, self._claim)
         return self._ranges[key].pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:

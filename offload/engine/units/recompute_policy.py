@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import Any
 
@@ -23,7 +23,6 @@ Keeping the copies would undo weight streaming.
 
 DEVICE, OFFLOADED = "device", "below"
 """Where a saved graph waits for the backward: device memory, or host/NVMe memory."""
-_NOTHING = nullcontext()
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
@@ -132,30 +131,27 @@ class RecomputePolicy:
         self._step_peak_bytes = max(self._step_peak_bytes, graph_bytes)
         self._others_peak_bytes = max(self._others_peak_bytes, self._ledger.current_bytes - graph_bytes)
 
-    def measure(
-        self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int
-    ) -> AbstractContextManager[None]:
-        """Return a context to measure the graph size in the recomputation of one of `num_parts` micro-batches."""
+    @contextmanager
+    def measure(self, unit: Unit, shapes: Shapes, inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
+        """Measure the graph size in the recomputation of one of `num_parts` micro-batches, unless known or unused."""
         key = (unit.name, *shapes)
         may_keep = self.graph_offload is not None or (self.mode == "auto" and self._ledger.budget_bytes is not None)
-        is_needed = may_keep and self.mode != "never" and key not in self._sizes
-        return self._measure_graph(key, inputs, num_parts) if is_needed else _NOTHING
-
-    @contextmanager
-    def _measure_graph(self, key: tuple[Any, ...], inputs: Sequence[torch.Tensor], num_parts: int) -> Iterator[None]:
+        if not may_keep or self.mode == "never" or key in self._sizes:
+            yield
+            return
         self._update_other_peak(self._graph_bytes)
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         storages: dict[int, int] = {}
         whole: dict[tuple[int, int], int] = {}
 
-        def measure(tensor: torch.Tensor) -> None:
+        def add(tensor: torch.Tensor) -> None:
             if not self._is_weight(tensor):
                 storage, stretch = tensor.untyped_storage(), stretch_of(tensor)
                 whole[stretch.data_ptr(), stretch.nbytes] = stretch.nbytes
                 if storage.data_ptr() not in known:
                     storages[storage.data_ptr()] = storage.nbytes()
 
-        with saved_tensors_watched(measure):
+        with saved_tensors_watched(add):
             yield
         self._recomputed_bytes = sum(storages.values())
         self._sizes[key] = self._recomputed_bytes * num_parts

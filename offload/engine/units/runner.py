@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -17,22 +18,25 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.offloaded_tensor import OffloadedTensor
-from offload.engine.units.saved_inputs import KeptOutputs, SavedInputs
+from offload.engine.units.saved_inputs import Claim, Claims, KeptOutputs, SavedInputs
 from offload.engine.units.snapshots import PassSnapshot
 from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
-from offload.engine.units.uses import Claim, Claims, RunAhead
 from offload.engine.units.weight_writes import WeightWrites, refuse_writes
 from offload.errors import OffloadError
 from offload.interrupts import interrupts
 from offload.lanes.lanes import Lanes
+from offload.lanes.ticket import Ticket
 from offload.layout.regions import Piece, Region
 from offload.schedule.execute import Executor
 from offload.tiers.device import Device
 from offload.tiers.slots import Slots
 
 _Part = TypeVar("_Part")
+_SHARE_OF_BUDGET = 1 / 32
+_MOST_USES = 2
+"""Maximum unfinished uses on the device at a new launch: the running one and the next."""
 RowParts = Generator[tuple[Rows | None, Sequence[torch.Tensor], Sequence[Any]], None, None]
 """Micro-batches of a unit use: rows (None: the whole input), input tensors, other inputs."""
 
@@ -394,6 +398,37 @@ class UnitRunner:
         self._current_unit = self._batch = None
         self.gradients.begin_step()
         self._is_in_model = self.has_failed = False
+
+
+class RunAhead:
+    """Lets the launching thread wait if the device is more than two unit uses behind.
+
+    Applies only while more than 1/32 of the budget waits to be free. A copy on another stream keeps source and target
+    memory in use until the device has finished the copy. Without a limit, step memory (unit inputs in D2H or
+    H2D copies, gradients) would grow with up to about a thousand pending launches and vary between steps.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ends: deque[Sequence[Ticket]] = deque()
+
+    def enter(self) -> None:
+        """Wait, if necessary, before another use is launched."""
+        ends, budget = self._ends, self._device.ledger.budget_bytes
+        while ends and ends[0][-1].is_over:
+            ends.popleft()
+        if len(ends) < _MOST_USES or budget is None or self._device.waiting_bytes <= budget * _SHARE_OF_BUDGET:
+            return
+        while len(ends) >= _MOST_USES:
+            last = ends.popleft()
+        # `synchronize` instead of a lane wait: compute is not delayed, and no timeline event is recorded.
+        for mark in last:
+            mark.synchronize()
+
+    def leave(self, marks: Sequence[Ticket]) -> None:
+        """Record the compute marks that end a use."""
+        if marks:
+            self._ends.append(marks)
 
 
 class OriginalForward(Stage):

@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.recompute_policy import DEVICE
 from offload.engine.units.runner import UnitRunner
+from offload.engine.units.saved_inputs import Claim
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.unit import Unit
-from offload.engine.units.uses import Claim
 from offload.errors import OffloadError
 
 Root = torch.Tensor | GradientEdge | None
@@ -144,7 +144,7 @@ def run_with_graph(
             _Entrance.apply(leaf, t.detach()) if i in released else leaf
             for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
         ]
-        result = use.runner.run(unit, use.arguments, graph_inputs, use.others, forward)
+        result = use._replace(tensors=graph_inputs).run(unit, forward)
     for i, version in versions.items():  # In-place changes of other inputs are refused by torch, since they are leaves.
         refuse_changed(unit, inputs[i], version)
     roots: list[Root] = [

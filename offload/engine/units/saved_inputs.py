@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from offload.engine.units.activation_offload import ActivationOffload, TensorLayout
+from offload.engine.units.activation_offload import ActivationOffload, DeviceCopy, TensorLayout
 from offload.engine.units.recompute_policy import RecomputePolicy
-from offload.engine.units.uses import Claim
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Ticket
 from offload.tiers.device import Device
 
 _FIXES = {
@@ -29,16 +28,62 @@ _FIXES = {
 }
 
 
-@dataclass(frozen=True)
-class DeviceCopies:
-    """Saved inputs during the copy to the device."""
+@dataclass(eq=False)
+class Claim:
+    """The memory held by one use of a unit until the backward."""
 
-    tensors: list[torch.Tensor]
-    """Device tensors."""
-    tickets: list[Ticket]
-    """Copy tickets."""
-    layouts: list[TensorLayout | None]
-    """Original memory layouts. None: the tensor stayed on the device."""
+    unit: str
+    """Unit name."""
+    user: weakref.ref[Any]
+    """Weak reference to the use. The claim is dropped when the use is garbage-collected."""
+    entries: list[tuple[int, int]] = field(default_factory=list)
+    """(address, bytes) per storage held by the use."""
+    is_current: bool = True
+    """True while the weights are unchanged since the forward."""
+
+
+class Claims:
+    """Claims of all uses waiting for their backward.
+
+    The weak-reference callback for a dropped use is a C function, `deque.append`. A Python finalizer would swallow
+    exceptions, and a Ctrl-C during the finalizer would be lost.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, Claim] = {}
+        self._dropped: deque[weakref.ref[Any]] = deque()
+
+    def open(self, user: object, unit: str) -> Claim:
+        """Open and return the claim of a use."""
+        claim = Claim(unit, weakref.ref(user, self._dropped.append))
+        self._open[id(claim.user)] = claim
+        return claim
+
+    def has(self, claim: Claim) -> bool:
+        """True if the claim is open: neither closed nor reset."""
+        return self._open.get(id(claim.user)) is claim
+
+    def mark_stale(self) -> None:
+        """Mark all open claims as belonging to old weights."""
+        for claim in self._open.values():
+            claim.is_current = False
+
+    def close(self, claim: Claim) -> None:
+        """Close a claim after the use has released all memory."""
+        self._open.pop(id(claim.user), None)
+
+    def next_dropped(self) -> Claim | None:
+        """Return the next open claim whose use was garbage-collected, or None."""
+        while self._dropped:
+            claim = self._open.get(id(self._dropped.popleft()))
+            if claim is not None:
+                return claim
+        return None
+
+    def reset(self) -> None:
+        """Drop all claims."""
+        self._open.clear()
+        self._dropped.clear()
 
 
 class OffloadedUse(Protocol):
@@ -73,38 +118,19 @@ class SavedInputs:
         """Return the tensor to save for a unit input: the tensor itself, or a stand-in after offload."""
         return self._offload.put(tensor) if self._offload is not None and movable and not self.is_trial else tensor
 
-    def has_offload_room(self, num_bytes: int) -> bool:
-        """True if graph offload has room for `num_bytes` more."""
-        return self.policy.graph_offload is not None and self.policy.graph_offload.has_room(num_bytes)
+    def start_copies(self, tensors: Sequence[torch.Tensor]) -> list[DeviceCopy]:
+        """Start copying saved inputs to the device."""
+        return [DeviceCopy(tensor) if self._offload is None else self._offload.get(tensor) for tensor in tensors]
 
-    def offload_range(self, stretch: torch.Tensor, claim: Claim) -> torch.Tensor:
-        """Offload a byte range of a graph; return the stand-in."""
-        assert self.policy.graph_offload is not None
-        stand_in = self.policy.graph_offload.put(stretch)
-        claim.entries.append((stand_in.data_ptr(), stand_in.nbytes))
-        return stand_in
-
-    def start_copies(self, tensors: Sequence[torch.Tensor], *, of_graph: bool = False) -> DeviceCopies:
-        """Start copying saved inputs, or graph memory ranges (`of_graph`), to the device."""
-        pool = self.policy.graph_offload if of_graph else self._offload
-        if pool is None:
-            return DeviceCopies(list(tensors), [], [])
-        copies = DeviceCopies([], [], [])
-        for tensor in tensors:
-            copy, tickets, layout = pool.get(tensor)
-            copies.tensors.append(copy)
-            copies.tickets.extend(tickets)
-            copies.layouts.append(layout)
-        return copies
-
-    def wait(self, copies: DeviceCopies) -> list[torch.Tensor]:
+    def wait(self, copies: list[DeviceCopy]) -> list[torch.Tensor]:
         """Let compute wait for the copies; return the tensors in their original layout."""
-        if copies.tickets:
-            self._lanes.compute_after(copies.tickets)
-        for number, layout in enumerate(copies.layouts):
-            if layout is not None and layout != TensorLayout.of(copies.tensors[number]):
-                copies.tensors[number] = layout.copy(copies.tensors[number])
-        return copies.tensors
+        tickets = [ticket for copy in copies for ticket in copy.tickets]
+        if tickets:
+            self._lanes.compute_after(tickets)
+        for number, (tensor, _, layout) in enumerate(copies):
+            if layout is not None and layout != TensorLayout.of(tensor):
+                copies[number] = DeviceCopy(layout.copy(tensor))
+        return [copy.tensor for copy in copies]
 
     def add_use(self, call: OffloadedUse) -> None:
         """Register a use waiting for the backward."""

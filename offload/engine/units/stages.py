@@ -54,6 +54,10 @@ class Use(NamedTuple):
     needs: Sequence[bool] | None = None
     """requires_grad per tensor. None: the use has no backward."""
 
+    def run(self, unit: Unit, forward: Forward) -> Arguments:
+        """Run `forward` as the unit forward; return (result, container changes)."""
+        return self.runner.run(unit, self.arguments, self.tensors, self.others, forward)
+
 
 class Stage:
     """A stage around `inner`. Each method here passes on to `inner`; a subclass overrides some of them.

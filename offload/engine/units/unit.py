@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn, Protocol
 
@@ -17,15 +17,13 @@ import torch
 from torch import nn
 
 from offload.engine.units.candidates import ParameterPlace, UnitCandidate, regions_of
-from offload.engine.units.offloaded_tensor import OffloadedTensor
+from offload.engine.units.offloaded_tensor import OffloadedTensor, past_subclasses
 from offload.engine.units.state_snapshot import AttributePlace, find_mutable_attributes
-from offload.engine.units.thread_state import past_subclasses
 from offload.engine.units.traits import GradientSignature, UnitTraits
 from offload.errors import ConfigError, format_bytes, warn
 from offload.layout.regions import Piece, Region
 from offload.tiers.slots import Slots
 
-_NOTHING = nullcontext()
 MakeLive = Callable[[Sequence[Region]], dict[Piece, nn.Parameter]]
 """Creates Parameters as views of device weights, keyed by piece."""
 CallTarget = Callable[["Unit", tuple[Any, ...], dict[str, Any]], Any]
@@ -148,31 +146,26 @@ class Unit:
         for parameters in (self.placeholders, *self._live.values()):
             self._mark(parameters)
 
-    def frozen_with(self, frozen_before: frozenset[int]) -> AbstractContextManager[None]:
+    @contextmanager
+    def frozen_with(self, frozen_before: frozenset[int]) -> Iterator[None]:
         """During a backward, freeze the parameters in `frozen_before` (frozen in the forward) and all frozen since."""
-        placeholders = self.placeholders
+        placeholders, before = self.placeholders, self.frozen
 
         def find_frozen() -> list[int]:
             return [index for index in self._trainable if not placeholders[index].requires_grad]
 
         # `past_subclasses`, because otherwise each read of requires_grad is a `__torch_function__` call.
-        frozen = frozen_before.union(past_subclasses(find_frozen))
-        return _NOTHING if frozen == self.frozen else self._frozen_as(frozen)
-
-    @contextmanager
-    def _frozen_as(self, frozen: frozenset[int]) -> Iterator[None]:
-        before = self.frozen
-
-        def mark(frozen: frozenset[int]) -> None:
-            self.frozen = frozen
-            for parameters in self._live.values():
-                self._mark(parameters)
-
-        mark(frozen)
+        self._freeze_live(frozen_before.union(past_subclasses(find_frozen)))
         try:
             yield
         finally:
-            mark(before)
+            self._freeze_live(before)
+
+    def _freeze_live(self, frozen: frozenset[int]) -> None:
+        if frozen != self.frozen:
+            self.frozen = frozen
+            for parameters in self._live.values():
+                self._mark(parameters)
 
     def _mark(self, parameters: dict[int, nn.Parameter]) -> None:
         for index in self._trainable:

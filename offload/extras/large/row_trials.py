@@ -17,9 +17,9 @@ from torch import nn
 from offload.engine.comparison import OTHER_ORDER, Sketch, are_near, gradient_deviations, tolerance
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.recompute_policy import saved_tensors_watched
-from offload.engine.units.rerouting import forwards_replaced
 from offload.engine.units.trial import SavedBytes, Trial, gradients_of
 from offload.extras.large.tiles import RowModule, TiledForward, Tiles
+from offload.modules import forwards_replaced
 
 _MOST_ROWS = 16
 """Maximum rows from a recorded call. The trial triples them, so modules with a reach beyond a few rows are detected."""

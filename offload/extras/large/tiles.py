@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.rerouting import forwards_replaced
-from offload.engine.units.thread_state import ThreadState
+from offload.engine.units.snapshots import ThreadState
+from offload.modules import forwards_replaced
 
 Span = tuple[int, int]
 """Row range [begin, end)."""

@@ -19,8 +19,7 @@ from offload.distributed.ranks import SimulatedRanks
 from offload.engine.gradients.device_updates import DeviceUpdates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import CopySquares, Measures
-from offload.engine.gradients.tile_updates import RegionUpdate, TileUpdate, TileUpdates, UpdatePlace
-from offload.engine.gradients.update_place import InPlaceUpdates
+from offload.engine.gradients.tile_updates import InPlaceUpdates, RegionUpdate, TileUpdate, TileUpdates, UpdatePlace
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
 from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes

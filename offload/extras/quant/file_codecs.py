@@ -34,6 +34,11 @@ class FileCodec(QuantizedCodec, ABC):
     def fields(self) -> tuple[int, ...]:
         """Bytes per record part, in order."""
 
+    @cached_property
+    def record_bytes(self) -> int:  # type: ignore[override]
+        """Bytes per record."""
+        return -(-sum(self.fields) // 4) * 4
+
     @property
     def unsaved_reason(self) -> str:
         return f"the model's files store frozen weights as {self.name}"
@@ -85,31 +90,22 @@ class NumberFormat(ABC):
         """Decode codes, uint8 [n, bytes], to `out`, fp32 [n, codes]. `spare`: 2 bytes per code."""
 
 
-class Float8(NumberFormat):
-    """fp8 with a 4-bit exponent (E4M3, arXiv:2209.05433)."""
+@dataclass(frozen=True)
+class ByteNumbers(NumberFormat):
+    """One number per byte: E4M3 (fp8 with a 4-bit exponent, arXiv:2209.05433) or an integer."""
 
-    label, bits, tables = "fp8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
+    label: str
+    dtype: torch.dtype
+    """Dtype of the bytes."""
+    offset: int = 0
+    """Integer added before storage."""
 
-    def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:  # noqa: ARG002
-        out.copy_(codes.view(torch.float8_e4m3fn))
-
-
-class SignedInt8(NumberFormat):
-    """Signed 8-bit integers."""
-
-    label, bits, tables = "int8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
+    bits, tables = 8, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:  # noqa: ARG002
-        out.copy_(codes.view(torch.int8))
-
-
-class OffsetInt8(NumberFormat):
-    """Integers from -128 to 127, stored with 128 added."""
-
-    label, bits, tables = "int8", 8, torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def put(self, codes: Tensor, out: Tensor, tables: Tensor, spare: Tensor) -> None:  # noqa: ARG002
-        out.copy_(codes).sub_(128)
+        out.copy_(codes.view(self.dtype))
+        if self.offset:
+            out.sub_(self.offset)
 
 
 class OffsetInt4(NumberFormat):
@@ -140,7 +136,8 @@ class LevelTable(NumberFormat):
         torch.index_select(tables.view(torch.int64), 0, places, out=out.view(torch.int64).view(-1))
 
 
-FLOAT8, INT8, PACKED8, INT4 = Float8(), SignedInt8(), OffsetInt8(), OffsetInt4()
+FLOAT8, INT8 = ByteNumbers("fp8", torch.float8_e4m3fn), ByteNumbers("int8", torch.int8)
+PACKED8, INT4 = ByteNumbers("int8", torch.uint8, offset=128), OffsetInt4()
 NF4 = LevelTable(nf4_levels(), first_is_low=False)
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = LevelTable(torch.tensor([*_FP4, *(-size for size in _FP4)], dtype=torch.float32, device="cpu"), first_is_low=True)
@@ -177,11 +174,6 @@ class TiledCodec(FileCodec):
     def block(self) -> int:  # type: ignore[override]
         """Weights per record."""
         return self.rows * self.width
-
-    @cached_property
-    def record_bytes(self) -> int:  # type: ignore[override]
-        """Bytes per record."""
-        return -(-sum(self.fields) // 4) * 4
 
     @property
     def between_bytes(self) -> int:  # type: ignore[override]
@@ -250,11 +242,6 @@ class Mxfp4Codec(FileCodec):
         return self.rows * self.columns
 
     @cached_property
-    def record_bytes(self) -> int:  # type: ignore[override]
-        """Bytes per record."""
-        return -(-sum(self.fields) // 4) * 4
-
-    @cached_property
     def fields(self) -> tuple[int, ...]:
         return self.block // 32, self.block // 2
 
@@ -304,7 +291,7 @@ class BitsandbytesNf4Codec(FileCodec):
     rounds: tuple[torch.dtype, ...] = ()
     """Dtypes for rounding, see `FileCodec`."""
 
-    name, block, record_bytes, between_bytes = "nf4", Nf4Codec.block, Nf4Codec.record_bytes, Nf4Codec.between_bytes
+    name, block, between_bytes = "nf4", Nf4Codec.block, Nf4Codec.between_bytes
 
     @property
     def fields(self) -> tuple[int, ...]:

@@ -11,8 +11,7 @@ from torch import nn
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.call import run_rows
-from offload.engine.units.snapshots import DictSnapshots, RngState
-from offload.engine.units.thread_state import ThreadState
+from offload.engine.units.snapshots import DictSnapshots, RngState, ThreadState
 from offload.engine.units.unit import Unit
 from offload.extras.zeroth.lockstep import Lockstep
 from offload.extras.zeroth.perturbed import PerturbedWeights

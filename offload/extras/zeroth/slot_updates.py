@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from offload.engine.gradients.update_place import NonFiniteCounts
+from offload.engine.gradients.tile_updates import NonFiniteCounts
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Region
 from offload.layout.residence import SLOT

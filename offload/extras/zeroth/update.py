@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -13,8 +14,8 @@ from offload.extras.zeroth.mezo import MeZO
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Region
-from offload.optim.rule import parameter_key
-from offload.optim.update import ZerothOrderStep, descend_tile
+from offload.optim.rule import UpdateStep, parameter_key
+from offload.optim.update import alike_runs, element_of
 from offload.tiers.tile import Tile
 
 _BLOCKS = "(blocks)"
@@ -22,7 +23,7 @@ _BLOCKS = "(blocks)"
 
 
 class DirectionUpdate(RegionUpdate):
-    """The update of a region along a step's directions."""
+    """The update of a region along a step's directions. `touched`: True if the step perturbed the piece."""
 
     def __init__(
         self,
@@ -30,16 +31,31 @@ class DirectionUpdate(RegionUpdate):
         region: Region,
         touched: Sequence[bool],
         thresholds: Mapping[int, float],
-        estimate: ZerothOrderStep,
+        measured: ZerothOrderRecord,
     ) -> None:
+        """`thresholds`: by parameter index, the largest magnitude updated; absent: all weights."""
         super().__init__(tiles, region, torch.empty(0, device="cpu"), Fence("no gradients"), touched)
-        self._thresholds, self._estimate = thresholds, estimate
+        self._thresholds, self._measured = thresholds, measured
 
     def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
-        states = {name: flat for name, flat in planes.items() if name != "gradients"}
-        num_wrong = descend_tile(
-            self.state, tile, states, self.touched, self.settings, self._thresholds, self._estimate
-        )
+        num_wrong: int | torch.Tensor = 0
+        infos, rule, measured = self.settings.infos, self.settings.rules[self.region.rule], self._measured
+        slopes = torch.tensor(measured.slopes, dtype=torch.float64, device="cpu")
+        for span, (_, lr_scale, weight_decay, position) in alike_runs(self.state, tile, self.touched, infos, True):
+            assert position is not None
+            assert measured.lr is not None
+            info = infos[self.region.pieces[position].parameter]
+            by = UpdateStep(
+                measured.step,
+                measured.lr * lr_scale,
+                weight_decay,
+                scale=1.0,
+                key=parameter_key(info.name, measured.seed),
+                element=element_of(self.region, tile, span, position),
+                threshold=self._thresholds.get(info.index, math.inf),
+            )
+            states = {name: flat[span] for name, flat in planes.items() if name != "gradients"}
+            num_wrong += rule.update(states, slopes, by)
         if tile is self.state.tiles[-1]:
             self.state.count(self.touched)
         return num_wrong
@@ -90,12 +106,10 @@ class ZerothOrderUpdate:
         `thresholds`: by parameter index, the largest magnitude for participating weights, as far as the passes computed
         it; missing ones are added.
         """
-        assert measured.lr is not None
-        estimate = ZerothOrderStep(measured.step, measured.seed, measured.slopes, measured.lr)
         touched = self.touched(measured.step, measured.seed, measured.frozen)
         regions = sorted((self._state.regions[index] for index in touched), key=first_use)
         tiles = self._state.updates.tiles
-        updates = {r: DirectionUpdate(tiles, r, touched[r.index], thresholds, estimate) for r in regions}
+        updates = {r: DirectionUpdate(tiles, r, touched[r.index], thresholds, measured) for r in regions}
         self._state.updates.flush()  # for units no pass has used
         if self.rule.magnitude_quantile < 1.0:
             self._find_thresholds(touched, thresholds)
