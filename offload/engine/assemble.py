@@ -20,8 +20,7 @@ from offload.accelerators import device_of, own_accelerator
 from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.engine.units.attention import attention_for
-from offload.engine.units.candidates import SPLITTINGS, Splitting, UnitCandidate, regions_of
-from offload.engine.units.find import describe_parameters, find_units
+from offload.engine.units.find import SPLITTINGS, Splitting, UnitCandidate, describe_parameters, find_units, regions_of
 from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.files.safetensors_file import ReadRange, TensorFile, tensor_reader
 from offload.files.sources import Fill, QuantizedSource, Source

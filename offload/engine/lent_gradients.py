@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.updates import Updates
-from offload.engine.units.unit import Unit
+from offload.engine.state import EngineState
 from offload.errors import ConfigError
-from offload.lanes.lanes import Lanes
 from offload.layout.regions import ParameterInfo
-from offload.tiers.store import Store
 
 
 class LentGradients:
@@ -23,17 +19,8 @@ class LentGradients:
     works on it in place, with the bits of plain PyTorch. Regions that the script has changed are measured again.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        infos: Sequence[ParameterInfo],
-        updates: Updates,
-        measures: Measures,
-        units: Sequence[Unit],
-        lanes: Lanes,
-    ) -> None:
-        self._store, self._infos, self._updates, self._measures = store, infos, updates, measures
-        self._units, self._lanes = units, lanes
+    def __init__(self, state: EngineState) -> None:
+        self._state, self._store, self._measures = state, state.store, state.gradients.measures
         self._versions: dict[int, int] = {}  # of each region's sums, as they were measured
         self._resident: dict[int, torch.nn.Parameter] | None = None
         """Trainable Parameters of units that stay on the device, by index. None: no look at a gradient in this step."""
@@ -55,7 +42,7 @@ class LentGradients:
                 "engine.update(max_grad_norm=...); in a script over accelerate, accelerator.clip_grad_norm_; for the "
                 "norm alone, engine.grad_norm()."
             )
-        self._updates.measure()
+        self._state.updates.measure()
         states = self._store.states
         self._versions = self._versions or {s.region.index: s.sums._version for s in states if s.sums is not None}
         for index, parameter in self._collect_resident().items():  # an ordinary Parameter, which asks nobody
@@ -71,7 +58,7 @@ class LentGradients:
                     self._measures.record_square(piece, None)
                 if (copy_to_host := self._measures.measure(state.region, sums)) is not None:
                     copy_to_host()
-                    self._lanes.wait(self._lanes.mark())
+                    self._state.lanes.wait(self._state.lanes.mark())
                     self._measures.complete(state.region)
                 self._versions[index] = sums._version
 
@@ -95,18 +82,18 @@ class LentGradients:
     def _collect_resident(self) -> dict[int, torch.nn.Parameter]:
         """Return the resident Parameters. The first look in a step collects them, once for all parameters."""
         if self._resident is None:
-            units = [unit for unit in self._units if unit.resident and unit.trainable]
-            self._resident = {i: p for unit in units for i, p in unit.live().items() if self._infos[i].trainable}
+            units = [unit for unit in self._state.units if unit.resident and unit.trainable]
+            self._resident = {i: p for unit in units for i, p in unit.live().items() if self._state.infos[i].trainable}
             self._refusal = self._resident_obstacle(self._resident)
         return self._resident
 
     def _resident_obstacle(self, resident: Mapping[int, torch.nn.Parameter]) -> str:
         """Return the reason why resident Parameters forbid every loan; empty if they do not."""
         # A resident Parameter is lent its gradient at the first look at another one, so a loop has to begin with that.
-        trainable = [each.index for each in self._infos if each.trainable]
+        trainable = [each.index for each in self._state.infos if each.trainable]
         is_late = next((index for index in trainable if index not in resident), 0) > min(resident, default=math.inf)
         for index, parameter in resident.items():
             if is_late or not parameter.is_cpu or parameter.dtype != torch.float32 or self._store.values.is_cut(index):
-                name = self._infos[index].name
+                name = self._state.infos[index].name
                 return f"{name}, whose weights stay on the device, has its gradient in the engine alone"
         return ""

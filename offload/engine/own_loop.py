@@ -67,9 +67,7 @@ class OwnLoop:
             return None
         with self._recovery.working():
             if self._lent is None:
-                state = self._state
-                measures = state.gradients.measures
-                self._lent = LentGradients(state.store, state.infos, state.updates, measures, state.units, state.lanes)
+                self._lent = LentGradients(self._state)
             return self._lent.lend(info)
 
     def grad_norm(self) -> float:

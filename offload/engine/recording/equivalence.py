@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.comparison import OTHER_ORDER, Sketch, Tolerance, gradient_deviations, tolerance
-from offload.engine.recording.isolation import isolated
 from offload.engine.recording.plain import PlainPass
 from offload.engine.state import EngineState
 from offload.engine.units.state_snapshot import StateSnapshot
@@ -120,6 +119,21 @@ class NoDropoutMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def isolated(state: EngineState, roots: Mapping[str, Any]) -> Iterator[TrialSnapshot]:
+    """Within the context, the engine calls the model for internal runs. Yield the snapshot of `roots`.
+
+    Restores all state afterwards, also resident weights changed by model code.
+    """
+    snapshot, versions = TrialSnapshot(state.device, roots, state.runner.is_weight), state.slots.versions()
+    try:
+        with state.runner.as_engine_calls(), state.runner.stages.paused():
+            yield snapshot
+    finally:
+        snapshot.restore()
+    state.slots.restore(versions)
+
+
 class PassComparator:
     """Runs equivalence checks."""
 
@@ -178,8 +192,7 @@ class PassComparator:
         resident = [unit for unit in state.units if unit.resident]
         for number in range(passes.num_passes):
             snapshot.reset_generators()
-            install = partial(_install, passes, number)
-            plain = PlainPass(state, install)
+            plain = PlainPass(state, partial(passes.install, number=number))
             with (
                 ExitStack() as undo,
                 state.router.trial_mode(observations.wrap_calls(plain.call), observations.add_gradient),
@@ -187,7 +200,7 @@ class PassComparator:
             ):
                 for unit in resident:
                     undo.callback(unit.install, unit.live())
-                    install(unit)
+                    passes.install(unit, number)
                 loss = passes.run_plain()
                 if passes.has_backward and loss.requires_grad:
                     state.runner.backward(loss, None, *plain.weights.values(), *passes.leaves)
@@ -303,10 +316,6 @@ def _state_differences(one: PassObservations, other: PassObservations) -> Iterat
     assert one.final_state is not None
     assert other.final_state is not None
     return one.final_state.differences(other.final_state)
-
-
-def _install(passes: PassPair, number: int, unit: Unit) -> None:
-    passes.install(unit, number)
 
 
 def _describe_value(value: Any) -> str:
