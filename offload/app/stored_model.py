@@ -22,7 +22,7 @@ from offload.app.hf.deferred_init import DeferredInit
 from offload.app.hf.models import attention_options, folder_config, model_kind
 from offload.app.hf.names import Shape, apply_conversions, recompute_buffers, stays_fp32
 from offload.app.hf.write import ExportResult, write_model
-from offload.app.telemetry.byte_progress import byte_progress
+from offload.app.telemetry.progress import byte_progress
 from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError

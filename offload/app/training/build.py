@@ -29,18 +29,16 @@ from offload.app.hf.models import (
     vocab_size,
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
-from offload.app.network import measure_network
 from offload.app.stored_model import rebuild_model
-from offload.app.training.disk_needs import DiskNeeds
 from offload.app.training.isolation import check_isolation, isolation_error
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import build_engine, describe_length, stages
-from offload.app.training.planner import PLANNERS, RunForecast, planned_advice
+from offload.app.training.planner import PLANNERS, RunForecast, measure_network, planned_advice
 from offload.app.training.ranks import rank_0_first
 from offload.app.training.resume import ResumePoint, no_intact_checkpoint
 from offload.app.training.run_folder import LONG_BYTES
 from offload.app.training.task import TASKS, Task
-from offload.app.training.trainable import TrainablePart, load_architecture, refuse_growth, trainable_class
+from offload.app.training.trainable import DiskNeeds, TrainablePart, load_architecture, refuse_growth, trainable_class
 from offload.distributed.comm import Comm
 from offload.distributed.outcome import share_failure
 from offload.engine.engine import Engine

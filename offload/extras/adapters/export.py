@@ -18,7 +18,7 @@ from offload.app.config.sections import ModelSection
 from offload.app.hf.models import BuiltModel, build_model, empty_model, folder_config, is_pretrained, locate
 from offload.app.hf.write import ExportResult, write_model
 from offload.app.stored_model import REFERENCE, StoredParameter
-from offload.app.telemetry.byte_progress import byte_progress
+from offload.app.telemetry.progress import byte_progress
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, format_bytes
 from offload.extras.adapters.adapters import CONFIG, INITIAL, Adaptation, write_adapter

@@ -1,24 +1,33 @@
-"""Data preview: sources, document lengths, and rows in the first steps with their targets."""
+"""Data preview without a run: sources, document lengths, and rows in the first steps with their targets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from offload.accelerators import own_accelerator
+from offload.app.config.config import Config
+from offload.app.hf.models import vocab_size
+from offload.app.training.build import RunSetup
+from offload.app.training.objectives import OBJECTIVES
+from offload.app.training.parts import stages
+from offload.app.training.resume import ResumePoint
 from offload.errors import counted, ratio
 from offload.extras.data.dataset import Dataset, Targets
 from offload.extras.data.mixture import Mixture
 from offload.extras.data.source_rows import SourceRows
-
-if TYPE_CHECKING:
-    pass
+from offload.extras.data.task import FileRows
 
 PieceKind = Literal["context", "trained", "padding"]
 _PIECE_KINDS: tuple[PieceKind, ...] = ("context", "trained", "padding")
+_ISOLATION_NOTE = (
+    "note: before the first step a run tests whether the model keeps the documents of a row apart; a model that mixes "
+    "them gets one document in each row, as with --data.packing false."
+)
 _MOST_BINS = 16
 _MOST_BATCHES = 1000
 _MANY = 4
@@ -187,6 +196,25 @@ class DataView:
             share = source.num_cut_off / source.num_tokens
             return f"{longer}: {counted(source.num_cut_off, 'token')}, {share:.1%} of all, are cut off"
         return f"{longer}, continued in further rows: no token is cut off"
+
+
+def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable[[str], None]) -> DataView:
+    """Prepare the data for a new run, and return a view. No weights are read. Raises OffloadError like the run.
+
+    `say` receives each long stage.
+    """
+    config.check_source()
+    config.check_ranks(num_ranks)
+    has_accelerator = own_accelerator(config.offload.device) is not None
+    config, architecture, model_kind, _, _ = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
+    vocabulary = vocab_size(architecture)
+    data = FileRows.build(config, model_kind, vocabulary, stages(say, lambda: None))
+    objective = OBJECTIVES[config.train.method].of(config, model_kind.name, data.tokenizer, vocabulary)
+    description = list(data.describe(objective))
+    if data.is_isolated and config.data.packing_isolated == "auto":
+        description.append(_ISOLATION_NOTE)
+    num_steps = int(config.resolve_steps(data.num_steps).train.steps or 0)
+    return DataView.of(data, objective, description, num_steps=num_steps, num_samples=num_samples)
 
 
 def describe_rows(view: DataView) -> str:
