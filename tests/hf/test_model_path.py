@@ -54,10 +54,10 @@ def test_what_holds_no_model_is_refused_with_the_way_out(here: Path, name: str, 
 
 
 def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_model("model") == (Path("model"), True)
-    assert find_model("model/config.json").exists
-    assert not find_model("gpt2").exists
-    assert not find_model("org/name").exists
+    assert find_model("model") == Path("model")
+    assert find_model("model/config.json").exists()
+    assert not find_model("gpt2").exists()
+    assert not find_model("org/name").exists()
     with pytest.raises(ConfigError, match=r"data\.eval_source='no\.txt' does not exist"):
         check_names(Config.load(None, {"data.eval_source": "no.txt"}))
     with pytest.raises(ConfigError, match=r"data\.source='no\.txt' does not exist"):

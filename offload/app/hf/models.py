@@ -120,9 +120,9 @@ def locate(section: ModelSection) -> Path | None:
     """
     if section.path is None or section.path.startswith(PYTHON_PREFIX):
         return None
-    model_path = find_model(section.path)
-    if model_path.exists:
-        return model_path.path
+    path = find_model(section.path)
+    if path.exists():
+        return path
     patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
     is_online = _is_hub_reachable()
     try:

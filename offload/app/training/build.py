@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 from xxhash import xxh3_64_hexdigest
 
@@ -115,12 +114,13 @@ class RunSetup(NamedTuple):
         return cls(config, architecture, kind, trainable, grows)
 
 
-def _nothing(_text: str) -> None:
-    """Progress display without output."""
-
-
 def make_run(
-    start: ResumePoint, comm: Comm, say: Say, note: Say, user_model: ModelObject | None = None, doing: Say = _nothing
+    start: ResumePoint,
+    comm: Comm,
+    say: Say,
+    note: Say,
+    user_model: ModelObject | None = None,
+    doing: Say = lambda _text: None,
 ) -> Run:
     """Build architecture, data, model and engine in this order. Each stage checks as much as possible first.
     Collective.
@@ -186,7 +186,9 @@ def make_run(
             for each in (architecture, *(() if user_model is None else (user_model.model.config,))):
                 each.get_text_config().pad_token_id = data.pad_id
         if whole and user_model is None:
-            built = trainable.prepare(BuiltModel(rebuild_model(whole, config.model), _no_weights, whole))
+            # The weights stay unfilled: the checkpoint provides them after the engine opens.
+            unfilled = BuiltModel(rebuild_model(whole, config.model), lambda _name, _module: None, whole)
+            built = trainable.prepare(unfilled)
         else:
             built = trainable.prepare(build_base())
         for text in built.notes:
@@ -323,10 +325,6 @@ def _decide_placement(
         note(decided[1])
     config, misfit = comm.gather_objects(decided, "placement")[0]
     return config, forecast, misfit
-
-
-def _no_weights(_name: str, _module: nn.Module) -> None:
-    """Leave the weights unfilled: the checkpoint provides them after the engine opens."""
 
 
 def load_start(start: ResumePoint, engine: Engine, say: Say) -> Mapping[str, Any] | None:

@@ -65,6 +65,7 @@ class TrainablePart(Protocol):
 
     def num_saved(self, model: nn.Module) -> int:
         """Return the trained parameter count in checkpoints."""
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def kept_bytes(self, model: Any, weight_bytes: int) -> int:  # noqa: ARG002
         """Return the bytes of further weights in checkpoints. Raises ConfigError for a model without support.
@@ -90,9 +91,11 @@ class TrainablePart(Protocol):
 
     def metadata(self) -> Mapping[str, Any]:
         """Return further checkpoint metadata, as a JSON object."""
+        return {}
 
-    def files(self, model: Any) -> Mapping[str, bytes]:
-        """Return further checkpoint files, by name."""
+    def files(self, model: Any) -> Mapping[str, bytes]:  # noqa: ARG002
+        """Return further checkpoint files, by name. The engine adds the model configuration."""
+        return {}
 
     def write(
         self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: Callable[[], BuiltModel]
@@ -148,10 +151,6 @@ class WholeModel(TrainablePart):
             num_trained, num_all = self.num_saved(model), sum(each.numel() for each in model.parameters())
             yield f"frozen: {num_all - num_trained:,} parameters (optimizer.freeze); {num_trained:,} train"
 
-    def num_saved(self, model: nn.Module) -> int:
-        """Return the trained parameter count."""
-        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
     def kept_bytes(self, model: nn.Module, weight_bytes: int) -> int:
         """Return the bytes of frozen parameters."""
         frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
@@ -160,14 +159,6 @@ class WholeModel(TrainablePart):
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
         """Return the bytes of all parameters."""
         return weight_bytes * sum(parameter.numel() for parameter in model.parameters())
-
-    def metadata(self) -> Mapping[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def files(self, model: Any) -> Mapping[str, bytes]:  # noqa: ARG002
-        """Return nothing: the engine adds the model configuration."""
-        return {}
 
     def write(
         self,

@@ -13,11 +13,11 @@ from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
 from offload.app.hf.models import vocab_size
 from offload.app.training.build import RunSetup
-from offload.app.training.objectives import OBJECTIVES
+from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import stages
 from offload.app.training.resume import ResumePoint
 from offload.errors import counted, ratio
-from offload.extras.data.dataset import Dataset, Targets
+from offload.extras.data.dataset import Dataset
 from offload.extras.data.mixture import Mixture
 from offload.extras.data.source_rows import SourceRows
 from offload.extras.data.task import FileRows
@@ -77,17 +77,14 @@ class Sample:
     @property
     def title(self) -> str:
         """Row identity and counts, in words."""
+        pictures = f"; with {', '.join(self.pictures)}" if self.pictures else ""
         num_tokens = sum(piece.num_tokens for piece in self.pieces) - self.num_padding
         position = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
         return (
             f"step {self.step}, {position}, of {self.source}: "
             f"{counted(self.num_documents, 'document')}, {counted(num_tokens, 'token')}, "
-            f"{self.num_trained:,} trained on, {self.num_padding:,} padding{self._pictures}"
+            f"{self.num_trained:,} trained on, {self.num_padding:,} padding{pictures}"
         )
-
-    @property
-    def _pictures(self) -> str:
-        return f"; with {', '.join(self.pictures)}" if self.pictures else ""
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ class DataView:
 
     @classmethod
     def of(
-        cls, data: Dataset, targets: Targets, messages: Sequence[str], *, num_steps: int, num_samples: int
+        cls, data: Dataset, targets: Objective, messages: Sequence[str], *, num_steps: int, num_samples: int
     ) -> DataView:
         """Build the preview. `num_samples`: sample rows (or pairs) from the first step on."""
         num_samples *= data.group
@@ -245,7 +242,7 @@ def histogram(lengths: np.ndarray, row_length: int) -> tuple[tuple[int, int], ..
     return tuple(zip(borders.tolist(), counts.tolist(), strict=True))
 
 
-def _source(rows: SourceRows, data: Dataset, targets: Targets) -> SourceView:
+def _source(rows: SourceRows, data: Dataset, targets: Objective) -> SourceView:
     lengths = rows.document_lengths
     summary = next(each for each in data.sources if each.name == rows.name)
     return SourceView(
@@ -282,7 +279,7 @@ def _as_batched(sources: Sequence[SourceView], data: Dataset) -> tuple[tuple[Sou
     return updated, float(1 - real.sum() / wide.sum())
 
 
-def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[Sample]:
+def _samples(data: Dataset, targets: Objective, step: int, num_rows: int) -> list[Sample]:
     """Return the first rows in a step."""
     ids, trained = (each.numpy() for each in targets.tokens_and_targets(data.batch(step), step))
     rows = data.rows_of(step)[:num_rows]
