@@ -91,13 +91,14 @@ errors.
 def settings_page() -> str:
     """Return the page with all settings for `train`."""
     from offload.app.config.config import Config
-    from offload.app.config.options import format_value, value_hint
+    from offload.app.config.options import value_hint
+    from offload.conflicts import show
 
     page = [MADE.format("offload/app/config/sections.py"), SETTINGS]
     for name, section in Config.SECTIONS.items():
         page.append(f"## {name}\n\n{section.__doc__}\n\n")
         for field_name, field in section.model_fields.items():
-            default = format_value(field.get_default())
+            default = show(field.get_default())
             values = value_hint(field_name, field).strip("{}").replace(",", "`, `")
             page.append(f"### {name}.{field_name}\n\n")
             page.append(f"Values: `{values}`. Default: `{default}`.\n\n{_sentences(str(field.description))}\n\n")

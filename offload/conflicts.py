@@ -163,7 +163,7 @@ def show(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, tuple):
-        return shorten(" ".join(map(str, value)))
+        return shorten(" ".join(map(str, value))) or "none"
     return str(value).lower() if isinstance(value, bool) else shorten(str(value))
 
 

@@ -39,18 +39,17 @@ def main(words: list[str]) -> int:
     config, own = parse_command(words, prog="python -m offload.data", description=DESCRIPTION, own=OPTIONS)
     num_samples, as_json = _num_samples(own["samples"]), is_on(own, "json")
     page = None if own["page"] is None else Path(own["page"]).expanduser()
-    from offload.app.training.early_checks import check_names
+    from offload.app.training.task import check_names
 
     check_names(config)
     with importing():
-        from offload.extras.data.page import write_data_page
-        from offload.extras.data.run_view import look_at_data
-        from offload.extras.tools.reporting.html import check_path
+        from offload.extras.data.view import describe_rows, look_at_data
+        from offload.extras.tools.reporting.html import check_path, fill, write_html
     if page is not None:
         check_path(page, "--page")
     view = look_at_data(config, num_ranks, num_samples, say)
     if page is not None:
-        write_data_page(view, page)
+        write_html(page, fill("data.html.j2", view=view, rows=describe_rows(view)), "--page")
     if as_json:
         print(json.dumps(dataclasses.asdict(view), indent=2))
     elif page is not None:

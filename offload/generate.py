@@ -20,63 +20,40 @@ DESCRIPTION = (
 )
 
 
+_OF_MODEL = "(default: the model's)"
+_ABOUT_MEMORY = (
+    "for weights on the device; two units are there in any case, none: no limit, auto: what is free but for a tenth, "
+    "at least 1 GiB"
+)
+
+
 @dataclasses.dataclass
 class Options:
-    model: Annotated[
-        str,
-        tyro.conf.Positional,
-        tyro.conf.arg(
-            metavar="FOLDER|CHECKPOINT",
-            help="a Hugging Face folder, RUN/checkpoints/step-N, or RUN for its newest whole checkpoint (all are read)",
-        ),
-    ]
-    prompt: Annotated[str, tyro.conf.arg(metavar="TEXT", help="what to continue; - reads it from stdin")]
-    max_new_tokens: Annotated[int, tyro.conf.arg(metavar="N", help="tokens to write at most")] = 128
-    temperature: Annotated[
-        float | None,
-        tyro.conf.arg(metavar="T", help="0 takes the likeliest token", help_behavior_hint="(default: the model's)"),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        tyro.conf.arg(
-            metavar="P",
-            help="draw from the likeliest tokens that have this probability together",
-            help_behavior_hint="(default: the model's)",
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        tyro.conf.arg(
-            metavar="K",
-            help="draw from so many of the likeliest tokens; 0 for all",
-            help_behavior_hint="(default: the model's)",
-        ),
-    ] = None
-    seed: Annotated[int, tyro.conf.arg(metavar="N", help="the same seed draws the same text")] = 0
-    memory: Annotated[
-        str,
-        tyro.conf.arg(
-            metavar="SIZE",
-            help="for weights on the device; two units are there in any case, none: no limit, auto: what is free but "
-            "for a tenth, at least 1 GiB",
-        ),
-    ] = "auto"
-    adapter: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="DIR", help="an adapter of the model, a folder as PEFT saves it, to write with"),
-    ] = None
-    device: Annotated[
-        str,
-        tyro.conf.arg(metavar="{auto,cpu,...}", help="a kind of device, such as cuda; auto: the GPU if there is one"),
-    ] = "auto"
-    chat: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="put the prompt into the tokenizer's chat template")
-    ] = False
-    dtype: Annotated[
-        Literal["auto", "bf16", "fp32"],
-        tyro.conf.arg(help="of the weights: auto is that of the folder, or what a checkpoint was trained in"),
-    ] = "auto"
-    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="show tracebacks")] = False
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER|CHECKPOINT")]
+    """a Hugging Face folder, RUN/checkpoints/step-N, or RUN for its newest whole checkpoint (all are read)"""
+    prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")]
+    """what to continue; - reads it from stdin"""
+    max_new_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 128
+    """tokens to write at most"""
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="T", help_behavior_hint=_OF_MODEL)] = None
+    """0 takes the likeliest token"""
+    top_p: Annotated[float | None, tyro.conf.arg(metavar="P", help_behavior_hint=_OF_MODEL)] = None
+    """draw from the likeliest tokens that have this probability together"""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint=_OF_MODEL)] = None
+    """draw from so many of the likeliest tokens; 0 for all"""
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """the same seed draws the same text"""
+    memory: Annotated[str, tyro.conf.arg(metavar="SIZE", help=_ABOUT_MEMORY)] = "auto"
+    adapter: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """an adapter of the model, a folder as PEFT saves it, to write with"""
+    device: Annotated[str, tyro.conf.arg(metavar="{auto,cpu,...}")] = "auto"
+    """a kind of device, such as cuda; auto: the GPU if there is one"""
+    chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """put the prompt into the tokenizer's chat template"""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """of the weights: auto is that of the folder, or what a checkpoint was trained in"""
+    debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """show tracebacks"""
 
 
 def main(words: list[str]) -> int:

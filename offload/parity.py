@@ -41,7 +41,12 @@ def main(words: list[str]) -> int:
     is_launched = end_with_launcher()
     num_ranks, words = take_gpus(words)
     config, own = parse_command(words, prog="python -m offload.parity", description=DESCRIPTION, own=OPTIONS)
-    _check_rule(config)
+    if not config.optimizer.has_gradients:
+        raise ConfigError(
+            "optimizer.name is mezo, which has no backward, but the resident side trains by backward. python -m "
+            "offload.replay BASE_FOLDER RUN repeats such a run bit for bit; tests/engine/test_zeroth_order.py compares "
+            "its steps with MeZO in plain PyTorch."
+        )
     num_steps, same_order, as_json = _steps(own["steps"]), is_on(own, "same-order"), is_on(own, "json")
     if 0 < (every := config.lora.restart_every) < num_steps:
         raise ConfigError(
@@ -71,15 +76,6 @@ def main(words: list[str]) -> int:
     elif is_first:
         show(result)
     return 0 if result.is_equal else 1
-
-
-def _check_rule(config: Config) -> None:
-    if not config.optimizer.has_gradients:
-        raise ConfigError(
-            "optimizer.name is mezo, which has no backward, but the resident side trains by backward. python -m "
-            "offload.replay BASE_FOLDER RUN repeats such a run bit for bit; tests/engine/test_zeroth_order.py compares "
-            "its steps with MeZO in plain PyTorch."
-        )
 
 
 def compare(config: Config, num_steps: int, *, same_order: bool, show_line: ShowLine) -> ParityResult:

@@ -19,7 +19,7 @@ def main(words: list[str]) -> int:
     is_launched = end_with_launcher()
     num_ranks, words = take_gpus(words)
     config = parse_config(words, prog="python -m offload.train", description=DESCRIPTION)
-    from offload.app.training.early_checks import check_names  # late import: an interrupt now meets a working exit path
+    from offload.app.training.task import check_names  # late import: an interrupt now meets a working exit path
 
     check_names(config)
     if num_ranks > 1:

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from offload.app.telemetry.byte_progress import byte_progress
+from offload.app.telemetry.progress import byte_progress
 from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader, verify
 from offload.checkpoint.writer import foreign_names

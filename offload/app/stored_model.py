@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ from offload.app.hf.deferred_init import DeferredInit
 from offload.app.hf.models import attention_options, folder_config, model_kind
 from offload.app.hf.names import Shape, apply_conversions, recompute_buffers, stays_fp32
 from offload.app.hf.write import ExportResult, write_model
-from offload.app.telemetry.byte_progress import byte_progress
+from offload.app.telemetry.progress import byte_progress
 from offload.checkpoint.manifest import DTYPE_OF, without_moved
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
-from offload.files.sources import SHARD_BYTES, ReopenFile
+from offload.files.sources import SHARD_BYTES, ReadValues, ReopenFile
 from offload.native import kernels
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -114,9 +114,7 @@ class StoredWeights:
 
     def files(self) -> dict[str, bytes]:
         """Return {file name: content} of the tokenizer in the checkpoint."""
-        return {
-            name: path.read_bytes() for name, path in self._reader.attached.items() if name not in _NON_TOKENIZER_FILES
-        }
+        return tokenizer_files(self._reader)
 
     def close(self) -> None:
         """Close the files."""
@@ -188,17 +186,38 @@ def export_stored(
     """
     with suggesting_alternative(folder):
         model, weights = read_stored(folder, dtype)
-        total = sum(parameter.nbytes for parameter in model.parameters())
-        with closing(weights), byte_progress("exporting", total) as report:
+        with closing(weights):
 
-            def get(name: str, begin: int, end: int) -> torch.Tensor:
-                value = weights.source(name).read(begin, end)
-                report(value.nbytes)
-                return value
+            def read(name: str, begin: int, end: int) -> torch.Tensor:
+                return weights.source(name).read(begin, end)
 
-            return write_model(
-                model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=weights.files()
-            )
+            return write_with_progress("exporting", model, read, out, dtype, shard_bytes, weights.files())
+
+
+def write_with_progress(
+    label: str,
+    model: nn.Module,
+    read: ReadValues,
+    out: Path,
+    dtype: torch.dtype | None,
+    shard_bytes: int | None,
+    files: Mapping[str, bytes],
+) -> ExportResult:
+    """Call `write_model` with a progress bar. shard_bytes: maximum size per weight file; None for one file."""
+    with byte_progress(label, sum(parameter.nbytes for parameter in model.parameters())) as report:
+
+        def get(name: str, begin: int, end: int) -> torch.Tensor:
+            value = read(name, begin, end)
+            report(value.nbytes)
+            return value
+
+        return write_model(model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=files)
+
+
+def tokenizer_files(reader: Reader, others: Collection[str] = ()) -> dict[str, bytes]:
+    """Return {file name: content} of the tokenizer in a checkpoint. others: attached files of another kind."""
+    excluded = {*_NON_TOKENIZER_FILES, *others}
+    return {name: path.read_bytes() for name, path in reader.attached.items() if name not in excluded}
 
 
 def _check(state: Mapping[str, torch.Tensor], reader: Reader) -> None:

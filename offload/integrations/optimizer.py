@@ -37,7 +37,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, groups: Iterable[tuple[float, float, list[str]]] | None = None) -> None:
         """`groups`: (learning rate scale, weight decay, parameter names) per group; None: `Engine.groups`."""
         self.engine = engine
-        self._max_grad_norm: float | None = None
+        self._max_grad_norm: float | None = None  # for the next step, instead of the engine's limit
         self.result: StepResult | None = None
         self._updates, self._missing, self._has_descended = 0, 0, False
         parameters = dict(engine.model.named_parameters())
@@ -100,10 +100,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         limit, self._max_grad_norm = self._max_grad_norm, None
         self._record(self.engine.update(limit))
 
-    def clip_next(self, max_grad_norm: float) -> None:
-        """Clip the next step to this norm instead of the engine's limit. 0: no clipping."""
-        self._max_grad_norm = max_grad_norm
-
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Return the gradient norm over all parameters and ranks. The next step clips the gradients to `max_norm`.
 
@@ -128,7 +124,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"all {trained} trainable parameters by their common norm, to a max_norm above 0. Give "
                 "model.parameters(); leave the call out for no clipping."
             )
-        self.clip_next(0.0 if max_norm == float("inf") else float(max_norm))
+        self._max_grad_norm = 0.0 if max_norm == float("inf") else float(max_norm)  # 0: no clipping
         return torch.tensor(self.engine.grad_norm())
 
     @property

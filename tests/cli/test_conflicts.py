@@ -9,7 +9,7 @@ import pytest
 from offload.app.config import conflicts
 from offload.app.config.config import Config
 from offload.app.config.options import read_command
-from offload.app.engine_settings import make_settings
+from offload.app.training.parts import make_settings
 from offload.conflicts import CONFLICTS, ENGINE_CONFLICTS, PLACEMENT
 from offload.errors import ConfigError
 

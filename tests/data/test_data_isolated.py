@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.extras.data.isolated import IsolatedRows, best_fit
-from offload.extras.data.packing import IGNORE
+from offload.extras.data.packing import IGNORE, IsolatedRows, best_fit
 from tests.data.test_data_packing import PAD, documents_strategy, stored
 from tests.matrix import examples
 

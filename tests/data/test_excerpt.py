@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from offload.extras.data.excerpt import MOST_PROMPT_TOKENS, cut_excerpt
+from offload.extras.data.dataset import MOST_PROMPT_TOKENS, cut_excerpt
 
 ASKED = "aaaaBBBa"
 """A conversation with eight tokens: small letters are context, capitals are trained."""

@@ -13,7 +13,7 @@ from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.hf import models
 from offload.app.hf.model_path import find_model
-from offload.app.training.early_checks import check_names
+from offload.app.training.task import check_names
 from offload.errors import ConfigError
 
 
@@ -54,10 +54,10 @@ def test_what_holds_no_model_is_refused_with_the_way_out(here: Path, name: str, 
 
 
 def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_model("model") == (Path("model"), True)
-    assert find_model("model/config.json").exists
-    assert not find_model("gpt2").exists
-    assert not find_model("org/name").exists
+    assert find_model("model") == Path("model")
+    assert find_model("model/config.json").exists()
+    assert not find_model("gpt2").exists()
+    assert not find_model("org/name").exists()
     with pytest.raises(ConfigError, match=r"data\.eval_source='no\.txt' does not exist"):
         check_names(Config.load(None, {"data.eval_source": "no.txt"}))
     with pytest.raises(ConfigError, match=r"data\.source='no\.txt' does not exist"):
@@ -71,5 +71,5 @@ def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest
 
 
 def test_names_are_looked_for_without_torch() -> None:
-    code = "import sys, offload.app.training.early_checks; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, offload.app.training.task; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,8 +12,7 @@ from offload.app.training.objectives import MaskedTokens
 from offload.extras.data import dataset, order
 from offload.extras.data.chat import ChatRenderer
 from offload.extras.data.dataset import Dataset
-from offload.extras.data.isolated import IsolatedRows
-from offload.extras.data.packing import IGNORE, Rows
+from offload.extras.data.packing import IGNORE, IsolatedRows, Rows
 from offload.extras.prefs.losses import DPO
 from tests.mutations import mutation
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload import LOMO, Adafactor, AdaLomo, AdamW, Lion, Muon
 from offload.app.config.config import Config
-from offload.app.engine_settings import make_update_rule
+from offload.app.training.parts import make_update_rule
 from offload.errors import ConfigError
 from offload.native import kernels
 from offload.optim import factored, muon

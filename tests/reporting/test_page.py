@@ -11,9 +11,9 @@ import pytest
 
 from offload import report
 from offload.errors import ConfigError, DiskError
-from offload.extras.data.page import write_data_page
-from offload.extras.data.view import DataView, Piece, Sample, SourceView
+from offload.extras.data.view import DataView, Piece, Sample, SourceView, describe_rows
 from offload.extras.tools.reporting import charts, page
+from offload.extras.tools.reporting.html import fill, write_html
 from offload.extras.tools.reporting.page import read_views, render, report_run, write_page
 from tests.matrix import matrix
 from tests.reporting.browser import Browser, browser, find_chromium
@@ -109,7 +109,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ]
     found["several"] = write_page(read_views([runs["usual"], *others]))
     found["data"] = folder / "data.html"
-    write_data_page(awkward_data(long), found["data"])
+    data = awkward_data(long)
+    write_html(found["data"], fill("data.html.j2", view=data, rows=describe_rows(data)), "--page")
     return found
 
 

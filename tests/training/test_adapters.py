@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.app.config.config import Config
 from offload.app.config.sections import LoraSection
-from offload.app.training import disk_needs
+from offload.app.training import trainable
 from offload.checkpoint.reader import Reader
 from offload.engine.units import find
 from offload.errors import ConfigError, DoesNotFitError
@@ -344,7 +344,7 @@ def test_the_disk_is_asked_for_what_is_written(run: Any, base: Path, monkeypatch
     result, _, _ = run("run", **more)
     written = sum(value.nbytes for value in adapter(result.export).values())
     assert written == 4 * 1920
-    monkeypatch.setattr(disk_needs, "free_bytes", lambda _path: written - 1)
+    monkeypatch.setattr(trainable, "free_bytes", lambda _path: written - 1)
     with pytest.raises(DoesNotFitError, match=rf"takes 7.5 KiB \({written} bytes\), 1 bytes more"):
         run("again", **more)
     whole = 1920 + sum(value.numel() for value in AutoModelForCausalLM.from_pretrained(base).parameters())

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offload.app.config.config import Config
-from offload.app.hf.freeze import freeze
+from offload.app.hf.models import freeze
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
 

@@ -19,11 +19,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from offload import parity
 from offload.app.hf import read
 from offload.app.training import build
-from offload.app.training.differences import WeightComparison, first_mismatch
 from offload.app.training.resident import ResidentTrainer
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.data.tokenizer import train_bpe
 from offload.extras.tools import parity_check
+from offload.extras.tools.parity_check import WeightComparison, first_mismatch
 from offload.optim.sgd import SGD
 from tests import forks
 from tests.training.conftest import SHAPES

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Tra
 from offload import Config, Trainer
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
-from offload.extras.data.python_rows import write_rows
+from offload.extras.data.task import write_rows
 from offload.extras.data.tokenizer import train_bpe
 from tests.training.conftest import SHAPES
 

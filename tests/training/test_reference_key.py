@@ -12,7 +12,7 @@ import torch
 from offload import Placement
 from offload.app.config.config import Config
 from offload.engine.engine import Engine
-from offload.extras.prefs.reference_key import (
+from offload.extras.prefs.reference import (
     LEFT_OUT,
     LEFT_OUT_NAMES,
     describe_model,

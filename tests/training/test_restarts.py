@@ -20,8 +20,7 @@ from offload.checkpoint.reader import Reader
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.export import main as export_command
-from offload.extras.adapters.lora_layers import LoraLayers
-from offload.extras.adapters.restarts import seed_of
+from offload.extras.adapters.restarts import LoraLayers, seed_of
 from offload.generate import main as generate_command
 from offload.parity import main as parity_command
 from offload.verify import main as verify_command

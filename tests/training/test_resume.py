@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.app.checkpoint_folder import Checkpoints
-from offload.app.training import checkpoints, disk_needs, finish
+from offload.app.training import checkpoints, finish, trainable
 from offload.app.training.checkpoints import Saves
 from offload.checkpoint.reader import verify
 from offload.engine.engine import Engine
@@ -310,7 +310,7 @@ def test_a_disk_without_room_for_the_export_is_refused_before_the_first_step(
         max(file.stat().st_size for file in (result.dir / name).iterdir()) for name in ("hf", "checkpoints/step-1")
     )
     room = [0.8 * export, 1.01 * export + 1.5 * states]
-    monkeypatch.setattr(disk_needs, "free_bytes", lambda _path: int(room[0]))
+    monkeypatch.setattr(trainable, "free_bytes", lambda _path: int(room[0]))
     with pytest.raises(DoesNotFitError, match=r"the export at the end takes .*--checkpoint\.export false"):
         run("refused")
     assert not (tmp_path / "refused").exists()

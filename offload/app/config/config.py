@@ -265,7 +265,13 @@ class Config(BaseModel):
                         f"bytes, and no zero byte; set --{key} to another one."
                     )
         if not (may_go_on and self._finds_run()):
-            _check_patterns(self.optimizer.freeze)
+            for pattern in self.optimizer.freeze:
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ConfigError(
+                        f"optimizer.freeze has {pattern!r}, which is not a valid regular expression: {error}."
+                    ) from None
             refuse(chain(conflicts.RUN, *CONFLICTS.values()), self._setting)
 
     def _setting(self, key: str) -> Any:
@@ -291,7 +297,15 @@ class Config(BaseModel):
 
     def check_ranks(self, world_size: int) -> None:
         """Reject a batch or sequence-parallel size impossible for `world_size` ranks. Raises ConfigError."""
-        _check_ranks(self, world_size)
+        num_groups, size = self.train.num_groups(world_size), self.train.sequence_parallel
+        if num_groups * size != world_size:
+            raise ConfigError(
+                f"train.sequence_parallel is {size}, but {world_size} ranks cannot be divided into groups of {size}: "
+                f"set --train.sequence_parallel to a divisor of {world_size}, or start a multiple of {size}, by --gpus "
+                "or --nproc-per-node."
+            )
+        if self.train.batch_size < num_groups:
+            raise ConfigError(too_few_rows(self.train.batch_size, world_size, size))
 
     def resolve(self, *, has_accelerator: bool, max_positions: int | None) -> Config:
         """Return a copy with open values decided from the machine and the model.
@@ -324,14 +338,17 @@ class Config(BaseModel):
         rule_defaults = {
             key: value for key, value in RULE_SETTINGS[optimizer.name].defaults.items() if self.is_default(key)
         }
+        share = 0.0 if self.data.eval_source else 0.02
+        length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
+        length = length // 64 * 64 or length  # some position tables have a few extra rows
         row_keys = ("data__packing", "data__packing_isolated", "data__group_by_length")
         pairs = {} if train.method == "sft" else dict.fromkeys(row_keys, False)
         return self.with_resolved(
             **pairs,
             model__preset=preset,
             model__init=init,
-            data__eval_share=_default_share(self.data) if self.data.eval_share is None else self.data.eval_share,
-            data__sequence_length=self.data.sequence_length or _default_length(preset, max_positions),
+            data__eval_share=share if self.data.eval_share is None else self.data.eval_share,
+            data__sequence_length=self.data.sequence_length or length,
             train__steps=steps,
             train__epochs=epochs,
             train__max_seconds=max_seconds,
@@ -372,28 +389,6 @@ class Config(BaseModel):
 Config.SECTIONS = {name: typing.cast("type[Section]", field.annotation) for name, field in Config.model_fields.items()}
 
 
-def _check_ranks(config: Config, world_size: int) -> None:
-    num_groups, size = config.train.num_groups(world_size), config.train.sequence_parallel
-    if num_groups * size != world_size:
-        raise ConfigError(
-            f"train.sequence_parallel is {size}, but {world_size} ranks cannot be divided into groups of {size}: set "
-            f"--train.sequence_parallel to a divisor of {world_size}, or start a multiple of {size}, by --gpus or "
-            "--nproc-per-node."
-        )
-    if config.train.batch_size < num_groups:
-        raise ConfigError(too_few_rows(config.train.batch_size, world_size, size))
-
-
-def _check_patterns(patterns: Iterable[str]) -> None:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"optimizer.freeze has {pattern!r}, which is not a valid regular expression: {error}."
-            ) from None
-
-
 def _can_be_a_file(name: str) -> bool:
     try:
         parts = os.fsencode(name).split(b"/")
@@ -423,15 +418,6 @@ def _has_moved(key: str, value: Any) -> bool:
 def _is_one_of(key: str, names: Iterable[str]) -> bool:
     """Tell whether `key` is one of `names`, or lies in a section among them."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def _default_share(data: DataSection) -> float:
-    return 0.0 if data.eval_source else 0.02
-
-
-def _default_length(preset: str | None, max_positions: int | None) -> int:
-    length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
-    return length // 64 * 64 or length  # some position tables have a few extra rows
 
 
 def all_keys() -> list[str]:

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from offload.app.config.config import Config, all_keys, unknown_keys
 from offload.app.config.other_trainers import current_name, equivalent_setting
 from offload.app.config.sections import nested_types
+from offload.conflicts import show
 from offload.errors import ConfigError, nearest, shorten
 from offload.retired import RETIRED, refusal
 
@@ -88,7 +89,7 @@ def first_help(prog: str, description: str, own: _Own) -> str:
             choices = f"{hint} " if hint.startswith("{") and len(hint) < _INDENT + 20 and "true" not in hint else ""
             about = f"{choices}{str(field.description).partition('. ')[0].rstrip('.')}."
             about = textwrap.shorten(about, _WIDTH - _INDENT - 3, placeholder=" ...")
-            word = f"--{name}.{key} {format_value(field.get_default())}"
+            word = f"--{name}.{key} {show(field.get_default())}"
             lines.append(f"  {word:<{_INDENT}} {about}")
     return "\n".join(lines)
 
@@ -148,7 +149,7 @@ def value_hint(name: str, field: FieldInfo) -> str:
     if "none" in str(field.description) and name.endswith(("_memory", "_bytes")):
         return "SIZE"
     choices = [
-        format_value(word)
+        show(word)
         for part in nested_types(field.annotation)
         if typing.get_origin(part) is typing.Literal
         for word in typing.get_args(part)
@@ -162,21 +163,12 @@ def value_hint(name: str, field: FieldInfo) -> str:
     return "VALUE"
 
 
-def format_value(value: Any) -> str:
-    """Return a value in command-line notation."""
-    if value is None:
-        return "none"
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
     metavar = value_hint(name, field)
     argument = tyro.conf.arg(
         metavar=metavar,
         help=field.description,
-        help_behavior_hint=f"(default: {format_value(field.get_default())})",
+        help_behavior_hint=f"(default: {show(field.get_default())})",
     )
     many = metavar != "YAML" and any(
         typing.get_origin(value_type) is tuple for value_type in nested_types(field.annotation)

@@ -8,12 +8,11 @@ import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from offload.app.config.data_sources import Format, as_columns, as_sources
 from offload.app.config.presets import PRESETS
 from offload.app.config.rules import RULE_SETTINGS, RuleName
 from offload.errors import nearest, shorten
@@ -24,6 +23,10 @@ _LEAST_TYPED, _LEAST_BARE = 2**20, 2**10
 """Smallest plausible budgets without a unit, in bytes: for text typed by a user, and for a bare number as a run writes
 them. Below, the unit was probably forgotten.
 """
+Format = Literal["auto", "text", "jsonl", "messages", "sharegpt", "alpaca", "prompt-completion", "preference", "tokens"]
+_FORMATS = {**{name: name for name in get_args(Format)}, "completion": "jsonl", "chat_template": "messages"}
+"""Format names; the last two come from axolotl."""
+_SOURCE_KEYS = ("path", "type", "split", "name", "revision", "weight", "columns")
 
 
 def _as_budget(value: Any) -> int | None:
@@ -164,6 +167,58 @@ def _as_tile(value: Any) -> Any:
     raise ValueError("it should be a number of tokens, at least 1, none, or auto")
 
 
+def _as_sources(value: Any) -> Any:
+    """Convert a path, a source mapping, or a list with either to a tuple (mappings only). Raises ValueError.
+
+    A value with another type is returned unchanged; the field type then rejects the value.
+    """
+    if value is None or value == "none":
+        return ()
+    if isinstance(value, str | Mapping):
+        value = [value]
+    return tuple(map(_as_source, value)) if isinstance(value, list | tuple) else value
+
+
+def _as_source(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = {"path": value}
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"a source is a path or a mapping such as {{path: FILE, weight: 0.5}}, not {shorten(repr(value))}"
+        )
+    for key in value:
+        if key not in _SOURCE_KEYS:
+            close, listed = nearest(str(key), _SOURCE_KEYS), ", ".join(_SOURCE_KEYS)
+            raise ValueError(f"a source has no key {shorten(repr(key))}{close}; its keys are {listed}")
+    source = {key: value[key] for key in _SOURCE_KEYS if value.get(key) is not None}
+    for key in ("path", "type", "split", "name", "revision"):
+        if key in source and (not isinstance(source[key], str) or not source[key]):
+            raise ValueError(f"{key} of a source should be a text, not {shorten(repr(source[key]))}")
+    if "path" not in source:
+        raise ValueError("a source needs its path: a file, a folder, a glob, a URL or the name of a data set")
+    if "type" in source:
+        if source["type"] not in _FORMATS:
+            close = nearest(source["type"], _FORMATS)
+            raise ValueError(f"type of a source should be one of {', '.join(_FORMATS)}, not {source['type']!r}{close}")
+        source["type"] = _FORMATS[source["type"]]
+    if "weight" in source:
+        weight = source["weight"]
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ValueError(f"weight of a source should be a number above 0, not {shorten(repr(weight))}")
+    if "columns" in source:
+        source["columns"] = _as_columns(source["columns"])
+    return source
+
+
+def _as_columns(value: Any) -> Any:
+    """Return {format key: column name} as a dict. Raises ValueError."""
+    if value is None or value == "none":
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
+        raise ValueError("it should say which column is meant by a key, such as {text: body}")
+    return dict(value)
+
+
 Size = Annotated[int | None, BeforeValidator(_as_budget)]
 Chunks = Annotated[int | str | None, BeforeValidator(lambda value: parse_chunks(value))]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
@@ -186,8 +241,8 @@ Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
 Throttle = Annotated[dict[str, Any] | None, BeforeValidator(_as_throttle)]
 Flag = Annotated[Literal["auto", True, False], BeforeValidator(_as_flag)]
 Tokens = Annotated[tuple[Natural, ...], BeforeValidator(_as_numbers)]
-Sources = Annotated[tuple[dict[str, Any], ...], BeforeValidator(lambda value: as_sources(_as_structure(value)))]
-Columns = Annotated[dict[str, str], BeforeValidator(lambda value: as_columns(_as_yaml(value)))]
+Sources = Annotated[tuple[dict[str, Any], ...], BeforeValidator(lambda value: _as_sources(_as_structure(value)))]
+Columns = Annotated[dict[str, str], BeforeValidator(lambda value: _as_columns(_as_yaml(value)))]
 StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 

@@ -28,13 +28,17 @@ RecordedCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 _REPLACING = frozenset(
     ("normal_", "uniform_", "constant_", "kaiming_uniform_", "trunc_normal_", "orthogonal_", "zero_", "fill_", "copy_")
 )
-# Operations without need for values: metadata, new tensors like another, views (written through `_base`).
 # fmt: off
-_HARMLESS = frozenset((
-    "dim", "size", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous",
-    "get_device", "is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__", "__eq__", "new_empty",
-    "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "zeros_like", "ones_like", "full_like",
-    "__getitem__", "view", "view_as", "narrow", "select", "t", "transpose", "permute", "squeeze", "unsqueeze",
+SHAPE_OPERATIONS = frozenset((
+    "dim", "size", "numel", "nelement", "stride", "element_size", "is_contiguous", "get_device", "is_floating_point",
+    "is_complex", "requires_grad_", "__hash__", "__len__", "__eq__", "new_empty", "new_zeros", "new_ones", "new_full",
+    "empty_like", "zeros_like", "ones_like", "full_like",
+))
+"""Parameter operations without need for values or memory: metadata, and new tensors like another."""
+# Also views, which are written through `_base`.
+_HARMLESS = SHAPE_OPERATIONS | frozenset((
+    "data_ptr", "storage_offset", "new_tensor", "__getitem__", "view", "view_as", "narrow", "select", "t", "transpose",
+    "permute", "squeeze", "unsqueeze",
 ))
 # fmt: on
 # Modules with whole initializations. While a model initializes, transformers replaces torch's functions by its own.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 from offload.errors import ConfigError
 from offload.files.safetensors_file import refuse_pointers
@@ -19,15 +18,8 @@ GGUF_TO_FOLDER = (
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
-class ModelPath(NamedTuple):
-    """A model name resolved to a path. If the path does not exist, the name may belong to the hub."""
-
-    path: Path
-    exists: bool
-
-
-def find_model(name: str) -> ModelPath:
-    """Resolve the `model.path` setting.
+def find_model(name: str) -> Path:
+    """Resolve the `model.path` setting to a path. If the path does not exist, the name may belong to the hub.
 
     Raises ConfigError for a path without a readable model, and for an impossible name.
     """
@@ -36,15 +28,15 @@ def find_model(name: str) -> ModelPath:
         is_path = path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2
         if is_path or path.suffix in (".gguf", *_WEIGHTS):
             raise ConfigError(missing_message(name))
-        return ModelPath(path, exists=False)
+        return path
     if path.is_file():
         _check_file(path, name)
-        return ModelPath(path, exists=True)
+        return path
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"model.path is {name}, {_describe_folder(path)}.")
     check_json(file, name)
-    return ModelPath(path, exists=True)
+    return path
 
 
 def missing_message(name: str) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import socket
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,9 +120,9 @@ def locate(section: ModelSection) -> Path | None:
     """
     if section.path is None or section.path.startswith(PYTHON_PREFIX):
         return None
-    model_path = find_model(section.path)
-    if model_path.exists:
-        return model_path.path
+    path = find_model(section.path)
+    if path.exists():
+        return path
     patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ([] if section.init == "random" else ["*.safetensors"])
     is_online = _is_hub_reachable()
     try:
@@ -429,3 +430,26 @@ def _notes(report: LoadReport) -> Iterator[str]:
         if names:
             examples = ", ".join(list(names)[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
             yield f"{len(names)} of the weights are {description} ({examples})."
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze each parameter with a name matched by one regular expression in `patterns` (`re.search`).
+
+    All names of a tied parameter count. Raises ConfigError for a pattern without a match, or if all parameters would be
+    frozen.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matches = [parameter for name, parameter in named if re.search(pattern, name)]
+        if not matches:
+            raise ConfigError(
+                f"optimizer.freeze has {pattern!r}, but none of the {len(named)} parameter names (such as "
+                f"{named[len(named) // 2][0]}) matches: fix the expression, or leave it out."
+            )
+        for parameter in matches:
+            parameter.requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError(
+            f"optimizer.freeze is {' '.join(patterns)}, which matches all {len(named)} parameter names, so nothing is "
+            "left to train. Leave one of the expressions out."
+        )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 from xxhash import xxh3_64_hexdigest
 
@@ -29,18 +28,16 @@ from offload.app.hf.models import (
     vocab_size,
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
-from offload.app.network import measure_network
 from offload.app.stored_model import rebuild_model
-from offload.app.training.disk_needs import DiskNeeds
 from offload.app.training.isolation import check_isolation, isolation_error
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import build_engine, describe_length, stages
-from offload.app.training.planner import PLANNERS, RunForecast, planned_advice
+from offload.app.training.planner import PLANNERS, RunForecast, measure_network, planned_advice
 from offload.app.training.ranks import rank_0_first
 from offload.app.training.resume import ResumePoint, no_intact_checkpoint
 from offload.app.training.run_folder import LONG_BYTES
 from offload.app.training.task import TASKS, Task
-from offload.app.training.trainable import TrainablePart, load_architecture, refuse_growth, trainable_class
+from offload.app.training.trainable import DiskNeeds, TrainablePart, load_architecture, refuse_growth, trainable_class
 from offload.distributed.comm import Comm, share_failure
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten, untrainable_error
@@ -116,12 +113,13 @@ class RunSetup(NamedTuple):
         return cls(config, architecture, kind, trainable, grows)
 
 
-def _nothing(_text: str) -> None:
-    """Progress display without output."""
-
-
 def make_run(
-    start: ResumePoint, comm: Comm, say: Say, note: Say, user_model: ModelObject | None = None, doing: Say = _nothing
+    start: ResumePoint,
+    comm: Comm,
+    say: Say,
+    note: Say,
+    user_model: ModelObject | None = None,
+    doing: Say = lambda _text: None,
 ) -> Run:
     """Build architecture, data, model and engine in this order. Each stage checks as much as possible first.
     Collective.
@@ -187,7 +185,9 @@ def make_run(
             for each in (architecture, *(() if user_model is None else (user_model.model.config,))):
                 each.get_text_config().pad_token_id = data.pad_id
         if whole and user_model is None:
-            built = trainable.prepare(BuiltModel(rebuild_model(whole, config.model), _no_weights, whole))
+            # The weights stay unfilled: the checkpoint provides them after the engine opens.
+            unfilled = BuiltModel(rebuild_model(whole, config.model), lambda _name, _module: None, whole)
+            built = trainable.prepare(unfilled)
         else:
             built = trainable.prepare(build_base())
         for text in built.notes:
@@ -324,10 +324,6 @@ def _decide_placement(
         note(decided[1])
     config, misfit = comm.gather_objects(decided, "placement")[0]
     return config, forecast, misfit
-
-
-def _no_weights(_name: str, _module: nn.Module) -> None:
-    """Leave the weights unfilled: the checkpoint provides them after the engine opens."""
 
 
 def load_start(start: ResumePoint, engine: Engine, say: Say) -> Mapping[str, Any] | None:

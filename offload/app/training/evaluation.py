@@ -12,8 +12,8 @@ from typing import Any
 from offload.app.training.build import Run
 from offload.app.training.callbacks import Callbacks
 from offload.app.training.progress import RunProgress
+from offload.app.training.ranks import Share
 from offload.app.training.records import Records
-from offload.app.training.shares import Share
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 

@@ -1,18 +1,24 @@
-"""Build the engine from a configuration, and describe a run."""
+"""Build the engine and its settings from a configuration, and describe a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
+
+from pydantic import BaseModel
 
 from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
-from offload.app.engine_settings import make_settings
 from offload.app.training.task import Task
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import counted, ratio
 from offload.optim.lr import learning_rate, restart_factor
+from offload.optim.rule import UpdateRule
+from offload.optim.rules import make_rule
+from offload.planning.settings import Settings
+from offload.tiers.placement import Placement
 
 
 def build_engine(config: Config, built: Any, comm: Comm) -> Engine:
@@ -74,3 +80,27 @@ def rate_at(step: int, config: Config) -> float:
         warmup_steps=optimizer.warmup_steps or 0,
         num_steps=config.train.steps,
     )
+
+
+def make_placement(config: Config) -> Placement:
+    """Return the state placement. Raises ConfigError if impossible."""
+    return Placement(**_matching_fields(Placement, config.offload))
+
+
+def make_update_rule(config: Config) -> UpdateRule:
+    """Return the update rule. Raises ConfigError."""
+    section = config.optimizer
+    return make_rule(section.name, dict(section) | {"lr": float(section.lr or 0.0)})
+
+
+def make_settings(config: Config) -> Settings:
+    """Return the engine settings for a resolved configuration. Raises ConfigError."""
+    named = _matching_fields(Settings, config.train, config.offload, config.run)
+    of_rows = {"micro_batch_size": config.train.micro_rows}
+    return Settings(**named | of_rows | {"optimizer": make_update_rule(config), "placement": make_placement(config)})
+
+
+def _matching_fields(dataclass_type: Any, *sections: BaseModel) -> dict[str, Any]:
+    """Return the values from config sections for dataclass fields with the same name."""
+    values = {name: value for section in sections for name, value in section}
+    return {field.name: values[field.name] for field in fields(dataclass_type) if field.name in values}

@@ -14,9 +14,9 @@ from typing import Any
 
 from offload.app.checkpoint_folder import Checkpoints, error_with_alternative
 from offload.app.config.config import Config
-from offload.app.engine_settings import make_placement, make_update_rule
 from offload.app.hf.write import check_export_folder
 from offload.app.telemetry.loggers import check_loggers
+from offload.app.training.parts import make_placement, make_update_rule
 from offload.app.training.run_folder import CHECKPOINTS, RunFolder
 from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader

@@ -1,10 +1,11 @@
 """The trainable part of a run: a whole model, or an adapter over a frozen base.
 
-Defines checkpoint contents and export.
+Defines checkpoint contents, export, and the disk space for both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ from transformers import PreTrainedConfig
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.hf import reload
-from offload.app.hf.freeze import freeze
-from offload.app.hf.models import BuiltModel, ModelKind, load_model_config, to_scorer_config
+from offload.app.hf.models import BuiltModel, ModelKind, freeze, load_model_config, to_scorer_config
+from offload.app.training.parts import make_update_rule
 from offload.app.training.resume import ResumePoint
 from offload.doors import Door
 from offload.engine.engine import Engine
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.files.directories import free_bytes
 
 
 class TrainablePart(Protocol):
@@ -63,6 +65,7 @@ class TrainablePart(Protocol):
 
     def num_saved(self, model: nn.Module) -> int:
         """Return the trained parameter count in checkpoints."""
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def kept_bytes(self, model: Any, weight_bytes: int) -> int:  # noqa: ARG002
         """Return the bytes of further weights in checkpoints. Raises ConfigError for a model without support.
@@ -88,9 +91,11 @@ class TrainablePart(Protocol):
 
     def metadata(self) -> Mapping[str, Any]:
         """Return further checkpoint metadata, as a JSON object."""
+        return {}
 
-    def files(self, model: Any) -> Mapping[str, bytes]:
-        """Return further checkpoint files, by name."""
+    def files(self, model: Any) -> Mapping[str, bytes]:  # noqa: ARG002
+        """Return further checkpoint files, by name. The engine adds the model configuration."""
+        return {}
 
     def write(
         self, engine: Engine, folder: Path, files: Mapping[str, bytes], build_base: Callable[[], BuiltModel]
@@ -146,10 +151,6 @@ class WholeModel(TrainablePart):
             num_trained, num_all = self.num_saved(model), sum(each.numel() for each in model.parameters())
             yield f"frozen: {num_all - num_trained:,} parameters (optimizer.freeze); {num_trained:,} train"
 
-    def num_saved(self, model: nn.Module) -> int:
-        """Return the trained parameter count."""
-        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
     def kept_bytes(self, model: nn.Module, weight_bytes: int) -> int:
         """Return the bytes of frozen parameters."""
         frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
@@ -158,14 +159,6 @@ class WholeModel(TrainablePart):
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
         """Return the bytes of all parameters."""
         return weight_bytes * sum(parameter.numel() for parameter in model.parameters())
-
-    def metadata(self) -> Mapping[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def files(self, model: Any) -> Mapping[str, bytes]:  # noqa: ARG002
-        """Return nothing: the engine adds the model configuration."""
-        return {}
 
     def write(
         self,
@@ -223,3 +216,55 @@ def buffers_of(model: nn.Module) -> dict[str, Any]:
     """Return the persistent buffers in a model's state, on the CPU."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     return {name: value.cpu() for name, value in state.items() if not isinstance(value, nn.Parameter)}
+
+
+@dataclass(frozen=True)
+class DiskNeeds:
+    """Bytes needed in the run folder.
+
+    export_bytes: weights in the Hugging Face folder; 0 without an export. states_bytes: one checkpoint.
+    """
+
+    export_bytes: int
+    states_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes for one checkpoint and the export."""
+        return self.export_bytes + self.states_bytes
+
+    @classmethod
+    def of(cls, config: Config, trainable: TrainablePart, model: nn.Module) -> DiskNeeds:
+        """Return the needs for a resolved configuration and a model. Raises ConfigError for an untrainable model."""
+        rule, weight_bytes = make_update_rule(config), 2 if config.train.precision == "bf16" else 4
+        num_saved, kept_bytes = trainable.num_saved(model), trainable.kept_bytes(model, weight_bytes)
+        moments = sum(plane.num_bytes(num_saved) for plane in rule.parts[0].moments)
+        master_bytes = 4 if rule.has_low else weight_bytes
+        export_bytes = trainable.export_bytes(model, weight_bytes) if config.checkpoint.export else 0
+        return cls(export_bytes, master_bytes * num_saved + moments + kept_bytes)
+
+    def check(self, path: Path, config: Config, num_done: int) -> Iterator[str]:
+        """Yield a note if some checkpoints will not fit on the disk, after `num_done` completed steps.
+
+        Raises DoesNotFitError if the export will not fit.
+        """
+        free, section = free_bytes(path), config.checkpoint
+        location = f"{path} is on a disk with {format_bytes(free)} ({free} bytes) free"
+        if free < self.export_bytes:
+            raise DoesNotFitError(
+                f"{location}, and the export at the end takes {format_bytes(self.export_bytes)} ({self.export_bytes} "
+                f"bytes), {self.export_bytes - free} bytes more. Make room, set --run.dir to a folder on another disk, "
+                "or leave the export out with --checkpoint.export false."
+            )
+        num = 1  # for a stop request
+        if section.every is not None:  # the next one is written before the oldest is removed
+            num += section.keep or 1
+        if section.keep is None and isinstance(section.every, int) and config.train.steps:
+            num = math.ceil((config.train.steps - num_done) / section.every)
+        num += section.keep_best
+        if free < (needed := self.export_bytes + num * self.states_bytes):
+            yield (
+                f"note: {location}, and the export with up to {num} checkpoints of {format_bytes(self.states_bytes)} "
+                f"needs {format_bytes(needed)}: some checkpoints may not be saved. Make room, set --run.dir to a "
+                "folder on another disk, or lower --checkpoint.keep."
+            )

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +191,11 @@ class PassComparator:
         resident = [unit for unit in state.units if unit.resident]
         for number in range(passes.num_passes):
             snapshot.reset_generators()
-            plain = PlainPass(state, partial(passes.install, number=number))
+
+            def install(unit: Unit, number: int = number) -> None:
+                passes.install(unit, number)
+
+            plain = PlainPass(state, install)
             with (
                 ExitStack() as undo,
                 state.router.trial_mode(observations.wrap_calls(plain.call), observations.add_gradient),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,9 +15,8 @@ from torch import nn
 from offload.app.checkpoint_folder import suggesting_alternative
 from offload.app.config.sections import ModelSection
 from offload.app.hf.models import BuiltModel, build_model, empty_model, folder_config, is_pretrained, locate
-from offload.app.hf.write import ExportResult, write_model
-from offload.app.stored_model import REFERENCE, StoredParameter
-from offload.app.telemetry.byte_progress import byte_progress
+from offload.app.hf.write import ExportResult
+from offload.app.stored_model import StoredParameter, tokenizer_files, write_with_progress
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, format_bytes
 from offload.extras.adapters.adapters import CONFIG, INITIAL, Adaptation, write_adapter
@@ -28,8 +26,6 @@ from offload.extras.adapters.residual import subtract_products
 from offload.files.sources import SHARD_BYTES
 from offload.layout.codecs import CODECS, EXACT, Codec
 from offload.layout.planes import DTYPES as COMPUTED
-
-_NON_TOKENIZER_FILES = (CONFIG, INITIAL, REFERENCE, "config.json", "generation_config.json")
 
 
 def export_checkpoint(
@@ -60,7 +56,9 @@ def export_adapter(folder: Path, out: Path) -> int:
             )
         adaptation = Adaptation.from_checkpoint(folder)
         model = adaptation.apply_to_shapes(empty_model(ModelSection(), folder_config(folder)))
-        return write_adapter(model, _read_values(reader), out, _tokenizer_files(reader), adaptation.removed)
+        return write_adapter(
+            model, _read_values(reader), out, tokenizer_files(reader, (CONFIG, INITIAL)), adaptation.removed
+        )
 
 
 def export_merged(
@@ -116,17 +114,8 @@ def export_merged(
                 f"merging the adapter of {folder} changes no base weight: the adapter was not trained, or its changes "
                 "are lost in the precision of the weights. Export it without --merge, or with --dtype fp32."
             )
-        total = sum(parameter.nbytes for parameter in plain.model.parameters())
-        report = opened.enter_context(byte_progress("merging", total))
-
-        def get(name: str, begin: int, end: int) -> torch.Tensor:
-            value = merged.read(name, begin, end)
-            report(value.nbytes)
-            return value
-
-        return write_model(
-            plain.model, get, out, dtype=dtype, shard_bytes=shard_bytes or sys.maxsize, files=_tokenizer_files(reader)
-        )
+        files = tokenizer_files(reader, (CONFIG, INITIAL))
+        return write_with_progress("merging", plain.model, merged.read, out, dtype, shard_bytes, files)
 
 
 def _quantized_base(reader: Reader, model: nn.Module, names: Mapping[int, str]) -> dict[str, tuple[Codec, torch.dtype]]:
@@ -173,7 +162,3 @@ def _read_values(reader: Reader) -> dict[str, torch.Tensor]:
         elif name not in changed:
             tensors[name] = _read_value(reader, name)
     return tensors
-
-
-def _tokenizer_files(reader: Reader) -> dict[str, bytes]:
-    return {name: path.read_bytes() for name, path in reader.attached.items() if name not in _NON_TOKENIZER_FILES}

@@ -96,10 +96,6 @@ class AdapterOverBase(TrainablePart):
         """Yield the adapter summary and the base name."""
         yield f"adapter: {describe_adapter(model)}; frozen: {self.base.name}"
 
-    def num_saved(self, model: nn.Module) -> int:
-        """Return the trained parameter count."""
-        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:  # noqa: ARG002
         """Return the bytes of trained parameters; the export is fp32."""
         return 4 * self.num_saved(model)

@@ -1,20 +1,24 @@
 """A base minus the initial product of an adapter, W - B0 A0, computed on each read of W from the files.
 
-PiSSA (arXiv:2404.02948, equation 4); OLoRA (arXiv:2406.01775, algorithm 1).
+`BaseReads` reads unfilled base weights while an adapter is initialized, and recognizes the product. PiSSA
+(arXiv:2404.02948, equation 4); OLoRA (arXiv:2406.01775, algorithm 1).
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 
+from offload.app.hf.deferred_init import SHAPE_OPERATIONS
 from offload.app.hf.models import BuiltModel
 from offload.app.hf.sources import RemovedProduct, ResidualSource
 from offload.errors import ConfigError
@@ -95,3 +99,115 @@ def to_plain_lora(
     plain.rank_pattern = {key: 2 * value for key, value in (config.rank_pattern or {}).items()}
     plain.alpha_pattern = {key: 2 * value for key, value in (config.alpha_pattern or {}).items()}
     return plain, converted
+
+
+class BaseReads(TorchFunctionMode):
+    """Torch function mode: fills base parameters on first read during adapter initialization.
+
+    A parameter gets values when an operation reads it and loses them when an operation reads another parameter, so few
+    weights are in memory at once. Written values stay. If a written value equals the weight minus the last matrix
+    product, bit for bit, only the product is kept.
+    """
+
+    def __init__(self, built: BuiltModel, removed: Mapping[str, RemovedProduct]) -> None:
+        """`removed`: products already subtracted from base weights, by weight name."""
+        super().__init__()
+        self.removed = dict(removed)
+        """Products subtracted so far, by base parameter name."""
+        self._base, self._built = built, subtract_products(built, self.removed)
+        self._product: tuple[torch.Tensor, ...] = ()  # operands of the last matrix product
+        self._alive = {id(parameter): parameter for parameter in built.model.parameters()}  # keeps ids unique
+        self._names = {id(parameter): name for name, parameter in built.model.named_parameters()}
+        self._unfilled: dict[int, torch.Tensor] = {}  # by id: unfilled data while the parameter is filled
+        self._initial_sources: dict[nn.Parameter, Source] = {}
+        self._overwritten: dict[int, torch.Tensor] = {}  # by id: unfilled data before the write
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._release()
+
+    @property
+    def changed_names(self) -> list[str]:
+        """Names of frozen parameters with changed values."""
+        return [self._names[key] for key in self._overwritten if not self._alive[key].requires_grad]
+
+    def restore_unchanged(self) -> None:
+        """Drop written values that equal the original ones."""
+        for key, parameter in self._alive.items():
+            source = self._built.source(self._names[key]) if key in self._overwritten else None
+            with torch._C.DisableTorchFunction():
+                if source is not None and torch.equal(parameter.data.view(-1), source.read(0, parameter.numel())):
+                    parameter.data = self._overwritten.pop(key)
+
+    def fill(self, name: str, module: nn.Module) -> Mapping[nn.Parameter, Source]:
+        """Fill a module like `BuiltModel.fill`, but leave changed values alone."""
+        sources = dict(self._built.fill(name, module) or {})
+        for parameter in module.parameters():
+            if parameter in self._initial_sources:
+                sources[parameter] = self._initial_sources.pop(parameter)
+            if id(parameter) in self._overwritten:
+                sources.pop(parameter, None)
+        return sources
+
+    def source(self, name: str) -> Source | None:
+        """Return the base source for a parameter, minus the removed product."""
+        return self._built.source(name)
+
+    def unchanged_names(self, model: nn.Module) -> Iterator[tuple[str, str]]:
+        """Yield (name in the adapted model, name in the base) for each unchanged base parameter."""
+        for name, parameter in model.named_parameters():
+            if id(parameter) in self._names and id(parameter) not in self._overwritten:
+                yield name, self._names[id(parameter)]
+
+    def _release(self, kept: Collection[int] = ()) -> None:
+        for key in self._unfilled.keys() - set(kept):
+            self._alive[key].data = self._unfilled.pop(key)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_attribute = name in ("__get__", "__set__") and owner != "data"
+        if is_attribute or name in SHAPE_OPERATIONS:
+            return func(*args, **kwargs)
+        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+        keys = [id(each) for each in tensors if id(each) in self._names]
+        is_write = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+        if keys:
+            self._release(kept=keys)
+        for key in keys:
+            if key not in self._unfilled and key not in self._overwritten:
+                self._read(key)
+        if keys and is_write and id(tensors[0]) == keys[0]:
+            self._overwritten.setdefault(keys[0], self._unfilled.pop(keys[0], tensors[0].data))
+        result = func(*args, **kwargs)
+        if name in ("matmul", "__matmul__"):
+            self._product = args
+        elif keys and name == "__set__":
+            self._recognize_product(keys[0])
+        return result
+
+    def _recognize_product(self, key: int) -> None:
+        """Replace a written value by the last matrix product if the product is exactly the difference."""
+        name, parameter = self._names[key], self._alive[key]
+        source = self._base.source(name)
+        if source is None or [each.dim() for each in (parameter, *self._product)] != [2, 2, 2]:
+            return
+        weight = source.read(0, parameter.numel()).view(parameter.shape)
+        left, right = (each.detach().float().clone(memory_format=torch.contiguous_format) for each in self._product)
+        for transposed in (False, True):
+            removed = RemovedProduct(left, right, transposed)
+            if removed.product().shape == weight.shape and torch.equal(
+                removed.subtract_from(weight), parameter.detach()
+            ):
+                self.removed[name], parameter.data = removed, self._overwritten.pop(key)
+                return
+
+    def _read(self, key: int) -> None:
+        source, parameter = self._built.source(self._names[key]), self._alive[key]
+        if source is not None:
+            self._unfilled[key] = parameter.data
+            parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
+            return
+        for owner in self._built.model.modules():  # not in the files: initialized once, then kept
+            if any(each is parameter for each in owner._parameters.values()):
+                self._initial_sources.update(self._built.fill("", owner) or {})

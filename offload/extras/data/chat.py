@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from offload.errors import ConfigError
-from offload.extras.data.formats import Chat
+from offload.extras.data.formats import Chat, common_prefix_length
 from offload.extras.data.row_keys import TEMPLATE_KEYS
 from offload.extras.data.rows import BadRow
 
@@ -205,7 +205,7 @@ def _find_message(template: Template, chat: Chat, index: int) -> tuple[int, str,
                 "with text that the finished conversation lacks, so the trained tokens cannot be found: leave the "
                 "variable out, or write the text into the answers."
             )
-        return max(len(before), _common_prefix_length(prompt, text)), text, marks
+        return max(len(before), common_prefix_length(prompt, text)), text, marks
     raise ConfigError(
         f"{chat.where}: the tokenizer's chat template changes the text before message {index + 1}, an answer, when the "
         "answer is added, so the assistant's tokens cannot be found. Set data.train_on_prompt=true to train on all "
@@ -222,11 +222,6 @@ def _untrained_spans(template: Template, chat: Chat, whole: str) -> Spans:
             "cannot be found in the conversation: set data.train_on_prompt=false, or leave the mark out."
         )
     return [(start, len(text)) for start, text, _ in parts]
-
-
-def _common_prefix_length(a: str, b: str) -> int:
-    """Return the common prefix length."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _within(span: tuple[int, int], marks: Spans | None) -> Spans:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from offload.distributed.comm import share
 from offload.errors import ConfigError, counted, too_few_rows
-from offload.extras.data.excerpt import Excerpt, excerpt_of
-from offload.extras.data.groups import Batching, LengthBatching, MixedBatching
+from offload.extras.data.groups import LengthBatching, MixedBatching
 from offload.extras.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
 from offload.extras.data.packing import IGNORE, Layout
 from offload.extras.data.picture_encoder import PictureInputs
@@ -25,6 +24,8 @@ from offload.files.user_cache import default_cache_dir
 
 if TYPE_CHECKING:
     import torch
+
+    from offload.app.training.objectives import Objective
 
     Batch = dict[str, torch.Tensor]
 
@@ -47,20 +48,17 @@ LEFT_OUT: Mapping[str, str] = {
     ),
 }
 """Arguments of `build_dataset` absent from the token cache key, each with the reason."""
+MOST_PROMPT_TOKENS = 256
+_TEXT_TOKENS = 16
 _EVAL_SEED = 0
 """Fixed shuffle seed for eval rows. The first few batches are a fair sample, equal in all runs."""
 
 
-class Targets(Protocol):
-    """Target selection; the objectives of a run implement this."""
+class Excerpt(NamedTuple):
+    """Prompt and answer tokens, int64 [n]. `answer` is None for a text without a separate prompt."""
 
-    name: str
-
-    def tokens_and_targets(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the model's input tokens for a step's batch, and a target mask, both [rows, tokens]."""
-
-    def share(self, labelled: float) -> float:
-        """Return the approximate share of targets among all tokens, given the labelled share in the data."""
+    prompt: np.ndarray
+    answer: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Dataset:
     """Rows from each training source."""
     pad_id: int = 0
     """Padding token id."""
-    batching: Batching = field(default_factory=MixedBatching)
+    batching: MixedBatching = field(default_factory=MixedBatching)
     """Assigns rows to batches."""
     pictures: PictureInputs | None = None
     """Builds picture tensors. None: text only."""
@@ -172,7 +170,7 @@ class Dataset:
             return "a row for the chosen answer, and one for the rejected one"
         return f"a document a row{', those of a batch of about one length' if self.by_length else ''}"
 
-    def describe(self, objective: Targets) -> Iterator[str]:
+    def describe(self, objective: Objective) -> Iterator[str]:
         """Yield lines about a run: notes, sources, rows."""
         yield from (f"note: {text}" for text in self.notes)
         for word, each in [*(("data", one) for one in self.sources), *(("eval", one) for one in self.eval_sources)]:
@@ -254,8 +252,11 @@ class Dataset:
         return next(self.eval_batches(self.group, 1), None) or self.batch_of("train", 0, self.group)
 
     def excerpt(self) -> Excerpt | None:
-        """Return an excerpt of the first eval row, or of the first training row."""
-        return excerpt_of(next(iter(self.evals.values()), self.train), 0)
+        """Return an excerpt of the first eval row, or of the first training row. None: all prompts are too long."""
+        rows, first = next(iter(self.evals.values()), self.train), np.array([0])
+        ids, labels = rows.read(first)
+        length = int(rows.lengths(first)[0])
+        return cut_excerpt(ids[0, :length], labels[0, :length], rows.document_starts(first)[0].tolist())
 
     def _read(self, name: str, indices: np.ndarray, rank: int, world_size: int) -> Batch:
         """Read this rank's share in `indices`.
@@ -504,3 +505,27 @@ def _check_pairs(sources: Sequence[SourceFiles], *, pairs: bool) -> None:
         raise ConfigError(
             f"{other.source.setting} {other.source} has the format {formats}, and train.method {method}: {fix}."
         )
+
+
+def cut_excerpt(ids: np.ndarray, labels: np.ndarray, starts: Sequence[int]) -> Excerpt | None:
+    """Cut an excerpt from the ids and labels (int64 [n]) of a row with documents at `starts`.
+
+    A conversation gives everything up to the first answer, a plain text the first tokens. The first document in a row
+    may have begun in an earlier row, so this document is tried last.
+    """
+    ends = [*starts[1:], len(ids)]
+    documents = list(zip(starts, ends, strict=True))
+    documents = [span for span in [*documents[1:], *documents[:1]] if span[1] - span[0] > 1]
+    with_prompt = [span for span in documents if (labels[span[0] + 1 : span[1]] == IGNORE).any()]
+    for begin, end in with_prompt:
+        is_answer = labels[begin:end] != IGNORE
+        is_answer[0] = False  # the first token has no context
+        first = int(is_answer.argmax())
+        behind = ~is_answer[first:]
+        num_tokens = int(behind.argmax()) if behind.any() else len(behind)
+        if is_answer.any() and first <= MOST_PROMPT_TOKENS:
+            return Excerpt(ids[begin : begin + first], ids[begin + first : begin + first + num_tokens])
+    for begin, end in documents:
+        if (begin, end) not in with_prompt:
+            return Excerpt(ids[begin : begin + min(_TEXT_TOKENS, (end - begin) // 2)], None)
+    return None

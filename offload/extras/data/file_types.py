@@ -108,14 +108,11 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
             f"{label} begins as UTF-16 text, and text has to be UTF-8: convert it, by "
             f"`iconv -f {content_type} -t UTF-8 IN > OUT`."
         )
-    if content_type == ".parquet" and suffix != ".parquet":
-        raise ConfigError(
-            f"{label} begins as a parquet file (columns), but its name ends otherwise: rename it to NAME.parquet."
-        )
-    if content_type == ".arrow" and suffix not in CONTAINERS["arrow"]:
-        raise ConfigError(
-            f"{label} begins as an Arrow file (columns), but its name ends otherwise: rename it to NAME.arrow."
-        )
+    for container, title in (("parquet", "a parquet file"), ("arrow", "an Arrow file")):
+        if content_type == f".{container}" and suffix not in CONTAINERS[container]:
+            raise ConfigError(
+                f"{label} begins as {title} (columns), but its name ends otherwise: rename it to NAME.{container}."
+            )
     if content_type in PACKINGS and suffix != content_type:
         raise ConfigError(
             f"{label} begins as a {content_type} file, but its name ends otherwise: rename it to NAME{content_type}, "

@@ -426,7 +426,7 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
             raise BadRow(f"{where}: {key!r} is empty; a text or messages are expected (data.format=preference).")
     is_rendered = bool(system) or any(_tools_and_options(record, where))
     if not is_rendered and all(isinstance(each, str | None) for each in (prompt, *answers)):
-        num_prompt = 0 if prompt is not None else _common_prefix_length(*answers)
+        num_prompt = 0 if prompt is not None else common_prefix_length(*answers)
         prompt = answers[0][:num_prompt] if prompt is None else prompt
         return Preference(where, *(Pair(where, prompt, answer[num_prompt:]) for answer in answers))
     prompt_turns = [] if prompt is None else [_message("user", prompt)] if isinstance(prompt, str) else prompt
@@ -435,7 +435,7 @@ def _parse_preference(record: dict[str, Any], where: str) -> Preference:
         each if prompt_turns and each[: len(prompt_turns)] == prompt_turns else [*prompt_turns, *each] for each in turns
     ]
     num_prompt = len(system) + (
-        len(prompt_turns) or min(_common_prefix_length(*whole), *(len(each) - 1 for each in whole))
+        len(prompt_turns) or min(common_prefix_length(*whole), *(len(each) - 1 for each in whole))
     )
     chats = [_parse_chat(record, where, [*system, *each], num_prompt=num_prompt) for each in whole]
     for key, chat in zip(("chosen", "rejected"), chats, strict=True):
@@ -459,7 +459,7 @@ def _parse_text_or_messages(value: Any, where: str) -> Any:
     ]
 
 
-def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the common prefix length for two texts or conversations."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 

@@ -7,7 +7,7 @@ a function of the step number.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,42 +23,31 @@ _SEED = 1 << 48
 """Seed offset: separates the batch order from the row order."""
 
 
-class Batching(Protocol):
-    """Cuts the endless row sequence into batches."""
+@dataclass(frozen=True)
+class MixedBatching:
+    """Cuts the endless row sequence into batches: in shuffled order, all with the same width."""
 
-    @property
-    def by_length(self) -> bool:
-        """True if the rows in a batch have similar length."""
+    by_length: ClassVar[bool] = False
+    """True if the rows in a batch have similar length."""
 
     def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
         """Return the rows for `step` (from 0), int64 [batch_size]."""
-
-    def width(self, lengths: np.ndarray, sequence_length: int) -> int:
-        """Return the padded width in tokens for rows with these lengths [n]."""
-
-
-@dataclass(frozen=True)
-class MixedBatching:
-    """Batches in shuffled order, all with the same width."""
-
-    by_length = False
-
-    def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
         return rows.at(step * batch_size, batch_size, seed)
 
-    def width(self, _lengths: np.ndarray, sequence_length: int) -> int:
+    def width(self, _lengths: np.ndarray, sequence_length: int, /) -> int:
+        """Return the padded width in tokens for rows with these lengths [n]."""
         return sequence_length
 
 
 @dataclass(frozen=True)
-class LengthBatching:
+class LengthBatching(MixedBatching):
     """Batches with rows of similar length, padded to the longest.
 
     An epoch still has each row once. A batch across an epoch border has the longest rows from both epochs, within its
     megabatch.
     """
 
-    by_length = True
+    by_length: ClassVar[bool] = True
 
     def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
         in_group = min(_MOST_BATCHES, max(rows.num_rows // (_FEWEST_GROUPS * batch_size), 1))
@@ -78,7 +67,7 @@ class LengthBatching:
             ordered[places] = mixed[in_epoch[np.argsort(-lengths[in_epoch], kind="stable")]]
         return ordered[place * batch_size :][:batch_size]
 
-    def width(self, lengths: np.ndarray, sequence_length: int) -> int:
+    def width(self, lengths: np.ndarray, sequence_length: int, /) -> int:
         """Round up to one of few distinct widths: four per doubling, all divisible by 8.
 
         Each distinct width costs cached memory and a kernel selection.

@@ -8,9 +8,9 @@ repeats a row within an epoch. A small part repeats within an epoch, and row cou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -128,10 +128,7 @@ class Mixture:
         return rows
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        lengths = np.empty(len(rows), np.int64)
-        for part, mask, part_rows in self._by_part(rows):
-            lengths[mask] = part.lengths(part_rows)
-        return lengths
+        return np.asarray(self._each(rows, lambda part, part_rows: part.lengths(part_rows)), np.int64)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ids = np.empty((len(rows), self.sequence_length), np.int64)
@@ -144,30 +141,30 @@ class Mixture:
         return total_bytes(part.num_bytes(part_rows) for part, _, part_rows in self._by_part(rows))
 
     def positions(self, rows: np.ndarray) -> np.ndarray | None:
-        positions = np.empty((len(rows), self.sequence_length), np.int64)
-        for part, mask, part_rows in self._by_part(rows):
-            if (part_positions := part.positions(part_rows)) is None:  # all parts have the same layout
-                return None
-            positions[mask] = part_positions
-        return positions
+        positions = self._each(rows, lambda part, part_rows: part.positions(part_rows))
+        return None if positions is None else np.asarray(positions, np.int64).reshape(-1, self.sequence_length)
 
     def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
-        documents = dict[int, PictureDocument]()
-        for part, mask, part_rows in self._by_part(rows):
-            if (part_documents := part.picture_documents(part_rows)) is None:  # all parts have the same preparation
-                return None
-            documents |= zip(np.flatnonzero(mask).tolist(), part_documents, strict=True)
-        return [documents[index] for index in range(len(rows))]
+        return self._each(rows, lambda part, part_rows: part.picture_documents(part_rows))
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        starts = dict[int, np.ndarray]()
-        for part, mask, part_rows in self._by_part(rows):
-            starts |= zip(np.flatnonzero(mask).tolist(), part.document_starts(part_rows), strict=True)
-        return [starts[index] for index in range(len(rows))]
+        return self._each(rows, lambda part, part_rows: part.document_starts(part_rows)) or []
 
     def owners(self, rows: np.ndarray) -> np.ndarray:
         """Return the part index of each row, int64 [n]."""
         return np.searchsorted(np.cumsum([part.num_rows for part in self.parts]), rows, "right")
+
+    def _each(self, rows: np.ndarray, read: Callable[[RowSet, np.ndarray], Any]) -> list[Any] | None:
+        """Return `read(part, rows within the part)` in the order of `rows`. None: a part has nothing to read.
+
+        All parts have the same layout and the same preparation, so either all of them or none has.
+        """
+        values = dict[int, Any]()
+        for part, mask, part_rows in self._by_part(rows):
+            if (part_values := read(part, part_rows)) is None:
+                return None
+            values |= zip(np.flatnonzero(mask).tolist(), part_values, strict=True)
+        return [values[index] for index in range(len(rows))]
 
     def _by_part(self, rows: np.ndarray) -> list[tuple[RowSet, np.ndarray, np.ndarray]]:
         """Return for each part with rows here: the part, a mask bool [n], and the row indices within the part."""

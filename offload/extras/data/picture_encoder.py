@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from offload.extras.data.encode import EncodedBatch, EncodedDocument, EncodeRequ
 from offload.extras.data.formats import Chat
 from offload.extras.data.pictures import Picture, PictureDocument, decode_picture, hash_picture
 from offload.extras.data.rows import BadRow
+from offload.extras.data.tokenizer import folder_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,7 @@ def load_processor(path: str | None) -> Any:
     needs = "the data have pictures, so a processor in the model's folder must turn them into tensors; "
     if path is None:
         raise ConfigError(f"{needs}set --model.path to a folder with config.json, tokenizer and processor.")
-    folder = Path(path).expanduser()
-    folder = folder.parent if folder.is_file() else folder
+    folder = folder_of(path)
     try:
         processor: Any = AutoProcessor.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except ImportError as error:

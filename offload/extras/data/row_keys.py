@@ -20,14 +20,6 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and value in ("", "[]", "{}", [], {}))
 
 
-def _is_not_false(value: Any) -> bool:
-    return value is not False
-
-
-def _is_one(value: Any) -> bool:
-    return value is None or value == 1
-
-
 def _is_one_document(value: Any) -> bool:
     """Return True for positions 0, 1, 2, ... in one document, and for a list with one length."""
     return _is_empty(value) or (isinstance(value, list) and (value == list(range(len(value))) or len(value) == 1))
@@ -54,21 +46,16 @@ _ANSWER_IS_BAD = "it marks a bad answer: leave such rows out, or write preferenc
 ROW_KEYS = (
     RowKey("input", frozenset({"alpaca"}), frozenset({"preference"}), "write it into 'prompt'"),
     RowKey("system", _CHATS | {"preference"}, _ALL - _CHATS - {"preference"}, "write it into 'prompt'"),
-    RowKey("tools", _ALL),
-    RowKey("chat_template_kwargs", _ALL),
-    RowKey("parallel_tool_calls", _ALL),
+    *(RowKey(name, _ALL) for name in ("tools", "chat_template_kwargs", "parallel_tool_calls")),
     RowKey("history", frozenset({"alpaca"}), _ALL - {"alpaca"}, "write it as messages before the others"),
-    RowKey("prompt", frozenset({"preference"})),
-    RowKey("messages", frozenset({"preference"})),
-    RowKey("instruction", frozenset(), frozenset({"preference"}), _RENAME.format("prompt", "instruction")),
-    RowKey("question", frozenset(), frozenset({"preference"}), _RENAME.format("prompt", "question")),
-    RowKey("conversations", frozenset(), frozenset({"preference"}), _RENAME.format("prompt", "conversations")),
+    *(RowKey(name, frozenset({"preference"})) for name in ("prompt", "messages")),
+    *(
+        RowKey(name, frozenset(), frozenset({"preference"}), _RENAME.format("prompt", name))
+        for name in ("instruction", "question", "conversations")
+    ),
     RowKey("images", frozenset({"messages", "sharegpt", "preference"}), _ALL, "write the row as messages"),
     RowKey("image", frozenset(), _ALL, _RENAME.format("images", "image")),
-    RowKey("video", frozenset(), _ALL, _NOT_READ),
-    RowKey("videos", frozenset(), _ALL, _NOT_READ),
-    RowKey("audio", frozenset(), _ALL, _NOT_READ),
-    RowKey("audios", frozenset(), _ALL, _NOT_READ),
+    *(RowKey(name, frozenset(), _ALL, _NOT_READ) for name in ("video", "videos", "audio", "audios")),
     RowKey("functions", frozenset(), _ALL, "write each as {'type': 'function', 'function': ...} under 'tools'"),
     RowKey("available_tools", frozenset(), _ALL, _RENAME.format("tools", "available_tools")),
     RowKey("system_prompt", frozenset(), _ALL, _RENAME.format("system", "system_prompt")),
@@ -77,17 +64,20 @@ ROW_KEYS = (
         frozenset(),
         _ALL,
         "all rows have the same weight: leave it out, or set a weight for the whole source",
-        _is_one,
+        lambda value: value is None or value == 1,
     ),
-    RowKey("label", frozenset(), _ALL, _ANSWER_IS_BAD, _is_not_false),
-    RowKey("kto_tag", frozenset(), _ALL, _ANSWER_IS_BAD, _is_not_false),
-    RowKey("labels", _TOKENS),
-    RowKey("attention_mask", _TOKENS),
-    RowKey("completion_mask", _TOKENS),
-    RowKey("assistant_masks", _TOKENS),
-    RowKey("loss_mask", _TOKENS),
-    RowKey("position_ids", frozenset(), _TOKENS, "write one document in each row, without packing", _is_one_document),
-    RowKey("seq_lengths", frozenset(), _TOKENS, "write one document in each row, without packing", _is_one_document),
+    *(
+        RowKey(name, frozenset(), _ALL, _ANSWER_IS_BAD, lambda value: value is not False)
+        for name in ("label", "kto_tag")
+    ),
+    *(
+        RowKey(name, _TOKENS)
+        for name in ("labels", "attention_mask", "completion_mask", "assistant_masks", "loss_mask")
+    ),
+    *(
+        RowKey(name, frozenset(), _TOKENS, "write one document in each row, without packing", _is_one_document)
+        for name in ("position_ids", "seq_lengths")
+    ),
 )
 
 MARKS = ("weight", "train", "training", "trainable", "loss")

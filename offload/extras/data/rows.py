@@ -259,20 +259,9 @@ def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
             columns=list(names),
             use_threads=False,
         )
-        row = first
-        while True:
-            try:
-                batch = next(batches, None)
-            except Exception as error:  # see _open_parquet
-                raise ConfigError(
-                    f"{file.place}: row group {group} (rows {first:,} to {first + row_group.num_rows - 1:,}) is "
-                    f"damaged, from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file again, "
-                    "or leave it out."
-                ) from error
-            if batch is None:
-                break
-            yield from _rows_of(batch, str(file.place), row)
-            row += batch.num_rows
+        last = first + row_group.num_rows - 1
+        damaged = f"{file.place}: row group {group} (rows {first:,} to {last:,}) is damaged,"
+        yield from _rows_of_each(batches, str(file.place), first, damaged)
         first += row_group.num_rows
 
 
@@ -294,18 +283,23 @@ def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:
 
 def _arrow_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
     _, batches = _arrow_batches(file)
-    row = 0
+    selected = (batch.select(list(names)) for batch in batches)
+    return _rows_of_each(selected, str(file.place), 0, f"{file.place} is damaged")
+
+
+def _rows_of_each(batches: Iterator[Any], where: str, row: int, damaged: str) -> Iterator[Row]:
+    """Yield the rows of consecutive batches, numbered from `row`. A read error raises ConfigError with `damaged`."""
     while True:
         try:
             batch = next(batches, None)
         except Exception as error:  # see _open_parquet
             raise ConfigError(
-                f"{file.place} is damaged from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file "
-                "again, or leave it out."
+                f"{damaged} from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file again, or leave "
+                "it out."
             ) from error
         if batch is None:
             return
-        yield from _rows_of(batch.select(list(names)), str(file.place), row)
+        yield from _rows_of(batch, where, row)
         row += batch.num_rows
 
 

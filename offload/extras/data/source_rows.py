@@ -10,8 +10,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from offload.errors import ConfigError, counted, ratio
-from offload.extras.data.isolated import StoreRows, lay_out
-from offload.extras.data.packing import Layout
+from offload.extras.data.packing import Layout, StoreRows, lay_out
 from offload.extras.data.prepare import SourceFiles, TokenizedData
 from offload.extras.data.sources import STDLIB_CHAT, Source
 from offload.extras.data.storage import decompressed_name

@@ -17,9 +17,8 @@ from typing import get_args
 
 import xxhash
 
-from offload.app.config.data_sources import Format
+from offload.app.config.sections import Format
 from offload.errors import ConfigError, nearest
-from offload.extras.data import saved
 from offload.extras.data.file_types import (
     CONTAINERS,
     ROW_SUFFIXES,
@@ -35,7 +34,7 @@ from offload.extras.data.file_types import (
     skipped_note,
     suffix_of,
 )
-from offload.extras.data.storage import DataSet, LocalFile, Mark, Place, remote_files
+from offload.extras.data.storage import DataSet, LocalFile, Mark, Place, from_folder, from_hub, remote_files
 from offload.files.user_cache import hash_paths
 
 STDLIB = "builtin:stdlib"
@@ -158,7 +157,7 @@ def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
     if local.is_dir():
         return _find_folder(path, local, source, notes)
     if glob.has_magic(path):
-        base = _folder_before_wildcard(local)
+        base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), local.parts))
         matches = sorted(p for p in map(Path, glob.glob(str(local), recursive=True)) if p.is_file())  # noqa: PTH207 - absolute patterns
         if not matches:
             raise ConfigError(f"{source.setting}={path!r} matches no file (looked from {base.absolute()}).")
@@ -167,7 +166,7 @@ def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
         check_split(path, source.split, source.setting)
         return [_file(LocalFile(p), p.relative_to(base).as_posix(), source) for p in matches]
     if _may_be_on_hub(path, source):
-        data_set = saved.from_hub(path, source.name, source.revision, source.split, source.setting)
+        data_set = from_hub(path, source.name, source.revision, source.split, source.setting)
         return [_data_set_file(data_set, path, source)]
     raise _missing_path_error(path, source.setting)
 
@@ -188,7 +187,7 @@ def _missing_path_error(path: str, setting: str) -> ConfigError:
 def _find_folder(path: str, folder: Path, source: Source, notes: list[str]) -> list[SourceFile]:
     inside, suffixes_read = _walk(folder), _suffixes(source.format)
     if is_saved_data_set(inside, folder):
-        return [_data_set_file(saved.from_folder(folder, source.split, source.setting), "", source)]
+        return [_data_set_file(from_folder(folder, source.split, source.setting), "", source)]
     if source.format == "auto":
         check_one_type(path, inside, is_folder=True, setting=source.setting)
         suffixes_read |= UNREAD_SUFFIXES  # refused by name, below
@@ -268,11 +267,6 @@ def _suffixes(data_format: str) -> frozenset[str]:
     if data_format == "auto":
         return TEXT_SUFFIXES | ROW_SUFFIXES | TOKEN_SUFFIXES
     return TEXT_SUFFIXES if data_format == "text" else TOKEN_SUFFIXES if data_format == "tokens" else ROW_SUFFIXES
-
-
-def _folder_before_wildcard(pattern: Path) -> Path:
-    """Return the folder before the first path part with a wildcard."""
-    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
 
 
 def _file(place: Place, name: str, source: Source) -> SourceFile:

@@ -41,8 +41,7 @@ def tokenizer_folder(model_path: str | None) -> str | None:
     """Return the location of the model's tokenizer: a folder or a hub name. None: a folder without tokenizer files."""
     if model_path is None:
         return None
-    path = Path(model_path).expanduser()
-    folder = path.parent if path.is_file() else path
+    folder = folder_of(model_path)
     if not folder.is_dir():
         return model_path
     return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
@@ -68,12 +67,13 @@ def preload_tokenizer(path: str) -> Any:
     """Load a tokenizer for reading only. The next `load_tokenizer` call for the same path returns this object."""
     tokenizer = load_tokenizer(path)
     _preloaded.clear()
-    if mark := _folder_key(_folder_of(path)):
+    if mark := _folder_key(folder_of(path)):
         _preloaded[mark] = tokenizer
     return tokenizer
 
 
-def _folder_of(path: str) -> Path:
+def folder_of(path: str) -> Path:
+    """Return the folder for a folder, a file in it, or a hub name (a folder that does not exist)."""
     folder = Path(path).expanduser()
     return folder.parent if folder.is_file() else folder
 
@@ -90,7 +90,7 @@ def load_tokenizer(path: str) -> Any:
     """Load a tokenizer from a folder or a downloaded hub name. Downloads nothing. Raises ConfigError."""
     from transformers import AutoTokenizer
 
-    folder = _folder_of(path)
+    folder = folder_of(path)
     if _preloaded and (preloaded := _preloaded.pop(_folder_key(folder), None)) is not None:
         return preloaded
     try:

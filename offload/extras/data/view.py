@@ -1,24 +1,33 @@
-"""Data preview: sources, document lengths, and rows in the first steps with their targets."""
+"""Data preview without a run: sources, document lengths, and rows in the first steps with their targets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from offload.accelerators import own_accelerator
+from offload.app.config.config import Config
+from offload.app.hf.models import vocab_size
+from offload.app.training.build import RunSetup
+from offload.app.training.objectives import OBJECTIVES, Objective
+from offload.app.training.parts import stages
+from offload.app.training.resume import ResumePoint
 from offload.errors import counted, ratio
-from offload.extras.data.dataset import Dataset, Targets
+from offload.extras.data.dataset import Dataset
 from offload.extras.data.mixture import Mixture
 from offload.extras.data.source_rows import SourceRows
-
-if TYPE_CHECKING:
-    pass
+from offload.extras.data.task import FileRows
 
 PieceKind = Literal["context", "trained", "padding"]
 _PIECE_KINDS: tuple[PieceKind, ...] = ("context", "trained", "padding")
+_ISOLATION_NOTE = (
+    "note: before the first step a run tests whether the model keeps the documents of a row apart; a model that mixes "
+    "them gets one document in each row, as with --data.packing false."
+)
 _MOST_BINS = 16
 _MOST_BATCHES = 1000
 _MANY = 4
@@ -68,17 +77,14 @@ class Sample:
     @property
     def title(self) -> str:
         """Row identity and counts, in words."""
+        pictures = f"; with {', '.join(self.pictures)}" if self.pictures else ""
         num_tokens = sum(piece.num_tokens for piece in self.pieces) - self.num_padding
         position = f"pair {-(-self.row // 2)}, {self.answer}" if self.answer else f"row {self.row}"
         return (
             f"step {self.step}, {position}, of {self.source}: "
             f"{counted(self.num_documents, 'document')}, {counted(num_tokens, 'token')}, "
-            f"{self.num_trained:,} trained on, {self.num_padding:,} padding{self._pictures}"
+            f"{self.num_trained:,} trained on, {self.num_padding:,} padding{pictures}"
         )
-
-    @property
-    def _pictures(self) -> str:
-        return f"; with {', '.join(self.pictures)}" if self.pictures else ""
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ class DataView:
 
     @classmethod
     def of(
-        cls, data: Dataset, targets: Targets, messages: Sequence[str], *, num_steps: int, num_samples: int
+        cls, data: Dataset, targets: Objective, messages: Sequence[str], *, num_steps: int, num_samples: int
     ) -> DataView:
         """Build the preview. `num_samples`: sample rows (or pairs) from the first step on."""
         num_samples *= data.group
@@ -189,6 +195,25 @@ class DataView:
         return f"{longer}, continued in further rows: no token is cut off"
 
 
+def look_at_data(config: Config, num_ranks: int, num_samples: int, say: Callable[[str], None]) -> DataView:
+    """Prepare the data for a new run, and return a view. No weights are read. Raises OffloadError like the run.
+
+    `say` receives each long stage.
+    """
+    config.check_source()
+    config.check_ranks(num_ranks)
+    has_accelerator = own_accelerator(config.offload.device) is not None
+    config, architecture, model_kind, _, _ = RunSetup.read(ResumePoint(config), has_accelerator=has_accelerator)
+    vocabulary = vocab_size(architecture)
+    data = FileRows.build(config, model_kind, vocabulary, stages(say, lambda: None))
+    objective = OBJECTIVES[config.train.method].of(config, model_kind.name, data.tokenizer, vocabulary)
+    description = list(data.describe(objective))
+    if data.is_isolated and config.data.packing_isolated == "auto":
+        description.append(_ISOLATION_NOTE)
+    num_steps = int(config.resolve_steps(data.num_steps).train.steps or 0)
+    return DataView.of(data, objective, description, num_steps=num_steps, num_samples=num_samples)
+
+
 def describe_rows(view: DataView) -> str:
     """Return steps, epochs and padding share in words."""
     rows = counted(view.batch_size // view.group, "row" if view.group == 1 else "pair")
@@ -217,7 +242,7 @@ def histogram(lengths: np.ndarray, row_length: int) -> tuple[tuple[int, int], ..
     return tuple(zip(borders.tolist(), counts.tolist(), strict=True))
 
 
-def _source(rows: SourceRows, data: Dataset, targets: Targets) -> SourceView:
+def _source(rows: SourceRows, data: Dataset, targets: Objective) -> SourceView:
     lengths = rows.document_lengths
     summary = next(each for each in data.sources if each.name == rows.name)
     return SourceView(
@@ -254,7 +279,7 @@ def _as_batched(sources: Sequence[SourceView], data: Dataset) -> tuple[tuple[Sou
     return updated, float(1 - real.sum() / wide.sum())
 
 
-def _samples(data: Dataset, targets: Targets, step: int, num_rows: int) -> list[Sample]:
+def _samples(data: Dataset, targets: Objective, step: int, num_rows: int) -> list[Sample]:
     """Return the first rows in a step."""
     ids, trained = (each.numpy() for each in targets.tokens_and_targets(data.batch(step), step))
     rows = data.rows_of(step)[:num_rows]

@@ -11,9 +11,9 @@ from typing import Any
 
 from offload.app.config.config import Config
 from offload.app.config.rules import RULE_SETTINGS
-from offload.app.engine_settings import make_placement
 from offload.app.hf.models import locate
 from offload.app.hf.read import weight_files
+from offload.app.training.parts import make_placement
 from offload.engine.units.activation_offload import GRAPHS
 from offload.errors import ConfigError, format_bytes
 from offload.extras.large.tiles import tile_rows

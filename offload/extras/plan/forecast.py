@@ -13,11 +13,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
-from offload.app.engine_settings import make_settings
-from offload.app.hf.freeze import freeze
 from offload.app.hf.models import (
     BuiltModel,
     empty_model,
+    freeze,
     is_pretrained,
     load_model_config,
     locate,
@@ -27,6 +26,7 @@ from offload.app.hf.models import (
 )
 from offload.app.hf.quantized import quantization_settings
 from offload.app.hf.read import quantized_parameters
+from offload.app.training.parts import make_settings
 from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
 from offload.errors import DoesNotFitError, format_bytes

@@ -8,8 +8,7 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
-from offload.app.network import Network
-from offload.app.training.planner import RunForecast, describe_budget
+from offload.app.training.planner import Network, RunForecast, describe_budget
 from offload.errors import format_bytes
 from offload.extras.plan.alternatives import (
     apply_change,

@@ -12,12 +12,11 @@ import torch
 
 from offload.app.checkpoint_folder import is_checkpoint
 from offload.app.config.config import Config
-from offload.app.engine_settings import make_update_rule
-from offload.app.hf.freeze import freeze
-from offload.app.hf.models import BuiltModel, build_model, model_kind, quiet_transformers
+from offload.app.hf.models import BuiltModel, build_model, freeze, model_kind, quiet_transformers
 from offload.app.hf.sources import RemovedProduct
 from offload.app.stored_model import DTYPES, rebuild_model
 from offload.app.training.build import choose_trainable_part
+from offload.app.training.parts import make_update_rule
 from offload.app.training.resume import ResumePoint
 from offload.app.training.run_folder import RunFolder
 from offload.app.training.task import TASKS

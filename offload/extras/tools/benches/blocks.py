@@ -128,7 +128,10 @@ def summarise(contenders: Sequence[Contender], num_steps: int, tokens: int, more
             "blocks": [round(seconds * 1e3, 3) for seconds in times],
             "left_ms": statistics.median(block.left_seconds for block in contender.blocks) * 1e3,
             "tokens_per_second": tokens / median,
-            **_moved_in_a_step(contender.blocks, num_steps),
+            **{
+                name: statistics.median(block.moved_bytes[name] / num_steps for block in contender.blocks)
+                for name in contender.blocks[0].moved_bytes
+            },
             **contender.details(),
         }
         ratio = None
@@ -143,10 +146,3 @@ def summarise(contenders: Sequence[Contender], num_steps: int, tokens: int, more
         name = f"{contender.name} ({more['group']})"
         results.append(Result(name, median * 1e3, "ms", contender.reference, ratio, details))
     return results
-
-
-def _moved_in_a_step(blocks: Sequence[Block], num_steps: int) -> dict[str, float]:
-    return {
-        name: statistics.median(block.moved_bytes[name] / num_steps for block in blocks)
-        for name in blocks[0].moved_bytes
-    }
