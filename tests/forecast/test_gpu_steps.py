@@ -107,11 +107,11 @@ def alone_seconds(step: PlannedStep) -> float:
     """Return the seconds from idle lanes to idle lanes, without a step before or after."""
     with closing(SimulatedEngine(step.calls, step.simulated_plan(), step.seconds())) as engine:
         engine.step()
-        engine.finish()
-        begin = engine.now_s
+        engine.lanes.finish()
+        begin = engine.lanes.now_s
         engine.step()
-        engine.finish()
-        return engine.now_s - begin
+        engine.lanes.finish()
+        return engine.lanes.now_s - begin
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.extras.plan.shortened import FEW, simulate_shortened
-from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, simulate
+from offload.extras.plan.simulated_step import FEW, SimulatedCall, SimulatedPlan, simulate, simulate_shortened
 from offload.layout.residence import DISK, Residence, Row
 from offload.planning.settings import Settings
 from offload.tiers.nvme import UPDATE_RING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -154,11 +155,8 @@ def place(forecaster: Forecaster, prediction: Forecast, *, times: bool = True) -
     Keeps the given forecast if the gain is too small. `times` False: take the first placement with enough room.
     """
     if tile := _tile(forecaster, prediction):
-        tiled = place(
-            forecaster,
-            forecaster.predict(apply_change(prediction.config, tile), prediction.hardware, times=times),
-            times=times,
-        )
+        changed = forecaster.predict(apply_change(prediction.config, tile), prediction.hardware, times=times)
+        tiled = place(forecaster, changed, times=times)
         return replace(tiled, placement_flags=f"{to_flags(tile)} {tiled.placement_flags}".rstrip())
     chosen, change = _descend(forecaster, prediction, {}, times=times)
     if times and prediction.hardware.device != "cpu" and has_open_placement(prediction):
@@ -181,25 +179,23 @@ def _descend(
     changed = _try_change(forecaster, initial, start, times=times) if start else initial
     if changed is None or (start and not changed.fits):
         return initial, {}
-    chosen, change = changed, start
+    first, chosen, change = changed, changed, start
 
-    def improve(candidate: Mapping[str, Any]) -> None:
-        nonlocal chosen, change
+    def candidates() -> Iterator[Mapping[str, Any]]:  # each stage begins with the choice of the one before
+        if has_open_placement(first) and (placement := forecaster.choose(first, times=times)):
+            yield {**start, **placement}
+        if not times or initial.hardware.device == "cpu":
+            return
+        for states in _device_state_shares(first, chosen):
+            # The best options without these states may not be the best with them.
+            yield from ({**change, **states}, {**start, **states})[: 2 if change else 1]
+        if initial.config.offload.graphs == "auto":
+            yield from ({**change, **graphs} for graphs in _host_graph_shares(forecaster, chosen))
+
+    for candidate in candidates():
         other = _try_change(forecaster, initial, candidate, times=times)
         if other is not None and _is_faster(chosen, other, times=times):
             chosen, change = other, candidate
-
-    if has_open_placement(changed) and (placement := forecaster.choose(changed, times=times)):
-        improve({**start, **placement})
-    if not times or initial.hardware.device == "cpu":
-        return chosen, change
-    for states in _device_state_shares(changed, chosen):
-        # The best options without these states may not be the best with them.
-        for candidate in ({**change, **states}, {**start, **states})[: 2 if change else 1]:
-            improve(candidate)
-    if initial.config.offload.graphs == "auto":
-        for graphs in _host_graph_shares(forecaster, chosen):
-            improve({**change, **graphs})
     return chosen, change
 
 
@@ -235,10 +231,8 @@ def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[di
     The maximum leaves only minimum slots for streamed weights, and no room for saved graphs.
     """
     offload, prepared, budget = initial.config.offload, prediction.prepared, prediction.memory.budgets["device"]
-    is_undecided = (
-        offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
-    )
-    if not is_undecided or prepared.plan.residence.common == DEVICE or prepared.settings.host_bound or budget is None:
+    is_open = offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
+    if not is_open or prepared.plan.residence.common == DEVICE or prepared.settings.host_bound or budget is None:
         return
     residence, regions = prepared.plan.residence, prepared.structure.regions
     state_bytes = optimizer_bytes((region for region in regions if region.trainable), residence.sharding)
@@ -274,8 +268,7 @@ def _try_change(
 
 
 def _alternative(other: Forecast, change: str) -> Alternative:
-    timing = other.timing
-    seconds, tokens = (None, None) if timing is None else (timing.step_seconds, timing.tokens_per_second)
+    seconds, tokens = (getattr(other.timing, name, None) for name in ("step_seconds", "tokens_per_second"))
     return Alternative(change, seconds, tokens, other.fits)
 
 
@@ -299,16 +292,11 @@ def find_fix(forecaster: Forecaster, prediction: Forecast, ends: float = math.in
 
     return (
         first(keeping)
-        or first(_sums(keeping))
+        or first(list(itertools.accumulate(keeping, operator.or_))[1:])
         or _larger_budgets(forecaster, prediction, ends)
         or first(others)
-        or first(_sums(changes))
+        or first(list(itertools.accumulate(changes, operator.or_))[1:])
     )
-
-
-def _sums(changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the changes added up, one more each time."""
-    return list(itertools.accumulate(changes, lambda together, change: together | change))[1:]
 
 
 def _drop_needless(
@@ -396,9 +384,8 @@ def _more_host_memory(forecaster: Forecaster, initial: Forecast) -> tuple[int, F
         config, hardware = initial.config, initial.hardware
         if (budget := config.offload.host_memory) is not None:
             config = config.with_resolved(offload__host_memory=budget + more_bytes)
-        prediction = place(
-            forecaster, forecaster.predict(config, hardware.with_(host_bytes=hardware.host_bytes + more_bytes))
-        )
+        hardware = hardware.with_(host_bytes=hardware.host_bytes + more_bytes)
+        prediction = place(forecaster, forecaster.predict(config, hardware))
     return more_bytes, prediction
 
 

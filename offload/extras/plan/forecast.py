@@ -168,10 +168,10 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields in JSON form."""
-        timing, day = self.timing, None
+        timing, day, endurance = self.timing, None, self.hardware.endurance_bytes
         if timing is not None and self.written_bytes:
             day = self.written_bytes / timing.step_seconds * DAY_S
-        endurance = self.hardware.endurance_bytes
+        rates = ("bound_by", "tokens_per_second", "mfu", "hides_from_tokens")
         return {
             "fits": self.fits,
             "model": self.name,
@@ -184,13 +184,10 @@ class Forecast:
             "loading_bytes": self.memory.loading_bytes,
             "operations_bytes": self.memory.operations_bytes,
             "shortfalls": self.memory.shortfalls,
-            "step_seconds": None if timing is None else timing.step_seconds,
+            "step_seconds": getattr(timing, "step_seconds", None),
             "lane_seconds": {} if timing is None else dict(timing.lane_seconds),
             "exposed_seconds": {} if timing is None else dict(timing.exposed),
-            "bound_by": None if timing is None else timing.bound_by,
-            "tokens_per_second": None if timing is None else timing.tokens_per_second,
-            "mfu": None if timing is None else timing.mfu,
-            "hides_from_tokens": None if timing is None else timing.hides_from_tokens,
+            **{name: getattr(timing, name, None) for name in rates},
             "network_bytes_per_step": self.network_bytes,
             "nvme_written_bytes_per_step": self.written_bytes,
             "nvme_written_bytes_per_day": day,
@@ -237,10 +234,6 @@ class Forecaster:
         return to_scorer_config(architecture) if self.config.train.method == "reward" else architecture
 
     @cached_property
-    def _model(self) -> nn.Module:
-        return self._built.model
-
-    @cached_property
     def _built(self) -> BuiltModel:
         """The trained model on `meta`, with its quantized checkpoint parameters."""
         section, architecture = self.config.model, self._architecture
@@ -274,7 +267,7 @@ class Forecaster:
         return self._forecasts[key]
 
     def _predict(self, config: Config, hardware: Hardware, times: bool) -> Forecast:
-        ranks = self._ranks(hardware)
+        ranks = SimulatedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
         config.check_ranks(ranks.size)
         has_accelerator = hardware.device != "cpu"
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
@@ -311,7 +304,7 @@ class Forecaster:
         return Forecast(
             config,
             hardware,
-            type(getattr(self._model, "get_base_model", lambda: self._model)()).__name__,
+            type(getattr(self._built.model, "get_base_model", lambda: self._built.model)()).__name__,
             sum(info.numel for info in prepared.structure.infos),
             self.num_ranks,
             memory,
@@ -327,56 +320,40 @@ class Forecaster:
         Empty if the search keeps the current settings, nothing fits, or the workload is unknown. `times` False: return
         the first placement with enough room instead.
         """
-        prepared, work = (
-            prediction.prepared,
-            self._workload(prediction.config, prediction.prepared, prediction.total_ranks),
-        )
-        settings = prepared.settings
+        prepared, settings = prediction.prepared, prediction.prepared.settings
+        work = self._workload(prediction.config, prepared, prediction.total_ranks)
         if isinstance(work, str):
             return {}
         machine = self.machine or SpecifiedMachine(prediction.hardware, self.num_ranks)
-        search = PlacementSearch(
-            prepared, work, prediction.hardware.for_one_rank(self.num_ranks), machine, self.num_ranks
-        )
+        hardware = prediction.hardware.for_one_rank(self.num_ranks)
+        search = PlacementSearch(prepared, work, hardware, machine, self.num_ranks)
         is_open = prediction.config.origin("offload.zero_stage") == "resolved"
         chosen = search.choose(settings, cuts=is_open, times=times)
         values = {key: attrgetter(path)(chosen) for key, path in _SEARCH_OPTIONS.items()}
         return {key: value for key, value in values.items() if value != attrgetter(_SEARCH_OPTIONS[key])(settings)}
 
-    def _ranks(self, hardware: Hardware) -> SimulatedRanks:
-        """Return simulated ranks for all machines."""
-        return SimulatedRanks(self.num_ranks * hardware.num_machines, hardware.num_machines)
-
     def _structure(self, settings: Settings, share_bytes: int | None, ranks: SimulatedRanks) -> Structure:
-        sharding = sharding_of(settings, ranks)
-        cut = (
-            settings.placement.experts == "streamed",
-            share_bytes,
-            ranks.size,
-            sharding.num_replicas,
-            sharding.num_ranges,
-        )
+        sharding, is_streamed = sharding_of(settings, ranks), settings.placement.experts == "streamed"
+        cut = is_streamed, share_bytes, ranks.size, sharding.num_replicas, sharding.num_ranges
         codecs = settings.frozen_weights, settings.link_weights
         key = repr((settings.optimizer, settings.precision, codecs, settings.delay, cut))
         if key not in self._structures:
-            self._structures[key] = Structure.of(self._model, settings, ranks, self._built.quantized, share_bytes)
+            self._structures[key] = Structure.of(self._built.model, settings, ranks, self._built.quantized, share_bytes)
         return self._structures[key]
 
     def _workload(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return the workload for one rank, or the reason for a failed measurement."""
         settings, model_type = prepared.settings, model_kind(self._architecture).name
         rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
-        shared_by = config.train.sequence_parallel
-        length = -(-int(config.data.sequence_length or 0) // shared_by)
-        data = config.data
+        data, shared_by = config.data, config.train.sequence_parallel
+        length = -(-int(data.sequence_length or 0) // shared_by)
         is_isolated = data.packing and data.packing_isolated is True
         batch = BatchSpec(model_type, rows, length, not data.packing, is_isolated, shared_by)
-        chunk_bytes = prepared.chunk_bytes
-        options = settings.micro_batch_size, chunk_bytes, settings.precision, settings.device, settings.sequence_tile
-        key = batch, options, prepared.structure.splitting.share_bytes
+        options = settings.micro_batch_size, settings.precision, settings.device, settings.sequence_tile
+        key = batch, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes
         if key not in self._workloads:
             try:
-                self._workloads[key] = measure(self._model, batch, prepared)
+                self._workloads[key] = measure(self._built.model, batch, prepared)
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)
         return self._workloads[key]

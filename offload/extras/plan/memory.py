@@ -60,11 +60,9 @@ class Footprint:
     def shortfalls(self) -> dict[str, int]:
         """Bytes over budget per tier. "cpu" is pinned plus pageable memory."""
         operations = self.operations_bytes
-        named_bytes = self.total("cpu", "pinned") - operations
-        used_bytes = (
-            named_bytes + max(operations, self.loading_bytes) + (self.total("device") if self.is_one_memory else 0)
-        )
-        needs = {DEVICE: self.total(DEVICE), HOST: named_bytes, DISK: self.total(DISK)}
+        named_bytes, device_bytes = self.total("cpu", "pinned") - operations, self.total(DEVICE)
+        used_bytes = named_bytes + max(operations, self.loading_bytes) + (device_bytes if self.is_one_memory else 0)
+        needs = {DEVICE: device_bytes, HOST: named_bytes, DISK: self.total(DISK)}
         excess = {tier: needs[tier] - budget for tier, budget in self.budgets.items() if budget is not None}
         excess["cpu"] = max(excess.get("cpu", 0), used_bytes - self.host_bytes)
         return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
@@ -123,9 +121,8 @@ class StepMemory:
         self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
         self._has_backward = prepared.settings.optimizer.has_gradients
         # Row blocks add gradients to the gradient buffer or on the host.
-        self._in_row_blocks = {
-            region for unit in prepared.structure.units if unit.num_layers for region in unit.regions
-        }
+        in_layers = [unit for unit in prepared.structure.units if unit.num_layers]
+        self._in_row_blocks = {region for unit in in_layers for region in unit.regions}
 
     @property
     def allocations(self) -> list[Allocation]:
@@ -191,14 +188,13 @@ class StepMemory:
         """Return the calls with offloaded graphs: as many calls outside `kept` as the tier has room for."""
         if not self._offloads_graphs or not self._has_backward:
             return frozenset()
-        calls = [
-            (number, call) for number, call in enumerate(self.workload.calls) if number not in kept and call.is_cut
-        ]
+        calls = self.workload.calls
+        numbers = [number for number, call in enumerate(calls) if number not in kept and call.is_cut]
         if self.settings.recompute == "never":
-            return frozenset(number for number, _ in calls)
-        calls.reverse()
-        chosen = spread([self._graph_bytes(call) for _, call in calls], self._graph_room)
-        return frozenset(calls[number][0] for number in chosen)
+            return frozenset(numbers)
+        numbers.reverse()
+        chosen = spread([self._graph_bytes(calls[number]) for number in numbers], self._graph_room)
+        return frozenset(numbers[place] for place in chosen)
 
     @property
     def _offloads_graphs(self) -> bool:
@@ -209,12 +205,12 @@ class StepMemory:
         tier, placement = self.settings.placement.graphs, self.settings.placement
         budget = placement.budget(tier)
         capacity = self.hardware.host_bytes if tier == "cpu" else self.hardware.disk_bytes
-        inputs = sum(map(self._first_offloaded_bytes, self.workload.calls)) if placement.activations == tier else 0
-        room = [
-            each - bytes_on(tier, self.plan.allocations) - inputs for each in (budget, capacity) if each is not None
-        ]
+        used = bytes_on(tier, self.plan.allocations)
+        if placement.activations == tier:
+            used += sum(map(self._first_offloaded_bytes, self.workload.calls))
+        rooms = [each - used for each in (budget, capacity) if each is not None]
         limit = budget_bytes(placement.graphs_memory)
-        return min([*room, *([] if limit is None else [limit])], default=sys.maxsize)
+        return min(rooms if limit is None else [*rooms, limit], default=sys.maxsize)
 
     def _graph_bytes(self, call: UnitWork) -> int:
         """Return the offloaded graph bytes of a use, inputs included."""
@@ -266,13 +262,12 @@ class StepMemory:
 
     def _place_inputs(self, call: UnitWork, is_kept: bool) -> tuple[str, int]:
         """Return the allocation name for the inputs of a use, and the bytes offloaded from the device."""
-        settings = self.settings
-        is_offloaded = settings.placement.activations in OFFLOADED
-        if not is_kept:
-            num_bytes = (call.input_bytes - call.staying_bytes) * self.workload.num_micro_batches if is_offloaded else 0
-            return INPUTS, num_bytes
-        counts_as_input = settings.recompute == "auto" and not is_offloaded and call.is_cut
-        return INPUTS if counts_as_input else KEPT, 0
+        is_offloaded = self.settings.placement.activations in OFFLOADED
+        if is_kept:
+            counts_as_input = self.settings.recompute == "auto" and not is_offloaded and call.is_cut
+            return INPUTS if counts_as_input else KEPT, 0
+        moved_bytes = (call.input_bytes - call.staying_bytes) * self.workload.num_micro_batches
+        return INPUTS, moved_bytes if is_offloaded else 0
 
     def _first_offloaded_bytes(self, call: UnitWork) -> int:
         """Return the input bytes offloaded in the first step.
@@ -292,23 +287,19 @@ class StepMemory:
         for number, call in self._calls():
             is_kept, is_offloaded = number in kept, number in offloaded
             offloaded_bytes = self._graph_bytes(call) if is_offloaded else self._place_inputs(call, is_kept)[1]
-            kept_bytes += (
-                _total_bytes(call, call.input_bytes + (call.saved_bytes if is_offloaded else 0), work) - offloaded_bytes
-            )
+            held_bytes = call.input_bytes + (call.saved_bytes if is_offloaded else 0)
+            kept_bytes += _total_bytes(call, held_bytes, work) - offloaded_bytes
             if not offloaded_bytes:  # already counted for the stretch
                 kept_bytes -= call.stretch_bytes * parts
             if call.name is None:
                 kept_bytes += call.saved_bytes * parts
-                peak_bytes = max(
-                    peak_bytes, kept_bytes + max(call.forward_temporary_bytes, call.backward_temporary_bytes) * parts
-                )
+                temporary_bytes = max(call.forward_temporary_bytes, call.backward_temporary_bytes) * parts
+                peak_bytes = max(peak_bytes, kept_bytes + temporary_bytes)
                 continue
             if not call.is_cut:
                 of_weights = max(0, call.backward_temporary_bytes - call.result_bytes - call.gradient_bytes)
-                peak_bytes = max(
-                    peak_bytes,
-                    kept_bytes + 2 * hidden + parts * (2 * call.result_bytes + call.gradient_bytes) + of_weights,
-                )
+                results = parts * (2 * call.result_bytes + call.gradient_bytes)
+                peak_bytes = max(peak_bytes, kept_bytes + 2 * hidden + results + of_weights)
                 continue
             if is_kept:
                 kept_bytes += call.saved_bytes * parts
@@ -358,25 +349,21 @@ class StepMemory:
             if call.is_block and num_blocks > 1:  # the input of the first block is this tensor
                 waiting_bytes += passes * embedding_bytes * parts
             joined_bytes = 2 * parts * call.result_bytes if parts > 1 else 0
-            peak_bytes = max(
-                peak_bytes,
-                waiting_bytes + max((parts - 1) * call.result_bytes + call.forward_temporary_bytes, joined_bytes),
-            )
+            running_bytes = (parts - 1) * call.result_bytes + call.forward_temporary_bytes
+            peak_bytes = max(peak_bytes, waiting_bytes + max(running_bytes, joined_bytes))
             result_bytes = call.result_bytes
         return peak_bytes + passes * staying_bytes
 
-    def _latest_graphs(self, excluded: frozenset[int], room: int) -> set[int]:
-        """Return the uses outside `excluded` with room for a saved graph.
+    def _latest_graphs(self, excluded: frozenset[int], room: int) -> Iterator[int]:
+        """Yield the uses outside `excluded` with room for a saved graph.
 
         Late uses come first: their graphs are held for less time.
         """
-        chosen = set()
         for number, call in reversed(list(enumerate(self.workload.calls))):
             size = call.saved_bytes * self.workload.num_micro_batches
             if number not in excluded and size <= room:
-                chosen.add(number)
+                yield number
                 room -= size
-        return chosen
 
     @cached_property
     def _lasting_bytes(self) -> int:

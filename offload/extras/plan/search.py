@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.errors import ConfigError, DoesNotFitError
-from offload.extras.plan.shortened import without_garbage_collector
+from offload.extras.plan.simulated_step import without_garbage_collector
 from offload.extras.plan.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.extras.plan.workload import Workload
 from offload.layout.codecs import EXACT
@@ -188,20 +188,19 @@ class PlacementCandidate:
     @cached_property
     def fits(self) -> bool:
         """True if every tier has enough room."""
-        step, placement, hardware = self.step, self.settings.placement, self._hardware
+        step, hardware, num_ranks = self.step, self._hardware, self._search.num_ranks
         if step is None:
             return False
         needs = {tier: bytes_on(tier, step.plan.allocations) + step.waiting_bytes(tier) for tier in OFFLOADED}
         if needs[DISK] and not hardware.rates.has_disk:
             return False
-        budgets = {tier: placement.budget(tier) for tier in OFFLOADED}
-        own = {HOST: hardware.host_bytes // self._search.num_ranks, DISK: None}
-        if hardware.disk_bytes is not None:
-            own[DISK] = hardware.disk_bytes // self._search.num_ranks
-        rooms = {tier: own[tier] if budget is None else budget for tier, budget in budgets.items()}
-        if any(room is not None and needs[tier] > room for tier, room in rooms.items()):
-            return False
-        if hardware.shares_memory and step.device_bytes + needs["cpu"] > hardware.host_bytes // self._search.num_ranks:
+        budgets = {tier: self.settings.placement.budget(tier) for tier in OFFLOADED}
+        own = {HOST: hardware.host_bytes, DISK: hardware.disk_bytes}
+        for tier, num_bytes in own.items():
+            room = num_bytes // num_ranks if budgets[tier] is None and num_bytes is not None else budgets[tier]
+            if room is not None and needs[tier] > room:
+                return False
+        if hardware.shares_memory and step.device_bytes + needs[HOST] > hardware.host_bytes // num_ranks:
             return False
         return step.budget_bytes is None or step.device_bytes <= step.budget_bytes
 
@@ -222,16 +221,12 @@ class PlacementCandidate:
             return forward + backward + seconds["here"](update_bytes(trainable, sharding))
         weights = sum(sharding.plane_bytes(r, r.travelling) for r in trainable)
         gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // ranges
-        waiting = self.step.waiting_bytes(*OFFLOADED)
-        up, down = weights + waiting, gradients + waiting
-        streamed = streamed_bytes(trainable, residence)
-        up, down = up + streamed[0], down + streamed[1]
-        on_disk = sum(
-            region.plane(name).num_bytes(region.numel // ranges)
-            for region in trainable
-            for name in residence.planes_on(DISK, region)
-        )
-        on_disk += self.step.waiting_bytes(DISK)
+        waiting, streamed = self.step.waiting_bytes(*OFFLOADED), streamed_bytes(trainable, residence)
+        up, down = weights + waiting + streamed[0], gradients + waiting + streamed[1]
+        on_disk = self.step.waiting_bytes(DISK)
+        for region in trainable:
+            names = residence.planes_on(DISK, region)
+            on_disk += sum(region.plane(name).num_bytes(region.numel // ranges) for name in names)
         return max(
             forward + backward,
             forward + _rate(seconds["d2h"], gradients),
@@ -269,15 +264,14 @@ class PlacementSearch:
     num_ranks: int = 1
     """Ranks sharing the memory and disk of a machine."""
 
+    _plans: dict[str, Plan | None] = field(default_factory=dict, init=False)
+    _timings: dict[str, Timing] = field(default_factory=dict, init=False)
+
     @property
     def ranks(self) -> SimulatedRanks:
         """Simulated ranks on all machines."""
         num_machines = self.hardware.num_machines
         return SimulatedRanks(self.num_ranks * num_machines, num_machines)
-
-    def __post_init__(self) -> None:
-        self._plans: dict[str, Plan | None] = {}
-        self._timings: dict[str, Timing] = {}
 
     def evaluate(self, settings: Settings) -> PlacementCandidate:
         """Return the estimates for a candidate."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,15 +47,11 @@ class _Link:
     """Total work time so far, in seconds."""
 
 
-class SimulatedLane(Lane):
-    """Simulated queue. With `overtakes` (h2d), ready work runs first, in submission order."""
+class _TimedLane(Lane):
+    """Lane without work: a submission takes the duration of a transfer."""
 
-    def __init__(self, name: str, lanes: SimulatedLanes, link: str, seconds: Seconds) -> None:
+    def __init__(self, name: str, lanes: SimulatedLanes, seconds: Seconds) -> None:
         self.name, self._lanes, self._seconds = name, lanes, seconds
-        self.link, self._overtakes = lanes.link(link), name == "h2d"
-        self._queue: deque[_WorkItem] = deque()
-        self._ready: list[tuple[int, _WorkItem]] = []
-        self._is_busy = False
 
     def submit(
         self,
@@ -65,12 +62,26 @@ class SimulatedLane(Lane):
         name: str = "",  # noqa: ARG002
         num_bytes: int = 0,
     ) -> Ticket:
+        self.position += 1
         return self.enqueue(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
 
     def enqueue(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
         """Queue work for `seconds`, to begin when all tickets in `after` are done."""
-        self.position += 1
-        item = _WorkItem(self._lanes.next_number(), seconds, Ticket(self.link.name))
+        raise NotImplementedError
+
+
+class SimulatedLane(_TimedLane):
+    """Simulated queue. With `overtakes` (h2d), ready work runs first, in submission order."""
+
+    def __init__(self, name: str, lanes: SimulatedLanes, link: str, seconds: Seconds) -> None:
+        super().__init__(name, lanes, seconds)
+        self.link, self._overtakes = lanes.link(link), name == "h2d"
+        self._queue: deque[_WorkItem] = deque()
+        self._ready: list[tuple[int, _WorkItem]] = []
+        self._is_busy = False
+
+    def enqueue(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
+        item = _WorkItem(next(self._lanes.numbers), seconds, Ticket(self.link.name))
         for ticket in set(after):
             if not ticket.is_done:
                 item.num_left += 1
@@ -111,42 +122,21 @@ class SimulatedLane(Lane):
         item.ticket.begin, item.ticket.end = begin, begin + item.seconds
         link.free_at = item.ticket.end
         link.busy_s += item.seconds
-        self._lanes.record_start(self, item)
+        heapq.heappush(self._lanes.events, (item.ticket.end, item.number, self, item))
 
 
-class _WorkByCompute(Lane):
-    """Work done by compute."""
+class _WorkByCompute(_TimedLane):
+    """Work done by compute. In gradient reduction over replicas, compute waits for the network meanwhile."""
 
-    def __init__(self, name: str, lanes: SimulatedLanes, seconds: Seconds) -> None:
-        self.name, self._lanes, self._seconds = name, lanes, seconds
-
-    def submit(
-        self,
-        work: Run,  # noqa: ARG002
-        *,
-        reads: Tickets = (),
-        fills: Tickets = (),
-        name: str = "",  # noqa: ARG002
-        num_bytes: int = 0,
-    ) -> Ticket:
-        self.position += 1
-        self._lanes.compute_after(reads, fills=fills)
-        self._work(self._seconds(num_bytes) if num_bytes else 0.0)
-        now = self._lanes.now_s
-        return next(iter(self._lanes.mark()), None) or Ticket(COMPUTE, now, now, is_done=True)
-
-    def _work(self, seconds: float) -> None:
-        self._lanes.compute(seconds)
-
-
-class _ExchangeByCompute(_WorkByCompute):
-    """Gradient reduction over replicas inside compute. Compute waits for the network meanwhile."""
-
-    def _work(self, seconds: float) -> None:
-        super()._work(seconds)
-        self._lanes.link(self.name).busy_s += seconds
-        self._lanes.exposed_s[self.name] += seconds
-        self._lanes.exchange_s += seconds
+    def enqueue(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
+        lanes = self._lanes
+        lanes.compute_after(after)
+        lanes.compute(seconds)
+        if self.name == "network":
+            lanes.link(self.name).busy_s += seconds
+            lanes.exposed_s[self.name] += seconds
+            lanes.exchange_s += seconds
+        return next(iter(lanes.mark()), None) or Ticket(COMPUTE, lanes.now_s, lanes.now_s, is_done=True)
 
 
 class SimulatedLanes(Lanes):
@@ -165,8 +155,9 @@ class SimulatedLanes(Lanes):
         self.exposed_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._seconds, self._in_stream = seconds, in_stream
         self._links = {name: _Link(name) for name in LANES}
-        self._events: list[tuple[float, int, SimulatedLane, _WorkItem]] = []
-        self._count = 0
+        self.events: list[tuple[float, int, SimulatedLane, _WorkItem]] = []
+        """Started work, as a heap by end time."""
+        self.numbers = itertools.count(1)
         self._after: list[Ticket] = []
         self._last: Sequence[Ticket] = ()
         super().__init__(overlap=not inline, throttle={})
@@ -180,8 +171,7 @@ class SimulatedLanes(Lanes):
         return SimulatedLane(name, self, link, self._seconds.get(name) or self._seconds.get(link, lambda _: 0.0))
 
     def _inline(self, name: str) -> Lane:
-        lane_class = _ExchangeByCompute if name == "network" else _WorkByCompute
-        return lane_class(name, self, self._seconds.get(name, lambda _: 0.0))
+        return _WorkByCompute(name, self, self._seconds.get(name, lambda _: 0.0))
 
     def _open_returning(self) -> Lane:
         return self._thread("returning", "h2d") if self._in_stream else self.h2d  # on a CPU h2d overtakes
@@ -249,22 +239,20 @@ class SimulatedLanes(Lanes):
         late = [ticket for ticket in tickets if not ticket.is_done]
         for ticket in late:
             while not ticket.is_done:
-                assert self._events, "nothing is under way, and what is waited for is not done"
-                self.now_s = max(self.now_s, self._events[0][0])
+                assert self.events, "nothing is under way, and what is waited for is not done"
                 self._end_next()
         self.spend(0.0)
         return max(late, key=lambda ticket: ticket.end, default=None)
 
     def finish(self) -> None:
         """Advance the clock until all work is done."""
-        while self._events:
-            self.now_s = max(self.now_s, self._events[0][0])
+        while self.events:
             self._end_next()
 
     def spend(self, seconds: float) -> None:
         """Advance the host clock by `seconds`."""
         until = self.now_s + seconds
-        while self._events and self._events[0][0] <= until:
+        while self.events and self.events[0][0] <= until:
             self._end_next()
         self.now_s = until
 
@@ -273,17 +261,7 @@ class SimulatedLanes(Lanes):
         if ticket is not None and ticket.end > begin:
             self.exposed_s[ticket.lane] = self.exposed_s.get(ticket.lane, 0.0) + ticket.end - begin
 
-    # -- pending work ----------------------------------------------------------------------------------------
-
-    def next_number(self) -> int:
-        """Return the next submission number."""
-        self._count += 1
-        return self._count
-
-    def record_start(self, lane: SimulatedLane, item: _WorkItem) -> None:
-        """Record started work, with a known end time."""
-        heapq.heappush(self._events, (item.ticket.end, item.number, lane, item))
-
     def _end_next(self) -> None:
-        _, _, lane, item = heapq.heappop(self._events)
+        time, _, lane, item = heapq.heappop(self.events)
+        self.now_s = max(self.now_s, time)
         lane.end(item)

@@ -9,9 +9,11 @@ Not simulated: random delays, evaluation, checkpoint writes, and custom loops wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,7 +28,7 @@ from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
-from offload.layout.residence import DISK, HOST, Residence
+from offload.layout.residence import DEVICE, DISK, HOST, Residence
 from offload.planning.disk import read_ring
 from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
@@ -46,6 +48,14 @@ _NUM_STEPS, _NUM_WARM = 6, 3
 
 The first step fetches on demand. After it, device residency can still change from step to step for a while.
 """
+FEW, FEWER = 16, 10
+"""Simulated blocks in the longest row, for the two simulations.
+
+For thirteen placements of an 80-layer model, the extrapolated step time differed from the full simulation by at most
+3 %, median 0.0 %. The worst cases stream from disk, where the rings are large relative to a few blocks.
+"""
+_WINDOW = 3
+"""Blocks on the device at the same time when memory is scarce: one in compute, two in transfer."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +251,7 @@ class SimulatedEngine:
     def __init__(self, calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds]) -> None:
         self._calls, self._plan, settings = calls, plan, plan.settings
         self._device_seconds, self._counters = seconds.get("here", lambda _: 0.0), Counters()
-        self._lanes = lanes = SimulatedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
+        self.lanes = lanes = SimulatedLanes(seconds, in_stream=plan.in_stream, inline=plan.inline)
         device_class = _SimulatedAccelerator if plan.in_stream else CpuDevice
         device, host = device_class(Ledger("device", None, ""), copies_aside=False), Ledger("cpu", None, "")
         nvme = _SimulatedNvme(plan.rings, lanes, self._counters) if plan.rings else None
@@ -312,21 +322,12 @@ class SimulatedEngine:
         """Return totals so far: (time and bytes written or sent, busy seconds, exposed seconds)."""
         counters = self._counters
         sent = counters.network_bytes + counters.next_network_bytes
-        counts = {"now": self.now_s, "written": float(counters.nvme_write_bytes), "sent": float(sent)}
-        return counts, self._lanes.busy_s, dict(self._lanes.exposed_s)
+        counts = {"now": self.lanes.now_s, "written": float(counters.nvme_write_bytes), "sent": float(sent)}
+        return counts, self.lanes.busy_s, dict(self.lanes.exposed_s)
 
     def close(self) -> None:
         """Release the memory."""
         self._store.close()
-
-    @property
-    def now_s(self) -> float:
-        """Simulated time in seconds."""
-        return self._lanes.now_s
-
-    def finish(self) -> None:
-        """Wait until all lanes are idle."""
-        self._lanes.finish()
 
     def step(self) -> None:
         """Simulate one step."""
@@ -336,7 +337,7 @@ class SimulatedEngine:
         else:
             self._step_of_forwards()
         self._number += 1
-        self._lanes.compute(0.0, self._plan.step_host_s)
+        self.lanes.compute(0.0, self._plan.step_host_s)
         self._slots.compute_after_resident()
 
     # -- methods of training ---------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ class SimulatedEngine:
             self._executor.end()
         self._begin_pass(norm=norm)
         self._passes()
-        first_use, loss = self._first_use(), self._lanes.mark()
+        first_use, loss = self._first_use(), self.lanes.mark()
         self._flow.send_rest()
         if updates.is_immediate:
             updates.begin()
@@ -361,7 +362,7 @@ class SimulatedEngine:
         else:
             updates.clip_gradients(first_use)
             self._start_updates()
-        self._lanes.wait(loss)
+        self.lanes.wait(loss)
 
     def _begin_pass(self, for_norm: bool = False, norm: float | None = None) -> None:
         self._flow.begin_step()
@@ -375,10 +376,10 @@ class SimulatedEngine:
         self._executor.begin("step")
         for number, call in enumerate(self._calls):
             self._forward(number, call)
-        self._lanes.wait(self._lanes.mark())  # for the losses
+        self.lanes.wait(self.lanes.mark())  # for the losses
         trainable = sorted((region for region in self._plan.regions if region.trainable), key=self._first_use())
         tiles, seconds = self._updates.tiles, self._device_seconds
-        updates = {region: _SimulatedUpdate(tiles, region, self._lanes, seconds) for region in trainable}
+        updates = {region: _SimulatedUpdate(tiles, region, self.lanes, seconds) for region in trainable}
         self._updates.flush()
         self._pending.defer({region: updates.pop(region) for region in trainable if self._pending.can_defer(region)})
         self._updates.defer(updates)
@@ -415,10 +416,10 @@ class SimulatedEngine:
         if call.regions:
             self._executor.enter(call.regions, False)
             self._pending.run(call.regions)
-        self._lanes.compute(call.forward_s, call.forward_host_s)
+        self.lanes.compute(call.forward_s, call.forward_host_s)
         self._put(number, self._graphs, call.graph_bytes)
         if call.regions:
-            self._executor.leave(call.regions, self._lanes.mark())
+            self._executor.leave(call.regions, self.lanes.mark())
 
     def _backward(self, number: int, call: SimulatedCall) -> None:
         if call.regions:
@@ -426,11 +427,11 @@ class SimulatedEngine:
         self._flow.open(call.regions)
         for part in range(call.num_parts):
             self._wait_for_inputs(number, part)
-            self._lanes.compute(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)
+            self.lanes.compute(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)
         self._prefetch_previous(number, 1)
         self._flow.close(call.regions)
         if call.regions:
-            self._executor.leave(call.regions, self._lanes.mark())
+            self._executor.leave(call.regions, self.lanes.mark())
 
     # -- saved inputs ----------------------------------------------------------------------------------------
 
@@ -444,19 +445,19 @@ class SimulatedEngine:
         self._prefetch(number, part)
         if is_last:
             self._prefetch_previous(number, 0)
-        elif call.regions and self._lanes.overlap:
+        elif call.regions and self.lanes.overlap:
             self._prefetch(number, part + 1)
         tickets = self._prefetches.pop((number, part), None)
         if tickets is None:
             return
-        self._lanes.compute_after(tickets)
+        self.lanes.compute_after(tickets)
         if is_last:
             pool, saved = self._saved.pop(number)
             pool.free(saved.untyped_storage().data_ptr())
 
     def _prefetch_previous(self, number: int, part: int) -> None:
         regions = self._calls[number].regions
-        if regions and self._lanes.overlap:  # skip other chunks of the same head: each ends before the next begins
+        if regions and self.lanes.overlap:  # skip other chunks of the same head: each ends before the next begins
             before = (n for n in reversed(range(number)) if self._calls[n].regions not in ((), regions))
             self._prefetch(next(before, -1), part)
 
@@ -465,3 +466,97 @@ class SimulatedEngine:
             pool, saved = self._saved[number]
             size = len(saved) // self._calls[number].num_parts
             _, self._prefetches[number, part], _ = pool.get(saved[part * size : (part + 1) * size])
+
+
+def simulate_shortened(
+    calls: Sequence[SimulatedCall], plan: SimulatedPlan, seconds: Mapping[str, Seconds], num_steps: int
+) -> SimulatedStep:
+    """Like `simulate`, but extrapolated from two models with fewer blocks per row.
+
+    From some depth on, each further block adds the same time. Each row of identical blocks is simulated with `FEW` and
+    `FEWER` blocks, and the line through both results is extended to the real depth. Device memory for weights beyond
+    the prefetch window scales in proportion.
+    """
+    rows = _rows(calls, plan)
+    longest = max(map(len, rows), default=0)
+    with without_garbage_collector():
+        if longest <= FEW:
+            return simulate(calls, plan, seconds, num_steps)
+        few, fewer = (
+            simulate(*_shortened(calls, plan, rows, count / longest), seconds, num_steps) for count in (FEW, FEWER)
+        )
+    sizes = [sum(len(_spread(row, count / longest)) for row in rows) for count in (FEW, FEWER)]
+    beyond = (sum(map(len, rows)) - sizes[0]) / (sizes[0] - sizes[1])
+
+    def line(metric: Callable[[SimulatedStep], float]) -> float:
+        return max(metric(few), metric(few) + beyond * (metric(few) - metric(fewer)))
+
+    return SimulatedStep(
+        line(lambda step: step.seconds),
+        {name: line(lambda step, name=name: step.busy_s[name]) for name in few.busy_s},  # type: ignore[misc]
+        {name: line(lambda step, name=name: step.exposed_s[name]) for name in few.exposed_s},  # type: ignore[misc]
+        line(lambda step: step.nvme_written_bytes),
+        line(lambda step: step.network_bytes),
+    )
+
+
+def _rows(calls: Sequence[SimulatedCall], plan: SimulatedPlan) -> list[list[int]]:
+    """Return call indices, grouped by identical units with identical placement.
+
+    Head chunks are several calls to one unit; a shortened model keeps all chunks.
+    """
+    num_uses = Counter(region.index for call in calls for region in call.regions)
+    rows: dict[tuple[object, ...], list[int]] = {}
+    for number, call in enumerate(calls):
+        places = plan.residence.planes_on
+        key = [(r.numel, r.compute, places(DISK, r), bool(places(DEVICE, r))) for r in call.regions]
+        is_block = bool(key) and all(num_uses[region.index] == 1 for region in call.regions)
+        rows.setdefault(
+            (*key, call.backward_s, call.saved_bytes, call.graph_bytes) if is_block else (number,), []
+        ).append(number)
+    return [row for row in rows.values() if len(row) > FEW // 2]
+
+
+def _spread(row: Sequence[int], share: float) -> list[int]:
+    """Select a share of the row at even spacing, keeping resident and disk-backed blocks in proportion."""
+    count = max(2, round(share * len(row)))
+    return [row[round(place * (len(row) - 1) / (count - 1))] for place in range(count)]
+
+
+def _shortened(
+    calls: Sequence[SimulatedCall], plan: SimulatedPlan, rows: Sequence[Sequence[int]], share: float
+) -> tuple[list[SimulatedCall], SimulatedPlan]:
+    """Return calls and plan for a model with each row shortened to `share`."""
+    remaining = {number for row in rows for number in _spread(row, share)}
+    in_rows = {number for row in rows for number in row}
+    chosen = [call for number, call in enumerate(calls) if number not in in_rows or number in remaining]
+    used = {region.index for call in chosen for region in call.regions}
+    removed = {region.index for call in calls for region in call.regions} - used
+    regions = tuple(region for region in plan.regions if region.index not in removed)
+
+    def streaming(some_calls: Sequence[SimulatedCall]) -> int:
+        return sum(
+            {r.index: r.weight_bytes for c in some_calls for r in c.regions if r.index not in plan.resident}.values()
+        )
+
+    before, after, size = streaming(calls), streaming(chosen), plan.capacity_bytes
+    largest = max(sum(r.weight_bytes for r in call.regions) for call in calls)
+    window = min(size, _WINDOW * largest, after)
+    if size < before and before > window:
+        size = window + (size - window) * (after - window) // (before - window)
+    return chosen, replace(plan, regions=regions, capacity_bytes=max(size, largest))
+
+
+@contextmanager
+def without_garbage_collector() -> Iterator[None]:
+    """Disable the garbage collector in this context.
+
+    A simulation creates no reference cycles, and with torch imported the collector takes four fifths of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

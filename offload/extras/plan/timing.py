@@ -11,9 +11,8 @@ from offload.engine.assemble import EnginePlan
 from offload.engine.spare_memory import divide_memory
 from offload.extras.plan.memory import StepMemory, device_budget
 from offload.extras.plan.routed import RoutedExperts, routed_experts
-from offload.extras.plan.shortened import simulate_shortened
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
-from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate_shortened
 from offload.extras.plan.workload import Cost, UnitWork, Workload
 from offload.lanes.timeline import Throttle
 from offload.layout.planes import PAGE_BYTES
@@ -113,13 +112,8 @@ class PlannedStep:
     """
 
     def __post_init__(self) -> None:
-        prepared, structure = self.prepared, self.prepared.structure
-        self.settings, self.regions, self.units, self.plan = (
-            prepared.settings,
-            structure.regions,
-            structure.units,
-            prepared.plan,
-        )
+        self.settings, self.plan = self.prepared.settings, self.prepared.plan
+        self.regions, self.units = self.prepared.structure.regions, self.prepared.structure.units
 
     def simulate(self, num_steps: int = 6) -> Timing:
         """Simulate `num_steps` steps and return the timing after warm-up.
@@ -154,10 +148,8 @@ class PlannedStep:
             recomputation = [work.forward] if regions and number not in in_graphs else []
             inputs, graph = memory.offloaded_bytes(number)
             host = self._host_seconds(work) if regions else (0.0, 0.0)
-            forward, backward = (
-                self._compute(work, [work.forward]),
-                self._compute(work, [*recomputation, work.backward]),
-            )
+            forward = self._compute(work, [work.forward])
+            backward = self._compute(work, [*recomputation, work.backward])
             adds_s = self._adding_seconds(work, regions)
             exposed = (0.0, 0.0) if experts is None else self._exposed_expert_seconds(experts)
             calls.append(
@@ -243,9 +235,8 @@ class PlannedStep:
         return num_runs * moved / self.hardware.rates.elementwise
 
     def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
-        parts, settings = self.workload.num_micro_batches, self.settings
-        fuses = settings.compile == "auto"
-        return compute_seconds(work, costs, parts, settings.precision, self.hardware, fuses=fuses)
+        parts, fuses = self.workload.num_micro_batches, self.settings.compile == "auto"
+        return compute_seconds(work, costs, parts, self.settings.precision, self.hardware, fuses=fuses)
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -457,23 +448,20 @@ def kernel_seconds(cost: Cost, precision: str, rates: Rates, share: float = 1.0)
 def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> dict[str, Seconds]:
     """Return the transfer time function for every link: from its throttle, or from the machine rate."""
     rates, throttles = hardware.rates, settings.throttles
-    machine_rates = {
-        "h2d": rates.h2d_bytes_per_s,
-        "d2h": rates.d2h_bytes_per_s,
-        "update": rates.host_bytes_per_s,
-        "nvme_read": rates.nvme_read_bytes_per_s,
-        "nvme_write": rates.nvme_write_bytes_per_s,
-    }
-    functions: dict[str, Seconds] = {
-        link: throttles[link].seconds if link in throttles else Throttle(rate).seconds
-        for link, rate in machine_rates.items()
-    }
-    exchanges = _exchanges(hardware, sharding)
-    functions |= {link: throttles.get(link, exchange).seconds for link, exchange in exchanges.items()}
     device = Throttle(rates.elementwise)
-    functions["update_on_device"] = throttles.get("update", device).seconds
-    functions["here"] = functions[DECODING] = device.seconds
-    return functions
+    links = {
+        "h2d": Throttle(rates.h2d_bytes_per_s),
+        "d2h": Throttle(rates.d2h_bytes_per_s),
+        "update": Throttle(rates.host_bytes_per_s),
+        "nvme_read": Throttle(rates.nvme_read_bytes_per_s),
+        "nvme_write": Throttle(rates.nvme_write_bytes_per_s),
+        **_exchanges(hardware, sharding),
+        **throttles,
+        "update_on_device": throttles.get("update", device),
+        "here": device,
+        DECODING: device,
+    }
+    return {link: each.seconds for link, each in links.items()}
 
 
 def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
