@@ -110,7 +110,8 @@ class Muon(UpdateRule):
         for size in _sizes(rows, columns):
             work.append(memory[end : end + 2 * size].view(torch.bfloat16))
             end += align(2 * size, _ALIGNMENT)
-        adjusted = by.lr * self._adjustment(rows, columns)
+        matches = self.adjust_lr_fn == "match_rms_adamw"
+        adjusted = by.lr * (0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1, rows / columns)))
         step = max(1, PIECE // columns)
         for matrix in range(0, gradients.numel(), rows * columns):
             for begin in range(matrix, matrix + rows * columns, PIECE):
@@ -129,11 +130,6 @@ class Muon(UpdateRule):
                 weights.add_(orthogonal[row:last].to(weights.device), alpha=-adjusted)
                 num_wrong += put_piece(states, piece, weights.view(-1))
         return count_of(num_wrong)
-
-    def _adjustment(self, rows: int, columns: int) -> float:
-        if self.adjust_lr_fn == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1, rows / columns))
 
     def _orthogonalised(self, rows: int, columns: int, work: list[torch.Tensor]) -> torch.Tensor:
         """Return the approximate orthogonal factor of a matrix, bf16 [rows, columns] on the device.

@@ -74,11 +74,6 @@ class Plan:
     """True if gradients accumulate on the host, see `sums_gradients_on_host` in `planning/memory.py`."""
 
     @property
-    def is_limited(self) -> bool:
-        """True if the device has a budget."""
-        return self.device_bytes is not None
-
-    @property
     def corrects_cheaply(self) -> bool:
         """False if states are on disk: a correction is then a second disk pass, more expensive than waiting."""
         return not self.residence.indices_on(DISK)
@@ -90,7 +85,7 @@ class Plan:
         """
         ahead = num_regions if prefetch == "auto" and self.overlap else self.ahead
         is_complete = self.residence.common == DEVICE or self.residence.keeps_weights
-        return ahead, None if is_complete or self.is_limited else 1 + self.ahead
+        return ahead, None if is_complete or self.device_bytes is not None else 1 + self.ahead
 
     def updated_on_host(self, regions: Sequence[Region]) -> set[int]:
         """Return the indices of parameters updated on the host."""
@@ -302,11 +297,6 @@ class _Request:
     has_accelerator: bool
     """False if the host computes."""
 
-    @property
-    def is_limited(self) -> bool:
-        """True if device memory has a limit."""
-        return self.settings.placement.device_memory is not None or self.free.device_bytes is not None
-
     def overlaps(self, reads: bool) -> bool:
         """Return True if copies overlap compute. `reads`: disk reads block, so they must overlap compute."""
         return reads or overlaps(self.has_accelerator, self.settings.throttles, self.settings.delay_seed)
@@ -409,7 +399,7 @@ def size_rings(request: _Request, residence: Residence, free: FreeMemory) -> tup
     ahead, buffers = 0, 1
     if isinstance(settings.prefetch, int):
         ahead, buffers = settings.prefetch, 2 if overlap and settings.prefetch else 1
-    elif overlap and not request.is_limited:
+    elif overlap and settings.placement.device_memory is None and request.free.device_bytes is None:
         ahead, buffers = AUTO_LOOKAHEAD, 2
     defers = settings.keeps_gradients and settings.resolved_clip != "speculative"
     if defers and not any(waits_on_disk(region, residence) for region in regions):

@@ -70,24 +70,16 @@ class Channel:
     """Disk path for one purpose: a ring buffer, with a read lane and a write lane."""
 
     def __init__(self, ring: Ring, reads: Lane, writes: Lane, counters: Counters) -> None:
-        self._ring, self._reads, self._writes, self._counters = ring, reads, writes, counters
+        self.ring, self._reads, self._writes, self._counters = ring, reads, writes, counters
 
     @property
     def num_bytes(self) -> int:
         """Ring bytes."""
-        return self._ring.memory.nbytes
-
-    def reset(self) -> None:
-        """Reclaim memory left open by an interrupted step."""
-        self._ring.reset()
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Return True if `take` has room for `num_bytes`."""
-        return self._ring.has_room(num_bytes)
+        return self.ring.memory.nbytes
 
     def take(self, num_bytes: int) -> RingSlice:
         """Return ring memory, reserved until the slice is closed."""
-        ring_slice = self._ring.take(num_bytes)
+        ring_slice = self.ring.take(num_bytes)
         assert ring_slice is not None, "the ring was planned for one lease at a time"
         return ring_slice
 
@@ -163,7 +155,7 @@ class Record:
     def has_room(self, names: Sequence[str]) -> bool:
         """Return True if the update ring has room for neighbouring planes beside all leases."""
         first, last = self._span(names)
-        return self.updates.has_room(last - first)
+        return self.updates.ring.has_room(last - first)
 
     def lend(self, names: Sequence[str], lease: Lease, *, fetches: bool = False, is_ahead: bool = False) -> Lease:
         """Add neighbouring planes to a lease and start their read. Changed planes are written back,
@@ -332,7 +324,7 @@ class Nvme:
     def reset(self) -> None:
         """Reclaim memory left open by an interrupted step. Pending transfers end under their tickets."""
         for channel in (self.fetches, self.updates, self.activations):
-            channel.reset()
+            channel.ring.reset()
 
     @property
     def pinned_bytes(self) -> int:

@@ -17,8 +17,12 @@ from offload.sizes import parse_size
 TIERS = {DEVICE: "device_memory", HOST: "host_memory", DISK: "nvme_memory"}
 """Fields of `Placement` with the budget, by tier."""
 OFFLOADED = (HOST, DISK)
-_EXPERTS = ("auto", "whole", "streamed")
-_KINDS = ("parameters", "optimizer", "gradients", "activations", "graphs")
+_ALLOWED = {
+    "parameters": ("auto", *TIERS, FILES),
+    **dict.fromkeys(("optimizer", "gradients", "activations", "graphs"), ("auto", *TIERS)),
+    "experts": ("auto", "whole", "streamed"),
+}
+"""Allowed values by field of `Placement`."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +70,12 @@ class Placement:
         check_types(Placement, vars(self))
         for key in (*TIERS.values(), "optimizer_memory", "graphs_memory"):
             object.__setattr__(self, key, parse_size(getattr(self, key), f"offload.{key}"))
-        for key in _KINDS:
-            value, allowed = getattr(self, key), ("auto", *TIERS, *((FILES,) if key == "parameters" else ()))
+        for key, allowed in _ALLOWED.items():
+            value = getattr(self, key)
             if value not in allowed:
                 raise ConfigError(
                     f"offload.{key} is {value!r}{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}."
                 )
-        if self.experts not in _EXPERTS:
-            raise ConfigError(
-                f"offload.experts is {self.experts!r}{nearest(str(self.experts), _EXPERTS)}; allowed: "
-                f"{', '.join(_EXPERTS)}."
-            )
         if self.nvme_dir is not None:
             dirs = [self.nvme_dir] if isinstance(self.nvme_dir, str | os.PathLike) else self.nvme_dir
             object.__setattr__(self, "nvme_dir", tuple(str(folder) for folder in dirs) or None)

@@ -51,6 +51,7 @@ class Store:
         """`residence`: the tier of each plane (None: all on the host). `comm`: all ranks in the sharding."""
         self.residence, self._device, self._host, self._lanes = residence or Residence(), device, host, lanes
         self._infos, self._nvme, self._files = infos, nvme, files
+        self._rings = [each for each in (nvme, files) if each is not None]
         self.comm, self.sharding = comm or Comm(), self.residence.sharding
         self.within, self.between = self.comm.split(self.sharding.num_replicas)
         self._counters = counters or Counters()
@@ -195,7 +196,7 @@ class Store:
     @property
     def pinned_bytes(self) -> int:
         """Pinned host bytes, available for copies without staging."""
-        rings = sum(each.pinned_bytes for each in (self._nvme, self._files) if each is not None)
+        rings = sum(each.pinned_bytes for each in self._rings)
         return rings + sum(arena.pinned_bytes for arena in self._arenas.values())
 
     def publish(self, region: Region, number: int, own: Lease, reads: Sequence[Ticket]) -> None:
@@ -232,9 +233,8 @@ class Store:
 
     def reset(self) -> None:
         """End all leases after an interrupted step."""
-        for each in (self._nvme, self._files):
-            if each is not None:
-                each.reset()
+        for each in self._rings:
+            each.reset()
 
     def close(self) -> None:
         """Free all planes."""
@@ -243,6 +243,5 @@ class Store:
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
-        for each in (self._nvme, self._files):
-            if each is not None:
-                each.close()
+        for each in self._rings:
+            each.close()

@@ -66,7 +66,7 @@ class Pair:
     def do(self, work: Callable[[Engine], Any]) -> None:
         assert work(self.on_disk) == work(self.in_memory)
         assert not parts_of(self.on_disk).updates.tiles.early._leases
-        ring = parts_of(self.on_disk).store._nvme.updates._ring
+        ring = parts_of(self.on_disk).store._nvme.updates.ring
         assert not [stretch for stretch in ring._slices if stretch.is_open]
 
     def compare(self) -> None:

@@ -92,7 +92,7 @@ def test_a_described_device_has_the_memory_that_is_written_there() -> None:
         for size in (1 << 20, 1 << 30)
     )
     assert (small.plan.residence.common, large.plan.residence.common) == ("cpu", "device")
-    assert (small.settings.device, small.plan.overlap, small.plan.is_limited) == ("cuda", True, True)
+    assert (small.settings.device, small.plan.overlap, small.plan.device_bytes is None) == ("cuda", True, False)
 
 
 def test_update_auto_goes_by_the_described_rates() -> None:

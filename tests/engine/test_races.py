@@ -88,7 +88,7 @@ def used_before_it_was_read(kind: str) -> Change:
 
         def read(self: Channel, *args: Any, **settings: Any) -> Ticket:
             ticket = original(self, *args, **settings)
-            return Ticket("nvme_read", is_done=True) if self._ring.buffer_type == kind else ticket
+            return Ticket("nvme_read", is_done=True) if self.ring.buffer_type == kind else ticket
 
         patch.setattr(Channel, "read", read)
 
@@ -116,7 +116,7 @@ def written_at_once(kind: str) -> Change:
         original = Channel.write
 
         def write(self: Channel, *args: Any, **settings: Any) -> Ticket:
-            return original(self, *args, **settings | ({"reads": ()} if self._ring.buffer_type == kind else {}))
+            return original(self, *args, **settings | ({"reads": ()} if self.ring.buffer_type == kind else {}))
 
         patch.setattr(Channel, "write", write)
 
@@ -600,7 +600,7 @@ def read_early(engine: Engine, state: Any) -> None:
 def test_weights_go_up_from_the_ring_once_they_were_read(on_disk: Engine, broken: bool) -> None:
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     before = parts.store.values.read(state.region.parameters[0])
-    parts.store._nvme.updates._ring.memory.zero_()
+    parts.store._nvme.updates.ring.memory.zero_()
     with held_up(parts.lanes.update_read):
         read_early(on_disk, state)
         shown = brought_up(on_disk, unit, state)
@@ -656,7 +656,7 @@ def test_the_host_waits_for_what_it_reads_from_disk(
     before = parts.store.values.read(index)
     if broken:
         used_before_it_was_read(UPDATE_RING)(monkeypatch)
-    parts.store._nvme.updates._ring.memory.zero_()
+    parts.store._nvme.updates.ring.memory.zero_()
     with ThreadPoolExecutor() as reader, held_up(parts.lanes.update_read):
         found = reader.submit(parts.store.values.read, index)
     assert torch.equal(found.result(), before) == (not broken)

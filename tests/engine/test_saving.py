@@ -103,7 +103,7 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     nvme, reads = parts_of(engine).store._nvme, []
     assert nvme is not None
     settle(engine)
-    nvme.updates._ring.memory.fill_(0xFF)  # NaN
+    nvme.updates.ring.memory.fill_(0xFF)  # NaN
     read = Channel.read
 
     def noted(self: Channel, *arguments: Any, **options: Any) -> Any:

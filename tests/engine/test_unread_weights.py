@@ -194,7 +194,7 @@ def assert_fetched(engine: Engine, reads: bool, num_uses: int = 1) -> None:
 
     Resident units are copied once. On an accelerator free memory keeps units on the device, and nothing is checked.
     """
-    if parts_of(engine).plan.is_limited:
+    if parts_of(engine).plan.device_bytes is not None:
         return
     sizes = {unit.name: sum(r.weight_bytes for r in unit.regions) for unit in parts_of(engine).units}
     staying = {unit.name for unit in parts_of(engine).units if unit.resident}
