@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import psutil
@@ -284,8 +284,8 @@ class Ranks(Comm):
                 f"{operation}: from {full.dtype} to {shard.dtype}; only float32, bfloat16 and float64 can be summed."
             )
         with self._exchange(operation, full.numel()):
-            chunks_class = _Chunks if coding is None else partial(_CodedChunks, coding=coding)
-            self._reduce(shard, chunks_class(scratch, pieces_of(full, self.size), self.rank))
+            chunks = scratch, pieces_of(full, self.size), self.rank
+            self._reduce(shard, _Chunks(*chunks) if coding is None else _CodedChunks(*chunks, coding))
 
     def _gather(self, full: torch.Tensor, queue: CollectiveQueue) -> None:
         """Send this rank's piece to all ranks. The gloo all-gather needs a second buffer as large as full and takes

@@ -196,7 +196,8 @@ class Store:
     @property
     def pinned_bytes(self) -> int:
         """Pinned host bytes, available for copies without staging."""
-        return sum(each.pinned_bytes for each in (*self._rings, *self._arenas.values()))
+        rings = sum(each.pinned_bytes for each in self._rings)
+        return rings + sum(arena.pinned_bytes for arena in self._arenas.values())
 
     def publish(self, region: Region, number: int, own: Lease, reads: Sequence[Ticket]) -> None:
         """Exchange updated weights, tile by tile: send tile `number` (lease `own`), after `reads`, to all ranks with a

@@ -254,7 +254,8 @@ class Values:
                 for tile in tiles[before:until] if first < last else ():
                     low, high = max(first, tile.begin), min(last, tile.end)
                     with tile.lend(*names).opened(self._lanes.wait, changes) as planes:
-                        yield planes, *(slice(low - origin, high - origin) for origin in (tile.begin, zero + begin))
+                        start = zero + begin
+                        yield planes, slice(low - tile.begin, high - tile.begin), slice(low - start, high - start)
 
 
 def _put(planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, is_split: bool) -> None:
