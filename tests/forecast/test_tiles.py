@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from benchmarks.plan_memory import HERE
 from offload.app.config.config import Config
 from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
+from offload.extras.large.row_trials import RowTrials
 from offload.extras.plan.alternatives import forecast
-from offload.extras.plan.measure import BatchSpec, measure
+from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
 from offload.extras.plan.workload import UnitWork
 from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
@@ -70,6 +72,37 @@ def test_ranks_that_share_sequences_have_their_part_of_a_block() -> None:
     sent = 2 * 2048 * (64 + 2 * 16 + 64) // 2  # bf16 queries, keys, values and results for local tokens; half stay
     assert (whole.forward.exchanged_bytes, part.forward.exchanged_bytes) == (0, sent)
     assert part.backward.exchanged_bytes == sent
+
+
+def small_block() -> UnitWork:
+    """Return the work in a block of a small model, in tiles of 16 tokens."""
+    sizes = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64))
+    prepared = prepare(model, Settings(sequence_tile=16, device="cpu"), SimulatedRanks(1), SpecifiedMachine(HERE, 1))
+    work = measure(model, BatchSpec("causal", 1, 256), prepared)
+    return next(call for call in work.calls if call.is_block)
+
+
+def test_a_block_unable_to_run_on_a_few_rows_is_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiled, own = small_block(), LlamaMLP.forward
+
+    def forward(self: LlamaMLP, rows: torch.Tensor) -> torch.Tensor:
+        if not rows.is_meta:
+            raise ValueError("too few rows")
+        return own(self, rows)
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    assert tiled.saved_bytes < small_block().saved_bytes
+
+
+def test_a_broken_tile_search_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise AttributeError("a misspelt name")
+
+    monkeypatch.setattr(RowTrials, "_outermost", breaks)
+    with pytest.raises(CannotMeasureError, match="AttributeError: a misspelt name"):
+        small_block()
 
 
 def config(**values: object) -> Config:

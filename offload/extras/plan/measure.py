@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from offload.distributed.comm import Comm
 from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
@@ -19,20 +20,20 @@ from offload.engine.loss.chunked_head import ROUNDED_TO, Chunk, ChunkedHead, Hea
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver_result, receive_call
-from offload.engine.units.attention import Attention
+from offload.engine.units.attention import attention_for
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_tensor import make_placeholder
+from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.unit import put_parameters
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlocks, blocks_of
-from offload.extras.large.shared_attention import SharedAttention
 from offload.extras.large.shared_rows import SharedRows, WholeRows
 from offload.extras.plan.op_counter import OpCounter, UnknownValueError
-from offload.extras.plan.tiled_uses import ROWS, TiledUses
-from offload.extras.plan.unit_use import UnitMeasurement, UnitMeasurements
+from offload.extras.plan.unit_use import ROWS, TiledUses, UnitMeasurement, UnitMeasurements
 from offload.extras.plan.workload import NO_COST, NO_WORK, UnitWork, Workload
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
+from offload.modules import forwards_replaced
 from offload.tiers.counters import Counters
 
 _FEW_TOKENS = 8
@@ -135,8 +136,7 @@ def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Til
         return None
     tiles, few = TiledUses(size), replace(batch, length=_FEW_TOKENS, shared_by=1)
     probe = _WorkloadProbe(prepared, tiles, records_uses=True)
-    with probe.intercepting(), probe.counter.watching(), torch.enable_grad():
-        probe.run(model, few.make(ROWS), None, few)
+    probe.run(model, ROWS, None, few)
     tiles.find()
     return tiles
 
@@ -146,8 +146,7 @@ def _run(
 ) -> Workload:
     """Return the workload for one micro-batch with `rows` rows."""
     probe = _WorkloadProbe(prepared, tiles)
-    with probe.intercepting(), probe.counter.watching(), torch.enable_grad():
-        num_chunks = probe.run(model, batch.make(rows), prepared.chunk_bytes, batch)
+    num_chunks = probe.run(model, rows, prepared.chunk_bytes, batch)
     return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
 
 
@@ -201,10 +200,10 @@ class _WorkloadProbe:
         """Route unit calls to the probe and give parameters the compute dtypes, in this context."""
         infos, candidates = self._prepared.structure.infos, self._prepared.structure.candidates
         before = [(place, place.module._parameters[place.key]) for unit in candidates for place in unit.places]
-        parameters: dict[
-            tuple[int, torch.Size], nn.Parameter
-        ] = {}  # one parameter has several shapes if cut into blocks
-        with ExitStack() as stack:
+        # One parameter has several shapes if cut into blocks.
+        parameters: dict[tuple[int, torch.Size], nn.Parameter] = {}
+        whole = [unit for unit in candidates if not (unit.resident or unit.records or unit.is_cut)]
+        with forwards_replaced({unit.module: self._intercepted(unit) for unit in whole}):
             for unit in candidates:
                 for place in unit.places:
                     info, parameter = infos[place.parameter], place.module._parameters[place.key]
@@ -218,48 +217,44 @@ class _WorkloadProbe:
                         like = torch.empty_like(parameter, dtype=dtype, device="meta")
                         parameters[key] = nn.Parameter(like, requires_grad=info.trainable)
                     put_parameters([place], {info.index: parameters[key]})
-                if not (unit.resident or unit.records or unit.is_cut):
-                    self._intercept(unit, stack)
-            for place, old in before:
-                assert old is not None
-                stack.callback(put_parameters, [place], {place.parameter: old})
-            yield
+            try:
+                yield
+            finally:
+                for place, old in before:
+                    assert old is not None
+                    put_parameters([place], {place.parameter: old})
 
-    def _intercept(self, unit: UnitCandidate, stack: ExitStack) -> None:
-        module, own = unit.module, unit.module.__dict__.get("forward")
-        original = module.forward
+    def _intercepted(self, unit: UnitCandidate) -> Callable[..., Any]:
+        original = unit.module.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._call(unit, original, args, kwargs)
 
-        def restore() -> None:
-            module.__dict__.pop("forward", None)
-            if own is not None:
-                module.forward = own
+        return forward
 
-        stack.callback(restore)
-        module.forward = forward
-
-    def run(self, model: nn.Module, tensors: dict[str, torch.Tensor], chunk_bytes: int | None, batch: BatchSpec) -> int:
-        """Run forward and backward. Returns the head chunk count."""
-        attention = _attention(model, batch, self.counter)
-        attention.divert()
-        try:
-            shared = batch.shared_rows(tensors)
-            with attention.over(shared, tensors, lambda tensor: tensor) as (inputs, labelled):
-                return self._run_batch(model, inputs, labelled, chunk_bytes, batch)
-        finally:
-            attention.undo()
+    def run(self, model: nn.Module, rows: int, chunk_bytes: int | None, batch: BatchSpec) -> int:
+        """Run forward and backward over `rows` rows of the batch. Returns the head chunk count."""
+        with self.intercepting(), self.counter.watching(), torch.enable_grad():
+            tensors, ranks = batch.make(rows), _CountingRanks(batch.shared_by, self.counter)
+            attention = attention_for(batch.shared_by).open(model, batch.shared_by, ranks, Counters())
+            attention.divert()
+            try:
+                shared = batch.shared_rows(tensors)
+                with attention.over(shared, tensors, lambda tensor: tensor) as (inputs, labelled):
+                    return self._run_batch(model, inputs, labelled, chunk_bytes, batch)
+            finally:
+                attention.undo()
 
     def _run_batch(
         self, model: nn.Module, tensors: Batch, labelled: Batch, chunk_bytes: int | None, batch: BatchSpec
     ) -> int:
-        with torch.autograd.graph.saved_tensors_hooks(self._record_kept, lambda tensor: tensor):
+        with saved_tensors_watched(self._record_kept):
             head = _chunked_head(model, batch)
             if head is None or chunk_bytes is None:
                 return self._run_whole(model, tensors)
-            size, blocks = max(1, chunk_bytes // (_num_logits(model) * 4)), _blocks_of_head(model)
+            num_logits = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+            size, blocks = max(1, chunk_bytes // (num_logits * 4)), _blocks_of_head(model)
             if batch.rows * batch.length <= size:
                 return self._run_whole(model, tensors)
             try:
@@ -351,12 +346,11 @@ class _WorkloadProbe:
 
     # -- between units ---------------------------------------------------------------------------------------
 
-    def _record_kept(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _record_kept(self, tensor: torch.Tensor) -> None:
         """Record a tensor saved by the graph between units."""
         key = self.counter.storage_of(tensor)
         if self.counter.is_own(key):
             self._kept.setdefault(key, tensor.untyped_storage().nbytes())
-        return tensor
 
     def _end_stretch(self) -> None:
         """Record the compute since the last unit as a stretch."""
@@ -486,14 +480,10 @@ class _CountingRanks(SimulatedRanks):
         self._counter = counter
 
     def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], operation: str) -> None:  # noqa: ARG002
-        self._counter.exchange(sum(piece.nbytes for piece in pieces[1:]))
+        self._counter.cost += replace(NO_COST, exchanged_bytes=sum(piece.nbytes for piece in pieces[1:]))
 
-
-def _attention(model: nn.Module, batch: BatchSpec, counter: OpCounter) -> Attention:
-    """Return the attention for the batch: sequence-parallel if several ranks share sequences."""
-    if batch.shared_by == 1:
-        return Attention()
-    return SharedAttention(model, _CountingRanks(batch.shared_by, counter), Counters())
+    def _neighbours(self, num: int) -> Comm:  # noqa: ARG002
+        return self  # all ranks share the rows
 
 
 def _chunked_head(model: nn.Module, batch: BatchSpec) -> ChunkedHead | None:
@@ -529,7 +519,3 @@ class _NoOwner:
 
     def check_drop(self, info: ParameterInfo) -> None:
         """Do nothing: no data can be lost here."""
-
-
-def _num_logits(model: nn.Module) -> int:
-    return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,27 +72,13 @@ class OpCounter(WatchingMode):
     @contextmanager
     def watching(self) -> Iterator[OpCounter]:
         """Count operations in this context, with attention counted as one fused kernel."""
-        with ExitStack() as stack:
-            stack.enter_context(self)
-            stack.enter_context(_FusedAttention(self, self._fuses_dropout))
+        with self, _FusedAttention(self, self._fuses_dropout):
             yield self
-
-    def exchange(self, num_bytes: float) -> None:
-        """Add bytes exchanged with the sequence-parallel ranks."""
-        self.cost += replace(NO_COST, exchanged_bytes=num_bytes)
 
     def begin(self) -> int:
         """Reset the peak. Returns the live bytes."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
-
-    def count(self, flops: float, num_bytes: float) -> None:
-        """Add a matrix product, or without `flops` another kernel."""
-        self.cost += Cost(flops, num_bytes, 1) if flops else Cost(0.0, 0.0, 1, num_bytes)
-
-    def count_attention(self, flops: float, num_bytes: float) -> None:
-        """Add a kernel of fused attention, which no torch operation represents."""
-        self.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Return an identifier for the tensor storage, unique among live storages."""
@@ -131,7 +116,8 @@ class OpCounter(WatchingMode):
             if func.overloadpacket in _GATHERS:
                 inputs = [*outputs, *inputs[1:]]
             num_bytes = sum(map(_touched_bytes, inputs)) + sum(map(_touched_bytes, outputs))
-            self.count(_flops(func, args, kwargs, result), num_bytes)
+            flops = _flops(func, args, kwargs, result)
+            self.cost += Cost(flops, num_bytes, 1) if flops else Cost(0.0, 0.0, 1, num_bytes)
         self._compute_values(func, args, kwargs, inputs, outputs, result)
         return result
 
@@ -212,11 +198,11 @@ class _Attention(torch.autograd.Function):
             result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, sums)
-        ctx.counter, ctx.share = counter, share
         shapes = query.shape, (*key.shape[:1], heads, *key.shape[2:]), (*value.shape[:1], heads, *value.shape[2:])
-        ctx.shapes = shapes
+        ctx.counter, ctx.share, ctx.shapes = counter, share, shapes
         num_bytes = sum(map(_touched_bytes, (query, key, value, result)))
-        counter.count_attention(share * sdpa_flop_count(*shapes), num_bytes)
+        flops = share * sdpa_flop_count(*shapes)
+        counter.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
         return result
 
     @staticmethod
@@ -225,7 +211,7 @@ class _Attention(torch.autograd.Function):
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         flops = ctx.share * sdpa_backward_flop_count(gradient.shape, *ctx.shapes)
         num_bytes = sum(map(_touched_bytes, (query, key, value, result, gradient, *gradients)))
-        ctx.counter.count_attention(flops, num_bytes)
+        ctx.counter.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
         return (*gradients, None, None)
 
 

@@ -1,21 +1,122 @@
-"""Measure compute and memory for unit uses on the `meta` device, once per group of identical uses."""
+"""Measure compute and memory for unit uses on the `meta` device, once per group of identical uses.
+
+Modules able to run over sequence tiles are found by trial runs with small CPU copies of the blocks.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
+from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
-from offload.extras.large.tiles import TiledForward
+from offload.engine.units.trial import Trial
+from offload.extras.large.row_trials import RowTrials
+from offload.extras.large.tiles import TiledForward, Tiles
 from offload.extras.plan.op_counter import OpCounter
-from offload.extras.plan.tiled_uses import TiledUses
 from offload.extras.plan.workload import NO_WORK, UnitWork
+from offload.tiers.device import CpuDevice
+from offload.tiers.ledger import Ledger
+
+ROWS = 2
+"""Batch rows in recorded uses."""
+
+
+class TiledUses:
+    """Finds tileable modules in blocks with the engine's trial runs, and runs uses over tiles of `size` tokens."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._samples: dict[Hashable, tuple[nn.Module, Arguments]] = {}
+        self._tiles: dict[Hashable, Tiles] = {}
+
+    def record(self, signature: Hashable, unit: UnitCandidate, arguments: Arguments) -> None:
+        """Record the first use for each kind. Inputs have only a few rows and tokens."""
+        if unit.is_block and signature not in self._samples:
+            self._samples[signature] = _build_stand_in(unit.module), arguments
+
+    def find(self) -> None:
+        """Run the tile search for every recorded kind. A block unable to run on a few rows has no tiles.
+
+        A backward raises RuntimeError then; other errors are errors of the search, and pass.
+        """
+        for signature, (block, arguments) in self._samples.items():
+            stand_in: Any = _StandIn(block)
+            with suppress(RuntimeError), torch.random.fork_rng(()):
+                tensors = [_random_like(t).requires_grad_(t.requires_grad) for t in arguments.tensors]
+                trials = RowTrials(Trial(stand_in, stand_in, arguments))
+                self._tiles[signature] = trials.find(block.forward, tensors, ROWS)
+        self._samples.clear()
+
+    def forward(self, signature: Hashable, unit: UnitCandidate, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward function for a use: tiled if the search was successful, else `own`."""
+        modules, tiles = dict(unit.module.named_modules()), self._tiles.get(signature, Tiles(()))
+        tiled_modules = [replace(rows, module=modules[rows.name]) for rows in tiles.modules]
+        return TiledForward(own, tiled_modules, self._size, "cpu") if tiled_modules else own
+
+
+class _StandIn:
+    """A CPU copy of a block, in the roles of a unit and of the runner of a trial."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.modules = module, list(module.modules())
+        self.device = CpuDevice(Ledger("device", None), copies_aside=False)
+
+    def live(self) -> dict[int, nn.Parameter]:
+        """Return all parameters."""
+        return dict(enumerate(self.module.parameters()))
+
+    def is_weight(self, _tensor: torch.Tensor) -> bool:
+        """No tensor is over weights in a slot."""
+        return False
+
+    def run(
+        self, _unit: object, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], forward: Any
+    ) -> Arguments:
+        """Run `forward` on other tensors. Raises RuntimeError for every error of the block."""
+        try:
+            return run_over_copies(forward, arguments, tensors, others)
+        except Exception as error:
+            raise RuntimeError("the block does not run on a few rows") from error
+
+    def restoring(self, _unit: object) -> AbstractContextManager[None]:
+        """Restore nothing: the copy is thrown away."""
+        return nullcontext()
+
+
+def _build_stand_in(block: nn.Module) -> nn.Module:
+    """Copy a block to the CPU with random weights. Each weight is one row, expanded to the full shape.
+
+    Expanded weights are enough for the row trials: only the dependency between input rows and result rows matters.
+    """
+    stand_in, rng_state = copy.deepcopy(block), torch.get_rng_state()
+    for module in stand_in.modules():
+        module.__dict__.pop("forward", None)
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                values = _random_like(weight[(0,) * (weight.dim() - 1)] if weight.dim() > 1 else weight) * 0.1
+                module._parameters[name] = nn.Parameter(values.expand(weight.shape), weight.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _random_like(buffer) if buffer.is_meta else buffer
+    torch.set_rng_state(rng_state)
+    return stand_in
+
+
+def _random_like(like: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor with the same shape and dtype: random floats, True, or integer zeros."""
+    if like.is_floating_point():
+        return torch.randn(like.shape, dtype=like.dtype, device="cpu")
+    return torch.full(like.shape, like.dtype == torch.bool, dtype=like.dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -82,20 +183,19 @@ class UnitMeasurements:
         saved: dict[int, int] = {}
         seen: set[int] = set()
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def watch(tensor: torch.Tensor) -> None:
             storage = counter.storage_of(tensor)
             unsaved.pop(storage, None)
             seen.add(storage)
             if storage not in known and not is_number(tensor):
                 saved[storage] = tensor.untyped_storage().nbytes()
-            return tensor
 
         hooks = [
             p.register_post_accumulate_grad_hook(_drop_gradient) for p in unit.module.parameters() if p.requires_grad
         ]
         before = counter.begin()
         cost = counter.cost
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.enable_grad(), saved_tensors_watched(watch):
             if isinstance(forward, TiledForward):  # work moves to the backward: subtract one forward instead
                 recomputed = run_over_copies(forward.for_recomputation(), arguments, leaves, arguments.others).tensors
                 cost += forward_cost
@@ -105,8 +205,8 @@ class UnitMeasurements:
         pairs = [(t, g) for t, g in zip(recomputed, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in recomputed]
         keeps_graph = not saved and has_only_torch_nodes(recomputed)
-        if pairs:  # tiles run again in here; no-op hooks hide their graphs from `pack`
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        if pairs:  # tiles run again in here; another watcher hides their graphs from `watch`
+            with saved_tensors_watched(lambda _tensor: None):
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         for hook in hooks:
             hook.remove()

@@ -35,14 +35,9 @@ class Cost:
 
         The difference per row excludes weights, since weights are read once for all rows.
         """
-        return replace(
-            self,
-            flops=self.flops + num_rows * (of_one_more.flops - self.flops),
-            num_bytes=self.num_bytes + num_rows * (of_one_more.num_bytes - self.num_bytes),
-            moved_bytes=self.moved_bytes + num_rows * (of_one_more.moved_bytes - self.moved_bytes),
-            exchanged_bytes=self.exchanged_bytes + num_rows * (of_one_more.exchanged_bytes - self.exchanged_bytes),
-            attention_flops=self.attention_flops + num_rows * (of_one_more.attention_flops - self.attention_flops),
-        )
+        pairs = zip(astuple(self), astuple(of_one_more), strict=True)
+        cost = Cost(*(own + num_rows * (more - own) for own, more in pairs))
+        return replace(cost, num_operations=self.num_operations)
 
 
 NO_COST = Cost(0.0, 0.0, 0)
