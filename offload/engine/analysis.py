@@ -18,15 +18,14 @@ from offload.engine.loss.loss import LossFunction
 from offload.engine.recording.known import KnownPasses, code_hash, loss_key
 from offload.engine.state import EngineState
 from offload.engine.units.execution_mode import ExecutionMode
-from offload.engine.units.traits import BatchAxis, GraphTraits, UnitTraits
+from offload.engine.units.traits import GraphTraits, UnitTraits
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.planning.settings import Settings
 
 _INDICES = ("mutated", "stale", "shared", "changed")
-_AXES = ("inputs", "outputs")
 _OPTIONS = {bool, int, float, str, list, tuple, dict, type(None)}
-_PLAIN = ("rewrites", "needs_graph", "others", "is_compared", "splits", "copied_bytes")
+_PLAIN = ("rewrites", "needs_graph", "inputs", "others", "outputs", "is_compared", "splits", "copied_bytes")
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,7 +130,6 @@ def _encode(unit: Unit, traits: UnitTraits) -> dict[str, Any]:
     """Return traits as JSON values and sets, without the names of the unit."""
     return {
         **{name: getattr(traits, name) for name in (*_INDICES, *_PLAIN)},
-        **{name: [axis and axis.axis for axis in getattr(traits, name)] for name in _AXES},
         "buffers": sorted((unit.modules.index(module), key) for module, key in traits.buffers),
         "graphs": [
             [needs, frozen, graph.detached, graph.keeps_nothing, graph.reads_weights]
@@ -142,9 +140,7 @@ def _encode(unit: Unit, traits: UnitTraits) -> dict[str, Any]:
 
 def _decode(unit: Unit, value: Mapping[str, Any]) -> UnitTraits:
     """Return the traits from `_encode`."""
-    own: dict[str, Any] = {name: value[name] for name in _PLAIN}
-    own |= {name: set(value[name]) for name in _INDICES}
-    own |= {name: [None if axis is None else BatchAxis(axis) for axis in value[name]] for name in _AXES}
+    own: dict[str, Any] = {name: value[name] for name in _PLAIN} | {name: set(value[name]) for name in _INDICES}
     traits = UnitTraits(**own)
     traits.buffers = {(unit.modules[number], key) for number, key in value["buffers"]}
     for needs, frozen, detached, *graph in value["graphs"]:

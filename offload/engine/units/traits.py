@@ -34,22 +34,6 @@ class PartsDifferError(Exception):
     """A result without batch axis differs between micro-batches."""
 
 
-@dataclass(frozen=True)
-class BatchAxis:
-    """A tensor axis whose size is proportional to the batch rows, such as batch * heads (ALiBi) or batch * sequence.
-
-    The factor (sequence length) may differ between batches.
-    """
-
-    axis: int
-    """Axis number."""
-
-    def cut(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Return the slice of `tensor` for one micro-batch."""
-        begin, end = (_share(tensor.shape[self.axis], number, rows) for number in rows[:2])
-        return tensor.narrow(self.axis, begin, end - begin)
-
-
 @dataclass
 class RecordedUse:
     """One recorded use of a unit."""
@@ -104,11 +88,15 @@ class UnitTraits:
     """
     needs_graph: bool = False
     """True if torch selects other kernels without a graph, with different last bits."""
-    inputs: list[BatchAxis | None] = field(default_factory=list)
-    """Batch axis per input. None: the input does not grow with the batch."""
+    inputs: list[int | None] = field(default_factory=list)
+    """Batch axis per input. None: the input does not grow with the batch.
+
+    The size along this axis is proportional to the rows, such as batch * heads (ALiBi) or batch * sequence; the factor
+    (sequence length) may differ between batches.
+    """
     others: list[bool] = field(default_factory=list)
     """Per non-tensor input, True if the value is proportional to the row count."""
-    outputs: list[BatchAxis | None] = field(default_factory=list)
+    outputs: list[int | None] = field(default_factory=list)
     """Batch axis per result. None: the result does not grow with the batch."""
     is_compared: bool = False
     """True after passes with different row counts were compared, so the axes are known."""
@@ -183,7 +171,7 @@ class UnitTraits:
 
     def can_cut(self, arguments: Arguments, num_rows: int) -> bool:
         """True if every batch-dependent argument divides evenly into `num_rows` rows."""
-        sizes = [t.shape[axis.axis] for t, axis in zip(arguments.tensors, self.inputs, strict=True) if axis is not None]
+        sizes = [t.shape[axis] for t, axis in zip(arguments.tensors, self.inputs, strict=True) if axis is not None]
         sizes += [other for other, grows in zip(arguments.others, self.others, strict=True) if grows]
         return all(type(size) is int and size % num_rows == 0 for size in sizes)
 
@@ -191,7 +179,7 @@ class UnitTraits:
         """Return the inputs for one micro-batch. Inputs without batch axis go to every micro-batch unchanged."""
         if rows is None:
             return list(tensors)
-        return [t if axis is None else axis.cut(t, rows) for t, axis in zip(tensors, self.inputs, strict=True)]
+        return [t if axis is None else _cut(t, axis, rows) for t, axis in zip(tensors, self.inputs, strict=True)]
 
     def cut_others(self, others: Sequence[Any], rows: Rows | None) -> Sequence[Any]:
         """Return the non-tensor arguments for one micro-batch. Numbers proportional to the batch size are scaled."""
@@ -208,7 +196,7 @@ class UnitTraits:
         # The caller received the first micro-batch's copy of a shared result, so only the first takes the gradient.
         shared = [g if rows[0] == 0 else None for g in gradients]
         return [
-            g if g is None else once if a is None else a.cut(g, rows)
+            g if g is None else once if a is None else _cut(g, a, rows)
             for g, once, a in zip(gradients, shared, axes, strict=False)
         ]
 
@@ -230,7 +218,7 @@ class UnitTraits:
         joined = []
         for index, axis in enumerate(self.outputs):
             pieces = [result.tensors[index] for result in results]
-            joined.append(pieces[0] if axis is None else torch.cat(pieces, axis.axis))
+            joined.append(pieces[0] if axis is None else torch.cat(pieces, axis))
         return joined
 
     def join_gradients(
@@ -253,11 +241,11 @@ class UnitTraits:
                 joined.append(functools.reduce(operator.add, present))
             else:
                 assert len(present) == len(pieces)
-                joined.append(torch.cat(present, axis.axis))
+                joined.append(torch.cat(present, axis))
         return joined
 
 
-def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> BatchAxis | None:
+def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int]) -> int | None:
     """Return the axis that grew from shape `first` to `second` in proportion to the rows, or None.
 
     Raises ValueError if ambiguous.
@@ -270,7 +258,7 @@ def batch_axis(first: Sequence[int], second: Sequence[int], rows: tuple[int, int
     axis = grown[0]
     if len(grown) > 1 or first[axis] % rows[0] or first[axis] // rows[0] * rows[1] != second[axis]:
         raise ValueError("no single axis grew with the rows")
-    return BatchAxis(axis)
+    return axis
 
 
 def _is_proportional(first: Any, second: Any, rows: tuple[int, int]) -> bool:
@@ -283,6 +271,12 @@ def _is_proportional(first: Any, second: Any, rows: tuple[int, int]) -> bool:
             raise ValueError("a number that is not proportional to the rows")
         return True
     return False
+
+
+def _cut(tensor: torch.Tensor, axis: int, rows: Rows) -> torch.Tensor:
+    """Return the slice of `tensor` for one micro-batch."""
+    begin, end = (_share(tensor.shape[axis], number, rows) for number in rows[:2])
+    return tensor.narrow(axis, begin, end - begin)
 
 
 def _share(size: int, number: int, rows: Rows) -> int:
