@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from offload.engine.comparison import OTHER_ORDER, Sketch, Tolerance, gradient_deviations, tolerance
-from offload.engine.recording.isolation import isolated
 from offload.engine.recording.plain import PlainPass
 from offload.engine.state import EngineState
 from offload.engine.units.state_snapshot import StateSnapshot
@@ -120,6 +118,21 @@ class NoDropoutMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def isolated(state: EngineState, roots: Mapping[str, Any]) -> Iterator[TrialSnapshot]:
+    """Within the context, the engine calls the model for internal runs. Yield the snapshot of `roots`.
+
+    Restores all state afterwards, also resident weights changed by model code.
+    """
+    snapshot, versions = TrialSnapshot(state.device, roots, state.runner.is_weight), state.slots.versions()
+    try:
+        with state.runner.as_engine_calls(), state.runner.stages.paused():
+            yield snapshot
+    finally:
+        snapshot.restore()
+    state.slots.restore(versions)
+
+
 class PassComparator:
     """Runs equivalence checks."""
 
@@ -178,7 +191,10 @@ class PassComparator:
         resident = [unit for unit in state.units if unit.resident]
         for number in range(passes.num_passes):
             snapshot.reset_generators()
-            install = partial(_install, passes, number)
+
+            def install(unit: Unit, number: int = number) -> None:
+                passes.install(unit, number)
+
             plain = PlainPass(state, install)
             with (
                 ExitStack() as undo,
@@ -303,10 +319,6 @@ def _state_differences(one: PassObservations, other: PassObservations) -> Iterat
     assert one.final_state is not None
     assert other.final_state is not None
     return one.final_state.differences(other.final_state)
-
-
-def _install(passes: PassPair, number: int, unit: Unit) -> None:
-    passes.install(unit, number)
 
 
 def _describe_value(value: Any) -> str:

@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from offload.engine.state import EngineState
-from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.unit import Unit
 
 _SavedTensor = torch.Tensor | tuple[Unit, torch.dtype, int, torch.Size, tuple[int, ...]]
@@ -56,15 +55,12 @@ class PlainPass:
                 result = unit.forward(*args, **kwargs)
         finally:
             self._is_running = False
-        result = tree_map_only(torch.Tensor, self._copy_if_streamed, result)
+        result = tree_map_only(torch.Tensor, self._runner.copy_from_slot, result)
         # Module code that runs again in the backward (torch.utils.checkpoint) needs the weights there.
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 self._handles.append(tensor.register_hook(lambda _: self._load(unit)))
         return result
-
-    def _copy_if_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return TensorLayout.of(tensor).copy(tensor) if self._slots.streams(tensor.data_ptr()) else tensor
 
     def _load(self, unit: Unit) -> None:
         if self._loaded_unit is not unit:

@@ -26,12 +26,13 @@ from offload.engine.comparison import Sketch, same_bits
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.offloaded_tensor import OffloadedTensor
+from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
 from offload.engine.units.snapshots import ModuleSnapshot, buffer_places
 from offload.engine.units.stages import Forward
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
-from offload.engine.units.trial import Trial
+from offload.engine.units.trial import SavedBytes, Trial
 from offload.engine.units.unit import Unit
 from offload.engine.units.weight_writes import refuse_writes
 from offload.errors import ConfigError
@@ -106,7 +107,7 @@ class Recording:
             ]
             writes_before, next_hook = self._num_writes(live), RemovableHandle.next_id
             contents = _Contents(live if self._before is None else ())
-            with torch.enable_grad(), saved.hooks():
+            with torch.enable_grad(), saved_tensors_watched(saved.add):
                 result = self._runner.run(unit, arguments, inputs, arguments.others, forward)
             _refuse_reentrant(f"unit {unit.name}", result.tensors)
             if self._num_writes(live) != writes_before or contents.is_rewritten():
@@ -375,33 +376,23 @@ class _Contents:
         return any(t._version == version and not sketch.equals(Sketch.of(t)) for t, version, sketch in self._entries)
 
 
-class _SavedTensors:
-    """Counts bytes saved by autograd in a unit run, without inputs and weights."""
+class _SavedTensors(SavedBytes):
+    """Contents and bytes saved by autograd in a unit run, without weights; bytes also without inputs and numbers."""
 
     def __init__(self, runner: UnitRunner, inputs: Sequence[torch.Tensor]) -> None:
-        self._runner = runner
-        self._known = {t.untyped_storage().data_ptr() for t in inputs}
-        self.num_bytes = 0
+        super().__init__(inputs)
+        self._runner, self.contents = runner, _Contents()
         self.has_weights = self.has_numbers = False
-        self.contents = _Contents()
 
-    def hooks(self) -> Any:
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.layout is not torch.strided:
-                return tensor.detach()
-            storage = tensor.untyped_storage()
-            if self._runner.slots.holds(tensor):
-                self.has_weights = True
-                return tensor.detach()
-            self.contents.add(tensor.detach())  # the tensor itself would keep the graph alive
-            if is_number(tensor):
-                self.has_numbers = True
-            elif storage.data_ptr() not in self._known:
-                self._known.add(storage.data_ptr())
-                self.num_bytes += storage.nbytes()
-            return tensor.detach()
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    def add(self, tensor: torch.Tensor) -> None:
+        if self._runner.slots.holds(tensor):
+            self.has_weights = True
+            return
+        self.contents.add(tensor.detach())  # the tensor itself would keep the graph alive
+        if is_number(tensor):
+            self.has_numbers = True
+        else:
+            super().add(tensor)
 
 
 def _changed_indices(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:

@@ -26,7 +26,7 @@ from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
 from offload.engine.loss.group_loss import Needs, as_loss
 from offload.engine.loss.label_trials import LabelTrials, probe_loss
 from offload.engine.loss.loss import LossFunction, LossRule, run_loss, select_inputs
-from offload.engine.recording.isolation import isolated
+from offload.engine.recording.equivalence import isolated
 from offload.engine.recording.known import KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples

@@ -10,7 +10,7 @@ from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import Batch, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.loss import select_inputs
-from offload.engine.recording.isolation import isolated
+from offload.engine.recording.equivalence import isolated
 from offload.engine.state import EngineState
 from offload.errors import ConfigError, OffloadError
 from offload.extras.large.shared_rows import SharedRows, share_rows
