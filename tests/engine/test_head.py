@@ -19,7 +19,7 @@ from offload import Engine, Placement
 from offload.distributed.comm import Comm
 from offload.engine.assemble import prepare
 from offload.engine.loss.batch import next_labels
-from offload.engine.loss.chunked_head import build_chunks, find_chunked_head
+from offload.engine.loss.chunked_head import HeadInputs, build_chunks, find_chunked_head
 from offload.extras.plan.measure import BatchSpec, measure
 from offload.planning import settings as planning_settings
 from offload.planning.settings import Settings
@@ -299,7 +299,7 @@ def test_chunks_that_count_for_nothing_take_none_away(rows: int) -> None:
     wanted = float(model(**batch).loss)
     for num_chunks in (3, LENGTH + 3):
         chunks = build_chunks(next_labels(batch), -(-count // 3), num_chunks, torch.clone)
-        parts = [float(loss) for loss, _, _ in head.losses(output, batch, chunks, count)]
+        parts = [float(loss) for loss, _, _ in head.losses(HeadInputs(output, batch, chunks), count)]
         assert len(parts) == num_chunks
         assert sum(parts) == pytest.approx(wanted, rel=1e-5)
 

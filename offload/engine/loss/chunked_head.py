@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,6 +43,19 @@ class Chunk:
 
     places: torch.Tensor
     num_targets: int
+
+
+class HeadInputs(NamedTuple):
+    """Inputs of a head in chunks."""
+
+    output: Any
+    """Output of the base model."""
+    batch: Batch
+    """The batch on the device."""
+    chunks: Sequence[Chunk]
+    """The tokens with a target."""
+    gradient: torch.Tensor | None = None
+    """Receives the gradient of the hidden states, in their shape. None: no backward below the head."""
 
 
 def build_chunks(
@@ -108,22 +121,23 @@ class ChunkedHead:
             return captured.output
         raise TypeError("the model did not call its base model")
 
-    def losses(self, output: Any, batch: Batch, chunks: Iterable[Chunk], tokens: int) -> Iterator[Part]:
+    def losses(self, inputs: HeadInputs, tokens: int) -> Iterator[Part]:
         """Yield one loss per chunk."""
-        for run, leaf, targets, places in self._runs(output, batch, chunks):
+        for run, leaf, targets, places in self._runs(inputs):
             # No variable for the outputs: the chunk logits must be freed before the next chunk runs.
             loss = find_loss(run(labels=targets[None], shift_labels=targets[None], num_items_in_batch=tokens))
             yield loss, leaf, places
 
-    def _log_probs(self, output: Any, batch: Batch, chunks: Iterable[Chunk]) -> Iterator[Part]:
+    def _log_probs(self, inputs: HeadInputs) -> Iterator[Part]:
         """Yield target log-probabilities per chunk, fp32 [targets]."""
-        for run, leaf, targets, places in self._runs(output, batch, chunks):
+        for run, leaf, targets, places in self._runs(inputs):
             yield log_probs(run().logits[0], targets)[: len(places)], leaf, places
 
     def _runs(
-        self, output: Any, batch: Batch, chunks: Iterable[Chunk]
+        self, inputs: HeadInputs
     ) -> Iterator[tuple[Callable[..., Any], torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield (function that runs the model, hidden state leaf, targets [tokens], counted positions) per chunk."""
+        output, batch, chunks, _ = inputs
         hidden = output["last_hidden_state"]
         states, ids, labels = hidden.detach().flatten(0, 1), batch["input_ids"].flatten(), next_labels(batch).flatten()
         for chunk in chunks:
@@ -140,49 +154,31 @@ class ChunkedHead:
         with forwards_replaced({self._base: lambda *_args, **_kwargs: output}):
             return self._model(**inputs)
 
-    def mean_loss(
-        self,
-        state: EngineState,
-        output: Any,
-        batch: Batch,
-        chunks: Sequence[Chunk],
-        tokens: int,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Run forward and backward through the head. Return the loss, fp32.
-
-        Fills `gradient` (for all hidden states) if given.
-        """
-        total = torch.zeros((), dtype=torch.float32, device=output["last_hidden_state"].device)
-        for loss in self._backward(state, self.losses(output, batch, chunks, tokens), gradient):
+    def mean_loss(self, state: EngineState, inputs: HeadInputs, tokens: int) -> torch.Tensor:
+        """Run forward and backward through the head. Return the loss, fp32."""
+        total = torch.zeros((), dtype=torch.float32, device=inputs.output["last_hidden_state"].device)
+        for loss in self._backward(state, self.losses(inputs, tokens), inputs.gradient):
             total += loss.to(torch.float32)
         return total
 
-    def loss_from_log_probs(
-        self,
-        state: EngineState,
-        output: Any,
-        batch: Batch,
-        chunks: Sequence[Chunk],
-        compute_loss: LogProbLoss,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def loss_from_log_probs(self, state: EngineState, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
         """Return the loss that `compute_loss` computes from all target log-probabilities; otherwise like `mean_loss`.
 
         All log-probabilities must be known before the first gradient, so logits are computed twice: without and with a
         graph.
         """
-        label_log_probs = output["last_hidden_state"].new_zeros(batch["labels"].shape, dtype=torch.float32)
+        hidden, labels = inputs.output["last_hidden_state"], inputs.batch["labels"]
+        label_log_probs = hidden.new_zeros(labels.shape, dtype=torch.float32)
         with torch.no_grad():
-            for values, _, places in self._log_probs(output, batch, chunks):
+            for values, _, places in self._log_probs(inputs):
                 label_log_probs.view(-1)[places] = values
         loss, slopes = compute_loss(label_log_probs)
         if slopes is not None:
             parts = (
                 ((values * slopes.flatten()[places]).sum(), leaf, places)
-                for values, leaf, places in self._log_probs(output, batch, chunks)
+                for values, leaf, places in self._log_probs(inputs)
             )
-            for _ in self._backward(state, parts, gradient):
+            for _ in self._backward(state, parts, inputs.gradient):
                 pass
         return loss
 
@@ -198,9 +194,9 @@ class ChunkedHead:
                     gradient.view(-1, gradient.shape[-1])[places] = leaf.grad[0, : len(places)]
                 yield loss.detach()
 
-    def trial_loss(self, output: Any, batch: Batch, chunks: Sequence[Chunk], tokens: int) -> float:
+    def trial_loss(self, inputs: HeadInputs, tokens: int) -> float:
         """Return the `mean_loss` value without a backward."""
-        return sum(float(loss) for loss, _, _ in self.losses(output, batch, chunks, tokens))
+        return sum(float(loss) for loss, _, _ in self.losses(inputs, tokens))
 
 
 def find_chunked_head(
@@ -240,7 +236,7 @@ def find_chunked_head(
 
     def reproduces(head: ChunkedHead) -> bool:
         try:
-            return abs(head.trial_loss(output, batch, chunks, tokens) - full_loss) <= most
+            return abs(head.trial_loss(HeadInputs(output, batch, chunks), tokens) - full_loss) <= most
         except Exception:  # e.g. an adapter over a split head adds logits for all rows
             return False
 

@@ -12,7 +12,7 @@ import torch
 
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.batch_agreement import PassInputs
-from offload.engine.loss.chunked_head import build_chunks
+from offload.engine.loss.chunked_head import HeadInputs, build_chunks
 from offload.engine.loss.group_loss import Loss, Needs, as_loss
 from offload.engine.loss.loss import labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
@@ -145,14 +145,15 @@ class Losses:
             output = head.base_output(lambda: self._model(**select_inputs(self._model, model_batch, inputs.loss_fn)))
             hidden = output["last_hidden_state"]
             gradient = hidden.new_zeros(hidden.shape) if hidden.requires_grad else None
+            head_inputs = HeadInputs(output, batch, chunks, gradient)
             if gradient is not None:
                 state.runner.check_writes()
             with state.runner.whole_batch():
                 if loss.needs is Needs.LOG_PROBS:
                     compute_loss = partial(self._loss_and_gradient, inputs, loss)
-                    total = head.loss_from_log_probs(state, output, batch, chunks, compute_loss, gradient)
+                    total = head.loss_from_log_probs(state, head_inputs, compute_loss)
                 else:
-                    total = head.mean_loss(state, output, batch, chunks, inputs.num_targets, gradient)
+                    total = head.mean_loss(state, head_inputs, inputs.num_targets)
             if gradient is not None:
                 state.runner.backward(hidden, gradient)
         return total

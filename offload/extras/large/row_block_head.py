@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from offload.engine.loss.batch import Batch, next_labels
-from offload.engine.loss.chunked_head import Chunk, ChunkedHead, LogProbLoss, Part
+from offload.engine.loss.chunked_head import Chunk, ChunkedHead, HeadInputs, LogProbLoss, Part
 from offload.engine.state import EngineState
 from offload.extras.large.row_blocks import RowBlocks
 
@@ -43,31 +42,15 @@ class RowBlockHead(ChunkedHead):
         super().__init__(head._model, head._base, blocks.num_rows)
         self._blocks, self.num_logits = blocks, blocks.most_rows
 
-    def mean_loss(
-        self,
-        state: EngineState,
-        output: Any,
-        batch: Batch,
-        chunks: Sequence[Chunk],
-        tokens: int,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def mean_loss(self, state: EngineState, inputs: HeadInputs, tokens: int) -> torch.Tensor:
         def mean(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             return -values.sum() / tokens, torch.full_like(values, -1 / tokens) if torch.is_grad_enabled() else None
 
-        return self.loss_from_log_probs(state, output, batch, chunks, mean, gradient)
+        return self.loss_from_log_probs(state, inputs, mean)
 
-    def loss_from_log_probs(
-        self,
-        state: EngineState,
-        output: Any,
-        batch: Batch,
-        chunks: Sequence[Chunk],
-        compute_loss: LogProbLoss,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor:
-        targets = self._targets(output, batch, chunks)
-        loss, slopes = compute_loss(self._label_log_probs(targets, batch))
+    def loss_from_log_probs(self, state: EngineState, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
+        targets, gradient = self._targets(inputs), inputs.gradient
+        loss, slopes = compute_loss(self._label_log_probs(targets, inputs.batch))
         if slopes is None:
             return loss
         total = None if gradient is None else torch.zeros_like(gradient, dtype=torch.float32).flatten(0, 1)
@@ -75,23 +58,24 @@ class RowBlockHead(ChunkedHead):
             regions = next(unit.regions for unit in state.units if unit.module is self._blocks.blocks[number])
             with state.gradients.repeated(regions):
                 for each in targets:
-                    self._backward_over(number, state, output, batch, each, slopes, total)
+                    self._backward_over(number, state, inputs, each, slopes, total)
         if gradient is not None and total is not None:
             gradient.copy_(total.view_as(gradient))
         return loss
 
-    def trial_loss(self, output: Any, batch: Batch, chunks: Sequence[Chunk], tokens: int) -> float:
-        return -float(self._label_log_probs(self._targets(output, batch, chunks), batch).sum()) / tokens
+    def trial_loss(self, inputs: HeadInputs, tokens: int) -> float:
+        return -float(self._label_log_probs(self._targets(inputs), inputs.batch).sum()) / tokens
 
-    def sums_over(self, number: int, output: Any, batch: Batch, chunk: Chunk) -> Iterator[Part]:
-        """Yield the log-sum-exp total of a chunk over one block, as costly as a part of the loss."""
-        logits, leaf = self._logits(output, batch, chunk, number)
-        yield logits.float().logsumexp(1).sum(), leaf, chunk.places
+    def sums_over(self, number: int, inputs: HeadInputs) -> Iterator[Part]:
+        """Yield the log-sum-exp total of each chunk over one block, as costly as a part of the loss."""
+        for chunk in inputs.chunks:
+            logits, leaf = self._logits(inputs, chunk, number)
+            yield logits.float().logsumexp(1).sum(), leaf, chunk.places
 
-    def _targets(self, output: Any, batch: Batch, chunks: Sequence[Chunk]) -> list[_Targets]:
+    def _targets(self, inputs: HeadInputs) -> list[_Targets]:
         """Return the statistics per chunk from a pass over all blocks, without a graph."""
-        labels, statistics = next_labels(batch).flatten(), []
-        for chunk in chunks:
+        labels, statistics = next_labels(inputs.batch).flatten(), []
+        for chunk in inputs.chunks:
             log_sums = torch.full(chunk.places.shape, -torch.inf, dtype=torch.float32, device=labels.device)
             chunk_labels = labels[chunk.places]
             chunk_labels[chunk.num_targets :] = 0
@@ -99,7 +83,7 @@ class RowBlockHead(ChunkedHead):
         with torch.no_grad():
             for number in range(len(self._blocks.blocks)):
                 for each in statistics:
-                    logits = self._logits(output, batch, each.chunk, number)[0].float()
+                    logits = self._logits(inputs, each.chunk, number)[0].float()
                     torch.logaddexp(each.log_sums, logits.logsumexp(1), out=each.log_sums)
                     is_inside, column = self._blocks.inside(number, each.labels)
                     each.label_logits.copy_(
@@ -119,8 +103,7 @@ class RowBlockHead(ChunkedHead):
         self,
         number: int,
         state: EngineState,
-        output: Any,
-        batch: Batch,
+        inputs: HeadInputs,
         targets: _Targets,
         slopes: torch.Tensor,
         total: torch.Tensor | None,
@@ -131,7 +114,7 @@ class RowBlockHead(ChunkedHead):
         gradients [tokens, hidden].
         """
         num, places = targets.chunk.num_targets, targets.chunk.places
-        logits, leaf = self._logits(output, batch, targets.chunk, number)
+        logits, leaf = self._logits(inputs, targets.chunk, number)
         if not logits.requires_grad:
             return
         gradient = (logits.detach().float() - targets.log_sums[:, None]).exp_().neg_()
@@ -143,8 +126,8 @@ class RowBlockHead(ChunkedHead):
         if total is not None and leaf.grad is not None:
             total[places[:num]] += leaf.grad[0, :num]
 
-    def _logits(self, output: Any, batch: Batch, chunk: Chunk, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logits(self, inputs: HeadInputs, chunk: Chunk, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the chunk logits over one block [n, rows], and the hidden state leaf below."""
-        run, leaf, _, _ = next(self._runs(output, batch, [chunk]))
+        run, leaf, _, _ = next(self._runs(inputs._replace(chunks=[chunk])))
         with self._blocks.only(number):
             return run().logits[0], leaf

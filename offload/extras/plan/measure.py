@@ -15,7 +15,7 @@ from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
 from offload.engine.loss.batch import Batch
-from offload.engine.loss.chunked_head import ROUNDED_TO, Chunk, ChunkedHead
+from offload.engine.loss.chunked_head import ROUNDED_TO, Chunk, ChunkedHead, HeadInputs
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver_result, receive_call
@@ -276,10 +276,11 @@ class _WorkloadProbe:
             filled = -(-batch.rows * (batch.length - 1) // ROUNDED_TO) * ROUNDED_TO
             num_tokens = len(tensors["labels"]) * min(max(1, size // batch.rows), -(-filled // batch.rows))
             chunk = Chunk(torch.arange(num_tokens, device=hidden.device), num_tokens)
+            head_inputs = HeadInputs(output, labelled, [chunk])
             if blocks is None:
-                self._run_chunk(head.losses(output, labelled, [chunk], tensors["labels"].numel()))
+                self._run_chunk(head.losses(head_inputs, tensors["labels"].numel()))
             else:
-                self._run_chunk(RowBlockHead(head, blocks).sums_over(0, output, labelled, chunk))
+                self._run_chunk(RowBlockHead(head, blocks).sums_over(0, head_inputs))
                 self._repeat_chunk(blocks, -(-tensors["labels"].numel() // num_tokens))
             self.begin()
             hidden.backward(gradient)
