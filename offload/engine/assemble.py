@@ -17,8 +17,7 @@ from offload.distributed.comm import Comm
 from offload.engine.state import EngineState
 from offload.engine.take_over import share_buffers, take_over
 from offload.engine.units.attention import attention_for
-from offload.engine.units.candidates import SPLITTINGS, Splitting, UnitCandidate, regions_of
-from offload.engine.units.find import describe_parameters, find_units
+from offload.engine.units.find import SPLITTINGS, Splitting, UnitCandidate, describe_parameters, find_units, regions_of
 from offload.errors import ConfigError, DoesNotFitError
 from offload.files.sources import Fill
 from offload.layout.build_regions import build_regions

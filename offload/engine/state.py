@@ -30,8 +30,8 @@ from offload.engine.units.activation_offload import (
 )
 from offload.engine.units.attention import attention_for
 from offload.engine.units.call import Router
-from offload.engine.units.candidates import Splitting, UnitCandidate
 from offload.engine.units.execution_mode import ExecutionMode
+from offload.engine.units.find import Splitting, UnitCandidate
 from offload.engine.units.model_structure import ModelStructure
 from offload.engine.units.recompute_policy import RecomputePolicy
 from offload.engine.units.residency import ModelOwnership

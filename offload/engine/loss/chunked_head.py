@@ -22,7 +22,7 @@ from offload.engine.loss.group_loss import log_probs
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss
 from offload.engine.state import EngineState
-from offload.engine.units.candidates import Splitting
+from offload.engine.units.find import Splitting
 from offload.engine.units.rerouting import forwards_replaced
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

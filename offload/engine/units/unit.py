@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from offload.engine.units.candidates import ParameterPlace, UnitCandidate, regions_of
+from offload.engine.units.find import ParameterPlace, UnitCandidate, regions_of
 from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.state_snapshot import AttributePlace, find_mutable_attributes
 from offload.engine.units.thread_state import past_subclasses

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from offload.engine.units.candidates import ParameterPlace, UnitCandidate
+from offload.engine.units.find import ParameterPlace, UnitCandidate
 from offload.errors import ConfigError
 from offload.layout.codecs import EXACT
 from offload.layout.planes import DTYPES

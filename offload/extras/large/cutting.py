@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.engine.loss.chunked_head import ChunkedHead
-from offload.engine.units.candidates import ParameterPlace, Splitting, UnitCandidate
+from offload.engine.units.find import ParameterPlace, Splitting, UnitCandidate
 from offload.errors import format_bytes
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlock, RowBlocks

@@ -20,7 +20,7 @@ from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.attention import Attention
-from offload.engine.units.candidates import UnitCandidate
+from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_tensor import make_placeholder
 from offload.engine.units.unit import put_parameters
 from offload.extras.large.row_block_head import RowBlockHead

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 from offload.engine.assemble import Structure
-from offload.engine.units.candidates import UnitCandidate
+from offload.engine.units.find import UnitCandidate
 from offload.errors import format_bytes
 from offload.extras.plan.workload import Workload
 from offload.layout.regions import Region

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.engine.units.arguments import Arguments, run_over_copies
-from offload.engine.units.candidates import UnitCandidate
+from offload.engine.units.find import UnitCandidate
 from offload.engine.units.trial import Trial
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import TiledForward, Tiles

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.engine.units.arguments import Arguments, run_over_copies
-from offload.engine.units.candidates import UnitCandidate
+from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
 from offload.extras.large.tiles import TiledForward
