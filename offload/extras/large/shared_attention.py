@@ -16,10 +16,16 @@ import torch
 from torch import nn
 
 from offload.distributed.comm import Comm
+from offload.engine.comparison import OTHER_ORDER, tolerance
+from offload.engine.loss.batch import map_tensors
+from offload.engine.loss.batch_agreement import PassInputs
+from offload.engine.loss.loss import select_inputs
+from offload.engine.recording.equivalence import isolated
+from offload.engine.state import EngineState
 from offload.engine.units.attention import Attention, Batch, Copy
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 from offload.extras.large.shared_rows import SharedRows, WholeRows, share_rows
-from offload.extras.large.shared_trial import check_sharing
+from offload.modules import in_eval_mode
 from offload.tiers.counters import Counters
 
 IMPLEMENTATION = "offload_shared"
@@ -28,6 +34,8 @@ _SHARED: WeakValueDictionary[int, SharedAttention] = WeakValueDictionary()
 """Keyed by id of the model config."""
 _HEADS, _TOKENS = 1, 2
 """Axes in queries, keys and values."""
+_ROUNDING_OF_ONE = 4
+"""Allowed ratio between the error at one token position and the mean error. A router may send a token elsewhere."""
 
 
 class SharedAttention(Attention):
@@ -106,7 +114,7 @@ class SharedAttention(Attention):
 
     def check(self, state: Any, inputs: Any) -> bool:
         if inputs.shared is not None:
-            check_sharing(state, inputs, inputs.shared)
+            _check_sharing(state, inputs, inputs.shared)
         return inputs.shared is not None
 
     def mask(self, config: Any, **options: Any) -> Any:
@@ -261,3 +269,55 @@ def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
         "attention cannot be divided evenly among the ranks: set --train.sequence_parallel to one of "
         f"{', '.join(map(str, fitting))}."
     )
+
+
+def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows) -> None:
+    """Run the model on the first tokens of a few rows, whole and shared, and compare the base model outputs.
+
+    Collective. Raises ConfigError on all ranks if a module mixes tokens outside attention, if attention bypasses the
+    transformers interface, or if the loss is not a mean over tokens.
+    """
+    head, comm = inputs.head, state.attention.comm
+    name = type(state.model).__name__
+    if head is None:
+        raise ConfigError(
+            f"train.sequence_parallel is {comm.size}, but the loss of {name} is not a mean over tokens with shifted "
+            "labels: it has a term over all tokens (such as a router's auxiliary loss, output_router_logits), uses "
+            "other targets, or takes no shift_labels. Leave that out, or set --train.sequence_parallel 1."
+        )
+
+    def hidden_states(batch: Batch) -> torch.Tensor:
+        output: Any = head.base_output(lambda: state.model(**select_inputs(state.model, batch, None)))
+        return output["last_hidden_state"].float()
+
+    difference, distance = "", 0.0
+    most = tolerance(OTHER_ORDER, [next(state.model.parameters())]).token
+    with isolated(state, {"": state.model}), in_eval_mode(state.model), torch.no_grad():
+        copy_to_device = state.device.copy_to_device
+        own_sample, shared_sample = share_rows(shared.sample, None, comm)
+        state.attention.begin_pass(shared_sample.needs_mask)
+        try:
+            whole_sample, own_sample = (map_tensors(copy_to_device, each) for each in (shared.sample, own_sample))
+            expected = hidden_states(whole_sample)
+            with state.attention.over(shared_sample, own_sample, copy_to_device) as (model_batch, _):
+                actual = hidden_states(model_batch)
+            expected = expected[:, comm.rank * actual.shape[1] :][:, : actual.shape[1]]  # without filler tokens
+            actual = actual[:, : expected.shape[1]]
+            if expected.numel():
+                token_errors = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
+                # A lost neighbour token affects only the first tokens on a rank; rounding affects any token.
+                distance = float(max(token_errors.mean(), token_errors.mean(0).max() / _ROUNDING_OF_ONE))
+            if distance > most:
+                difference = f"tokens differ by {distance:.1g} of their norm on rank {state.comm.rank}"
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # same error on all ranks in the group, after equal exchanges
+            state.runner.has_failed = False
+            difference = f"{type(error).__name__}: {error}".splitlines()[0]
+    difference = next(filter(None, state.comm.gather_objects(difference, "trial run with shared sequences")), "")
+    if difference:
+        raise ConfigError(
+            f"train.sequence_parallel is {comm.size}, but {name} gives other results on shared sequences than on whole "
+            f"ones ({difference}): a module other than attention mixes tokens (such as a convolution or linear "
+            "attention), or attention is not called through transformers' interface. Set --train.sequence_parallel 1."
+        )
