@@ -60,7 +60,7 @@ class Recording:
         self.outside_readers: set[str] = set()
         self.rows = rows
         self.uses: dict[str, list[RecordedUse]] = {}
-        self._runner, self._before = runner, before
+        self.runner, self._before = runner, before
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
@@ -68,19 +68,17 @@ class Recording:
         self._unit_outputs: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
         self._contents: list[tuple[UnitTraits, _Contents]] = []
         self._variants: set[int] = set()
-        self._streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.placeholders}
-        self._num_set_to_itself: Counter[int] = Counter()
+        self.streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.placeholders}
+        self.num_set_to_itself: Counter[int] = Counter()
         resident = [unit for unit in units if unit.resident and before is None]
         self._resident_contents = [(unit, _Contents(unit.live().values())) for unit in resident]
         self.written: dict[Unit, _Contents] = {}
         """Resident units whose weights the model has changed, with the new contents."""
-        self._written_addresses: list[int] = []
+        self.written_addresses: list[int] = []
 
     def watch_reads(self) -> WatchingMode:
         """Return a mode that detects reads of offloaded parameters and writes to weights."""
-        return _UseDetector(
-            self._streaming, self.outside_readers, self._runner, self._num_set_to_itself, self._written_addresses
-        )
+        return _UseDetector(self)
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one unit use with a separate graph. Return the result detached from this graph."""
@@ -92,23 +90,23 @@ class Recording:
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
         versions = [t._version for t in inputs]
-        saved = _SavedTensors(self._runner, inputs)
-        module_snapshot = ModuleSnapshot(unit.modules, buffer_places(unit.modules), (), self._runner.is_weight)
+        saved = _SavedTensors(self.runner, inputs)
+        module_snapshot = ModuleSnapshot(unit.modules, buffer_places(unit.modules), (), self.runner.is_weight)
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
-        self._runner.enter(unit)
+        self.runner.enter(unit)
         try:
             rows = self.rows if self._before is None else None
-            forward = self._runner.stages.record(unit, self._runner, arguments, rows)
+            forward = self.runner.stages.record(unit, self.runner, arguments, rows)
             results_without_graph = None if self._before is None else self._run_without_graph(unit, arguments, forward)
             live = list(unit.live().values())
-            self._written_addresses[:] = [
-                address for address in self._written_addresses if not self._runner.slots.streams(address)
+            self.written_addresses[:] = [
+                address for address in self.written_addresses if not self.runner.slots.streams(address)
             ]
             writes_before, next_hook = self._num_writes(live), RemovableHandle.next_id
             contents = _Contents(live if self._before is None else ())
             with torch.enable_grad(), saved_tensors_watched(saved.add):
-                result = self._runner.run(unit, arguments, inputs, arguments.others, forward)
+                result = self.runner.run(unit, arguments, inputs, arguments.others, forward)
             _refuse_reentrant(f"unit {unit.name}", result.tensors)
             if self._num_writes(live) != writes_before or contents.is_rewritten():
                 refuse_writes(unit)
@@ -122,7 +120,7 @@ class Recording:
                 saved.num_bytes > 0 or saved.has_weights or not is_plain or self._reads_weights(unit, result, own)
             )
         finally:
-            self._runner.leave()
+            self.runner.leave()
             self._inside = None
         mutated = _changed_indices(inputs, versions)
         if saved.contents.is_rewritten():
@@ -157,8 +155,8 @@ class Recording:
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> list[torch.Tensor]:
         """Run the unit as in a streamed forward. Restore random generators and modules afterwards."""
-        results = Trial(self._runner, unit, arguments).run(forward, arguments.tensors).results
-        return list(map(self._runner.copy_from_slot, results))
+        results = Trial(self.runner, unit, arguments).run(forward, arguments.tensors).results
+        return list(map(self.runner.copy_from_slot, results))
 
     def finish(self, results: Any) -> None:
         """Finish after the forward. `results`: the loss.
@@ -186,7 +184,7 @@ class Recording:
             leaves = [
                 t
                 for t in _graph_leaves([tensor])
-                if id(t) in self._borders or isinstance(t, OffloadedTensor) or self._runner.slots.holds(t)
+                if id(t) in self._borders or isinstance(t, OffloadedTensor) or self.runner.slots.holds(t)
             ]
             if leaves:
                 torch.autograd.backward(tensor, torch.ones_like(tensor), retain_graph=True, inputs=leaves)
@@ -214,7 +212,7 @@ class Recording:
         roots, inputs = ([t for t in tensors if t.requires_grad] for tensors in (result.tensors, leaves))
         if not roots or not inputs:
             return True
-        detector = _WeightReadDetector(self._runner)
+        detector = _WeightReadDetector(self.runner)
         with unit.installed(), detector:
             torch.autograd.grad(roots, inputs, [torch.ones_like(t) for t in roots], allow_unused=True)
         return detector.has_reads
@@ -244,7 +242,7 @@ class Recording:
         A torch parametrization moves a parameter to another name and sets the parameter to itself: a new version
         without a change.
         """
-        return [weight._version - self._num_set_to_itself[id(weight)] for weight in weights]
+        return [weight._version - self.num_set_to_itself[id(weight)] for weight in weights]
 
     def note_writes(self) -> None:
         """Record after a run the resident weights with changes by the model."""
@@ -266,9 +264,9 @@ class Recording:
     def _note_idle_writes(self, unit: Unit) -> None:
         """Let later passes check the weights of `unit` that an operation of this run wrote without a new value."""
         spans = {i: range(weight.data_ptr(), weight.data_ptr() + weight.nbytes) for i, weight in unit.live().items()}
-        written = {i for i, span in spans.items() if any(address in span for address in self._written_addresses)}
+        written = {i for i, span in spans.items() if any(address in span for address in self.written_addresses)}
         if written:
-            self._runner.writes.add(unit, written)
+            self.runner.writes.add(unit, written)
 
     def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
         for module, key in buffer_places(unit.modules):
@@ -302,35 +300,26 @@ class Recording:
 
 
 class _UseDetector(WatchingMode):
-    """Detects operations on offloaded parameters and writes to weights on the device.
-
-    Counts tensors set to themselves.
+    """Tells a recording of operations on offloaded parameters, writes to weights on the device, and tensors set to
+    themselves.
     """
 
-    def __init__(
-        self,
-        streaming: dict[int, str],
-        outside_readers: set[str],
-        runner: UnitRunner,
-        num_set_to_itself: Counter[int],
-        written_addresses: list[int],
-    ) -> None:
-        """`written_addresses`: receives the addresses of written weights."""
+    def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self._streaming, self._outside_readers, self._runner = streaming, outside_readers, runner
-        self._num_set_to_itself, self._written_addresses = num_set_to_itself, written_addresses
+        self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recording = self._recording
         for leaf in _operands(args, kwargs):
-            if isinstance(leaf, OffloadedTensor) and leaf.info.index in self._streaming:
-                self._outside_readers.add(self._streaming[leaf.info.index])
+            if isinstance(leaf, OffloadedTensor) and leaf.info.index in recording.streaming:
+                recording.outside_readers.add(recording.streaming[leaf.info.index])
         if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:
-            self._num_set_to_itself[id(args[0])] += 1
+            recording.num_set_to_itself[id(args[0])] += 1
         elif func._schema.is_mutable:
             for leaf in _operands((*args[:1], (kwargs or {}).get("out")), {}):
                 is_on_device = isinstance(leaf, torch.Tensor) and not isinstance(leaf, OffloadedTensor)
-                if is_on_device and self._runner.slots.holds(leaf):
-                    self._written_addresses.append(leaf.data_ptr())
+                if is_on_device and recording.runner.slots.holds(leaf):
+                    recording.written_addresses.append(leaf.data_ptr())
         return func(*args, **(kwargs or {}))
 
 
