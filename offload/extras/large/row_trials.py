@@ -7,8 +7,9 @@ rows get different results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,12 @@ class _RecordedCall:
     """Row axis; -1 if no tensor has rows."""
     cut: tuple[int, ...]
     """Indices of the tensors with a row axis."""
-    structure: Hashable
-    """Argument structure."""
+
+    def map_rows(
+        self, change: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Apply `change` to each tensor with rows."""
+        return [change(t) if i in self.cut else t for i, t in enumerate(tensors)]
 
 
 class RowTrials:
@@ -73,7 +78,7 @@ class RowTrials:
         with forwards_replaced({m: self._recording_forward(m) for m in inner}):
             self._trial.run(unit_forward, tensors)
         row_modules = list(self._outermost(self._module, ""))
-        saved, modules, is_whole = 0.0, tuple(row_modules), _is_short(unit_input, axis)
+        saved, modules, is_whole = 0.0, tuple(row_modules), self._num_rows <= _MOST_WHOLE_ROWS
         if is_whole:
             num_bytes, modules = self._try_unit(unit_forward, tensors, row_modules)
             saved = num_bytes / (unit_input.numel() // unit_input.shape[-1])
@@ -93,7 +98,7 @@ class RowTrials:
 
     def _record_call(self, own: Callable[..., Any], arguments: Arguments) -> _RecordedCall:
         """Return a recorded call with copies of a few tensor rows."""
-        tensors, structure = list(arguments.tensors), arguments.structure
+        tensors = list(arguments.tensors)
         main = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
         axes = [] if main is None else [a for a in range(main.dim() - 1) if main.shape[a] == self._num_rows]
         if main is not None and not axes and main.shape[0] % self._num_rows == 0:
@@ -103,7 +108,7 @@ class RowTrials:
             cut = tuple(i for i, t in enumerate(tensors) if t.dim() > axis and t.shape[axis] == main.shape[axis])
         few = [t.narrow(axis, 0, min(_MOST_ROWS, t.shape[axis])) if i in cut else t for i, t in enumerate(tensors)]
         arguments.tensors[:] = [t.detach().clone() if i in cut else t.detach() for i, t in enumerate(few)]
-        return _RecordedCall(own, arguments, axis, cut, structure)
+        return _RecordedCall(own, arguments, axis, cut)
 
     def _outermost(self, parent: nn.Module, path: str) -> Iterator[RowModule]:
         """Yield the outermost modules that may run over tiles and save memory by tiling."""
@@ -122,7 +127,7 @@ class RowTrials:
                 self._whole[name] = refusal
                 yield from self._outermost(child, f"{name}.")
             elif saves:
-                yield RowModule(name, child, call.structure, call.cut, call.axis)
+                yield RowModule(name, child, call.arguments.structure, call.cut, call.axis)
 
     def _refusal(self, module: nn.Module, call: _RecordedCall) -> tuple[str, bool]:
         """Return (reason against tiles or "", saves memory)."""
@@ -131,7 +136,7 @@ class RowTrials:
             m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in submodules
         ):
             return "its submodules have hooks, which would see tiles", False
-        sample = [_lengthen(t, call.axis) if i in call.cut else t for i, t in enumerate(call.arguments.tensors)]
+        sample = call.map_rows(lambda t: _lengthen(t, call.axis), call.arguments.tensors)
         num_rows = sample[call.cut[0]].shape[call.axis]
         with torch.no_grad():
             if refusal := self._trace(module, call, sample):
@@ -145,7 +150,8 @@ class RowTrials:
                 for one, result in zip(whole, self._results(call, other), strict=True):
                     if not are_near(_select_rows(one, call, rows), _select_rows(result, call, places)):
                         return "a row of its result depends on other rows, or on the position of the row", False
-            for result in self._results(call, _repeat_first_row(sample, call)):
+            equal = call.map_rows(lambda t: _first_row(t, call).expand_as(t).contiguous(), sample)
+            for result in self._results(call, equal):
                 if not are_near(_first_row(result, call).expand_as(result), result):
                     return "it gives different results for equal rows", False
         return self._find_gradient_difference(module, call, sample, num_rows)
@@ -173,9 +179,7 @@ class RowTrials:
     ) -> tuple[str, bool]:
         """Return (reason if tiled gradients differ or "", True if tiles save enough graph memory)."""
         weights = [p for p in module.parameters() if p.requires_grad]
-        leaves = [
-            t.clone().requires_grad_() if t.is_floating_point() and i in call.cut else t for i, t in enumerate(sample)
-        ]
+        leaves = call.map_rows(lambda t: t.clone().requires_grad_() if t.is_floating_point() else t, sample)
         wanted = [t for t in (*leaves, *weights) if t.requires_grad]
         saved = SavedBytes([*leaves, *module.parameters()])
         with torch.enable_grad():
@@ -251,11 +255,6 @@ class RowTrials:
         )
 
 
-def _is_short(tensor: torch.Tensor, axis: int) -> bool:
-    """True if the unit is short enough for a trial as a whole."""
-    return tensor.shape[axis] <= _MOST_WHOLE_ROWS
-
-
 class _Poison(torch.autograd.Function):
     """Replaces values by NaN; passes gradients through."""
 
@@ -286,10 +285,7 @@ def _tiles(
     size = _tile_size(num_rows)
     for begin in range(0, num_rows, size):
         rows = range(begin, min(begin + size, num_rows))
-        yield (
-            rows,
-            [t.narrow(call.axis, begin, len(rows)).contiguous() if i in call.cut else t for i, t in enumerate(sample)],
-        )
+        yield rows, call.map_rows(partial(_narrow, call.axis, rows), sample)
 
 
 def _variations(
@@ -300,19 +296,19 @@ def _variations(
     for rows, tile in _tiles(sample, call, num_rows):
         yield rows, tile, range(len(rows))
     order = [*everywhere[::-2], *everywhere[-2::-2]]
-    yield order, [_select_rows(t, call, order) if i in call.cut else t for i, t in enumerate(sample)], everywhere
+    yield order, call.map_rows(lambda t: _select_rows(t, call, order), sample), everywhere
     border = _tile_size(num_rows)
     for changed in ((0, border - 1), (border, num_rows - 1)):
         for factor in (-8.0, 8.0):
             rest = [row for row in everywhere if row not in changed]
-            yield (
-                rest,
-                [_change_rows(t, call, changed, factor) if i in call.cut else t for i, t in enumerate(sample)],
-                rest,
-            )
+            yield rest, call.map_rows(partial(_change_rows, call, changed, factor), sample), rest
 
 
-def _change_rows(tensor: torch.Tensor, call: _RecordedCall, rows: Sequence[int], factor: float) -> torch.Tensor:
+def _narrow(axis: int, rows: range, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.narrow(axis, rows.start, len(rows)).contiguous()
+
+
+def _change_rows(call: _RecordedCall, rows: Sequence[int], factor: float, tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with strongly changed values in some rows. Integer tensors stay unchanged."""
     if not tensor.is_floating_point():
         return tensor
@@ -320,11 +316,6 @@ def _change_rows(tensor: torch.Tensor, call: _RecordedCall, rows: Sequence[int],
     for row in rows:
         changed.select(call.axis, row).mul_(factor).add_(factor)
     return changed
-
-
-def _repeat_first_row(sample: Sequence[torch.Tensor], call: _RecordedCall) -> list[torch.Tensor]:
-    """Return tensors with every row equal to the first."""
-    return [_first_row(t, call).expand_as(t).contiguous() if i in call.cut else t for i, t in enumerate(sample)]
 
 
 def _first_row(tensor: torch.Tensor, call: _RecordedCall) -> torch.Tensor:

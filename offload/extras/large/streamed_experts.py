@@ -57,7 +57,8 @@ class RecordStream:
         slots.forget()
         for number, record in enumerate(records):
             while num_fetched < min(number + self._num_places, len(records)):
-                slots.fetch(slots.cargo_of(records[num_fetched].regions), self._offset(num_fetched))
+                offset = num_fetched % self._num_places * (slots.capacity_bytes // self._num_places)
+                slots.fetch(slots.cargo_of(records[num_fetched].regions), offset)
                 self._counters.count("experts_fetched", len(records[num_fetched].experts))
                 num_fetched += 1
             cargo = slots.cargo_of(record.regions)
@@ -66,9 +67,6 @@ class RecordStream:
                 yield record
             finally:
                 slots.release(cargo, record.regions, self._lanes.mark())
-
-    def _offset(self, number: int) -> int:
-        return number % self._num_places * (self.slots.capacity_bytes // self._num_places)
 
 
 class StreamedExperts:
@@ -127,7 +125,7 @@ class StreamedExperts:
         result = self._runner.outputs.next_replayed()
         if result is None:
             result = torch.zeros_like(hidden)
-            for expert, live in self._fetch_experts(_hit_experts(index), descending=False, trains=False):
+            for expert, live in self._fetch_experts(set(index.unique().tolist()), descending=False, trains=False):
                 choices, tokens = _routed_rows(index, expert)
                 result.index_add_(0, tokens, self._run(live, hidden[tokens], weights[tokens, choices]))
             self._runner.outputs.record(result)
@@ -141,7 +139,7 @@ class StreamedExperts:
         Expert gradients go to the gradient flow if `trains`. Experts run in descending order, as in autograd.
         """
         of_hidden, of_weights = torch.zeros_like(hidden), torch.zeros_like(weights)
-        for expert, live in self._fetch_experts(_hit_experts(index), descending=True, trains=trains):
+        for expert, live in self._fetch_experts(set(index.unique().tolist()), descending=True, trains=trains):
             choices, tokens = _routed_rows(index, expert)
             with torch.enable_grad():
                 rows = hidden[tokens].requires_grad_()
@@ -166,7 +164,8 @@ class StreamedExperts:
         hit_on_any_rank = hit
         if self._comm.size > 1 and (trains or self._stream.slots.gathers):
             self._runner.exchanges.append(partial(self._repeat_exchanges, descending=descending, trains=trains))
-            hit_on_any_rank = self._on_any_rank(hit)
+            # The gather of weights and the reduction of gradients are collective.
+            hit_on_any_rank = set().union(*self._comm.gather_objects(hit, f"routing of tokens to {self._unit.name}"))
         used = [record for record in self._records if not hit_on_any_rank.isdisjoint(record.experts)][::order]
         for record in self._stream.pass_over(used):
             if trains:
@@ -186,11 +185,6 @@ class StreamedExperts:
         """Repeat the exchanges for experts hit on other ranks, without own tokens."""
         for _ in self._fetch_experts(set(), descending=descending, trains=trains):
             pass
-
-    def _on_any_rank(self, hit: set[int]) -> set[int]:
-        """Return the experts hit on any rank, for the collective weight gather and gradient reduction. Collective."""
-        label = f"routing of tokens to {self._unit.name}"
-        return set().union(*self._comm.gather_objects(hit, label))
 
     def _live(self, record: ExpertRecord, trains: bool) -> Mapping[int, Mapping[int, nn.Parameter]]:
         """Return the Parameters of a record, by expert and model index."""
@@ -237,11 +231,6 @@ class _ExpertsFunction(torch.autograd.Function):
         hidden, index, weights = (tensor.detach() for tensor in ctx.saved_tensors)
         of_hidden, of_weights = ctx.experts.backward(hidden, index, weights, gradient, trains)
         return None, None, of_hidden, None, of_weights
-
-
-def _hit_experts(index: torch.Tensor) -> set[int]:
-    """Return the experts with routed tokens."""
-    return set(index.unique().tolist())
 
 
 def _expert(piece: Piece) -> int:

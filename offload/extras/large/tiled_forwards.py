@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from offload.engine.comparison import are_near
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
 from offload.engine.units.trial import Trial
@@ -46,7 +45,7 @@ class TiledForwards(Stage):
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:
         tiled = None if self.is_paused else self._tiled(unit, use.tensors)
-        if tiled is not None and self._compare(unit, use):
+        if tiled is not None and self._compare(unit, use, tiled):
             tiled = self._tiled(unit, use.tensors)
         return tiled or self.inner.forward_of(unit, use)
 
@@ -57,7 +56,7 @@ class TiledForwards(Stage):
 
     def record(self, unit: Unit, runner: ForwardRunner, arguments: Arguments, rows: int | None) -> Forward:
         """Find the row-wise modules of a block."""
-        known_tiles = _tiles_of(unit)
+        known_tiles: Tiles | None = unit.traits.learned.get("tiles")
         if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
             with runner.restoring(unit):
                 tiles = RowTrials(Trial(runner, unit, arguments)).find(unit.forward, arguments.tensors, rows)
@@ -101,23 +100,22 @@ class TiledForwards(Stage):
     def _learn(self, unit: Unit, tiles: Tiles) -> None:
         unit.traits.learned["tiles"] = self._tiles[unit.name] = tiles
 
-    def _compare(self, unit: Unit, use: Use) -> bool:
+    def _compare(self, unit: Unit, use: Use, tiled: TiledForward) -> bool:
         """Compare tiled and whole results, without gradients, in a use longer than all before.
 
         Returns True if a comparison ran. Recording saw only a few rows, and a module may behave differently or reach
         farther on long sequences.
         """
-        tiles = _tiles_of(unit)
-        assert tiles is not None
+        tiles: Tiles = unit.traits.learned["tiles"]
         unit_input = use.tensors[tiles.input]
         length = unit_input.shape[tiles.axis]
         if length <= tiles.tried_rows:
             return False
-        most, size = length, self._sizes[unit.name]
+        most, size = length, tiled.size
         if self._room_bytes is not None and tiles.saved_bytes:
             row_bytes = tiles.saved_bytes * unit_input.numel() / unit_input.shape[-1] / length
             most = max(2 * size, int(self._room_bytes / row_bytes))
-        compared = ComparedForward(unit.forward, tiles.modules, size, unit_input.device.type, most, are_near)
+        compared = ComparedForward(tiled, most)
         Trial(use.runner, unit, use.arguments, use.others).run(compared, use.tensors)
         reason = f"over {min(length, most)} rows its results differ from those over tiles of {size}"
         modules = tuple(rows for rows in tiles.modules if rows.name not in compared.differing)
@@ -135,7 +133,7 @@ class TiledForwards(Stage):
 
     def _tiled(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> TiledForward | None:
         """Return the tiled unit forward. None: untiled."""
-        tiles = _tiles_of(unit)
+        tiles: Tiles | None = unit.traits.learned.get("tiles")
         if tiles is None or not tiles.modules:
             return None
         unit_input = tensors[tiles.input]
@@ -148,9 +146,3 @@ class TiledForwards(Stage):
             return None
         self._sizes[unit.name] = size
         return TiledForward(unit.forward, tiles.modules, size, unit_input.device.type)
-
-
-def _tiles_of(unit: Unit) -> Tiles | None:
-    """Return the inner modules allowed to run over sequence tiles. None: not examined yet."""
-    tiles: Tiles | None = unit.traits.learned.get("tiles")
-    return tiles

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.comparison import are_near
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.snapshots import ThreadState
 from offload.modules import forwards_replaced
@@ -80,41 +81,35 @@ class Tiles:
     """Length of the longest use with a comparison between tiled and whole results."""
 
 
+@dataclass(eq=False)
 class TiledForward:
     """Runs the original unit forward, with some inner modules over `size`-row tiles."""
 
-    def __init__(
-        self,
-        own: Callable[..., Any],
-        modules: Sequence[RowModule],
-        size: int,
-        device_type: str,
-        is_recomputation: bool = False,
-    ) -> None:
-        self._own, self._modules, self._size, self._device_type = own, modules, size, device_type
-        self._is_recomputation = is_recomputation
+    own: Callable[..., Any]
+    modules: Sequence[RowModule]
+    size: int
+    device_type: str
+    is_recomputation: bool = False
 
     def for_recomputation(self) -> TiledForward:
         """Return the forward for a recomputation: results have a graph, and values only where read."""
-        return TiledForward(self._own, self._modules, self._size, self._device_type, is_recomputation=True)
+        return TiledForward(self.own, self.modules, self.size, self.device_type, is_recomputation=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forwards = {rows.module: partial(self._run, rows, rows.module.forward) for rows in self._modules}
+        forwards = {rows.module: partial(self._run, rows, rows.module.forward) for rows in self.modules}
         with forwards_replaced(forwards):
-            return self._own(*args, **kwargs)
+            return self.own(*args, **kwargs)
 
     def _run(self, rows: RowModule, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments((args, kwargs))
         num_rows = rows.num_rows(arguments)
-        if num_rows <= self._size:
+        if num_rows <= self.size:
             return own(*args, **kwargs)
         tensors, parameters = list(arguments.tensors), list(rows.module.parameters())
         arguments.tensors.clear()  # Only autograd may hold the inputs until the backward.
-        call = _TiledCall(
-            rows, own, arguments, len(tensors), self._size, is_idle=self._is_recomputation and rows.is_idle
-        )
+        call = _TiledCall(self, rows, own, arguments, len(tensors))
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters)):
-            call.thread_state = ThreadState(self._device_type)
+            call.thread_state = ThreadState(self.device_type)
             outputs = _TiledFunction.apply(call, *tensors, *parameters)
         else:
             outputs = call.forward(tensors)
@@ -126,18 +121,10 @@ class TiledForward:
 class ComparedForward(TiledForward):
     """Runs a unit as usual, and compares tiled with whole module results."""
 
-    def __init__(
-        self,
-        own: Callable[..., Any],
-        modules: Sequence[RowModule],
-        size: int,
-        device_type: str,
-        most_rows: int,
-        is_near: Callable[[torch.Tensor, torch.Tensor], bool],
-    ) -> None:
-        """`most_rows`: row limit for whole modules, by memory. `is_near`: True for results equal up to rounding."""
-        super().__init__(own, modules, size, device_type)
-        self._most_rows, self._is_near = most_rows, is_near
+    def __init__(self, tiled: TiledForward, most_rows: int) -> None:
+        """`most_rows`: row limit for whole modules, by memory."""
+        super().__init__(tiled.own, tiled.modules, tiled.size, tiled.device_type)
+        self._most_rows = most_rows
         self.differing: set[str] = set()
         """Modules (names) with different results over tiles."""
 
@@ -145,7 +132,7 @@ class ComparedForward(TiledForward):
         arguments = Arguments((args, kwargs))
         tensors, length = list(arguments.tensors), rows.num_rows(arguments)
         num_rows = min(length, self._most_rows)
-        while num_rows > self._size:
+        while num_rows > self.size:
             few = [
                 t.narrow(rows.axis, 0, num_rows).contiguous() if num_rows < length and i in rows.cut else t
                 for i, t in enumerate(tensors)
@@ -157,7 +144,7 @@ class ComparedForward(TiledForward):
                 num_rows //= 2
                 continue
             tiles = Arguments(super()._run(rows, own, *few_arguments[0], **few_arguments[1])).tensors
-            if len(whole) != len(tiles) or not all(map(self._is_near, whole, tiles)):
+            if len(whole) != len(tiles) or not all(map(are_near, whole, tiles)):
                 self.differing.add(rows.name)
             break
         return super()._run(rows, own, *args, **kwargs)
@@ -167,18 +154,11 @@ class _TiledCall:
     """One tiled module call, from forward to backward."""
 
     def __init__(
-        self,
-        rows: RowModule,
-        own: Callable[..., Any],
-        arguments: Arguments,
-        num_inputs: int,
-        size: int,
-        *,
-        is_idle: bool,
+        self, tiled: TiledForward, rows: RowModule, own: Callable[..., Any], arguments: Arguments, num_inputs: int
     ) -> None:
-        """`arguments`: call arguments, emptied of their `num_inputs` tensors. `is_idle`: result values are not read."""
+        """`arguments`: call arguments, emptied of their `num_inputs` tensors."""
         self._rows, self._own, self._arguments, self.num_inputs = rows, own, arguments, num_inputs
-        self._size, self._is_idle = size, is_idle
+        self._size, self._is_idle = tiled.size, tiled.is_recomputation and rows.is_idle
         self.thread_state: ThreadState | None = None
         """Thread state around the forward. None: no backward."""
         self.result: Arguments | None = None
