@@ -25,7 +25,8 @@ from offload.engine.assemble import engine_device
 from offload.errors import ConfigError
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import Settings
-from offload.tiers.device import AcceleratorDevice, CpuDevice, open_device
+from offload.tiers.accelerator_device import AcceleratorDevice
+from offload.tiers.device import CpuDevice, open_device
 from offload.tiers.ledger import Ledger
 
 NAMED = re.compile(

@@ -24,8 +24,9 @@ from offload.engine.units.find import SPLITTINGS, Splitting, UnitCandidate, desc
 from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.files.safetensors_file import ReadRange, TensorFile, tensor_reader
 from offload.files.sources import Fill, QuantizedSource, Source
+from offload.layout.build_regions import build_regions
 from offload.layout.codecs import Codec
-from offload.layout.regions import ParameterInfo, Region, build_regions
+from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import FILES
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan

@@ -5,7 +5,7 @@ offsets.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from offload.errors import ConfigError
 from offload.layout.codecs import EXACT, Codec
 from offload.layout.planes import (
     CODES,
@@ -22,18 +21,14 @@ from offload.layout.planes import (
     ERROR,
     MASTER,
     OF_A_REPLICA,
-    PARAMETER_ALIGNMENT,
     STALE,
     Factor,
     Plane,
-    table,
 )
 
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane then fills whole pages."""
 
-_MOST_PADDING = 1 << 21
-"""Elements. With more padding than this, a region by matrix may not exceed four times the size of the parameters."""
 SCRATCH_BYTES = 32 << 20
 """Maximum device memory per rank for gradient pieces during their reduction."""
 CHUNK_BYTES = 1 << 19
@@ -379,110 +374,3 @@ def stripe_bytes(num_bytes: int, num_files: int) -> list[int]:
     chunks, rest = divmod(num_bytes, CHUNK_BYTES)
     rounds, extra = divmod(chunks, num_files)
     return [CHUNK_BYTES * (rounds + (number < extra)) + (rest if number == extra else 0) for number in range(num_files)]
-
-
-def build_regions(
-    parameters: Sequence[ParameterInfo],
-    units: Mapping[str, Sequence[int | Piece]],
-    moments: Sequence[Sequence[Plane]],
-    world_size: int = 1,
-    *,
-    delays: bool = False,
-    factors: Mapping[int, Sequence[Factor]] | None = None,
-    num_ranges: int = 1,
-    without_low: Collection[int] = (),
-) -> tuple[Region, ...]:
-    """Lay out parameters in regions.
-
-    `units` maps each unit name, in module order, to pieces, or to indices for whole parameters. `moments` has the
-    planes for each update rule, by rule index. `delays`: see `table`. `without_low` has the indices of rules without a
-    low half.
-
-    Pieces share a region if the same units use them, in the same dtype, with the same training and storage properties.
-    No element is in two pieces. `factors` has the factors for rules by matrix, by rule index. Each parameter with such
-    a rule is one piece, and no border between the `num_ranges` update ranges splits a parameter. Raises ConfigError if
-    padding to these borders makes a region too large.
-    """
-    users: dict[Piece, list[str]] = {}
-    for unit, unit_parameters in units.items():
-        for piece in dict.fromkeys(Piece.whole(parameters[p]) if isinstance(p, int) else p for p in unit_parameters):
-            users.setdefault(piece, []).append(unit)
-    groups: dict[tuple, list[Piece]] = {}
-    for piece, names in users.items():
-        info = parameters[piece.parameter]
-        is_alone = info.rule in without_low if info.trainable else info.bf16_source
-        has_low = info.compute == "bf16" and not is_alone
-        rule, codec, link = info.rule if info.trainable else 0, info.codec, info.link if info.trainable else EXACT
-        has_low = has_low and not codec.decodes
-        groups.setdefault((tuple(names), info.compute, info.trainable, has_low, rule, codec, link), []).append(piece)
-    regions: list[Region] = []
-    for (names, compute, trainable, has_low, rule, codec, link), members in groups.items():
-        border = math.lcm(PARAMETER_ALIGNMENT, codec.block, link.block)
-        members = sorted(
-            members, key=lambda piece: (parameters[piece.parameter].lr_scale, parameters[piece.parameter].weight_decay)
-        )
-        by_matrix = trainable and factors is not None and rule in factors
-        bins = _balanced(members, num_ranges) if by_matrix else [members]
-        lengths = [_length(members, border) for members in bins]
-        step = align(max(lengths), math.lcm(SHARD_MULTIPLE, border) * world_size // len(bins))
-        _check_padding(names, parameters, members, step, len(bins))
-        offsets = [
-            number * step + _length(members[:position], border)
-            for number, members in enumerate(bins)
-            for position in range(len(members))
-        ]
-        suffix = "" if compute == "bf16" or not any(p.compute == "bf16" for p in parameters) else " (fp32)"
-        suffix += f" (rule {rule + 1})" if rule else ""
-        if not trainable:
-            suffix += f" ({', '.join(filter(None, ('frozen', codec.title)))})"
-        suffix += f" ({link.title})" if link.title else ""
-        regions.append(
-            Region(
-                index=len(regions),
-                name=" = ".join(names) + suffix,
-                compute=compute,
-                trainable=trainable,
-                has_low=has_low,
-                pieces=tuple(piece for members in bins for piece in members),
-                offsets=tuple(offsets),
-                numel=step * len(bins),
-                units=names,
-                table=table(compute, moments[rule], delays, codec, link),
-                rule=rule,
-                factors=tuple(factors[rule]) if by_matrix and factors else (),
-                by_matrix=by_matrix,
-                codec=codec,
-                link=link,
-            )
-        )
-    return tuple(regions)
-
-
-def _length(members: Sequence[Piece], border: int = PARAMETER_ALIGNMENT) -> int:
-    """Return the total length of `members` in elements, each aligned to `border`."""
-    return sum(align(piece.numel, border) for piece in members)
-
-
-def _balanced(members: Sequence[Piece], num_ranges: int) -> list[list[Piece]]:
-    """Distribute pieces over ranges with a small maximum: largest piece first, always to the range with the fewest
-    elements.
-    """
-    bins: list[list[Piece]] = [[] for _ in range(num_ranges)]
-    for piece in sorted(members, key=lambda piece: -piece.numel):
-        min(bins, key=_length).append(piece)
-    return [[piece for piece in members if piece in bin_pieces] for bin_pieces in bins]
-
-
-def _check_padding(
-    names: Sequence[str], parameters: Sequence[ParameterInfo], members: Sequence[Piece], step: int, num_ranges: int
-) -> None:
-    """Raise ConfigError if ranges with whole parameters are mostly padding."""
-    numel = _length(members)
-    if num_ranges > 1 and step * num_ranges > max(4 * numel, numel + _MOST_PADDING):
-        largest = parameters[max(members, key=lambda piece: piece.numel).parameter]
-        raise ConfigError(
-            f"the update rule of {largest.name} {list(largest.shape)} needs whole matrices, and the matrices of unit "
-            f"{' = '.join(names)} cannot be divided equally over {num_ranges} ranks: the nearest division gives each "
-            f"rank {step} elements, an equal share is {numel // num_ranges}. Set --offload.zero_stage 0, or choose an "
-            "elementwise rule for this parameter with --optimizer.groups."
-        )

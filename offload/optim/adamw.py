@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from offload.native import kernels
-from offload.optim.rule import StoredMoments, UpdateStep, master, stored
+from offload.optim.rule import UpdateStep
+from offload.optim.states import StoredMoments, master, stored
 
 
 @dataclass(frozen=True)

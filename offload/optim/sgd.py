@@ -11,7 +11,8 @@ import torch
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number, master
+from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number
+from offload.optim.states import master
 
 
 @dataclass(frozen=True)

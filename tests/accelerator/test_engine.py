@@ -24,7 +24,7 @@ from offload.engine.gradients.tile_updates import RegionUpdate
 from offload.lanes.lanes import Lanes, ThreadLane
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
 from offload.lanes.ticket import Fence, Ticket
-from offload.tiers.device import AcceleratorDevice, _Staging
+from offload.tiers.accelerator_device import AcceleratorDevice, _Staging
 from offload.tiers.host import HostMapping, Pinning
 from offload.tiers.slots import Slots
 from tests.accelerator.control import Control

@@ -29,7 +29,7 @@ from offload.lanes.streams import StreamLanes, open_lanes
 from offload.lanes.ticket import wait_until_done
 from offload.machine import probe
 from offload.native import device_update, kernels, torch_fallback
-from offload.tiers import device
+from offload.tiers import accelerator_device as device
 from offload.tiers.counters import Counters
 from offload.tiers.device import open_device
 from offload.tiers.host import Arena, Pinning

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from offload.accelerators import device_of, own_accelerator
-from offload.tiers.device import AcceleratorDevice, CpuDevice
+from offload.tiers.accelerator_device import AcceleratorDevice
+from offload.tiers.device import CpuDevice
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -23,8 +23,9 @@ from offload.errors import ConfigError
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.timeline import parse_throttle
 from offload.layout import codecs
+from offload.layout.build_regions import build_regions
 from offload.layout.codecs import CODECS, decoded
-from offload.layout.regions import ParameterInfo, build_regions
+from offload.layout.regions import ParameterInfo
 from offload.layout.residence import Residence
 from offload.machine.hardware import Hardware
 from offload.planning.device_updates import weight_seconds

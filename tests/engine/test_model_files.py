@@ -21,7 +21,8 @@ from offload.app.hf.models import BuiltModel, build_model
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, simulate
-from offload.layout.regions import ParameterInfo, build_regions
+from offload.layout.build_regions import build_regions
+from offload.layout.regions import ParameterInfo
 from offload.layout.residence import Residence
 from offload.planning import disk
 from offload.planning.disk import in_files

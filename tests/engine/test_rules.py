@@ -17,7 +17,8 @@ from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
 from offload.optim import rule as rule_module
-from offload.optim.rule import ParameterTraits, UpdateRule, master
+from offload.optim.rule import ParameterTraits, UpdateRule
+from offload.optim.states import master
 from offload.planning import disk
 from tests.engine.compare import assert_same, assert_weights, step_by_step, train_both, updating_device, weights
 from tests.engine.device import own_device, twin

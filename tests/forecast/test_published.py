@@ -22,8 +22,9 @@ from offload.extras.plan.measure import BatchSpec, measure
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.extras.plan.workload import UnitWork
 from offload.lanes.timeline import Throttle
+from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane
-from offload.layout.regions import ParameterInfo, Region, Sharding, build_regions
+from offload.layout.regions import ParameterInfo, Region, Sharding
 from offload.layout.residence import DEVICE, HOST, Residence
 from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine

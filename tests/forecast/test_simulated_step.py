@@ -13,8 +13,9 @@ from offload import Placement
 from offload.extras.plan.simulated_lanes import SimulatedLanes
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.ticket import Lane, Ticket
+from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane
-from offload.layout.regions import ParameterInfo, Region, build_regions
+from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import Residence
 from offload.planning.settings import Settings
 from offload.tiers.lease import Ring, RingSlice

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.extras.quant.codecs import INT8
+from offload.layout.build_regions import build_regions
 from offload.layout.codecs import EXACT
 from offload.layout.planes import Factor
-from offload.layout.regions import ParameterInfo, Sharding, align, build_regions
+from offload.layout.regions import ParameterInfo, Sharding, align
 from offload.layout.residence import DISK, Residence, Row
 from offload.optim.adamw import AdamW
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from offload.lanes.lanes import Lanes
-from offload.layout.regions import ParameterInfo, Piece, build_regions
+from offload.layout.build_regions import build_regions
+from offload.layout.regions import ParameterInfo, Piece
 from offload.optim.adamw import AdamW
 from offload.optim.update import UpdateSettings, update_tile
 from offload.tiers.device import CpuDevice

@@ -14,7 +14,8 @@ import torch
 
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.lanes.lanes import Lanes
-from offload.layout.regions import ParameterInfo, build_regions
+from offload.layout.build_regions import build_regions
+from offload.layout.regions import ParameterInfo
 from offload.layout.residence import DEVICE, SLOT, Residence, Row
 from offload.optim.adamw import AdamW
 from offload.tiers.counters import Counters

@@ -9,7 +9,8 @@ import torch
 
 from offload.errors import DoesNotFitError
 from offload.lanes.lanes import Lanes
-from offload.layout.regions import ParameterInfo, Region, build_regions
+from offload.layout.build_regions import build_regions
+from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import Residence
 from offload.optim.adamw import AdamW
 from offload.tiers.counters import Counters

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from torch import nn
 
-from offload.engine.units.offloaded_tensor import past_subclasses
 from offload.engine.units.residency import ModelOwnership, refuse_change
+from offload.engine.units.snapshots import past_subclasses
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.layout.planes import DTYPES

@@ -12,15 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from offload.engine.units.snapshots import past_subclasses
 from offload.layout.regions import ParameterInfo
-
-
-def past_subclasses(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function with `__torch_function__` disabled.
-
-    A single C call, since an interrupt at the end of a `with` block would leave the thread in the disabled state.
-    """
-    return torch._C._disabled_torch_function_impl(function, (), args, kwargs)
 
 
 class Holder(Protocol):

@@ -11,7 +11,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from offload.engine.units.offloaded_tensor import make_placeholder, past_subclasses
+from offload.engine.units.offloaded_tensor import make_placeholder
+from offload.engine.units.snapshots import past_subclasses
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.layout.planes import DTYPES

@@ -375,3 +375,11 @@ def _copy_context(context: contextvars.Context) -> contextvars.Context:
 
 def _has_no_graph(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is None
+
+
+def past_subclasses(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with `__torch_function__` disabled.
+
+    A single C call, since an interrupt at the end of a `with` block would leave the thread in the disabled state.
+    """
+    return torch._C._disabled_torch_function_impl(function, (), args, kwargs)

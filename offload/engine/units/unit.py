@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from offload.engine.units.find import ParameterPlace, UnitCandidate, regions_of
-from offload.engine.units.offloaded_tensor import OffloadedTensor, past_subclasses
+from offload.engine.units.offloaded_tensor import OffloadedTensor
+from offload.engine.units.snapshots import past_subclasses
 from offload.engine.units.state_snapshot import AttributePlace, find_mutable_attributes
 from offload.engine.units.traits import GradientSignature, UnitTraits
 from offload.errors import ConfigError, format_bytes, warn

@@ -26,8 +26,9 @@ from offload.errors import ConfigError
 from offload.files.sources import Source
 from offload.lanes.streams import open_lanes
 from offload.lanes.timeline import Throttle
+from offload.layout.build_regions import build_regions
 from offload.layout.planes import DTYPES
-from offload.layout.regions import ParameterInfo, build_regions
+from offload.layout.regions import ParameterInfo
 from offload.layout.residence import Residence
 from offload.planning.disk import in_files
 from offload.schedule.execute import Executor

@@ -15,7 +15,8 @@ from offload.errors import ConfigError
 from offload.extras.zeroth import directions
 from offload.extras.zeroth.directions import NoiseRange
 from offload.native import kernels
-from offload.optim.rule import UpdateRule, UpdateStep, check_number, master
+from offload.optim.rule import UpdateRule, UpdateStep, check_number
+from offload.optim.states import master
 
 MASTERS = ("fp32", "bf16")
 _OF_A_STEP = ("num_perturbations", "weight_decay", "layer_fraction", "magnitude_quantile", "decay_1d")

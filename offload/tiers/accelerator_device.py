@@ -1,0 +1,175 @@
+"""An accelerator as the compute device: budget, staged copies, events, memory peaks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from offload.accelerators import Accelerator
+from offload.tiers.host import Pinning
+from offload.tiers.ledger import Ledger
+
+_STAGED_BYTES = 16 << 20
+"""Bytes per staged H2D copy through pinned memory."""
+
+
+_MOST_STAGED = 8
+"""Maximum staging buffers per size. The next copy waits for the oldest one."""
+
+
+_SHARE_OF_FREE_MEMORY = 0.9
+"""Leaves room for allocator fragmentation and library workspaces."""
+
+
+ROUNDING_BYTES = 256 << 20
+"""Allocator slack above a budget, in bytes: each of a dozen streams uses parts of a 2 MiB and a 20 MiB block."""
+
+
+class _Staging:
+    """Reusable pinned buffers for small copies. The torch allocator would take a lock in every step."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[tuple[torch.Tensor, torch.Event]]] = {}
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous buffer with shape and dtype from `like`, without pending copies."""
+        size = 1 << (like.nbytes - 1).bit_length()
+        free = self._free.setdefault(size, [])
+        if len(free) >= _MOST_STAGED:
+            free[0][1].synchronize()
+        ready = next((number for number, (_, event) in enumerate(free) if event.query()), None)
+        memory = (
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if ready is None else free.pop(ready)[0]
+        )
+        return memory[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def give_back(self, staged: torch.Tensor, event: torch.Event) -> None:
+        """Allow reuse after `event`."""
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(staged.untyped_storage())
+        self._free[memory.nbytes].append((memory, event))
+
+
+class AcceleratorDevice:
+    """Accelerator with the CpuDevice interface. Work runs in the caller's current stream; on a lane, in the lane
+    stream.
+    """
+
+    late_bytes = 16 << 10
+    """Difference between peaks in equal steps, in bytes: memory still used by a lane, and allocator rounding."""
+    decodes_at_once = False
+
+    def __init__(self, ledger: Ledger, accelerator: Accelerator, most_bytes: int | None = None) -> None:
+        """`most_bytes`: limit for the torch allocator beside memory held by others, until `close` (None: no limit)."""
+        self.ledger, self._accelerator = ledger, accelerator
+        self.torch_device, self._module = accelerator.device, accelerator.module
+        self.pinning: Pinning | None = Pinning(accelerator) if accelerator.can_register else None
+        self._staging = _Staging()
+        accelerator.enter()
+        if ledger.budget_bytes is None:
+            ledger.budget_bytes = int(accelerator.free_bytes * _SHARE_OF_FREE_MEMORY)
+        self._peak_bytes = 0
+        self._side_stream: Any = None
+        accelerator.take_peak()  # reset: earlier peaks belong to others
+        unbound = (lambda: None) if most_bytes is None else accelerator.bound(most_bytes + ROUNDING_BYTES)
+        self._unbound = weakref.finalize(self, unbound)  # runs without close() too
+        self._unbound.atexit = False
+
+    def allocate(self, name: str, num_bytes: int, fix: str = "") -> torch.Tensor:
+        self.ledger.reserve(name, num_bytes, fix)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start an asynchronous copy between host and device.
+
+        `data` hides the write from autograd. A running backward would otherwise report a modified saved weight.
+        """
+        target.data.copy_(source, non_blocking=True)
+        for tensor in (target, source):
+            if not tensor.is_cpu:
+                self.lend(tensor)
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
+    def copy_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cpu or tensor.requires_grad:  # gradients must return the same way
+            return tensor.to(self.torch_device)
+        device_copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.torch_device)
+        numel = _STAGED_BYTES // tensor.itemsize
+        for piece, target in zip(tensor.reshape(-1).split(numel), device_copy.view(-1).split(numel), strict=True):
+            staged = self._staging.take(piece)
+            target.copy_(staged.copy_(piece), non_blocking=True)
+            self._staging.give_back(staged, self._record_event())
+        return device_copy
+
+    def side_context(self) -> AbstractContextManager[Any]:
+        if self._side_stream is None:
+            self._side_stream = self._module.Stream(self.torch_device)
+        return self._module.stream(self._side_stream)
+
+    def stream_entry(self) -> Callable[[], AbstractContextManager[Any]]:
+        stream = self._accelerator.current_stream()
+
+        def enter() -> AbstractContextManager[Any]:
+            self._accelerator.enter()
+            return self._module.stream(stream)
+
+        return enter
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._accelerator.current_stream())
+
+    def copy_to_host(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        staged = self._staging.take(values)
+        staged.copy_(values.detach(), non_blocking=True)
+        event = self._record_event()
+
+        def wait() -> torch.Tensor:
+            if not event.query():
+                event.synchronize()
+            host_values = staged.clone()
+            self._staging.give_back(staged, event)
+            return host_values
+
+        return wait
+
+    def _record_event(self) -> torch.Event:
+        """Return an event after all work submitted to the current stream."""
+        event = self._accelerator.event(sleeps=True)
+        event.record(self._accelerator.current_stream())
+        return event
+
+    @property
+    def peak_bytes(self) -> int:
+        """Maximum bytes held at once, with temporaries."""
+        return max(self._peak_bytes, self._accelerator.peak_bytes)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._accelerator.waiting_bytes
+
+    def take_recent_peak(self) -> int:
+        recent = self._accelerator.take_peak()
+        self._peak_bytes = max(self._peak_bytes, recent)
+        return recent
+
+    def random_state(self) -> tuple[torch.Tensor, ...]:
+        return torch.get_rng_state(), self._module.get_rng_state(self.torch_device)
+
+    def set_random_state(self, state: tuple[torch.Tensor, ...]) -> None:
+        torch.set_rng_state(state[0])
+        self._module.set_rng_state(state[1], self.torch_device)
+
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        with self._module.device(self.torch_device):
+            self._module.manual_seed(number)
+
+    def close(self) -> None:
+        if self.pinning is not None:
+            self.pinning.close()
+        self._unbound()
