@@ -422,9 +422,9 @@ WITHOUT: Mapping[str, tuple[Change, str, str]] = {  # change, case that shows th
     "weights wait for who uses their slot": (slots_are_free_at_once, "plain", "compute"),
     "weights wait for who uses a stale slot": (without("mark", "Slots._retire"), "unclipped", "compute"),
     "weights wait for fresh memory": (without("mark", "Slots._new_fence"), "plain", "compute"),
-    "gradients wait for their backward": (without("mark", "GradientTransfer._reduce"), "plain", "compute"),
+    "gradients wait for their backward": (without("mark", "Exchange.reduce"), "plain", "compute"),
     "squares that come down alone wait for it": (
-        without("mark", "GradientTransfer._copy_squares"),
+        without("mark", "Exchange._copy_squares"),
         "states on the device",
         "compute",
     ),
