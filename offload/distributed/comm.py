@@ -230,7 +230,7 @@ def pieces_of(full: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 def _place(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `to`, unless both are the same memory."""
+    """Copy `source` to `target`, unless both are the same memory."""
     if target.data_ptr() != source.data_ptr() or target.dtype != source.dtype:
         target.copy_(source)
 

@@ -124,6 +124,9 @@ class Slots:
         self._copy_lane, self._decoding_lane = (
             (lanes.h2d, lanes.decoding) if store.is_below_device else (lanes.on_compute, lanes.on_compute)
         )
+        regions = [state.region for state in store.states]
+        self._in_place = {region.index for region in regions if self._residence.is_used_in_place(region)}
+        self._co_fetched = {region.index: self._residence.co_fetched(region) for region in regions}
         self._storages: set[int] = set()
         if not self._residence.copies_weights:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
@@ -237,7 +240,7 @@ class Slots:
         needed, lacking = set(regions), []
         for slot in self._valid_slots.values():
             masters_needed = needed.intersection(self.cargoes[slot.cargo])
-            if masters_needed and not slot.is_whole and any(map(self._residence.co_fetched, masters_needed)):
+            if masters_needed and not slot.is_whole and any(self._co_fetched[each.index] for each in masters_needed):
                 lacking.append(slot)
             elif masters_needed:
                 slot.is_whole = True
@@ -263,7 +266,7 @@ class Slots:
 
     def is_resident(self, region: Region) -> bool:
         """Return True if the region stays on the device."""
-        return self._residence.is_used_in_place(region) or region.index in self._resident_fences
+        return region.index in self._in_place or region.index in self._resident_fences
 
     # -- positions of weights -----------------------------------------------------------------------------------
 
@@ -272,7 +275,7 @@ class Slots:
         cargo = self.cargo_of(regions)
         weights, end = {}, self.offset(cargo)
         for region in regions:
-            if self._residence.is_used_in_place(region):
+            if region.index in self._in_place:
                 weights[region] = self._store[region].planes["weights"]
             elif region.index in self._resident_fences:
                 weights[region] = self._flats[region.index]
@@ -297,7 +300,7 @@ class Slots:
         """Return a region's planes in a slot, from byte `begin` on."""
         planes = {"weights": self._memory[begin : begin + region.weight_bytes].view(region.dtype)}
         begin += region.weight_bytes
-        for plane in self._residence.co_fetched(region):
+        for plane in self._co_fetched[region.index]:
             num_bytes = plane.num_bytes(region.numel)
             planes[plane.name] = self._memory[begin : begin + num_bytes].view(plane.dtype)
             begin += num_bytes
@@ -461,12 +464,12 @@ class Slots:
             own_range = self._store[region].planes["weights"]
             return self._gather_ranges(region, flat, own_range, fills, is_ahead)
         tickets, is_link = [], self._copy_lane is self._lanes.h2d
-        stored, plane = region.stored_view(flat), region.travelling
+        stored, name = region.stored_view(flat), region.travelling.name
         for tile in self._store[region].held_tiles:
             lease, tile_range = tile.fetch(is_ahead, *co_fetched), slice(tile.begin, tile.end)
             targets = {
-                plane.name: stored[plane.cut(tile_range)],
-                **{name: target[tile_range] for name, target in co_fetched.items()},
+                name: stored[tile.stored],
+                **{other: target[tile_range] for other, target in co_fetched.items()},
             }
             num_bytes = sum([lease.planes[name].nbytes for name in targets]) if is_link else 0
             ticket = self._copy_lane.submit(
@@ -480,7 +483,8 @@ class Slots:
             tickets.append(ticket)
             self._counters.count("h2d_bytes", num_bytes, is_ahead)
         if self.gathers:
-            own_range = stored[plane.cut(self._store.sharding.shard(region))].data  # `data`: see AcceleratorDevice.copy
+            own_elements = region.travelling.cut(self._store.sharding.shard(region))
+            own_range = stored[own_elements].data  # `data`: see AcceleratorDevice.copy
             tickets = self._gather_ranges(region, stored, own_range, tickets, is_ahead)
         if region.is_stored_as_used:
             return tickets

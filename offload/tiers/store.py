@@ -111,7 +111,7 @@ class Store:
                 start = self.sharding.held_range(region, plane).start
                 if is_own or not self.sharding.is_own(plane):
                     tile_planes[plane.name] = planes[plane.name][plane.cut(slice(begin - start, end - start))]
-            tiles.append(Tile(begin, end, tile_planes, record))
+            tiles.append(Tile(begin, end, tile_planes, record, region.travelling.cut(slice(begin, end))))
         return tiles
 
     @property

@@ -31,6 +31,8 @@ class Tile:
     """Planes in memory by name, without gradients."""
     record: Record | FileRecord | None
     """Planes on disk or in model files. None: no such planes."""
+    stored: slice
+    """Elements of the whole region's travelling plane in this tile."""
     fence: Fence = field(default_factory=lambda: Fence("weights"))
     """Readers and writers for weights, low half and moments in memory. Only updates write them."""
     stale: Fence | None = None

@@ -111,7 +111,7 @@ def test_where_updates_are_not_late_yet_it_goes_on_from_the_newest_weights_too(t
 
 @pytest.mark.parametrize("again", [True, False])
 def test_what_was_shown_is_written_once_it_was_read(again):
-    tile = Tile(0, 4, {"weights": torch.zeros(4), STALE: torch.ones(4)}, None)
+    tile = Tile(0, 4, {"weights": torch.zeros(4), STALE: torch.ones(4)}, None, slice(0, 4))
     tile.show(True)
     reading = Ticket("h2d")
     tile.fetch(is_ahead=False).done_reading(reading)

@@ -30,7 +30,7 @@ from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
 from offload.engine.units.snapshots import ModuleSnapshot, buffer_places
-from offload.engine.units.stages import Forward
+from offload.engine.units.stages import Forward, Use
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.trial import SavedBytes, Trial
 from offload.engine.units.unit import Unit
@@ -106,7 +106,7 @@ class Recording:
             writes_before, next_hook = self._num_writes(live), RemovableHandle.next_id
             contents = _Contents(live if self._before is None else ())
             with torch.enable_grad(), saved_tensors_watched(saved.add):
-                result = self.runner.run(unit, arguments, inputs, arguments.others, forward)
+                result = self.runner.run(unit, Use(self.runner, arguments, inputs, arguments.others), forward)
             _refuse_reentrant(f"unit {unit.name}", result.tensors)
             if self._num_writes(live) != writes_before or contents.is_rewritten():
                 refuse_writes(unit)

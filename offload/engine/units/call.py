@@ -131,7 +131,7 @@ class UnitCall:
             if unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
                 result = run_with_graph(unit, use, forward)[1]
             else:
-                result = use.run(unit, forward)
+                result = runner.run(unit, use, forward)
         outputs[:] = [saved.save_input(tensor, movable=True) for tensor in outputs]
         for tensor in outputs:
             saved.reserve(tensor, "unit inputs", self._claim)
@@ -268,7 +268,7 @@ class UnitCall:
             inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
             forward = runner.stages.for_recomputation(micro_batch.forward)
             use = Use(runner, self._arguments, inputs, others)
-            results = self._thread_state.run(use.run, unit, forward).tensors
+            results = self._thread_state.run(runner.run, unit, use, forward).tensors
         dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
         targets = [*results, *(t for t in dirty if all(t is not other for other in results))]
         return leaves, [t if t.requires_grad else None for t in targets]
@@ -349,7 +349,7 @@ def run_rows(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool =
     with closing(runner.row_parts(unit, arguments, arguments.tensors, draws)) as parts:
         for _, tensors, others in parts:
             use = Use(runner, arguments, tensors, others)
-            results.append(runner.outlive_slot(use.run(unit, runner.stages.forward_of(unit, use))))
+            results.append(runner.outlive_slot(runner.run(unit, use, runner.stages.forward_of(unit, use))))
     return results
 
 

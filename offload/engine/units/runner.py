@@ -161,21 +161,14 @@ class UnitRunner:
                 raise
         self._current_unit = None
 
-    def run(
-        self,
-        unit: Unit,
-        arguments: Arguments,
-        tensors: Sequence[torch.Tensor],
-        others: Sequence[Any],
-        forward: Forward,
-    ) -> Arguments:
+    def run(self, unit: Unit, use: Use, forward: Forward) -> Arguments:
         """Run the unit module by `forward`; return (result, container changes)."""
         if unit in self.writes.parameters:
             forward = self.writes.checked(unit, forward)
         has_installed = unit.install_live()
         self._is_in_model = True
         try:
-            return run_over_copies(forward, arguments, tensors, others)
+            return run_over_copies(forward, use.arguments, use.tensors, use.others)
         finally:
             self._is_in_model = False
             if has_installed:

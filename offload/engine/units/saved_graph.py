@@ -144,7 +144,7 @@ def run_with_graph(
             _Entrance.apply(leaf, t.detach()) if i in released else leaf
             for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
         ]
-        result = use._replace(tensors=graph_inputs).run(unit, forward)
+        result = use.runner.run(unit, use._replace(tensors=graph_inputs), forward)
     for i, version in versions.items():  # In-place changes of other inputs are refused by torch, since they are leaves.
         refuse_changed(unit, inputs[i], version)
     roots: list[Root] = [

@@ -29,10 +29,8 @@ class ForwardRunner(Protocol):
         """True for a tensor over weights on the device."""
         ...
 
-    def run(
-        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], forward: Forward
-    ) -> Arguments:
-        """Run `forward` as the unit forward, with `tensors` and `others` in place of the argument leaves."""
+    def run(self, unit: Unit, use: Use, forward: Forward) -> Arguments:
+        """Run `forward` as the unit forward; return (result, container changes)."""
         ...
 
     def restoring(self, unit: Unit) -> AbstractContextManager[None]:
@@ -53,10 +51,6 @@ class Use(NamedTuple):
     """Non-tensor arguments."""
     needs: Sequence[bool] | None = None
     """requires_grad per tensor. None: the use has no backward."""
-
-    def run(self, unit: Unit, forward: Forward) -> Arguments:
-        """Run `forward` as the unit forward; return (result, container changes)."""
-        return self.runner.run(unit, self.arguments, self.tensors, self.others, forward)
 
 
 class Stage:

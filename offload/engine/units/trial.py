@@ -12,7 +12,7 @@ from offload.engine.comparison import Sketch
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.snapshots import RngState
-from offload.engine.units.stages import Forward, ForwardRunner
+from offload.engine.units.stages import Forward, ForwardRunner, Use
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.unit import Unit
 from offload.tiers.device import Device
@@ -104,7 +104,8 @@ class Trial:
             versions = [t._version for t in inputs]
             try:
                 with saved_tensors_watched(saved.add) if counts_saved else nullcontext():
-                    results = self._runner.run(unit, self._arguments, inputs, self._others, forward).tensors
+                    use = Use(self._runner, self._arguments, inputs, self._others)
+                    results = self._runner.run(unit, use, forward).tensors
                     if has_graph:
                         gradients = gradients_of(results, [t for t in (*leaves, *weights) if t.requires_grad])
             finally:

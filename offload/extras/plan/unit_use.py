@@ -19,6 +19,7 @@ from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
+from offload.engine.units.stages import Use
 from offload.engine.units.trial import Trial
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import TiledForward, Tiles
@@ -79,12 +80,10 @@ class _StandIn:
         """No tensor is over weights in a slot."""
         return False
 
-    def run(
-        self, _unit: object, arguments: Arguments, tensors: Sequence[torch.Tensor], others: Sequence[Any], forward: Any
-    ) -> Arguments:
+    def run(self, _unit: object, use: Use, forward: Any) -> Arguments:
         """Run `forward` on other tensors. Raises RuntimeError for every error of the block."""
         try:
-            return run_over_copies(forward, arguments, tensors, others)
+            return run_over_copies(forward, use.arguments, use.tensors, use.others)
         except Exception as error:
             raise RuntimeError("the block does not run on a few rows") from error
 
