@@ -339,9 +339,3 @@ def _describe(failure: Exception) -> tuple[Any, ...]:
         if isinstance(failure, error_class):
             return error_class, text
     return OffloadError, f"failed: {type(failure).__name__}: {text}; run with --debug for the traceback"
-
-
-def share(num_rows: int, rank: int, world_size: int, group: int = 1) -> slice:
-    """Return this rank's rows as a slice. Shares are contiguous and differ by at most one row group."""
-    number = num_rows // group
-    return slice(number * rank // world_size * group, number * (rank + 1) // world_size * group)

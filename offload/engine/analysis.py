@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import FunctionType
@@ -18,6 +18,7 @@ from offload.engine.loss.loss import LossFunction
 from offload.engine.recording.known import KnownPasses, code_hash, loss_key
 from offload.engine.state import EngineState
 from offload.engine.units.execution_mode import ExecutionMode
+from offload.engine.units.stages import Stage
 from offload.engine.units.traits import GraphTraits, UnitTraits
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
@@ -25,6 +26,7 @@ from offload.planning.settings import Settings
 
 _INDICES = ("mutated", "stale", "shared", "changed")
 _OPTIONS = {bool, int, float, str, list, tuple, dict, type(None)}
+_NO_OPTIONS = ("name_or_path", "training")
 _PLAIN = ("rewrites", "needs_graph", "inputs", "others", "outputs", "is_compared", "splits", "copied_bytes")
 
 
@@ -152,11 +154,11 @@ def _decode(unit: Unit, value: Mapping[str, Any]) -> UnitTraits:
 def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settings) -> dict[str, Any]:
     """Return hashes of the model, the versions and the settings that the results of trial runs depend on."""
     model, device = state.model, state.device.torch_device
-    modules = [(name, _hash_class(module.__class__)) for name, module in model.named_modules()]
+    modules = [(name, _hash_class(each.__class__), _describe_attributes(each)) for name, each in model.named_modules()]
     parameters = [(i.name, *i.shape, str(i.compute), i.trainable, i.codec.name) for i in state.infos]
     buffers = [(name, *buffer.shape, str(buffer.dtype)) for name, buffer in model.named_buffers()]
     units = [(unit.name, unit.is_block, [region.name for region in unit.regions]) for unit in state.units]
-    libraries = [sys.modules[name] for name in ("offload", "torch", "transformers", "peft") if name in sys.modules]
+    packages = {"offload", "torch", *(type(module).__module__.partition(".")[0] for module in model.modules())}
     rows = settings.rows.items() if isinstance(settings.rows, Mapping) else settings.rows or ()
     rule = settings.optimizer
     return {
@@ -165,22 +167,44 @@ def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settin
         "buffers": digest(buffers),
         "units": digest(units),
         "config": digest(repr([_describe_config(config) for config in configs]).encode()),
-        "versions": {library.__name__: library.__version__ for library in libraries},
+        "versions": {name: getattr(sys.modules.get(name), "__version__", "") for name in sorted(packages)},
         "settings": {
             "ranks": [state.comm.size, settings.sequence_parallel],
             "precision": settings.precision,
             "micro-batches": settings.micro_batch_size is not None,
             "recompute": settings.recompute,
             "method": rule.method,
+            "stages": list(_stage_names(state.runner.stages)),
             "rows": [str(row if isinstance(row, str) else _describe_row(*row)) for row in rows],
         },
-        "device": [device.type, torch.backends.cpu.get_cpu_capability()],
+        "device": [device.type, torch.backends.cpu.get_cpu_capability(), *_kernel_choices(device)],
     }
 
 
 def _describe_config(config: Any) -> list[tuple[str, Any]]:
     values = sorted(vars(config).items())
     return [(key, value) for key, value in values if type(value) in _OPTIONS and key != "_name_or_path"]
+
+
+def _describe_attributes(module: nn.Module) -> list[tuple[str, bool | int | float | str]]:
+    """Return the numbers and texts of a module, without the training mode, a part of the kinds of batches."""
+    values = sorted(vars(module).items())
+    return [(k, v) for k, v in values if isinstance(v, bool | int | float | str) and k not in _NO_OPTIONS]
+
+
+def _stage_names(stage: Stage) -> Iterator[str]:
+    """Yield the class names of stages: a recording may do more with another stage."""
+    while stage.inner is not stage:
+        yield type(stage).__name__
+        stage = stage.inner
+
+
+def _kernel_choices(device: torch.device) -> list[Any]:
+    """Return the device name and the switches of torch by which kernels are chosen."""
+    name = getattr(getattr(torch, device.type, None), "get_device_name", lambda _: "")(device)
+    backends, precision = torch.backends.cuda, torch.get_float32_matmul_precision()
+    kernels = [backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()]
+    return [name, torch.are_deterministic_algorithms_enabled(), precision, *kernels]
 
 
 def _describe_row(name: str, axis: LossFunction | str | int | None) -> tuple[str, str]:

@@ -20,30 +20,7 @@ import torch
 import xxhash
 
 from offload.errors import ConfigError, DiskError, errno_text, format_bytes
-
-FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
-"""First bytes in every pointer file."""
-
-
-def pointer_error(place: object, folder: object) -> ConfigError:
-    """Return the error for a pointer at `place` in `folder`."""
-    return ConfigError(
-        f"{place} is a pointer of git-lfs, and the file behind the pointer was not downloaded: run `git lfs pull` in "
-        f"{folder}, or download the file again."
-    )
-
-
-def refuse_pointers(*paths: Path) -> None:
-    """Raise ConfigError if a path is a pointer. Unreadable paths pass."""
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                start = file.read(len(FIRST_BYTES))
-        except OSError:
-            continue
-        if start == FIRST_BYTES:
-            raise pointer_error(path, path.parent)
-
+from offload.files.pointers import refuse_pointers
 
 DTYPES = {
     "BOOL": torch.bool,

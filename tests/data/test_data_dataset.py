@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from offload.distributed.comm import share
+from offload.distributed.share import share
 from offload.errors import ConfigError
 from offload.extras.data.cache import load_or_build
 from offload.extras.data.dataset import Dataset, build_dataset

@@ -85,6 +85,18 @@ def test_an_analysis_belongs_to_one_model_and_to_one_mode() -> None:
     with pytest.raises(ConfigError, match="another model: code, parameters, buffers, units, config"):
         Engine(other, analysis=analysis)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    with pytest.raises(ConfigError, match="another model: settings differ"):  # tiles are found in a recording
+        Engine(build(deep), analysis=analysis, sequence_tile=512)
+    changed = build(deep)
+    next(module for name, module in changed.named_modules() if name.endswith("act_fn")).inplace = True
+    with pytest.raises(ConfigError, match="another model: code differ"):
+        Engine(changed, analysis=analysis)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ConfigError, match="another model: device differ"):
+            Engine(build(deep), analysis=analysis)
+    finally:
+        torch.use_deterministic_algorithms(False)
     with pytest.raises(ConfigError, match="no analysis of this version"):
         Analysis.from_json("[1]")
     model = build(deep).train(not engine.model.training)

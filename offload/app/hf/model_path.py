@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from offload.errors import ConfigError
-from offload.files.safetensors_file import refuse_pointers
+from offload.files.pointers import refuse_pointers
 
 GGUF_TO_FOLDER = (
     "m = AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE, dtype=torch.bfloat16, "

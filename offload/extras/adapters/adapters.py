@@ -24,7 +24,7 @@ from offload.app.hf.sources import MemorySource, RemovedProduct
 from offload.app.hf.write import check_export_folder, export_folder
 from offload.errors import ConfigError, MissingLibraryError, OffloadError, counted, nearest, shorten
 from offload.extras.adapters.residual import BaseReads, from_bytes, to_plain_lora
-from offload.files.safetensors_file import refuse_pointers
+from offload.files.pointers import refuse_pointers
 from offload.files.sources import Source
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

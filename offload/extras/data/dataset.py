@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from offload.distributed.comm import share
+from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
 from offload.extras.data.groups import LengthBatching, MixedBatching
 from offload.extras.data.mixture import Mixture, RowSet, StoppingStrategy, quotas

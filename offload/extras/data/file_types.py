@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 from offload.errors import ConfigError, counted
 from offload.extras.data.storage import PACKINGS, Place, decompressed_name
-from offload.files.safetensors_file import FIRST_BYTES, pointer_error
+from offload.files.pointers import FIRST_BYTES, pointer_error
 
 CONTAINERS = {
     "json": frozenset({".jsonl", ".json", ".ndjson"}),

@@ -12,7 +12,7 @@ from offload.errors import ConfigError
 from offload.extras.data.cache import load_or_build
 from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.extras.data.sources import hash_text
-from offload.files.safetensors_file import refuse_pointers
+from offload.files.pointers import refuse_pointers
 from offload.files.user_cache import class_hash, code_hash
 from offload.machine.environment import version_of
 
