@@ -368,7 +368,7 @@ def test_memory_that_is_pinned_in_pieces_is_copied_within_them(engine, sim, monk
     whole = engine()
     losses, (num_ranges, _) = [whole.step(tokens(seed)).loss for seed in range(2)], sim.registered()
     whole.close()
-    monkeypatch.setattr("offload.tiers.device.Pinning", lambda accelerator: Pinning(accelerator, 1 << 14))
+    monkeypatch.setattr("offload.tiers.accelerator_device.Pinning", lambda accelerator: Pinning(accelerator, 1 << 14))
     pieces = engine()
     assert sim.registered()[0] > num_ranges
     assert [pieces.step(tokens(seed)).loss for seed in range(2)] == losses
