@@ -84,7 +84,7 @@ def test_an_analysis_belongs_to_one_model_and_to_one_mode() -> None:
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(ConfigError, match="another model: code, parameters, buffers, units, config"):
         Engine(other, analysis=analysis)
-    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    assert all(torch.equal(value.cpu(), before[name].cpu()) for name, value in other.state_dict().items())
     with pytest.raises(ConfigError, match="another model: settings differ"):  # tiles are found in a recording
         Engine(build(deep), analysis=analysis, sequence_tile=512)
     changed = build(deep)
