@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -198,12 +199,12 @@ def child_that_never_closes(folder: str, how: str) -> None:
 
 def child_command(module: str, words: Sequence[str], uid: int = 0) -> None:
     """Run `python -m MODULE WORDS`, as user `nobody` if `uid` is set."""
-
-    if uid:
-        become_nobody()
     from offload.app.config.command_line import run_command
 
-    run_command(sys.modules[module].main, words)
+    main = import_module(module).main
+    if uid:
+        become_nobody()
+    run_command(main, words)
 
 
 def become_nobody() -> None:
