@@ -88,7 +88,8 @@ class Cell:
         """Open an engine on a new model. Engines of one process share analyses, and those over several ranks do not."""
         told, model = {**self.settings, **settings}, build(self.case.make)
         with_ranks = "comm" in told
-        key = f"{self.name}: { ({key: value for key, value in told.items() if key not in ('clip', 'max_grad_norm')}) }"
+        unclipped = {key: value for key, value in told.items() if key not in ("clip", "max_grad_norm")}
+        key = f"{self.name}: {unclipped}"
         analysis, fill = (None, filling(model)) if with_ranks else (_ANALYSES.get(key), None)
         with Engine(model, fill=fill, placement=self.placement(place), analysis=analysis, **told) as engine:
             yield engine
