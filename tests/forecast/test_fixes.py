@@ -145,7 +145,7 @@ def test_a_larger_budget_is_planned_and_narrowed() -> None:
 @pytest.mark.slow
 def test_layers_are_cut_for_the_device_where_the_host_is_short() -> None:
     """The forecast then has the cut that a run with more host memory makes, and no shortage of the device."""
-    _, found = misfit(**{"offload.device_memory": "2560KiB", "offload.host_memory": "4MiB", "offload.optimizer": "cpu"})
+    _, found = misfit(**{"offload.device_memory": "2752KiB", "offload.host_memory": "4MiB", "offload.optimizer": "cpu"})
     assert found.memory.shortfalls.keys() == {"cpu"}
     assert "row blocks" in found.prepared.structure.splitting.description
 
