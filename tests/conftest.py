@@ -27,6 +27,7 @@ SPLIT = {
     "tests/zoo/test_zoo.py",
 }
 """Files split over workers: slow, with little shared work, or last in the order."""
+CONTRACTS = "tests/contracts/test_contracts.py"
 
 settings.register_profile("offload", deadline=None)  # a busy machine makes examples slow, not wrong
 settings.register_profile("quick", settings.get_profile("offload"), max_examples=15)
@@ -77,13 +78,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedule by file, except for SPLIT files: no worker ends alone with a long file."""
+    """Schedule by file, except for SPLIT files and the contracts: no worker ends alone with a long file.
+
+    The contracts of one case share runs, so they stay together.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return nodeid if file in SPLIT else file
+            return nodeid if file in SPLIT else nodeid.rsplit("-", 2)[0] if file == CONTRACTS else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
