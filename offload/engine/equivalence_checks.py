@@ -22,7 +22,8 @@ from offload.engine.recording.equivalence import EquivalenceResult, PassComparat
 from offload.engine.recording.known import KnownPasses
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
-from offload.errors import ConfigError, OffloadError, warn
+from offload.engine.units.trial import ENGINE_ERRORS
+from offload.errors import ConfigError, warn
 from offload.modules import in_eval_mode
 from offload.tiers.host import trim_heap
 
@@ -68,7 +69,7 @@ class EquivalenceChecks:
                 self._choose_mode(
                     partial(self._comparator.compare, self._call_pair(call, args, kwargs)), recomputes=True
                 )
-            except (OffloadError, torch.OutOfMemoryError):
+            except ENGINE_ERRORS:
                 raise
             except Exception as error:
                 failure = error

@@ -14,7 +14,8 @@ from torch import nn
 from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import IGNORED, Batch
 from offload.engine.loss.loss import LossFunction, LossRule, find_loss, labels_of
-from offload.errors import ConfigError, OffloadError
+from offload.engine.units.trial import ENGINE_ERRORS
+from offload.errors import ConfigError
 from offload.modules import forwards_replaced
 
 
@@ -97,7 +98,7 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
         """Return the loss of a batch possibly without targets; NaN after an error."""
         try:
             return loss_with(trial_labels)
-        except (OffloadError, torch.OutOfMemoryError):
+        except ENGINE_ERRORS:
             raise
         except Exception:
             return math.nan

@@ -22,9 +22,8 @@ from offload.engine.recording.plain import PlainPass
 from offload.engine.state import EngineState
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
-from offload.engine.units.trial import TrialSnapshot
+from offload.engine.units.trial import ENGINE_ERRORS, TrialSnapshot
 from offload.engine.units.unit import CallTarget, Unit
-from offload.errors import OffloadError
 from offload.layout.regions import Piece
 from offload.modules import in_eval_mode
 
@@ -216,7 +215,7 @@ class PassComparator:
         with state.router.trial_mode(observations.wrap_calls(state.router.stream), observations.add_gradient):
             try:
                 observations.losses += [float(loss.detach()) for loss in passes.run_streamed()]
-            except (OffloadError, UnrecordedCallError, torch.OutOfMemoryError):
+            except (*ENGINE_ERRORS, UnrecordedCallError):
                 raise
             except Exception as error:  # rows that cannot run alone, or an error unrelated to the engine
                 state.runner.has_failed = False

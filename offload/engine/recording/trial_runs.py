@@ -32,8 +32,8 @@ from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.trial import TrialSnapshot
-from offload.errors import ConfigError, OffloadError
+from offload.engine.units.trial import ENGINE_ERRORS, TrialSnapshot
+from offload.errors import ConfigError
 from offload.modules import in_eval_mode
 from offload.tiers.counters import Counters
 
@@ -115,25 +115,22 @@ class TrialRuns:
                 sizes = [check_batch(sample) for sample in samples]
                 self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
                 return form
-            except (OffloadError, torch.OutOfMemoryError):
+            except ENGINE_ERRORS:
                 raise
             except Exception as error:  # rows cannot run alone, or the row axes are wrong
                 if is_text:
                     raise
                 self.forget_traffic()
                 self._state.runner.has_failed = False
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            obstacle = f"on {' and '.join(map(str, ROWS))} rows the model raises {reason}"
-            form = replace(form, obstacle=obstacle)
+                rows_text, reason = " and ".join(map(str, ROWS)), f"{type(error).__name__}: {error}".splitlines()[0]
+            form = replace(form, obstacle=f"on {rows_text} rows the model raises {reason}")
         self.known.constant_keys.pop(signature, None)
         samples = self.samples.take(batch, form, leader, has_full_length)
         self._unused_sample = batch, samples[0]
         try:
             self._record_on((0, 0), loss_fn, [samples])
-        except (OffloadError, torch.OutOfMemoryError):
-            raise
         except Exception as error:
-            if has_equal_rows(batch, rows) or _is_raised_in(loss_fn, error):
+            if isinstance(error, ENGINE_ERRORS) or has_equal_rows(batch, rows) or _is_raised_in(loss_fn, error):
                 raise
             description = ", ".join(f"{key}: {describe(value)}" for key, value in batch.items())
             reason = f"{type(error).__name__}: {error}"
@@ -300,7 +297,7 @@ def _record_few(
     for args, kwargs in samples:
         try:
             record([(0, partial(_call_on_copies, state.model, tuple(args), dict(kwargs)))])
-        except (OffloadError, torch.OutOfMemoryError):
+        except ENGINE_ERRORS:
             raise
         except Exception:
             state.runner.has_failed = False

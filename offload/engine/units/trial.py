@@ -15,7 +15,11 @@ from offload.engine.units.snapshots import RngState
 from offload.engine.units.stages import Forward, ForwardRunner, Use
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.unit import Unit
+from offload.errors import OffloadError
 from offload.tiers.device import Device
+
+ENGINE_ERRORS = (OffloadError, torch.OutOfMemoryError)
+"""Errors of the engine or of memory. A trial run ends with these; any other error is a property of the model."""
 
 
 class TrialSnapshot:
