@@ -53,6 +53,7 @@ class TrialRuns:
         self._has_backward, self.known, self.samples = has_backward, known, Samples(state, known.rows)
         self._model, self._state, self._counters, self._may_cut_rows = state.model, state, counters, may_cut_rows
         self._unused_sample: tuple[Batch, Batch] | None = None  # (batch, recorded rows of the batch)
+        self._recorded_losses: list[float] = []
         self._is_training = False
         self._roots: Mapping[str, Any] = {}  # the arguments of the model call
         self.is_complete = True
@@ -141,10 +142,16 @@ class TrialRuns:
         variants_before = [
             (unit, {key: variant.copy() for key, variant in unit.variants.items()}) for unit in self._state.units
         ]
+        self._recorded_losses.clear()
+
+        def run(sample: Batch) -> torch.Tensor:
+            loss = run_loss(self._model, sample, loss_fn, has_backward=self._has_backward)
+            self._recorded_losses.append(float(loss.detach()))
+            return loss
+
         try:
             for samples in variants:
-                runs = [partial(run_loss, self._model, s, loss_fn, has_backward=self._has_backward) for s in samples]
-                self._record(list(zip(rows, runs, strict=True)))
+                self._record([(num_rows, partial(run, s)) for num_rows, s in zip(rows, samples, strict=True)])
         except Exception:  # discard the partial results
             for unit, before in variants_before:
                 unit.variants.clear()
@@ -166,7 +173,7 @@ class TrialRuns:
         with self._isolated(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
             # enough, as slow as a normal run: reads do not depend on the labels.
-            trials = LabelTrials(self._model, run)
+            trials = LabelTrials(self._model, run, self._recorded_losses)
             self._run_until_settled(lambda _: trials.learn(probe))
             rule = probe_loss(self._model, probe, trials, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
