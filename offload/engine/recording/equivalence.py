@@ -173,11 +173,12 @@ class PassComparator:
                     again = self._run_plain(passes, snapshot)
                     is_repeatable = not self._first_difference(plain, again, is_exact=True)
                     difference = self._first_difference(plain, streamed, is_exact=is_exact, again=again)
-        if state.comm.any(bool(difference), "result of the equivalence check"):
-            difference = difference or "another rank's pass differs"
-        is_repeatable = not state.comm.any(not is_repeatable, "repeatability of a trial run")
-        is_conclusive = not state.comm.any(not all(map(math.isfinite, plain.losses)), "losses of a trial run")
-        return EquivalenceResult(difference, is_repeatable, is_conclusive)
+        own = EquivalenceResult(difference, is_repeatable, is_conclusive=all(map(math.isfinite, plain.losses)))
+        differences, are_repeatable, are_conclusive = zip(
+            *state.comm.gather_objects(own, "result of the equivalence check"), strict=True
+        )
+        difference = difference or ("another rank's pass differs" if any(differences) else "")
+        return EquivalenceResult(difference, all(are_repeatable), all(are_conclusive))
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
