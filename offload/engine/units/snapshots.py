@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.engine.comparison import same_bits
 from offload.engine.units.arguments import copy_collected, find_collectors
-from offload.engine.units.state_snapshot import AttributePlace, StateSnapshot
+from offload.engine.units.state_snapshot import AttributePlace, StateSnapshot, restore_dict
 from offload.tiers.device import Device
 
 _T = TypeVar("_T")
@@ -206,11 +206,7 @@ class DictSnapshots:
         if self.are_unchanged:
             return
         for live, before in self.pairs():
-            for key in live.keys() - before.keys() - {"forward"}:
-                del live[key]
-            for key, value in before.items():
-                if key != "forward" and (key not in live or live[key] is not value):
-                    live[key] = value
+            restore_dict(live, before, skipped=("forward",))
 
 
 _Hooks = Mapping[int, tuple[dict[int, Any], dict[int, Any]]]
