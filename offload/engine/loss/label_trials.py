@@ -36,7 +36,7 @@ class LabelTrials:
     def __init__(self, model: nn.Module, run: Callable[..., Any], recorded_losses: Collection[float] = ()) -> None:
         """`run`: the model on a batch and further arguments. `recorded_losses`: losses with the own labels."""
         self._base, self._run, self._outputs = find_base_model(model), run, list[Any]()
-        self._recorded_losses = recorded_losses
+        self._recorded_losses = set(filter(math.isfinite, recorded_losses))
         self.output: Any = None
         """Output of the base model. None: labels may change the output."""
 
@@ -60,16 +60,23 @@ class LabelTrials:
         with forwards_replaced({base: record_output}):
             self._run(batch)
 
-    def confirm(self, batch: Batch, loss_of: Callable[[Any, Batch], float]) -> None:
-        """Accept the stored output for all labels if the loss with the labels in `batch` is equal to the bit.
+    def confirm(self, own: Batch, counted: Batch, loss_of: Callable[[Any, Batch], float]) -> None:
+        """Accept the stored output for all labels if the loss with other labels is equal to the bit.
 
-        A recording has often computed this loss. Otherwise, for example with dropout there, the model runs again.
+        Often the recording has computed the loss of the `own` labels. Otherwise, for example with dropout, the model
+        runs again, with labels `counted` everywhere.
         """
-        if len(self._outputs) == 1:
-            head_loss = loss_of(self._run_head(self._outputs[0], batch), batch)
-            is_known = head_loss in self._recorded_losses
-            if math.isfinite(head_loss) and (is_known or loss_of(self._run(batch), batch) == head_loss):
-                self.output = self._outputs[0]
+        if len(self._outputs) != 1:
+            return
+
+        def head_loss(batch: Batch) -> float:
+            return loss_of(self._run_head(self._outputs[0], batch), batch)
+
+        is_same = head_loss(own) in self._recorded_losses
+        if not is_same:
+            full_loss = loss_of(self._run(counted), counted)
+            is_same = math.isfinite(full_loss) and full_loss == head_loss(counted)
+        self.output = self._outputs[0] if is_same else None
 
     def _run_head(self, output: Any, batch: Batch, **extra: Any) -> Any:
         assert self._base is not None
@@ -118,7 +125,8 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
             return math.nan
 
     one, other = _label_sets(labels)
-    trials.confirm({**batch, "labels": one}, loss_of)
+    counted = {**batch, "labels": one}
+    trials.confirm(batch if bool((labels[:, 1:] != IGNORED).any()) else counted, counted, loss_of)
     none = torch.full_like(labels, IGNORED)
     firsts = [torch.cat([trial_labels[:, :1], none[:, 1:]], 1) for trial_labels in (one, other)]
     empty, alone = loss_or_nan(none), [loss_or_nan(first) for first in firsts]
