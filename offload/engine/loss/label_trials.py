@@ -44,13 +44,12 @@ class LabelTrials:
         return self._run(batch, **extra) if self.output is None else self._run_head(self.output, batch, **extra)
 
     def learn(self, batch: Batch) -> None:
-        """Run the unmodified model with labels unlike those of the batch, and store the base model output."""
-        base, self._outputs = self._base, []
-        if (labels := _token_labels(batch)) is not None:
-            batch = {**batch, "labels": _label_sets(labels)[1]}
+        """Run the unmodified model; with labels unlike those of the batch, if there is a base model output to store."""
+        base, labels, self._outputs = self._base, _token_labels(batch), []
         if base is None:
             self._run(batch)
             return
+        batch = batch if labels is None else {**batch, "labels": _label_sets(labels)[1]}
         forward = base.forward
 
         def record_output(*args: Any, **kwargs: Any) -> Any:
@@ -72,11 +71,11 @@ class LabelTrials:
         def head_loss(batch: Batch) -> float:
             return loss_of(self._run_head(self._outputs[0], batch), batch)
 
-        is_same = head_loss(own) in self._recorded_losses
-        if not is_same:
+        if head_loss(own) not in self._recorded_losses:
             full_loss = loss_of(self._run(counted), counted)
-            is_same = math.isfinite(full_loss) and full_loss == head_loss(counted)
-        self.output = self._outputs[0] if is_same else None
+            if not math.isfinite(full_loss) or full_loss != head_loss(counted):
+                return
+        self.output = self._outputs[0]
 
     def _run_head(self, output: Any, batch: Batch, **extra: Any) -> Any:
         assert self._base is not None
