@@ -29,6 +29,10 @@ from offload.tiers.host import trim_heap
 
 _CHUNKS = 2
 """Head chunks in a trial run on a few tokens."""
+_UNSTEADY = (
+    "; the model also gives other results in each run, because of state that the engine cannot restore and that its "
+    "trial runs have changed"
+)
 
 
 class EquivalenceChecks:
@@ -122,14 +126,7 @@ class EquivalenceChecks:
                     "everything it computes as results, or train this model without an engine."
                 )
             mode.adopt(replace(before, recomputes=before.recomputes and not uses["recomputes"]))
-        unsteady = (
-            ""
-            if first.is_repeatable
-            else (
-                "; the model also gives other results in each run, because of state that the engine cannot restore "
-                "and that its trial runs have changed"
-            )
-        )
+        unsteady = "" if first.is_repeatable else _UNSTEADY
         changes = mode.describe_changes(before)
         warn(
             "the engine and plain PyTorch give different results: "

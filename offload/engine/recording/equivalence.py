@@ -244,13 +244,9 @@ class PassComparator:
         """
         if not all(map(math.isfinite, plain.losses)):
             return ""
-        if streamed.error is not None:
-            prefix = (
-                ""
-                if isinstance(streamed.error, PartsDifferError)
-                else f"the model raises {type(streamed.error).__name__}: "
-            )
-            return f"{prefix}{streamed.error}".splitlines()[0]
+        if (error := streamed.error) is not None:
+            prefix = "" if isinstance(error, PartsDifferError) else f"the model raises {type(error).__name__}: "
+            return f"{prefix}{error}".splitlines()[0]
         allowed = tolerance(OTHER_ORDER, is_half=self._is_half or plain.is_half or streamed.is_half)
         results = _first_result_difference(plain, streamed, 0.0 if is_exact else allowed.result)
         if results and not any(plain.losses):  # e.g. a call with opaque outputs

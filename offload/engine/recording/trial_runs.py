@@ -210,7 +210,7 @@ class TrialRuns:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
         self.is_complete, self._roots, self._is_training = False, {"arguments": (args, kwargs)}, True
         if self._state.runner.stages.needs_short_recording:
-            _record_few(self._state, self.samples.call_samples(args, kwargs)[:-1], self._record)
+            self._record_few(self.samples.call_samples(args, kwargs)[:-1])
         self._record([(0, lambda: _call_on_copies(self._model, args, kwargs))] * 2)
         check_equivalence()
         self.forget_traffic()
@@ -225,6 +225,23 @@ class TrialRuns:
                 self._run_until_settled(lambda _: _call_on_copies(self._model, args, kwargs))
             self.forget_traffic()
             self.known.watched_calls.add(signature)
+
+    def _record_few(self, samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
+        """Record on a few rows and tokens of a call, if these run alone.
+
+        The recording then covers units whose trial on all rows would take too much memory.
+        """
+        state, is_known = self._state, bool(samples)
+        for args, kwargs in samples:
+            try:
+                self._record([(0, partial(_call_on_copies, self._model, tuple(args), dict(kwargs)))])
+            except ENGINE_ERRORS:
+                raise
+            except Exception:
+                state.runner.has_failed = is_known = False
+        if state.comm.any(not is_known, "outcome of a sample call"):
+            for variant in (variant for unit in state.units for variant in unit.variants.values()):
+                variant.learned.clear()  # from another mode
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""
@@ -289,29 +306,6 @@ def _undo_writes(recording: Recording, state: EngineState) -> None:
     if recording.written:
         state.slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
         state.slots.compute_after_resident()
-
-
-def _record_few(
-    state: EngineState,
-    samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
-    record: Callable[[list[tuple[int, Callable[[], Any]]]], None],
-) -> None:
-    """Record on a few rows and tokens of a call, if these run alone.
-
-    The recording then covers units whose trial on all rows would take too much memory.
-    """
-    is_known = bool(samples)
-    for args, kwargs in samples:
-        try:
-            record([(0, partial(_call_on_copies, state.model, tuple(args), dict(kwargs)))])
-        except ENGINE_ERRORS:
-            raise
-        except Exception:
-            state.runner.has_failed = False
-            is_known = False
-    if state.comm.any(not is_known, "outcome of a sample call"):
-        for variant in (variant for unit in state.units for variant in unit.variants.values()):
-            variant.learned.clear()  # from another mode
 
 
 def _is_raised_in(function: Any, error: Exception) -> bool:
