@@ -104,8 +104,7 @@ class Method(ABC):
 
     def sum(self, *losses: float) -> list[float]:
         """Return the losses summed over all ranks."""
-        comm = self._state.comm
-        return comm.sum_in_order(list(losses), "loss") if comm.size > 1 else list(losses)
+        return self._state.comm.sum_in_order(list(losses), "loss")
 
     def _first_use(self) -> Callable[[Region], float]:
         """Return a sort key for regions: the first use in the next step, if that step repeats the current pass."""

@@ -94,10 +94,8 @@ class Samples:
     def compute_on_leader(self, leader: int, compute: Callable[[], _Result]) -> _Result:
         """Return the value computed by the leader. Collective."""
         comm = self._state.comm
-        if comm.size == 1:
-            return compute()
-        leader_value = comm.gather_objects(compute() if comm.rank == leader else None, "recording samples")[leader]
-        return cast(_Result, leader_value)
+        values = comm.gather_objects(compute() if comm.rank == leader else None, "recording samples")
+        return cast(_Result, values[leader])
 
     def variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
         """Return samples without and with padding if there are several ranks.

@@ -32,8 +32,8 @@ from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.trial import TrialSnapshot
-from offload.errors import ConfigError, OffloadError
+from offload.engine.units.trial import ENGINE_ERRORS, TrialSnapshot
+from offload.errors import ConfigError
 from offload.modules import in_eval_mode
 from offload.tiers.counters import Counters
 
@@ -53,6 +53,7 @@ class TrialRuns:
         self._has_backward, self.known, self.samples = has_backward, known, Samples(state, known.rows)
         self._model, self._state, self._counters, self._may_cut_rows = state.model, state, counters, may_cut_rows
         self._unused_sample: tuple[Batch, Batch] | None = None  # (batch, recorded rows of the batch)
+        self._recorded_losses: list[float] = []
         self._is_training = False
         self._roots: Mapping[str, Any] = {}  # the arguments of the model call
         self.is_complete = True
@@ -115,25 +116,22 @@ class TrialRuns:
                 sizes = [check_batch(sample) for sample in samples]
                 self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
                 return form
-            except (OffloadError, torch.OutOfMemoryError):
+            except ENGINE_ERRORS:
                 raise
             except Exception as error:  # rows cannot run alone, or the row axes are wrong
                 if is_text:
                     raise
                 self.forget_traffic()
                 self._state.runner.has_failed = False
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            obstacle = f"on {' and '.join(map(str, ROWS))} rows the model raises {reason}"
-            form = replace(form, obstacle=obstacle)
+                rows_text, reason = " and ".join(map(str, ROWS)), f"{type(error).__name__}: {error}".splitlines()[0]
+            form = replace(form, obstacle=f"on {rows_text} rows the model raises {reason}")
         self.known.constant_keys.pop(signature, None)
         samples = self.samples.take(batch, form, leader, has_full_length)
         self._unused_sample = batch, samples[0]
         try:
             self._record_on((0, 0), loss_fn, [samples])
-        except (OffloadError, torch.OutOfMemoryError):
-            raise
         except Exception as error:
-            if has_equal_rows(batch, rows) or _is_raised_in(loss_fn, error):
+            if isinstance(error, ENGINE_ERRORS) or has_equal_rows(batch, rows) or _is_raised_in(loss_fn, error):
                 raise
             description = ", ".join(f"{key}: {describe(value)}" for key, value in batch.items())
             reason = f"{type(error).__name__}: {error}"
@@ -144,10 +142,16 @@ class TrialRuns:
         variants_before = [
             (unit, {key: variant.copy() for key, variant in unit.variants.items()}) for unit in self._state.units
         ]
+        self._recorded_losses.clear()
+
+        def run(sample: Batch) -> torch.Tensor:
+            loss = run_loss(self._model, sample, loss_fn, has_backward=self._has_backward)
+            self._recorded_losses.append(float(loss.detach()))
+            return loss
+
         try:
             for samples in variants:
-                runs = [partial(run_loss, self._model, s, loss_fn, has_backward=self._has_backward) for s in samples]
-                self._record(list(zip(rows, runs, strict=True)))
+                self._record([(num_rows, partial(run, s)) for num_rows, s in zip(rows, samples, strict=True)])
         except Exception:  # discard the partial results
             for unit, before in variants_before:
                 unit.variants.clear()
@@ -169,7 +173,7 @@ class TrialRuns:
         with self._isolated(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
             # enough, as slow as a normal run: reads do not depend on the labels.
-            trials = LabelTrials(self._model, run)
+            trials = LabelTrials(self._model, run, self._recorded_losses)
             self._run_until_settled(lambda _: trials.learn(probe))
             rule = probe_loss(self._model, probe, trials, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
@@ -206,7 +210,7 @@ class TrialRuns:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
         self.is_complete, self._roots, self._is_training = False, {"arguments": (args, kwargs)}, True
         if self._state.runner.stages.needs_short_recording:
-            _record_few(self._state, self.samples.call_samples(args, kwargs)[:-1], self._record)
+            self._record_few(self.samples.call_samples(args, kwargs)[:-1])
         self._record([(0, lambda: _call_on_copies(self._model, args, kwargs))] * 2)
         check_equivalence()
         self.forget_traffic()
@@ -221,6 +225,23 @@ class TrialRuns:
                 self._run_until_settled(lambda _: _call_on_copies(self._model, args, kwargs))
             self.forget_traffic()
             self.known.watched_calls.add(signature)
+
+    def _record_few(self, samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
+        """Record on a few rows and tokens of a call, if these run alone.
+
+        The recording then covers units whose trial on all rows would take too much memory.
+        """
+        state, is_known = self._state, bool(samples)
+        for args, kwargs in samples:
+            try:
+                self._record([(0, partial(_call_on_copies, self._model, tuple(args), dict(kwargs)))])
+            except ENGINE_ERRORS:
+                raise
+            except Exception:
+                state.runner.has_failed = is_known = False
+        if state.comm.any(not is_known, "outcome of a sample call"):
+            for variant in (variant for unit in state.units for variant in unit.variants.values()):
+                variant.learned.clear()  # from another mode
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""
@@ -285,29 +306,6 @@ def _undo_writes(recording: Recording, state: EngineState) -> None:
     if recording.written:
         state.slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
         state.slots.compute_after_resident()
-
-
-def _record_few(
-    state: EngineState,
-    samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
-    record: Callable[[list[tuple[int, Callable[[], Any]]]], None],
-) -> None:
-    """Record on a few rows and tokens of a call, if these run alone.
-
-    The recording then covers units whose trial on all rows would take too much memory.
-    """
-    is_known = bool(samples)
-    for args, kwargs in samples:
-        try:
-            record([(0, partial(_call_on_copies, state.model, tuple(args), dict(kwargs)))])
-        except (OffloadError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            state.runner.has_failed = False
-            is_known = False
-    if state.comm.any(not is_known, "outcome of a sample call"):
-        for variant in (variant for unit in state.units for variant in unit.variants.values()):
-            variant.learned.clear()  # from another mode
 
 
 def _is_raised_in(function: Any, error: Exception) -> bool:
