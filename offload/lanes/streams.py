@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from offload.accelerators import Accelerator
-from offload.lanes.lanes import Lanes, ThreadLane, Work
+from offload.lanes.lanes import Lanes
+from offload.lanes.threads import ThreadLane, Work
 from offload.lanes.ticket import Lane, Ticket
 from offload.lanes.timeline import LaneTime, Span, Throttle
 

@@ -21,8 +21,9 @@ import torch
 from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.engine.gradients.tile_updates import RegionUpdate
-from offload.lanes.lanes import Lanes, ThreadLane
+from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
+from offload.lanes.threads import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.tiers.accelerator_device import AcceleratorDevice, _Staging
 from offload.tiers.host import HostMapping, Pinning

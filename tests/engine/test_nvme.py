@@ -233,7 +233,7 @@ def test_an_interrupt_ends_the_wait_of_finish(folder: Path, monkeypatch: pytest.
     gate = threading.Event()
     parts_of(engine).lanes.update_write.submit(gate.wait)
     with monkeypatch.context() as patched:
-        patched.setattr("offload.lanes.lanes.wait_until_done", interrupted)
+        patched.setattr("offload.lanes.threads.wait_until_done", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.finish()
     gate.set()

@@ -23,8 +23,9 @@ from offload import AdamW, Engine, Placement
 from offload.engine.gradients.tile_updates import RegionUpdate
 from offload.engine.recording.equivalence import PassComparator
 from offload.engine.units.saved_inputs import SavedInputs
-from offload.lanes.lanes import Lanes, ThreadLane
+from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLanes
+from offload.lanes.threads import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.planning import device_updates, disk
 from offload.planning.device_updates import UPDATE_RING as DEVICE_RING

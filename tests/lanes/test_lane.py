@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from offload.lanes.lanes import Lanes, Link, ThreadLane
+from offload.lanes.lanes import Lanes
 from offload.lanes.streams import open_lanes, overlaps
+from offload.lanes.threads import Link, ThreadLane
 from offload.lanes.ticket import CancelledError, Fence, Ticket
 from offload.lanes.timeline import LANES, LaneTime, Throttle, Timeline
 from tests.lanes.patience import FOREVER_S, MOMENT_S, PATIENCE_S, Gate, eventually, fail, nothing, start, within

@@ -10,7 +10,8 @@ from collections import defaultdict
 
 import pytest
 
-from offload.lanes.lanes import Lanes, Link
+from offload.lanes.lanes import Lanes
+from offload.lanes.threads import Link
 from offload.lanes.ticket import CancelledError, Ticket
 from offload.lanes.timeline import LANES, Span, Throttle, Timeline
 from tests.lanes.patience import FOREVER_S, MOMENT_S, PATIENCE_S, Gate, eventually, fail, nothing, start, within
@@ -153,7 +154,7 @@ def test_a_link_is_busy_while_anything_goes_on_over_it(monkeypatch):
     timeline, chance = Timeline(LANES), random.Random(5)
     for throttle in (None, Throttle(latency_s=0.5)):
         link, now, under_way, busy = Link("nvme_read", timeline, throttle), 0.0, [], []
-        monkeypatch.setattr("offload.lanes.lanes.time.perf_counter", lambda: now)  # noqa: B023
+        monkeypatch.setattr("offload.lanes.threads.time.perf_counter", lambda: now)  # noqa: B023
         timeline.end_step()
         for _ in range(400):
             now += chance.random()
