@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.rank_sums import open_exchange
 from offload.engine.gradients.transfer import GradientTransfer
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
@@ -82,9 +83,8 @@ class GradientFlow:
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        self.transfer = GradientTransfer(
-            store, measures, device, lanes, counters, staging, sizes, bool(settings.debug), self._exist
-        )
+        exchange = open_exchange(store, measures, device, lanes, counters, sizes, settings)
+        self.transfer = GradientTransfer(store, measures, lanes, exchange, staging)
         self._ragged = {
             region.index: [
                 slice(offset + size, end)
