@@ -19,7 +19,7 @@ from offload.engine.assemble import assemble
 from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.figures import Figures
 from offload.engine.loss.batch import Batch
-from offload.engine.loss.batch_agreement import agree_on_pass
+from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.loss.loss import LossFunction
 from offload.engine.methods.result import StepResult
 from offload.engine.own_loop import OwnLoop
@@ -229,7 +229,7 @@ class Engine(StateAccess, Figures):
                 f"only {', '.join(rule.steered) or 'no setting'} change between steps."
             )
         self._recovery.check_usable()
-        agree_on_pass(self.comm, f"tune({settings}, {decays})")
+        agree_on_pass(self.comm, RankBatch(f"tune({settings}, {decays})"))
         untyped_rule: Any = rule
         changed = replace(untyped_rule, **settings)
         self._state.updates.tune(changed, decays)

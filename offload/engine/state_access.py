@@ -15,7 +15,7 @@ from offload.checkpoint.spread import copy_missing_files
 from offload.distributed.comm import Comm, share_failure
 from offload.engine.checkpoints import PendingCheckpoint, check_contents, load_states, spans_to_read
 from offload.engine.exporting import DerivedModel, export_model
-from offload.engine.loss.batch_agreement import agree_on_pass
+from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.own_loop import OwnLoop
 from offload.engine.parameter_reads import ParameterReads
 from offload.engine.recovery import Recovery
@@ -52,7 +52,7 @@ class StateAccess:
     def _settle(self, operation: str) -> None:
         """Wait for all pending updates before the host reads the states. Collective."""
         self._recovery.check_usable()
-        agree_on_pass(self.comm, operation)
+        agree_on_pass(self.comm, RankBatch(operation))
         with self._recovery.working():
             self._state.updates.flush()
             self._state.lanes.drain_updates()
@@ -327,7 +327,7 @@ class StateAccess:
         ConfigError for another model, or, without `reset`, another rule.
         """
         self._recovery.check_open()
-        agree_on_pass(self.comm, "load_checkpoint")
+        agree_on_pass(self.comm, RankBatch("load_checkpoint"))
         self._recovery.recover()
         self._state.lanes.finish()
         with self._recovery.working(), ExitStack() as opened:
