@@ -18,8 +18,7 @@ from offload.engine.equivalence_checks import EquivalenceChecks
 from offload.engine.foreign_writes import ForeignWrites
 from offload.engine.loss.batch import IGNORED, Batch, BatchForm, map_tensors
 from offload.engine.loss.batch_agreement import PassInputs, RankBatch, agree_on_pass, host_labels
-from offload.engine.loss.group_loss import as_loss
-from offload.engine.loss.loss import LossFunction
+from offload.engine.loss.loss import LossFunction, as_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Backward, Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord

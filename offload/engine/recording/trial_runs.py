@@ -23,9 +23,8 @@ from offload.engine.loss.batch import (
 )
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.group_loss import Needs, as_loss
 from offload.engine.loss.label_trials import LabelTrials, probe_loss
-from offload.engine.loss.loss import LossFunction, LossRule, run_loss, select_inputs
+from offload.engine.loss.loss import LossFunction, LossRule, Needs, as_loss, run_loss, select_inputs
 from offload.engine.recording.equivalence import isolated
 from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import Recording
