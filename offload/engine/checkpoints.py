@@ -23,7 +23,7 @@ from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, w
 from offload.checkpoint.reader import CHANGED, Reader, Span
 from offload.checkpoint.spread import broadcast_value, keepers
 from offload.checkpoint.writer import Save, Writer
-from offload.distributed.comm import share_failure
+from offload.distributed.outcomes import share_failure
 from offload.engine.kept_errors import error_planes, error_spans, fill_error
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.state import EngineState

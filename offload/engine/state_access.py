@@ -12,7 +12,8 @@ import xxhash
 
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.spread import copy_missing_files
-from offload.distributed.comm import Comm, share_failure
+from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
 from offload.engine.checkpoints import PendingCheckpoint, check_contents, load_states, spans_to_read
 from offload.engine.exporting import DerivedModel, export_model
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
