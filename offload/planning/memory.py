@@ -8,8 +8,9 @@ from itertools import groupby
 
 from offload.errors import DoesNotFitError, allocation_name, format_bytes
 from offload.layout.planes import CODES, ERROR, summed
-from offload.layout.regions import SCRATCH_BYTES, Region, Sharding
+from offload.layout.regions import SCRATCH_BYTES, Region
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
+from offload.layout.sharding import Sharding
 from offload.planning.device_updates import UPDATE_RING
 from offload.planning.device_updates import ring_bytes as update_ring_bytes
 from offload.planning.disk import read_ring

@@ -32,6 +32,8 @@ _RESTING, _STAYING = "resting states", "states on the device"
 class Store:
     """Planes for all regions, each kind of state on one tier. Host memory is byte-exact, in pinned arenas for copied
     planes and unpinned arenas for others.
+
+    `publishes`: each rank sends updated weights to the other ranks with the same weights.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Store:
         self._infos, self._nvme, self._files = infos, nvme, files
         self._rings = [each for each in (nvme, files) if each is not None]
         self.comm, self.sharding = comm or Comm(), self.residence.sharding
+        self.publishes = self.sharding.publishes
         self.within, self.between = self.comm.split(self.sharding.num_replicas)
         self._counters = counters or Counters()
         # on the device only compute would wait for a lane

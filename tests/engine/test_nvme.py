@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from offload import Engine, Placement
 from offload.errors import ConfigError, DoesNotFitError
 from offload.layout import regions as layout
-from offload.layout.regions import Sharding
+from offload.layout.sharding import Sharding
 from offload.native.io import IoEngine
 from offload.planning import disk
 from offload.tiers import nvme

@@ -102,7 +102,7 @@ class TileUpdates:
 
     def publish(self, region: Region) -> None:
         """Send corrected, now final weights to the other ranks."""
-        for number, tile in enumerate(self.store[region].tiles if self.store.sharding.publishes else ()):
+        for number, tile in enumerate(self.store[region].tiles if self.store.publishes else ()):
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
@@ -155,7 +155,7 @@ class RegionUpdate:
             if gradients is not None:
                 planes = {**planes, "gradients": gradients[tile.begin - state.begin : tile.end - state.begin]}
             ticket = tiles.place.submit(TileUpdate(self, tile, lease, planes))
-            if self.is_final and tiles.store.sharding.publishes:
+            if self.is_final and tiles.store.publishes:
                 tiles.store.publish(self.region, number, lease, (ticket,))
 
     def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
