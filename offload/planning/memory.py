@@ -15,9 +15,9 @@ from offload.planning.device_updates import UPDATE_RING
 from offload.planning.device_updates import ring_bytes as update_ring_bytes
 from offload.planning.disk import read_ring
 from offload.schedule.build import window_bytes
+from offload.tiers.decoder import DECODING, decoding_bytes
 from offload.tiers.model_files import READ_RING, READ_STAGING
 from offload.tiers.placement import TIERS
-from offload.tiers.slots import DECODING, decoding_bytes
 
 BUDGETS = {tier: f"offload.{field}" for tier, field in TIERS.items()}
 """Config key of the budget for each tier."""
