@@ -167,5 +167,5 @@ class OwnLoop:
         method.make_room()
         if not self.is_open:
             self._state.spare_memory.give_back()
-            method.begin("own loop", waits=True)
+            method.begin("own loop", sums_backwards=True)
             self.is_open = True

@@ -109,7 +109,7 @@ def build(
     valid_offsets: Mapping[int, int],
     homes: Mapping[int, int],
     trained: Iterable[int],
-    wraps: bool = False,
+    fetches_next: bool = False,
     late: Iterable[int] = (),
 ) -> Schedule:
     """Schedule one pass over `uses`, assuming the next pass is the same.
@@ -118,12 +118,12 @@ def build(
     valid_offsets: offsets for cargoes already on the device.
     homes: previous offsets. The same place is preferred, because unit parameters are created once per place.
     trained: cargoes made stale by a backward, since an update follows.
-    wraps: the update follows immediately, so updated cargoes can be fetched for the next pass during this one.
-    late: cargoes exempt from `wraps`, with an update after the pass.
+    fetches_next: the update follows immediately, so updated cargoes can be fetched for the next pass during this one.
+    late: cargoes exempt from `fetches_next`, with an update after the pass.
     """
     calendar = _Calendar(uses, set(trained))
     offsets, homes, not_yet = dict(valid_offsets), dict(homes), set(late)
-    end = 2 * len(uses) if wraps else len(uses)
+    end = 2 * len(uses) if fetches_next else len(uses)
     before: list[tuple[Fetch, ...]] = []
     for now, use in enumerate(uses):
         fetches = []

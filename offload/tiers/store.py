@@ -127,7 +127,7 @@ class Store:
         """True if states can be lent before their gradients exist: no record holds both."""
         return not any(state.has_room_on_disk for state in self.states)
 
-    def hold_gradients(self, accumulates: bool, waits: bool = True) -> None:
+    def hold_gradients(self, accumulates: bool, keeps_gradients: bool = True) -> None:
         """Allocate gradient planes for all trainable regions: fp32 to accumulate several passes, otherwise in the
         weight dtype. No planes for gradients that do not wait in memory.
         """
@@ -135,7 +135,7 @@ class Store:
         planes_by_region = {
             s.region: [summed(plane) if accumulates else plane]
             for s in trained
-            if accumulates or (waits and not s.has_room_on_disk)
+            if accumulates or (keeps_gradients and not s.has_room_on_disk)
             for plane in [s.region.plane("gradients")]
         }
         current = {s.region: s.sums is not None for s in trained if s.gradients is not None}

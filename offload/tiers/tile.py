@@ -206,7 +206,7 @@ class PendingUpdate(Protocol):
     def submit(self) -> None:
         """Submit the update of all tiles to a lane."""
 
-    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+    def update_tile(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
         """Update a tile's planes, with gradients if the update has any. Return the number of non-finite weights."""
 
     def refuse(self, num_wrong: int) -> NoReturn:

@@ -385,7 +385,7 @@ def test_what_a_backward_does_not_read_is_not_fetched_for_it():
     uses = (*sweep(3)[:-1], Use(1, True, reads=False))
     for places in (2, 4):
         room = rooms(3, places)[0]
-        first = build(uses, room, 2, valid_offsets={}, homes={}, trained={1, 2, 3}, wraps=True)
+        first = build(uses, room, 2, valid_offsets={}, homes={}, trained={1, 2, 3}, fetches_next=True)
         served = [(fetch.cargo, fetch.serves) for fetch in fetches(first)]
         assert served[:3] == [(1, 0), (2, 1), (3, 2)]
         assert served[3:]

@@ -76,7 +76,7 @@ class DeviceUpdates(UpdatePlace):
         stretch.fence.record_writer(up)
         tile.update.fence.record_reader(up)
         updated = self._lanes.update_on_device.submit(
-            partial(self._run, tile, {**tile.planes, **device_planes}, self._counts),
+            partial(self._update, tile, {**tile.planes, **device_planes}, self._counts),
             reads=stretch.fence.before_read(),
             name=tile.name,
             num_bytes=tile.num_bytes,
@@ -98,12 +98,12 @@ class DeviceUpdates(UpdatePlace):
         return down
 
     @staticmethod
-    def _run(
+    def _update(
         tile: TileUpdate,
         device_planes: Mapping[str, torch.Tensor],
         counts: dict[Region, tuple[TileUpdate, torch.Tensor]],
     ) -> None:
-        num_wrong, region = tile.update.run(tile.tile, device_planes), tile.update.region
+        num_wrong, region = tile.update.update_tile(tile.tile, device_planes), tile.update.region
         if not isinstance(num_wrong, torch.Tensor) or num_wrong.is_cpu:
             if num_wrong:
                 tile.update.refuse(int(num_wrong))
