@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Use(NamedTuple):
+class CargoUse(NamedTuple):
     """One cargo use by compute: a unit forward or backward."""
 
     cargo: int
@@ -47,7 +47,7 @@ class Schedule:
     fetch of its cargo.
     """
 
-    uses: tuple[Use, ...]
+    uses: tuple[CargoUse, ...]
     """Uses in order."""
     before: tuple[tuple[Fetch, ...], ...]
     """For each use, the fetches issued after the previous use ends (for the first use: immediately), in order."""
@@ -102,7 +102,7 @@ class SlotMemory:
 
 
 def build(
-    uses: Sequence[Use],
+    uses: Sequence[CargoUse],
     room: SlotMemory,
     lookahead: int,
     *,
@@ -163,7 +163,7 @@ def build(
 class _Calendar:
     """Next use for each cargo."""
 
-    def __init__(self, uses: Sequence[Use], trained: set[int]) -> None:
+    def __init__(self, uses: Sequence[CargoUse], trained: set[int]) -> None:
         self._length = len(uses)
         self._times: dict[int, list[int]] = {}
         self._last = {use.cargo: time for time, use in enumerate(uses)}

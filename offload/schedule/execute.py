@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 from offload.lanes.ticket import Ticket
 from offload.layout.regions import Region
-from offload.schedule.build import Schedule, SlotMemory, Use, build
+from offload.schedule.build import CargoUse, Schedule, SlotMemory, build
 from offload.tiers.slots import Slots
 
 _MOST_SCHEDULES, _MOST_PASS_KEYS = 256, 64
@@ -37,14 +37,14 @@ class Executor:
             max_cargoes,
             updates_at_end,
         )
-        self._orders: dict[Hashable, list[Use]] = {}
+        self._orders: dict[Hashable, list[CargoUse]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._homes: dict[int, int] = {}
         self._pass_key: Hashable = None
         self._is_open = self._fetches_next = False
         self._schedule: Schedule | None = None
         self._next = self._entered = 0
-        self._recorded_uses: list[Use] = []
+        self._recorded_uses: list[CargoUse] = []
         self.num_departures = 0
 
     # -- a pass ----------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class Executor:
     def enter(self, regions: Sequence[Region], backward: bool, reads: bool = True) -> None:
         """Make compute wait for unit weights. No fetch if `reads` is False."""
         cargo = self._slots.cargo_of(regions)
-        use = Use(cargo, backward, reads)
+        use = CargoUse(cargo, backward, reads)
         if self._is_open:
             self._recorded_uses.append(use)
             if self._schedule is not None and self._schedule.uses[self._next : self._next + 1] != (use,):
@@ -97,7 +97,7 @@ class Executor:
 
         Cargoes alternate between both memory ends, so the free room stays contiguous.
         """
-        uses = [Use(self._slots.cargo_of(regions), False) for regions in order]
+        uses = [CargoUse(self._slots.cargo_of(regions), False) for regions in order]
         self._orders.setdefault(pass_key, uses)
         for number, use in enumerate(uses):
             top = self._slots.capacity_bytes - self._slots.cargo_bytes(use.cargo)
