@@ -26,12 +26,12 @@ class InlineLane(Lane):
         work: Run,
         *,
         reads: Tickets = (),
-        fills: Tickets = (),
+        users: Tickets = (),
         name: str = "",
         num_bytes: int = 0,  # noqa: ARG002
     ) -> Ticket:
         self.position += 1
-        self._lanes.compute_after(reads, fills=fills)
+        self._lanes.compute_after(reads, users=users)
         begin = time.perf_counter()
         work()
         end = time.perf_counter()
@@ -50,12 +50,12 @@ class ComputeLane(InlineLane):
         work: Run,
         *,
         reads: Tickets = (),
-        fills: Tickets = (),
+        users: Tickets = (),
         name: str = "",
         num_bytes: int = 0,  # noqa: ARG002
     ) -> Ticket:
         self.position += 1
-        self._lanes.compute_after(reads, fills=fills)
+        self._lanes.compute_after(reads, users=users)
         begin = self._lanes.now()
         work()
         self._lanes.record_compute(name, begin)
@@ -162,22 +162,22 @@ class Lanes:
         self.timeline.add("compute", name, begin, time.perf_counter())
         return ()
 
-    def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        """Order the next compute work after `tickets`, and raise their errors. Also wait until the `fills` tickets,
+    def compute_after(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
+        """Order the next compute work after `tickets`, and raise their errors. Also wait until the `users` tickets,
         readers of a buffer to overwrite, are over.
         """
-        self.wait(tickets, fills=fills)
+        self.wait(tickets, users=users)
 
-    def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        """Block this thread until `tickets` are done, and raise their errors. Also wait until `fills` are over.
+    def wait(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
+        """Block this thread until `tickets` are done, and raise their errors. Also wait until `users` are over.
 
         The time counts as exposed for the lane of the last ticket. Time before the start of its work counts for the
         lane that held up this start.
         """
         begin = time.perf_counter()
-        late = [ticket for ticket in (*tickets, *fills) if not ticket.is_done]
+        late = [ticket for ticket in (*tickets, *users) if not ticket.is_done]
         try:
-            self._await(tickets, fills)
+            self._await(tickets, users)
         finally:
             if late:
                 last, end = max(late, key=lambda ticket: ticket.end), time.perf_counter()
@@ -185,9 +185,9 @@ class Lanes:
                 self.timeline.expose(last.delayed_by, worked - begin)
                 self.timeline.expose(last.lane, end - worked)
 
-    def _await(self, tickets: Sequence[Ticket], fills: Sequence[Ticket]) -> None:
-        """Block until all tickets are done. Raises the first error among `tickets`; errors of `fills` do not count."""
-        wait_until_done(self.lock, (*tickets, *fills))
+    def _await(self, tickets: Sequence[Ticket], users: Sequence[Ticket]) -> None:
+        """Block until all tickets are done. Raises the first error among `tickets`; errors of `users` do not count."""
+        wait_until_done(self.lock, (*tickets, *users))
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error

@@ -30,7 +30,7 @@ class Work:
     """Function to run. On a lane with a stream, the function puts the work into the stream."""
     reads: Tickets
     """Tickets to wait for first. If one has an error, this work fails with the same error."""
-    fills: Tickets
+    users: Tickets
     """Tickets to wait for first, failed or not: their work used the memory filled by this work."""
     name: str
     """Name in the timeline and in error messages."""
@@ -39,7 +39,7 @@ class Work:
     ticket: Ticket
     """Ticket returned to the submitter."""
     waits: Countdown
-    """Countdown over the unfinished tickets in `reads` and `fills`."""
+    """Countdown over the unfinished tickets in `reads` and `users`."""
     submitted: float
     """Submission time, `time.perf_counter` seconds."""
     has_begun: bool = False
@@ -96,7 +96,7 @@ class ThreadLane(Lane):
         self._thread: threading.Thread | None = None  # started by the first submission
 
     def submit(
-        self, work: Run, *, reads: Tickets = (), fills: Tickets = (), name: str = "", num_bytes: int = 0
+        self, work: Run, *, reads: Tickets = (), users: Tickets = (), name: str = "", num_bytes: int = 0
     ) -> Ticket:
         ticket = self._ticket()
         with self._lock:
@@ -107,8 +107,8 @@ class ThreadLane(Lane):
                 self._thread = threading.Thread(target=self._serve, name=f"offload {self.name}", daemon=True)
                 _serving.add(weakref.ref(self, _serving.discard))
                 self._thread.start()
-            waits = Countdown((*reads, *fills), self._wake)
-            self._queue.append(Work(work, reads, fills, name, num_bytes, ticket, waits, time.perf_counter()))
+            waits = Countdown((*reads, *users), self._wake)
+            self._queue.append(Work(work, reads, users, name, num_bytes, ticket, waits, time.perf_counter()))
             self._wake()
         return ticket
 
@@ -210,7 +210,7 @@ class ThreadLane(Lane):
             if self._enter is not None:
                 self._enter()
                 self._enter = None
-            tickets = (*work.reads, *work.fills)
+            tickets = (*work.reads, *work.users)
             is_late = self._link.throttle is not None and not all(ticket.is_over for ticket in tickets)
             for ticket in tickets:
                 if ticket.event is not None:
@@ -240,7 +240,7 @@ class ThreadLane(Lane):
         the event fires.
         """
         ticket, link = work.ticket, self._link
-        last = max((*work.reads, *work.fills), key=attrgetter("end"), default=None)
+        last = max((*work.reads, *work.users), key=attrgetter("end"), default=None)
         ready = max(work.submitted, ordered, last.end if last is not None else 0.0)
         with self._lock:
             if last is not None and last.end == ready > link.free_at:

@@ -93,7 +93,7 @@ class Channel:
         ticket = self._reads.submit(
             lambda: file.read(offset, ring_slice.flat),
             reads=reads,
-            fills=ring_slice.fills,
+            users=ring_slice.users,
             name=name,
             num_bytes=num_bytes,
         )
@@ -109,14 +109,14 @@ class Channel:
         num_bytes: int,
         *,
         reads: Sequence[Ticket],
-        fills: Sequence[Ticket],
+        users: Sequence[Ticket],
         name: str,
     ) -> Ticket:
         """Write the first `num_bytes` in a slice to a file."""
         ticket = self._writes.submit(
             lambda: file.write(offset, ring_slice.flat[:num_bytes]),
             reads=reads,
-            fills=fills,
+            users=users,
             name=name,
             num_bytes=num_bytes,
         )
@@ -197,7 +197,7 @@ class Record:
             ring_slice,
             self._views(names, ring_slice),
             lambda ticket: self._write_back(names, channel, ring_slice, ticket),
-            fills=ring_slice.fills,
+            users=ring_slice.users,
         )
 
     def _at_hand(self, names: Sequence[str], lease: Lease) -> Lease | None:
@@ -224,7 +224,7 @@ class Record:
             ring_slice,
             last - first,
             reads=(changed,),
-            fills=fence.before_fill(),
+            users=fence.before_fill(),
             name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
         )
         fence.record_writer(writing)

@@ -136,14 +136,14 @@ class Slots:
         end = offset + self._sizes[cargo]
         evicted = set(map(self._valid_slots.get, evicts))
         slots, overwritten = [], []
-        fills: list[Ticket] = []
+        users: list[Ticket] = []
         slot = Slot(cargo, offset, end, is_whole=not self._deferred.in_slot.keys().isdisjoint(self.cargoes[cargo]))
         for other in self._slots:
             if other not in evicted and not (other.begin < end and offset < other.end):
                 slots.append(other)
                 continue
             overwritten.append(other)
-            fills += other.fence.before_fill()
+            users += other.fence.before_fill()
             if self._valid_slots.get(other.cargo) is other:
                 del self._valid_slots[other.cargo]
             # The rest of an evicted slot keeps the same fence: the next cargo there waits for the same readers.
@@ -151,7 +151,7 @@ class Slots:
                 if part[0] < part[1]:
                     slots.append(Slot(other.cargo, *part, fence=other.fence))  # noqa: PERF401
         self._slots = [*slots, slot]
-        slot.fence.record_writer(*self._fill(slot, overwritten, fills, is_ahead))
+        slot.fence.record_writer(*self._fill(slot, overwritten, users, is_ahead))
         self._valid_slots[cargo] = slot  # only now: all copies are submitted
 
     def use(self, cargo: int, regions: Sequence[Region]) -> None:
@@ -384,15 +384,15 @@ class Slots:
         fence.record_reader(*self._lanes.mark())
         return fence
 
-    def _fill(self, slot: Slot, overwritten: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
-        """Copy the slot's cargo to the device, after `fills` (tickets from users of the slots `overwritten`). Return
+    def _fill(self, slot: Slot, overwritten: Sequence[Slot], users: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
+        """Copy the slot's cargo to the device, after `users` (tickets of the users of the slots `overwritten`). Return
         the copy tickets.
 
         Each region's pending update starts right before the copy: with several regions on disk, a later update would
         take the ring memory from which the first region is copied without another read.
         """
         if self._debug:
-            fills = [*fills, self._poison(overwritten, fills)]
+            users = [*users, self._poison(overwritten, users)]
         tickets: list[Ticket] = []
         begin = slot.begin
         for region in self.cargoes[slot.cargo]:
@@ -400,14 +400,14 @@ class Slots:
             flat = planes.pop("weights")
             begin += self._slot_bytes(region)
             self._deferred.start(region)
-            tickets += self._copy_to_device(region, flat, fills, is_ahead, planes if slot.is_whole else {})
+            tickets += self._copy_to_device(region, flat, users, is_ahead, planes if slot.is_whole else {})
         return tickets
 
     def _copy_to_device(
         self,
         region: Region,
         flat: torch.Tensor,
-        fills: Sequence[Ticket],
+        users: Sequence[Ticket],
         is_ahead: bool,
         co_fetched: Mapping[str, torch.Tensor] = {},
     ) -> list[Ticket]:
@@ -417,7 +417,7 @@ class Slots:
         """
         if not self._store.is_below_device and region.is_stored_as_used:
             own_range = self._store[region].planes["weights"]
-            return self._gather_ranges(region, flat, own_range, fills, is_ahead)
+            return self._gather_ranges(region, flat, own_range, users, is_ahead)
         tickets, is_link = [], self._copy_lane is self._lanes.h2d
         stored, name = region.stored_view(flat), region.travelling.name
         for tile in self._store[region].held_tiles:
@@ -430,7 +430,7 @@ class Slots:
             ticket = self._copy_lane.submit(
                 partial(copy_planes, self._device, targets, lease.planes),
                 reads=lease.reads,
-                fills=fills,
+                users=users,
                 name=region.name,
                 num_bytes=num_bytes,
             )
@@ -465,7 +465,7 @@ class Slots:
             )
         ]
 
-    def _poison(self, overwritten: Sequence[Slot], fills: Sequence[Ticket]) -> Ticket:
+    def _poison(self, overwritten: Sequence[Slot], users: Sequence[Ticket]) -> Ticket:
         """Fill slots with NaN."""
         stretches = [self._memory[slot.begin : slot.end].data.view(torch.int32) for slot in overwritten]
 
@@ -474,7 +474,7 @@ class Slots:
                 stretch.fill_(_POISON)
                 self._device.lend(stretch)
 
-        ticket = self._lanes.h2d.submit(poison, fills=fills, name="poison")
+        ticket = self._lanes.h2d.submit(poison, users=users, name="poison")
         for slot in overwritten:
             slot.fence.record_writer(ticket)
         return ticket

@@ -216,7 +216,7 @@ class Store:
         ticket = lane.submit(
             partial(comm.all_to_all, received, [own_weights] * comm.size, f"{operation}, tile {number}"),
             reads=reads,
-            fills=[ticket for lease in others.values() for ticket in lease.fills],
+            users=[ticket for lease in others.values() for ticket in lease.users],
             name=operation,
             # The link counts bytes per rank within a replica, and sent bytes between replicas.
             num_bytes=own_weights.nbytes * (comm.size - 1 if self.sharding.spreads else 1),

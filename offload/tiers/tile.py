@@ -87,7 +87,7 @@ class Tile:
     def renew_lease(self, lease: Lease) -> Lease:
         """Return an early lease with the tickets to wait for now."""
         return replace(
-            lease, reads=(*self.fence.before_read(), *lease.reads), fills=(*self.fence.before_fill(), *lease.fills)
+            lease, reads=(*self.fence.before_read(), *lease.reads), users=(*self.fence.before_fill(), *lease.users)
         )
 
     def lend(self, *names: str, lands: bool = False, fetches: bool = False, is_ahead: bool = False) -> Lease:

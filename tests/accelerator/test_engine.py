@@ -318,7 +318,7 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def compute_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StreamLanes, "compute_after", lambda self, tickets, *, fills=(): self._await(tickets, fills))
+    patch.setattr(StreamLanes, "compute_after", lambda self, tickets, *, users=(): self._await(tickets, users))
 
 
 def streams_do_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -343,7 +343,7 @@ def memory_is_freed_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def the_caller_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     """The caller waits neither for the norm nor for other values."""
-    patch.setattr(StreamLanes, "wait", lambda self, tickets, *, fills=(): self._await(tickets, fills))
+    patch.setattr(StreamLanes, "wait", lambda self, tickets, *, users=(): self._await(tickets, users))
 
 
 def without(method: str, *callers: str) -> Change:
@@ -355,11 +355,11 @@ def without(method: str, *callers: str) -> Change:
     def none(self: StreamLanes) -> Any:
         return () if sys._getframe(1).f_code.co_qualname in callers else original(self)
 
-    def early(self: StreamLanes, tickets: Any, *, fills: Any = ()) -> None:
+    def early(self: StreamLanes, tickets: Any, *, users: Any = ()) -> None:
         if sys._getframe(1).f_code.co_qualname in callers:
-            self._await(tickets, fills)
+            self._await(tickets, users)
         else:
-            original(self, tickets, fills=fills)
+            original(self, tickets, users=users)
 
     return lambda patch: patch.setattr(StreamLanes, method, none if method == "mark" else early)
 

@@ -67,7 +67,7 @@ def test_fetches_from_the_disk_do_not_overtake(open_threads):
     assert not ran
 
 
-@pytest.mark.parametrize("kind", ["reads", "fills"])
+@pytest.mark.parametrize("kind", ["reads", "users"])
 def test_compute_that_does_a_lanes_work_itself_waits_for_the_disk(kind):
     lanes, gate, ran = Lanes(overlap=False, throttle={}), Gate(), []
     lanes.timeline.begin_step()
@@ -88,7 +88,7 @@ def test_compute_that_does_a_lanes_work_itself_waits_for_the_disk(kind):
             lanes.h2d.submit(lambda: ran.append("never"), reads=[failed])
         assert ran == [True]
     else:
-        lanes.h2d.submit(lambda: ran.append("whatever became of it"), fills=[failed])
+        lanes.h2d.submit(lambda: ran.append("whatever became of it"), users=[failed])
     within(lanes.close)
 
 

@@ -69,7 +69,7 @@ class DeviceUpdates(UpdatePlace):
         up = self._lanes.update_up.submit(
             partial(copy_planes, self._device, copied, host_planes),
             reads=(*tile.update.fence.before_read(), *tile.lease.reads, *self._start_tickets),
-            fills=stretch.fills,
+            users=stretch.users,
             name=tile.name,
             num_bytes=up_bytes,
         )
@@ -86,7 +86,7 @@ class DeviceUpdates(UpdatePlace):
         down = self._lanes.update_down.submit(
             partial(copy_planes, self._device, changed, device_planes),
             reads=stretch.fence.before_read(),
-            fills=tile.lease.fills,
+            users=tile.lease.users,
             name=tile.name,
             num_bytes=down_bytes,
         )
@@ -128,7 +128,7 @@ class DeviceUpdates(UpdatePlace):
                 if num_wrong:
                     tile.update.refuse(num_wrong)
 
-        copied = self._lanes.update_on_device.submit(copy_to_host, fills=self._counts_fence.before_fill(), name="check")
+        copied = self._lanes.update_on_device.submit(copy_to_host, users=self._counts_fence.before_fill(), name="check")
         self._counts_fence.record_writer(copied)
         checked = self._lanes.update.submit(refuse, reads=self._counts_fence.before_read(), name="check")
         self._counts_fence.record_reader(checked)

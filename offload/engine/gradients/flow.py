@@ -180,7 +180,7 @@ class GradientFlow:
             for region in passing:
                 self.make_lasting(region, for_good=False)
             return
-        self._lanes.compute_after((), fills=stretch.fills)
+        self._lanes.compute_after((), users=stretch.users)
         self._lay_out(passing, stretch)
         for region in passing:
             flat = self._open[region.index][0]
@@ -198,7 +198,7 @@ class GradientFlow:
             passing = [region for region in regions if region.trainable]
             stretch = self._record_buffer.take(sum(map(self._passing_bytes, passing)))
             assert stretch is not None, "there is room for the largest record"
-            self._lanes.compute_after((), fills=stretch.fills)
+            self._lanes.compute_after((), users=stretch.users)
             self._lay_out(passing, stretch)
             stretch.flat.zero_()
 

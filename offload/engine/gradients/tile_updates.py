@@ -296,7 +296,7 @@ class InPlaceUpdates(UpdatePlace):
         ticket = self._lane.submit(
             partial(self._update, tile),
             reads=(*tile.update.fence.before_read(), *tile.lease.reads),
-            fills=tile.lease.fills,
+            users=tile.lease.users,
             name=tile.name,
             num_bytes=tile.num_bytes,
         )

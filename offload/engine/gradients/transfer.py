@@ -86,7 +86,7 @@ class Exchange:
         """Store gradients in the leased memory."""
         for span, lease in leases:
             part = gradients._replace(flat=gradients.flat[span])
-            lease.done_writing(self.copy(part, lease.planes["gradients"], lease.fills))
+            lease.done_writing(self.copy(part, lease.planes["gradients"], lease.users))
             gradients = gradients._replace(squares=None)
 
     def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
@@ -94,8 +94,8 @@ class Exchange:
         self._copy_squares(self._measures.measure(state.region, total))
         self._round(state.region, total)
 
-    def copy(self, gradients: Gradients, target: torch.Tensor, fills: Sequence[Ticket]) -> Ticket:
-        """Copy gradients and squares to the tier of the states, after `fills`.
+    def copy(self, gradients: Gradients, target: torch.Tensor, users: Sequence[Ticket]) -> Ticket:
+        """Copy gradients and squares to the tier of the states, after `users`.
 
         Rounds to the target dtype in chunks, without a second full copy.
         """
@@ -110,7 +110,7 @@ class Exchange:
             if self._debug and source.buffer_type == BUFFER:
                 flat.fill_(float("nan"))
 
-        ticket = self._store.d2h_lane.submit(copy, reads=reads, fills=fills, name=region.name, num_bytes=target.nbytes)
+        ticket = self._store.d2h_lane.submit(copy, reads=reads, users=users, name=region.name, num_bytes=target.nbytes)
         source.record_reader(ticket)
         self.tickets.append(ticket)
         self._store.count_d2h(target.nbytes)
@@ -120,7 +120,7 @@ class Exchange:
         """Store zeros in the leased memory, without a copy from the device."""
         for _, lease in leases:
             plane = lease.planes["gradients"]
-            ticket = self._store.d2h_lane.submit(plane.zero_, fills=lease.fills, name=f"zeros of {region.name}")
+            ticket = self._store.d2h_lane.submit(plane.zero_, users=lease.users, name=f"zeros of {region.name}")
             self.tickets.append(ticket)
             lease.done_writing(ticket)
 
@@ -244,7 +244,7 @@ class GradientTransfer:
             own = self._store.sharding.own(region)
             stored, stretch = self._take_staging(own.stop - own.start, region.plane("gradients").dtype)
             fence = stretch.fence
-            leases = [(slice(0, len(stored)), Lease.of({"gradients": stored}, fence, stretch.fills))]
+            leases = [(slice(0, len(stored)), Lease.of({"gradients": stored}, fence, stretch.users))]
         if gradients is None:
             self._exchange.zero(region, leases)
         else:
@@ -266,7 +266,7 @@ class GradientTransfer:
             return
         # Sums over micro-batches or ranks are rounded once, after all passes.
         staged, stretch = self._take_staging(len(gradients.flat), gradients.flat.dtype)
-        stretch.fence.record_writer(self._exchange.copy(gradients, staged, stretch.fills))
+        stretch.fence.record_writer(self._exchange.copy(gradients, staged, stretch.users))
 
         def add() -> None:
             if first:
@@ -275,7 +275,7 @@ class GradientTransfer:
                 kernels.accumulate(plane, staged)
 
         ticket = self._store.update_lane.submit(
-            add, reads=stretch.fence.before_read(), fills=fence.before_fill(), name=f"add {region.name}"
+            add, reads=stretch.fence.before_read(), users=fence.before_fill(), name=f"add {region.name}"
         )
         stretch.fence.record_reader(ticket)
         stretch.close()

@@ -60,7 +60,7 @@ class SlotUpdates:
             down = self._lanes.update_down.submit(
                 partial(copy_planes, self._device, lease.planes, planes),
                 reads=self._lanes.mark(),
-                fills=lease.fills,
+                users=lease.users,
                 name=region.name,
                 num_bytes=num_bytes,
             )
