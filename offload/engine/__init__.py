@@ -13,8 +13,8 @@ Reading order for the main path (twelve files, about 4,300 lines):
     schedule/execute.py            Executor.enter: choose the next fetches
     tiers/slots.py                 Slots.fetch: copy weights to the device (H2D copy)
     engine/gradients/flow.py       GradientFlow.take: take a gradient out of autograd
-    engine/gradients/transfer.py   GradientTransfer.send: choose the memory of a gradient until the update
-    engine/gradients/exchange.py   Exchange.reduce, land: sum over ranks, copy to the host (D2H copy)
+    engine/gradients/transfer.py   GradientTransfer.send: choose the memory of a gradient until the update;
+                                   Exchange.reduce, land: sum over ranks, copy to the host (D2H copy)
     engine/gradients/updates.py    Updates.clip_gradients, start_rest: norm, clipping, update
 
 Helpers of the main path:

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
 from offload.engine.loss.batch_agreement import PassInputs
-from offload.engine.loss.group_loss import as_loss
-from offload.engine.loss.loss import run_loss
+from offload.engine.loss.loss import as_loss, run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
 from offload.engine.recording.equivalence import EquivalenceResult, PassComparator, PassPair

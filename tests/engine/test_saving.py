@@ -117,7 +117,7 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     for state in parts_of(engine).store.states:
         for part in state.held_tiles:
             lease = part.lend(*part.states)
-            parts_of(engine).lanes.wait(lease.reads, fills=lease.fills)
+            parts_of(engine).lanes.wait(lease.reads, users=lease.users)
             for plane in lease.planes.values():
                 assert not (plane != plane).any()
             lease.done_reading(Ticket("compute", is_done=True))

@@ -23,11 +23,10 @@ from offload.engine.loss.batch import (
 )
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.group_loss import Needs, as_loss
 from offload.engine.loss.label_trials import LabelTrials, probe_loss
-from offload.engine.loss.loss import LossFunction, LossRule, run_loss, select_inputs
+from offload.engine.loss.loss import LossFunction, LossRule, Needs, as_loss, run_loss, select_inputs
 from offload.engine.recording.equivalence import isolated
-from offload.engine.recording.known import KnownPasses, TrialResult, int_arguments
+from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
@@ -68,21 +67,21 @@ class TrialRuns:
         rows of full length.
         """
         batch, loss_fn = inputs.batch, inputs.loss_fn
-        signature = self.known.signature(batch, loss_fn)
+        known = self.known.look_up(batch, loss_fn)
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
         self._is_training = inputs.is_training
-        leader = self.samples.choose_leader(batch, lambda: self.known.recording_status(batch, loss_fn)[0], departed)
-        form = self._record_batch(batch, loss_fn, leader, departed is not None)
+        leader = self.samples.choose_leader(batch, known.is_new, departed)
+        form = self._record_batch(batch, loss_fn, known, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # not conclusive: the next batch may be
-            return replace(inputs, form=form)
+            return replace(inputs, rule=LossRule(), head=None, form=form)
         if as_loss(loss_fn).needs.allows_chunks:
             rule, head = self._keep_decision(batch, rule, head)
         rule = replace(rule, counts_rows=as_loss(loss_fn).counts_groups)
-        pattern = batch_pattern(batch, check_batch(batch))
+        pattern = batch_pattern(batch, known.rows)
         if self.samples.compute_on_leader(leader, lambda: pattern) == pattern:  # else another rank's pattern
-            self.known.results[signature] = TrialResult(rule, head, form.obstacle)
-            self.known.store_ints(signature, int_arguments((), batch))
+            self.known.results[known.kind] = TrialResult(rule, head, form.obstacle)
+            self.known.store_ints(known.kind, int_arguments((), batch))
         return replace(inputs, rule=rule, head=head, form=form)
 
     def take_sample(self, inputs: PassInputs) -> Batch:
@@ -90,28 +89,25 @@ class TrialRuns:
         unused, self._unused_sample = self._unused_sample, None
         if unused is not None and unused[0] is inputs.batch:
             return unused[1]
-        leader = self.samples.choose_leader(
-            inputs.batch, lambda: self.known.recording_status(inputs.batch, inputs.loss_fn)[0], None
-        )
+        known = self.known.look_up(inputs.batch, inputs.loss_fn)
+        leader = self.samples.choose_leader(inputs.batch, known.is_new, None)
         return self.samples.take(inputs.batch, inputs.form, leader, False, as_loss(inputs.loss_fn).group)[0]
 
     def _record_batch(
-        self, batch: Batch, loss_fn: LossFunction | None, leader: int, has_full_length: bool
+        self, batch: Batch, loss_fn: LossFunction | None, known: KnownPass, leader: int, has_full_length: bool
     ) -> BatchForm:
         """Record on a few rows of a batch, else on the whole batch. Return the row axes used."""
-        rows, signature = check_batch(batch), self.known.signature(batch, loss_fn)
+        rows, kind, form = known.rows, known.kind, known.form
         is_text = self.samples.compute_on_leader(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
-        form, earlier = BatchForm.of(batch, self.known.rows), self.known.results.get(signature)
-        form = replace(form, obstacle=earlier.obstacle) if earlier is not None else form
         # Owner functions stay with each caller.
         leader_form = self.samples.compute_on_leader(leader, lambda: replace(form, owners={}))
         form = form if self._state.comm.rank == leader else leader_form
-        self.known.constant_keys.pop(signature, None)
+        self.known.constant_keys.pop(kind, None)
         if not form.is_whole:
             samples = self.samples.take(batch, form, leader, has_full_length, as_loss(loss_fn).group)
             self._unused_sample, constant_keys = (batch, samples[0]), form.constant_keys(samples[-1], form.axes)
             if len(constant_keys) == len(form.axes) or (self._may_cut_rows and not is_text):
-                self.known.constant_keys[signature] = constant_keys
+                self.known.constant_keys[kind] = constant_keys
             try:
                 sizes = [check_batch(sample) for sample in samples]
                 self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
@@ -125,7 +121,7 @@ class TrialRuns:
                 self._state.runner.has_failed = False
                 rows_text, reason = " and ".join(map(str, ROWS)), f"{type(error).__name__}: {error}".splitlines()[0]
             form = replace(form, obstacle=f"on {rows_text} rows the model raises {reason}")
-        self.known.constant_keys.pop(signature, None)
+        self.known.constant_keys.pop(kind, None)
         samples = self.samples.take(batch, form, leader, has_full_length)
         self._unused_sample = batch, samples[0]
         try:
