@@ -16,7 +16,7 @@ from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Mu
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim import rule as rule_module
+from offload.optim import states as stored_states
 from offload.optim.rule import ParameterTraits, UpdateRule
 from offload.optim.states import master
 from offload.planning import disk
@@ -96,7 +96,7 @@ class Blocks(Counting):
 @pytest.fixture
 def small_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the size limit, so most parameters of small models get 8-bit states."""
-    monkeypatch.setattr(rule_module, "LEAST_NUMEL", 1000)
+    monkeypatch.setattr(stored_states, "LEAST_NUMEL", 1000)
 
 
 SMALL: dict[str, UpdateRule] = {
