@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import ConfigError, DoesNotFitError
-from offload.layout import regions as layout
 from offload.layout.sharding import Sharding
 from offload.native.io import IoEngine
 from offload.planning import disk
@@ -47,7 +46,7 @@ def deeper() -> nn.Module:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", TILE)
-    monkeypatch.setattr(layout, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(nvme, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture
