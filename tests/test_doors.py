@@ -46,7 +46,7 @@ def test_another_package_registers_an_object() -> None:
     door = Door("method", {"backward": "own"})
     door.register("mine", "theirs")
     assert door["mine"] == "theirs"
-    assert list(door) == ["backward", "mine", *ENTRIES["method"]]
+    assert list(door) == ["backward", *ENTRIES["method"], "mine"]
     for taken in ("mine", "forwards"):
         with pytest.raises(ConfigError, match=f"'{taken}' exists already"):
             door.register(taken, "again")
@@ -55,3 +55,10 @@ def test_another_package_registers_an_object() -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no method 'forward' \(did you mean forwards\?\)"):
         METHODS["forward"]
+
+
+def test_names_keep_their_order_whatever_is_imported_first() -> None:
+    before = list(Door[object]("codec", {"exact": None}))
+    door = Door[object]("codec", {"exact": None})
+    assert door["nf4"]
+    assert list(door) == before == ["exact", *ENTRIES["codec"]]
