@@ -27,7 +27,7 @@ class Door(Mapping[str, T], Generic[T]):
     def __init__(self, kind: str, own: Mapping[str, T]) -> None:
         """`kind`: name of the door, in messages and in `ENTRIES`. `own`: objects of the core."""
         extras = import_module("offload.extras")
-        self._kind, self._own, self._objects = kind, tuple(own), dict(own)
+        self._kind, self._objects = kind, dict(own)
         self._places: Mapping[str, str] = extras.ENTRIES.get(kind, {})
         self._unused: Mapping[str, tuple[str, object]] = extras.UNUSED.get(kind, {})
 
@@ -57,8 +57,8 @@ class Door(Mapping[str, T], Generic[T]):
         return name in self._objects or name in self._places
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over names of the core, of the extras, and of other packages: in one order, whatever was imported."""
-        return iter(dict.fromkeys([*self._own, *self._places, *self._objects]))
+        """Iterate over names of the core, of other packages, and of the extras: in one order, whatever was imported."""
+        return iter([*(name for name in self._objects if name not in self._places), *self._places])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -46,7 +46,7 @@ def test_another_package_registers_an_object() -> None:
     door = Door("method", {"backward": "own"})
     door.register("mine", "theirs")
     assert door["mine"] == "theirs"
-    assert list(door) == ["backward", *ENTRIES["method"], "mine"]
+    assert list(door) == ["backward", "mine", *ENTRIES["method"]]
     for taken in ("mine", "forwards"):
         with pytest.raises(ConfigError, match=f"'{taken}' exists already"):
             door.register(taken, "again")

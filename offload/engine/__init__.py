@@ -1,6 +1,6 @@
 """One training step over streamed units.
 
-Reading order for the main path (twelve files, about 4,300 lines):
+Reading order for the main path (twelve files, about 3,800 lines):
 
     engine/engine.py               Engine.step: the public call
     engine/steps.py                Steps.step: agree with the other ranks, record new calls, make the step
@@ -29,7 +29,7 @@ Helpers of the main path:
     engine/units/saved_graph.py, offloaded_graph.py   and how
     tiers/store.py, tile.py, lease.py   state storage; leases on tiles and their lifetime
     tiers/nvme.py                  states on disk
-    lanes/ticket.py, lanes.py      dependencies between work items; work queues beside compute
+    lanes/ticket.py, lanes.py, threads.py   dependencies between work items; work queues beside compute
     engine/gradients/norms.py      global gradient norm
     engine/gradients/policies.py   update timing: at once, deferred, speculative, delayed
     engine/gradients/tile_updates.py   tile updates, and their place

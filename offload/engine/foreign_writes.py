@@ -24,18 +24,20 @@ class ForeignWrites:
         No check either if weights are partitioned over ranks or states are on disk: the reads would displace data in
         the rings.
         """
-        self._state, self._counters = state, counters
+        self._state, self._counters, self._was_step = state, counters, False
         is_elsewhere = bool(state.plan.rings) or state.plan.residence.sharding.gathers
         self._num_left = 0 if updates_later or is_elsewhere else _NUM_CHECKS
 
-    def check(self, follows_step: bool) -> bool:
-        """Check before a step. Return False after the last check.
-
-        `follows_step`: the last pass was a training step. No check after an evaluation: there a model may write weights
-        and restore them later. Raises ConfigError if weights were written since the previous step.
+    def record_pass(self, is_step: bool) -> None:
+        """Record a pass: a training step, or an evaluation. The check compares weights only after a training step: in
+        an evaluation a model may write weights and restore them later.
         """
-        if not self._num_left or not follows_step:
-            return self._num_left > 0
+        self._was_step = is_step
+
+    def check(self) -> None:
+        """Check before a step. Raises ConfigError if weights were written since the previous step."""
+        if not self._num_left or not self._was_step:
+            return
         self._num_left -= 1
         with self._counters.preserve():
             written = self._find()
@@ -46,7 +48,6 @@ class ForeignWrites:
                 "with the engine's own weights. Change weights with engine.edit(), which yields each parameter and "
                 "stores the result."
             )
-        return self._num_left > 0
 
     def _find(self) -> str | None:
         """Return the name of a changed parameter; None: no changes."""

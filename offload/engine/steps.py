@@ -66,25 +66,22 @@ class Steps:
         self._modules = list(state.model.modules())
         method = METHODS[self._rule.method]
         self.method: Method = method(state, counters, settings, self.losses, self._take_snapshot)
-        updates_later = settings.delay > 0 or not has_backward
-        self._foreign_writes: ForeignWrites | None = ForeignWrites(state, counters, updates_later)
-        self._follows_step = False
+        self._foreign_writes = ForeignWrites(state, counters, updates_later=settings.delay > 0 or not has_backward)
         self.equivalence = EquivalenceChecks(state, self.method, self.losses, self.known, settings.precision)
         self._analyst = Analyst(state, self.known, settings)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch in host memory."""
-        if self._foreign_writes is not None and not self._foreign_writes.check(self._follows_step):
-            self._foreign_writes = None  # after the last check, before the third step
+        self._foreign_writes.check()
         self.known.forget_other_modes()
         inputs = self._agree("step", batch, loss_fn, self.method.lr)
         result = self._run_with_retries(self._step, inputs)
-        self._follows_step = True
+        self._foreign_writes.record_pass(is_step=True)
         return result
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
         """Return the batch's loss without side effects."""
-        self._follows_step = False
+        self._foreign_writes.record_pass(is_step=False)
         inputs = self._agree("evaluate", batch, loss_fn)
         return self._run_with_retries(self._evaluate, inputs)
 

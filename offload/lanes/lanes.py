@@ -32,6 +32,9 @@ class InlineLane(Lane):
     ) -> Ticket:
         self.position += 1
         self._lanes.compute_after(reads, users=users)
+        return self._run(work, name)
+
+    def _run(self, work: Run, name: str) -> Ticket:
         begin = time.perf_counter()
         work()
         end = time.perf_counter()
@@ -45,17 +48,7 @@ class ComputeLane(InlineLane):
     accelerator when the stream has run the work, not at launch.
     """
 
-    def submit(
-        self,
-        work: Run,
-        *,
-        reads: Tickets = (),
-        users: Tickets = (),
-        name: str = "",
-        num_bytes: int = 0,  # noqa: ARG002
-    ) -> Ticket:
-        self.position += 1
-        self._lanes.compute_after(reads, users=users)
+    def _run(self, work: Run, name: str) -> Ticket:
         begin = self._lanes.now()
         work()
         self._lanes.record_compute(name, begin)
