@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import AdamW, Engine
+from offload import SGD, AdamW, Engine
 from offload.errors import ConfigError
 from tests.engine.compare import assert_weights, same_bits, train_both, weights
 from tests.engine.device import twin
@@ -294,16 +293,45 @@ def test_a_parameter_that_is_not_listed_is_refused_by_name() -> None:
         Engine(model)
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_an_encoder_of_nested_tensors_is_named(nested: bool) -> None:
-    def encoder() -> nn.Module:
-        layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
-        return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested))
+class Padded(nn.Module):
+    """An encoder whose padded positions reach the loss."""
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Engine(build(encoder)).close()
-    assert any("nn.TransformerEncoder 0 has enable_nested_tensor" in str(w.message) for w in caught) == nested
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        self.words, self.encoder = nn.Embedding(16, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+
+    def forward(self, input_ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.encoder(self.words(input_ids), mask, src_key_padding_mask=input_ids == 0)
+        return {"loss": hidden[..., 0].square().sum()}
+
+
+@pytest.mark.parametrize(
+    ("nested", "row", "mask", "is_refused"),
+    [
+        (True, [3, 5, 0, 0], None, True),
+        (False, [3, 5, 0, 0], None, False),
+        (True, [3, 5, 7, 9], None, False),
+        (True, [0, 0, 3, 5], None, False),
+        (True, [3, 5, 0, 0], torch.zeros(4, 4, dtype=torch.bool), False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*prototype stage")
+def test_an_evaluation_over_nested_tensors_is_refused(
+    nested: bool, row: list[int], mask: Tensor | None, is_refused: bool
+) -> None:
+    """The rows that torch packs into nested tensors, with zeros at padded positions, and no others."""
+    plain, batch = build(lambda: Padded(nested)), {"input_ids": torch.tensor([row, [1, 2, 3, 4]]), "mask": mask}
+    with Engine(twin(plain), SGD(lr=0.0), max_grad_norm=None) as engine:
+        engine.step(batch)
+        with torch.no_grad():
+            wanted, trained = plain.eval()(**batch)["loss"], plain.train()(**batch)["loss"]
+        assert torch.allclose(wanted, trained, atol=1e-5) != is_refused
+        if is_refused:
+            with pytest.raises(ConfigError, match="enable_nested_tensor=False"):
+                engine.evaluate(batch)
+        else:
+            torch.testing.assert_close(engine.evaluate(batch), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_group_of_nothing_is_refused() -> None:

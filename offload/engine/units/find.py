@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.doors import Door
-from offload.errors import ConfigError, untrainable_error, warn
+from offload.errors import ConfigError, untrainable_error
 from offload.layout.codecs import CODECS, EXACT, LEAST_NUMEL, LINK_CODECS, Codec
 from offload.layout.regions import ParameterInfo, Piece, Region
 from offload.optim.rule import ParameterTraits, UpdateRule
@@ -162,7 +162,6 @@ def describe_parameters(
     if not any(p.requires_grad for _, p in named):
         raise ConfigError("every parameter of the model is frozen (requires_grad=False): there is nothing to train.")
     _check_listed(model, named)
-    _warn_of_nested_tensors(model)
     for pattern in [pattern for rule in optimizer.parts for pattern, _ in rule.groups]:
         if not any(re.search(pattern, name) for name, _ in named):
             raise ConfigError(
@@ -235,18 +234,6 @@ def _check_listed(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -
                     "PEFT's LoRA over nn.MultiheadAttention does), so the engine cannot store it. Leave this module "
                     "out of target_modules, or build it from linear layers."
                 )
-
-
-def _warn_of_nested_tensors(model: nn.Module) -> None:
-    """Warn about encoders that zero padded positions in evaluation alone: torch does so only over plain weights."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-            warn(
-                f"nn.TransformerEncoder {name} has enable_nested_tensor: in evaluation, plain PyTorch packs rows with "
-                "a src_key_padding_mask into nested tensors and returns zeros at padded positions. Offloaded, it "
-                "returns the same values there as in training. Where padded positions are read, as by an "
-                "nn.TransformerDecoder without a memory_key_padding_mask, build it with enable_nested_tensor=False."
-            )
 
 
 def _check_quantized(

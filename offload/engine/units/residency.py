@@ -179,6 +179,8 @@ class ModelOwnership:
             self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             self._handles.append(module.register_state_dict_post_hook(partial(self._after_state_dict)))
             self._handles.append(module.register_load_state_dict_pre_hook(self._on_load))
+            if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+                self._handles.append(module.register_forward_pre_hook(self._check_padding, with_kwargs=True))
         _OWNERSHIPS.add(ref(self, _OWNERSHIPS.discard))
 
     def overlap(self, model: nn.Module) -> str | None:
@@ -256,6 +258,20 @@ class ModelOwnership:
         self._queries = lambda: None
         for module in _living(self._names):
             module.register_forward_pre_hook(self._on_forward)
+
+    def _check_padding(self, encoder: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ConfigError for an evaluation with padding: torch zeroes padded outputs, only over plain weights."""
+        if self._is_watched or encoder.training or torch.is_grad_enabled() or not encoder.use_nested_tensor:
+            return
+        mask, padding = (*args[1:], None, None)[:2]
+        mask, padding = kwargs.get("mask", mask), kwargs.get("src_key_padding_mask", padding)
+        # As torch: rows padded on the right, and no other mask.
+        if mask is None and padding is not None and padding.any() and padding.bool().int().diff(dim=-1).ge(0).all():
+            raise ConfigError(
+                "in evaluation, nn.TransformerEncoder packs rows with a src_key_padding_mask into nested tensors and "
+                "returns zeros at padded positions. It cannot do so over streamed weights: build it with "
+                "enable_nested_tensor=False, so padded positions have the same values as in training."
+            )
 
     def _before_state_dict(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
         if self._queries() is None:
