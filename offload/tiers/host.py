@@ -189,7 +189,8 @@ class Arena:
         return self._map.pinned_bytes
 
     def pin(self, pinning: Pinning) -> None:
-        """Pin all planned memory."""
+        """Pin all planned memory, touched by all threads before: the driver touches pages in one."""
+        torch.frombuffer(self._map, dtype=torch.uint8)[:: mmap.PAGESIZE].add_(0)
         address, ends = ctypes.addressof(ctypes.c_char.from_buffer(self._map)), [*self._begins, self.num_bytes]
         pieces = [(address + start, stop - start) for start, stop in pairwise(ends)]
         self._map.pin(pinning, pieces, [address + border for border in self._borders])

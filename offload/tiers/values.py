@@ -19,8 +19,8 @@ from offload.tiers.tile import RegionState
 
 Read = Callable[[int, int], torch.Tensor]
 """Returns parameter elements `begin` to `end`, flat."""
-_PART = 1 << 20
-"""Elements per step in `write`."""
+_PART = 1 << 24
+"""Elements per step in `write`: some 100 MiB for a while, and few steps of Python."""
 
 
 class Values:

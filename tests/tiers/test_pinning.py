@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -37,6 +38,22 @@ def test_an_arena_is_one_registration_however_many_tensors_it_has(driver: Played
     flats = [arena.take(numel, torch.uint8) for numel in (PAGE, 3 * PAGE + 7, PAGE + 3)]
     assert driver.ranges == {flats[0].data_ptr(): 5 * PAGE + 10}
     assert arena.pinned_bytes == 5 * PAGE + 10
+
+
+def test_pages_are_resident_before_their_registration(driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver would touch them in one thread."""
+    register, resident = driver.register, []
+
+    def register_resident(address: int, num_bytes: int) -> int:
+        pages = (ctypes.c_ubyte * (num_bytes // PAGE))()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages) == 0
+        resident.append(sum(page & 1 for page in pages))
+        return register(address, num_bytes)
+
+    monkeypatch.setattr(driver, "register", register_resident)
+    arena = Arena(4 * PAGE, Pinning(driver))
+    first, last = arena.take(PAGE, torch.uint8).fill_(3), arena.take(3 * PAGE, torch.uint8)
+    assert (resident, first.unique().tolist(), last.unique().tolist()) == ([4], [3], [0])
 
 
 def test_an_arena_without_a_driver_is_not_pinned() -> None:
