@@ -36,8 +36,8 @@ struct Thread {
   const UpdateArrays& a;
   const int64_t block;
   const int lane;
-  float fresh[2][kEach];      // new moments that are to be quantised
-  int32_t most[2] = {0, 0};  // the bits of their largest magnitudes
+  float moments[kEach][kNum + 1];  // before the update, then after it
+  int32_t most[2] = {0, 0};        // the bits of the largest magnitudes after it
   int64_t num_nonfinite = 0;
 
   Thread(const UpdateArrays& a, int64_t number)
@@ -73,26 +73,32 @@ struct Thread {
     const Rule<Wide> rule(scalars);
     Counters<Wide> drawn;
     if constexpr (kStates == States::bf16) drawn = draw();
+    // All loads before the first store, which may alias them, so the loads would wait for it.
+    float gradients[kEach], weights[kEach];
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       const int64_t i = place(j);
-      if (i >= a.n) continue;  // a break would leave the loop as it is, and `fresh` in memory
-      float moments[kNum + 1];
-      for (int which = 0; which < kNum; ++which) moments[which] = load(which, i);
-      const float gradient = load_grad<Wide>(static_cast<const Grad*>(a.grad) + i);
-      const float weight = rule(master.template load<Wide>(i), moments, gradient);
+      if (i >= a.n) continue;  // a break would leave the loop as it is, and the arrays in memory
+      for (int which = 0; which < kNum; ++which) moments[j][which] = load(which, i);
+      gradients[j] = load_grad<Wide>(static_cast<const Grad*>(a.grad) + i);
+      weights[j] = master.template load<Wide>(i);
+    }
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int64_t i = place(j);
+      if (i >= a.n) continue;
+      const float weight = rule(weights[j], moments[j], gradients[j]);
       master.template store<Wide>(i, weight);
       num_nonfinite += Wide::count_nonfinite(weight);
       for (int which = 0; which < kNum; ++which) {
         if constexpr (kStates == States::int8) {
-          fresh[which][j] = moments[which];
-          most[which] = Wide::max_int(most[which], Wide::bits(Wide::magnitude(moments[which])));
+          most[which] = Wide::max_int(most[which], Wide::bits(Wide::magnitude(moments[j][which])));
         } else if constexpr (kStates == States::bf16) {
           const auto word = static_cast<int32_t>(drawn.words[j / 2]);
           const auto random = j % 2 ? Wide::shift_right<16>(word) : Wide::low_half(word);
-          Wide::store_bf16_between(static_cast<uint16_t*>(a.moments.values[which]) + i, moments[which], random);
+          Wide::store_bf16_between(static_cast<uint16_t*>(a.moments.values[which]) + i, moments[j][which], random);
         } else {
-          static_cast<float*>(a.moments.values[which])[i] = moments[which];
+          static_cast<float*>(a.moments.values[which])[i] = moments[j][which];
         }
       }
     }
@@ -107,7 +113,7 @@ struct Thread {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       if (place(j) >= a.n) continue;
-      const float x = inverse == 0 ? 0.0f : fresh[which][j];
+      const float x = inverse == 0 ? 0.0f : moments[j][which];
       const int32_t code = ByteMoment<kIsSigned>::template place<Wide>(x, inverse);
       auto* to = static_cast<uint8_t*>(a.moments.values[which]) + place(j);
       kIsSigned ? Wide::store_signed_codes(to, &code) : Wide::store_codes(to, &code);
