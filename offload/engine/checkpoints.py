@@ -430,25 +430,26 @@ def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> 
 
     Ranks with equal data split the work: each writes its own piece, and those factors that begin in this piece.
     """
+    to_host = engine.device.to_host
     if engine.comm.rank == 0:
         for name, buffer in _buffers(engine).items():
-            writer.write(name, _BUFFER, 0, buffer.cpu().contiguous())
+            writer.write(name, _BUFFER, 0, to_host(buffer).contiguous())
     sharding = engine.store.sharding
     for state in kept:
         shard = sharding.piece(state.region)
         for begin, name, plane, values in _factors(engine, state):
             if shard.start <= begin < shard.stop:
-                writer.write(name, plane, 0, values.cpu())
+                writer.write(name, plane, 0, to_host(values))
         for elements, (name, plane, begin, _) in error_spans(engine, writer.contents, state):
             assert state.error is not None
-            writer.write(name, plane, begin, state.error[elements].cpu())
+            writer.write(name, plane, begin, to_host(state.error[elements]))
     with closing(_lease_tiles(engine, kept)) as lent:
         for region, tile, lease in lent:
             shard = sharding.piece(region)
             engine.lanes.wait(lease.reads)
             for plane, flat in lease.planes.items():
                 for elements, (name, _, begin, _) in _stretches(engine, writer.contents, region, tile, plane, shard):
-                    writer.write(name, plane, begin, flat[elements].cpu())
+                    writer.write(name, plane, begin, to_host(flat[elements]))
 
 
 def _lease_tiles(engine: EngineState, kept: Sequence[RegionState]) -> Generator[tuple[Region, Tile, Lease], None, None]:

@@ -137,6 +137,24 @@ class AcceleratorDevice:
 
         return wait
 
+    def wait(self) -> None:
+        self._record_event().synchronize()
+
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        if values.is_cpu:
+            return values
+        host_values, numel = (
+            torch.empty(values.shape, dtype=values.dtype, device="cpu"),
+            _STAGED_BYTES // values.itemsize,
+        )
+        begin, wait = 0, self.copy_to_host(values.reshape(-1)[:numel])
+        for target in host_values.view(-1).split(numel):
+            begin += numel
+            ahead = self.copy_to_host(values.reshape(-1)[begin : begin + numel]) if begin < values.numel() else wait
+            target.copy_(wait())
+            wait = ahead
+        return host_values
+
     def _record_event(self) -> torch.Event:
         """Return an event after all work submitted to the current stream."""
         event = self._accelerator.event(sleeps=True)

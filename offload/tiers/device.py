@@ -72,6 +72,13 @@ class CpuDevice:
         """Start a small D2H copy after all compute submitted so far. Returns a function to wait for the values."""
         return lambda: values
 
+    def wait(self) -> None:
+        """Wait for all work this thread submitted."""
+
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of any size on the host, after all compute submitted so far. CPU tensors as they are."""
+        return values
+
     @property
     def peak_bytes(self) -> int:
         """Maximum bytes held at once."""

@@ -81,7 +81,7 @@ class Store:
         ]
         self._by_index = {state.region.index: state for state in self.states}
         comms = self.comm, self.within, self.between
-        self.values = Values(self._by_index, infos, self.sharding, *comms, lanes)
+        self.values = Values(self._by_index, infos, self.sharding, *comms, lanes, device)
         small = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
         small = [each for each in small if each[2]]
         for (region, name), flat in self._take("factors", small, tier).items() if small else ():

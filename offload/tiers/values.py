@@ -15,6 +15,7 @@ from offload.layout.planes import CODES, MASTER, Plane
 from offload.layout.regions import ParameterInfo, Piece, Region, align
 from offload.layout.sharding import Sharding
 from offload.native import kernels
+from offload.tiers.device import Device
 from offload.tiers.tile import RegionState
 
 Read = Callable[[int, int], torch.Tensor]
@@ -35,9 +36,10 @@ class Values:
         within: Comm,
         between: Comm,
         lanes: Lanes,
+        device: Device,
     ) -> None:
         """`comm`: all ranks. `within`: ranks in this replica. `between`: ranks at this position in all replicas."""
-        self._infos, self.sharding, self._lanes = infos, sharding, lanes
+        self._infos, self.sharding, self._lanes, self._device = infos, sharding, lanes, device
         self.comm, self._within, self._between = comm, within, between
         self._pieces: dict[int, list[tuple[Piece, RegionState, int]]] = {}
         """Pieces by parameter, in order, with region state and position there."""
@@ -61,9 +63,21 @@ class Values:
             tiles = self.open_tiles(parameter, CODES, *MASTER, begin=begin, end=end, changes=True, of_all=True)
             for planes, in_tile, in_piece in tiles:
                 if "weights" in planes:
-                    _put(planes, plane.cut(in_tile), stored[plane.cut(in_piece)], region.has_low)
+                    self._put(planes, plane.cut(in_tile), stored[plane.cut(in_piece)], region.has_low)
                 if codes is not None:  # also ranges of other ranks, whose master weights may be only there
                     planes[CODES][travels.cut(in_tile)].copy_(codes[travels.cut(in_piece)])
+
+    def _put(self, planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, is_split: bool) -> None:
+        """Copy a piece into the tile planes, split for a split master."""
+        low: torch.Tensor | int = 0
+        if not planes["weights"].is_cpu:
+            piece = self._device.copy_to_device(piece)
+        if is_split and piece.dtype != torch.bfloat16:
+            piece, low = kernels.split(piece.float())
+        planes["weights"][in_tile].copy_(piece)
+        if "low" in planes:
+            planes["low"][in_tile] = low
+        self._device.wait()
 
     def region(self, parameter: int) -> Region:
         """Return the first piece's region. Other pieces have regions with the same training and storage properties."""
@@ -119,7 +133,9 @@ class Values:
             parameter, *MASTER[: 1 if travelling else 2], begin=begin, end=end
         ):
             weights = region.codec.read(planes["weights"], in_tile, region.dtype)
-            values[in_range] = kernels.join(weights, planes["low"][in_tile].cpu()) if "low" in planes else weights
+            values[in_range] = (
+                kernels.join(weights, self._device.to_host(planes["low"][in_tile])) if "low" in planes else weights
+            )
         return self._complete(parameter, begin, values)
 
     def read_local(self, parameter: int) -> torch.Tensor:
@@ -168,7 +184,7 @@ class Values:
         moments = {name: torch.empty(math.prod(shape)) for name, shape in shapes.items()}
         for plane in self.moment_planes(parameter):
             for planes, in_tile, in_parameter in self.open_tiles(parameter, plane.name):
-                moments[plane.name][in_parameter] = planes[plane.name][in_tile].cpu()
+                moments[plane.name][in_parameter] = self._device.to_host(planes[plane.name][in_tile])
         _, state, position = self._pieces[parameter][0]
         for name, values in state.factors_of(position).items():
             moments[name].copy_(values)
@@ -204,7 +220,7 @@ class Values:
             if share < 1:
                 values = torch.empty(self._infos[parameter].numel, dtype=plane.dtype)
                 for planes, in_tile, in_parameter in self.open_tiles(parameter, plane.name):
-                    values[in_parameter] = planes[plane.name][in_tile].cpu()
+                    values[in_parameter] = self._device.to_host(planes[plane.name][in_tile])
                 threshold = _threshold(self._complete(parameter, 0, values), share)
             for planes, in_tile, _ in self.open_tiles(parameter, plane.name, changes=True):
                 _prune(planes[plane.name][plane.cut(in_tile)], threshold)
@@ -257,16 +273,6 @@ class Values:
                     with tile.lend(*names).opened(self._lanes.wait, changes) as planes:
                         start = zero + begin
                         yield planes, slice(low - tile.begin, high - tile.begin), slice(low - start, high - start)
-
-
-def _put(planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, is_split: bool) -> None:
-    """Copy a piece into the tile planes, split for a split master."""
-    low: torch.Tensor | int = 0
-    if is_split and piece.dtype != torch.bfloat16:
-        piece, low = kernels.split(piece.float().to(planes["weights"].device))
-    planes["weights"][in_tile].copy_(piece)
-    if "low" in planes:
-        planes["low"][in_tile] = low
 
 
 def _codes(region: Region, piece: torch.Tensor) -> torch.Tensor:

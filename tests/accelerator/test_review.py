@@ -201,6 +201,32 @@ def test_what_is_brought_down_is_what_it_was_then(engine, sim):
     assert (second().item(), first().item(), value.item()) == (4.0, 3.0, 5.0)
 
 
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 16, 17])
+def test_values_of_any_size_come_down_through_two_buffers(engine, sim, monkeypatch, numel):
+    monkeypatch.setattr(device, "_STAGED_BYTES", 8 * 4)
+    one = parts_of(engine()).device
+    values = torch.arange(2.0 * numel, device="sim")[::2]
+    sim.reset_counters()
+    assert one.to_host(values).tolist() == [2.0 * i for i in range(numel)]
+    assert sim.counters()["pageable_copies"] == 0
+    assert sum(map(len, one._staging._free.values())) <= 2 + (numel % 8 > 0)
+
+
+def test_states_on_the_device_open_and_save_through_pinned_memory(sim, tmp_path):
+    """Only buffers, of some bytes, are copied without staging: to the device, and back for their digests."""
+    model = build(llama)
+    num_buffers = len(list(model.buffers()))
+    sim.reset_counters()
+    with Engine(model, RULE, precision="bf16", placement=ON_DEVICE) as engine:
+        assert sim.counters()["pageable_copies"] == 2 * num_buffers
+        before = {name: value.clone() for name, value in engine.named_parameters()}
+        sim.reset_counters()
+        engine.save_checkpoint(tmp_path / "checkpoint")
+        assert sim.counters()["pageable_copies"] == num_buffers
+        engine.load_checkpoint(tmp_path / "checkpoint")
+        assert all(torch.equal(before[name], value) for name, value in engine.named_parameters())
+
+
 class Late:
     """Event completed only by a wait."""
 
