@@ -33,7 +33,14 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
     "report": {"page": "offload.extras.tools.reporting.page:report_run"},
-    "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
+    "rule": {
+        "lion": "offload.extras.rules.lion:Lion",
+        "adafactor": "offload.extras.rules.factored:Adafactor",
+        "lomo": "offload.extras.rules.lomo:LOMO",
+        "adalomo": "offload.extras.rules.factored:AdaLomo",
+        "muon": "offload.extras.rules.muon:Muon",
+        "mezo": "offload.extras.zeroth.mezo:MeZO",
+    },
     "splitting": {
         "rows": "offload.extras.large.cutting:RowCutting",
         "experts": "offload.extras.large.cut_experts:cut_experts",
@@ -63,6 +70,7 @@ UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "data": ("tools",),  # the HTML page
     "generate": ("adapters", "data"),
+    "integrations": ("rules",),
     "plan": ("adapters", "large", "zeroth"),
     "prefs": ("data",),
     "tools": ("large",),

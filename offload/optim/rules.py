@@ -6,24 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.doors import Door
-from offload.optim.adamw import AdamW, Lion
-from offload.optim.factored import Adafactor, AdaLomo
-from offload.optim.muon import Muon
+from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
-from offload.optim.sgd import LOMO, SGD
+from offload.optim.sgd import SGD
 
-RULES: Door[type[UpdateRule]] = Door(
-    "rule",
-    {
-        "adamw": AdamW,
-        "lion": Lion,
-        "sgd": SGD,
-        "adafactor": Adafactor,
-        "lomo": LOMO,
-        "adalomo": AdaLomo,
-        "muon": Muon,
-    },
-)
+RULES: Door[type[UpdateRule]] = Door("rule", {"adamw": AdamW, "sgd": SGD})
 """Update rules by the name in `optimizer.name`."""
 
 
