@@ -32,6 +32,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
     "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
+    "probe": {"measured": "offload.app.machine.probe:probe"},
     "report": {"page": "offload.extras.tools.reporting.page:report_run"},
     "rule": {
         "lion": "offload.extras.rules.lion:Lion",
@@ -56,8 +57,8 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "restarts": "offload.extras.adapters.restarts:RestartingAdapter",
     },
 }
-"""For each door (`offload.doors`) names and places of the objects from extras, and of the application's model format:
-"module:name", or a module.
+"""For each door (`offload.doors`) names and places of the objects from extras, and of the application's
+model format and probe: "module:name", or a module.
 """
 UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
     "stage": {

@@ -95,7 +95,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine, measured by `offload.machine.probe` or loaded by `Hardware.read`.
+    """A machine, measured by `offload.app.machine.probe` or loaded by `Hardware.read`.
 
     name: display name.
     device: device type in torch notation: cuda, cpu, ...

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from offload import doctor
+from offload.app.machine.probe import Sizes, probe
 from offload.errors import ConfigError
 from offload.extras.tools import diagnosis
 from offload.files import directories
 from offload.machine import limits
 from offload.machine.hardware import Hardware
-from offload.machine.probe import Sizes, probe
 from offload.native import io as native_io
 from offload.native import kernels
 from tests import forks
