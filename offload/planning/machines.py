@@ -18,7 +18,7 @@ class Probe(Protocol):
 
     Known rates:
 
-        PROBES.register("known", lambda device: Hardware.read("h100"))
+        PROBES.register("known", lambda device: hardware)
     """
 
     def __call__(self, device: str | None = None, /) -> Hardware:
