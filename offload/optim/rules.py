@@ -18,11 +18,9 @@ def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
     """Create the rule `name` from the settings known to the rule, including the rules named in groups. Raises
     ConfigError.
     """
-    groups = tuple((pattern, _with_rule(values, settings)) for pattern, values in settings["groups"])
-    return RULES[name].configured({**settings, "groups": groups})
-
-
-def _with_rule(values: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a group with the rule name replaced by a rule object."""
-    name = str(values.get("rule"))
-    return {**values, "rule": RULES[name].configured({**settings, "groups": ()})} if name in RULES else values
+    groups = []
+    for pattern, values in settings["groups"]:
+        other = str(values.get("rule"))
+        rule = {"rule": RULES[other].configured({**settings, "groups": ()})} if other in RULES else {}
+        groups.append((pattern, {**values, **rule}))
+    return RULES[name].configured({**settings, "groups": tuple(groups)})
