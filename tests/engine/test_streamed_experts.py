@@ -13,11 +13,11 @@ from torch import nn
 
 from offload import AdamW, Engine, MeZO, Muon, Placement
 from offload.distributed.joining import open_comm
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.large import cut_experts
 from offload.extras.plan.machine_files import read_machine
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from tests.engine.compare import assert_same, assert_weights, weights

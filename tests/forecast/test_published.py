@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, measure
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.extras.plan.workload import UnitWork
 from offload.lanes.timeline import Throttle

@@ -9,12 +9,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from benchmarks.plan_memory import HERE
 from offload.app.config.config import Config
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.plan.alternatives import forecast
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.workload import UnitWork
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
