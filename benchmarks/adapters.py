@@ -3,7 +3,7 @@
 python -m benchmarks.adapters > benchmarks/results/adapters.md     # a few minutes
 
 Qwen3-8B with LoRA of rank 16 on all linear layers, in bf16, rows of 4096 tokens, on the machine specifications in
-`offload/machine/described/`. All values are forecasts. "Everything resident" has equal settings and micro-batches on a
+`offload/extras/plan/described/`. Values are forecasts. "Everything resident" has equal settings and micro-batches on a
 sufficiently large device. The ideal schedule (`benchmarks/ideal.py`) uses the forecast times of units and copies, with
 free decoding.
 """
@@ -22,10 +22,10 @@ from offload.app.config.config import Config
 from offload.app.hf.models import quiet_transformers
 from offload.extras.plan.alternatives import apply_change
 from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.timing import PlannedStep
 from offload.layout.regions import Region
 from offload.layout.sharding import Sharding
-from offload.machine.hardware import Hardware
 from offload.planning.device_updates import update_bytes
 
 MODEL = MODELS["Qwen3-14B"] | {
@@ -48,7 +48,7 @@ _HEAD = f"""# Adapters over a streamed base
 
 Made by `python -m benchmarks.adapters > benchmarks/results/adapters.md`. Forecasts, not measurements: Qwen3-8B, LoRA of
 rank 16 on all linear layers, bf16, AdamW, clipping, rows of {SEQUENCE} tokens, one GPU as described in
-`offload/machine/described/`. Streamed: base, adapters and their states rest on the host, and the device has {BUDGET}.
+`offload/extras/plan/described/`. Streamed: base, adapters and their states rest on the host, the device has {BUDGET}.
 Everything resident: the same settings on a device that has room for it. Both are given the best of micro-batches of
 {", ".join(map(str, MICRO_ROWS))} rows, eager or compiled; blocks are recomputed. Over resident, over ideal: the seconds
 of a streamed step over those of a resident one, and of the ideal schedule. Hides from: the tokens of a step from which
@@ -78,7 +78,7 @@ time; adapters and their gradients travel in it as units do.
 
 def told(forecaster: Forecaster, gpu: str, change: dict[str, Any], is_resident: bool) -> Forecast:
     """Return the forecast for a change, with everything resident or a streamed base."""
-    hardware = Hardware.read(gpu)
+    hardware = read_machine(gpu)
     if is_resident:
         hardware = hardware.with_(device_bytes=1 << 40)
     where = RESIDENT if is_resident else STREAMED

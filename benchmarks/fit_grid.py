@@ -36,6 +36,7 @@ from offload.app.hf.models import quiet_transformers
 from offload.errors import OffloadError
 from offload.extras.plan.alternatives import place
 from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.machine.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,7 +125,7 @@ HOSTS_GIB = (32, 64, 128, 256, 512, 1024, 2048)
 @functools.cache
 def machine(card: str) -> Hardware:
     """Return a description: one card and its machine."""
-    return Hardware.read(card)
+    return read_machine(card)
 
 
 @functools.cache

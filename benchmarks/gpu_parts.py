@@ -35,7 +35,7 @@ from offload.errors import DoesNotFitError
 from offload.extras.large import compiled_forwards as forwards
 from offload.extras.tools.benches import step as step_bench
 from offload.extras.tools.benches.report import Result
-from offload.machine.environment import memory
+from offload.machine.limits import memory
 
 ROOT = Path(__file__).parents[1]
 SEQUENCE, SHORT = 4096, 64

@@ -29,12 +29,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from offload.app.config.sections import OptimizerSection
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.engine.engine import Engine
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.extras.plan.measure import BatchSpec, measure
 from offload.extras.plan.memory import INPUTS, KEPT, OPERATIONS, footprint
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.machine.hardware import Hardware, Rates
 from offload.optim.rules import make_rule
 from offload.planning.machines import SpecifiedMachine

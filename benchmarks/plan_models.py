@@ -19,6 +19,7 @@ from offload.app.hf.models import quiet_transformers
 from offload.errors import format_bytes
 from offload.extras.plan.alternatives import apply_change, find_fix, place, to_flags
 from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.machine.hardware import Hardware
 
 _LLAMA = {
@@ -76,7 +77,7 @@ _HEAD = """# Plans
 What training of all parameters of five models would hold and take: AdamW with fp32 states, bf16 over split masters,
 clipping, 16 rows of 4096 tokens a step, one at a time, one GPU, a disk (`--offload.nvme_dir`), everything else `auto`,
 as the search places it, or with the smallest change that fits, where that does not. A host has 4 GiB less, which are
-the system's. GPUs, links, hosts' memory and disks are those of `offload/machine/described/`, where each figure has its
+the system's. GPUs, links, hosts' memory and disks are those of `offload/extras/plan/described/`, where a figure has its
 source; times are forecast, not measured. The share is of the products that the GPU could make. Made by
 `python benchmarks/plan_models.py > docs/plans.md`; `python -m offload.plan` lists one of them by name.
 """
@@ -106,7 +107,7 @@ def fitting(forecaster: Forecaster, config: Config, hardware: Hardware) -> str:
 
 def planned_cells(forecaster: Forecaster, config: Config, described: str) -> list[str]:
     """Return the table cells of one row: a machine with each size of host memory."""
-    machine = Hardware.read(described)
+    machine = read_machine(described)
     hosts = [machine.with_(host_bytes=(size << 30) - _SYSTEM_BYTES) for size in HOSTS_GIB]
     return [fitting(forecaster, config, hardware) for hardware in hosts]
 

@@ -2,7 +2,7 @@
 
 python -m benchmarks.published > benchmarks/results/published.md     # minutes
 
-Our values are forecasts from the machine specifications in `offload/machine/described/`, which name their sources. The
+Our values are forecasts from the machine specifications in `offload/extras/plan/described/`, with their sources. The
 other projects measured theirs. The forecast is for the fastest fitting micro-batch of 8, 4, 2 and 1 rows, eager and
 with compiled blocks.
 """
@@ -20,7 +20,7 @@ from offload.app.config.config import Config
 from offload.app.hf.models import quiet_transformers
 from offload.extras.plan.alternatives import apply_change, place
 from offload.extras.plan.forecast import Forecast, Forecaster
-from offload.machine.hardware import Hardware
+from offload.extras.plan.machine_files import read_machine
 
 SEQUENCE, MICRO_ROWS = 4096, (8, 4, 2, 1)
 _QWEN = MODELS["Qwen3-14B"] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
@@ -74,7 +74,7 @@ _HEAD = """# Published rows beside our plans
 
 Made by `python -m benchmarks.published > benchmarks/results/published.md`. Ours are forecasts, not measurements: AdamW
 with fp32 states and split fp32 masters, bf16, clipping, rows of 4096 tokens, everything else `auto`, by the described
-machines (`offload/machine/described/`), with as much host memory as said. The share is of the products that the GPU
+machines (`offload/extras/plan/described/`), with as much host memory as said. The share is of the products that the GPU
 could make; in brackets is the micro-batch.
 
 | published by | model | GPU, host | tokens a step | theirs, tokens/s | ours, eager | ours, compiled |
@@ -105,7 +105,7 @@ def cell(found: Forecast | None) -> str:
 
 def best(forecaster: Forecaster, row: Row, compiled: str) -> Forecast | None:
     """Return the fastest fitting plan; None without one."""
-    hardware, found = Hardware.read(row.gpu).with_(host_bytes=row.host_gib << 30), []
+    hardware, found = read_machine(row.gpu).with_(host_bytes=row.host_gib << 30), []
     rows = row.tokens // SEQUENCE
     for micro_rows in (size for size in MICRO_ROWS if size <= rows):
         change = {"train.batch_size": rows, "train.micro_batch_size": micro_rows, "train.compile": compiled}
@@ -127,7 +127,7 @@ def main() -> None:
         for row in ROWS:
             cells = [cell(best(forecasters[row.model], row, compiled)) for compiled in ("never", "auto")]
             theirs = "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,}"
-            where = f"{Hardware.read(row.gpu).name}, {row.host_gib} GiB"
+            where = f"{read_machine(row.gpu).name}, {row.host_gib} GiB"
             found = (row.who, row.model, where, f"{row.tokens:,}", theirs, *cells)
             print(f"| {' | '.join(found)} |", flush=True)
     print(_NOTES)

@@ -22,6 +22,7 @@ from offload.app.config.presets import PRESETS
 from offload.app.hf.models import quiet_transformers
 from offload.extras.plan.alternatives import apply_change, place
 from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.machine.hardware import Hardware
 
 SYSTEM_GIB = 4
@@ -87,7 +88,7 @@ def told(model: str, hardware: Hardware, host_gib: int, budget: str | None, plan
 def host_bytes(forecaster: Forecaster, option: dict[str, Any]) -> dict[str, int]:
     """Return the planned bytes in host memory and on disk."""
     config = apply_change(forecaster.config, SHORT | ON_THE_HOST | option)
-    hardware = Hardware.read("rtx-4090").with_(host_bytes=4 << 40, disk_bytes=8 << 40)
+    hardware = read_machine("rtx-4090").with_(host_bytes=4 << 40, disk_bytes=8 << 40)
     memory = forecaster.predict(config, hardware, times=False).memory
     return {"host": memory.total("cpu", "pinned"), "disk": memory.total("nvme")}
 
@@ -114,7 +115,7 @@ def main() -> None:
             for option, change in OPTIONS.items()
         }
         for model, gpu, host_gib, budget in ROWS:
-            hardware = Hardware.read(gpu).with_(host_bytes=(host_gib - SYSTEM_GIB) << 30)
+            hardware = read_machine(gpu).with_(host_bytes=(host_gib - SYSTEM_GIB) << 30)
             rows.append(told(model, hardware, host_gib, budget, best(forecasters[model], hardware, budget)))
     tokens = SETTINGS["train.batch_size"] * SETTINGS["data.sequence_length"]
     print(json.dumps({"tokens_a_step": tokens, "parameters": parameters, "rows": rows, "held": held}, indent=1))

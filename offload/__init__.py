@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from offload.app.training.trainer import Trainer as Trainer
     from offload.engine.analysis import Analysis as Analysis
     from offload.engine.engine import Engine as Engine
+    from offload.extras.rules.factored import Adafactor as Adafactor
+    from offload.extras.rules.factored import AdaLomo as AdaLomo
+    from offload.extras.rules.lion import Lion as Lion
+    from offload.extras.rules.lomo import LOMO as LOMO
+    from offload.extras.rules.muon import Muon as Muon
     from offload.extras.zeroth.mezo import MeZO as MeZO
     from offload.integrations.wrap import wrap as wrap
     from offload.optim.adamw import AdamW as AdamW
-    from offload.optim.adamw import Lion as Lion
-    from offload.optim.factored import Adafactor as Adafactor
-    from offload.optim.factored import AdaLomo as AdaLomo
-    from offload.optim.muon import Muon as Muon
-    from offload.optim.sgd import LOMO as LOMO
     from offload.optim.sgd import SGD as SGD
     from offload.planning.settings import Settings as Settings
     from offload.tiers.placement import Placement as Placement
@@ -41,13 +41,13 @@ _HOMES = {
     "Analysis": "offload.engine.analysis",
     "Config": "offload.app.config.config",
     "Engine": "offload.engine.engine",
-    "AdaLomo": "offload.optim.factored",
-    "Adafactor": "offload.optim.factored",
+    "AdaLomo": "offload.extras.rules.factored",
+    "Adafactor": "offload.extras.rules.factored",
     "AdamW": "offload.optim.adamw",
-    "LOMO": "offload.optim.sgd",
-    "Lion": "offload.optim.adamw",
+    "LOMO": "offload.extras.rules.lomo",
+    "Lion": "offload.extras.rules.lion",
     "MeZO": "offload.extras.zeroth.mezo",
-    "Muon": "offload.optim.muon",
+    "Muon": "offload.extras.rules.muon",
     "SGD": "offload.optim.sgd",
     "Placement": "offload.tiers.placement",
     "Settings": "offload.planning.settings",

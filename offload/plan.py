@@ -44,10 +44,10 @@ def main(words: list[str]) -> int:
     with importing():
         from offload.app.hf.models import quiet_transformers
         from offload.extras.plan.alternatives import forecast, this_hardware
-        from offload.machine.hardware import Hardware
+        from offload.extras.plan.machine_files import read_machine
     quiet_transformers()
     described = own["hardware"]
-    hardware = this_hardware(config) if described is None else Hardware.read(described)
+    hardware = this_hardware(config) if described is None else read_machine(described)
     connected = _connected(hardware, own["machines"], own["link"])
     prediction = forecast(config, connected, num_ranks, lambda text: print(text, file=sys.stderr, flush=True))
     if is_on(own, "json"):
@@ -59,7 +59,7 @@ def main(words: list[str]) -> int:
 
 def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Hardware:
     """Return the hardware for a number of connected machines. Raises ConfigError."""
-    from offload.machine.hardware import parse_link
+    from offload.extras.plan.machine_files import parse_link
 
     if machines is not None:
         if not machines.isdecimal() or int(machines) < 1:

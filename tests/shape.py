@@ -40,6 +40,7 @@ RINGS = {
     "offload.sizes offload.tiers",
     APPLICATION: "offload.__main__ offload.app offload.export offload.train offload.verify",
     "large": "offload.extras.large",
+    "rules": "offload.extras.rules",
     "zeroth": "offload.extras.zeroth offload.replay",
     "quant": "offload.extras.quant",
     "adapters": "offload.extras.adapters",

@@ -100,7 +100,10 @@ def gloo_over(address: str) -> Iterator[None]:
     """Create gloo groups inside this context on the interface with `address`, unless `address` is the loopback or the
     user has set GLOO_SOCKET_IFNAME. By default gloo resolves the host name, possibly to the loopback.
     """
-    name = None if is_loopback(address) or _GLOO_INTERFACE in os.environ else _interface(address)
+    name = None
+    if not is_loopback(address) and _GLOO_INTERFACE not in os.environ:
+        has = ((name, each.address.partition("%")[0]) for name, its in psutil.net_if_addrs().items() for each in its)
+        name = next((name for name, its in has if its == address.partition("%")[0]), None)
     if name:
         os.environ[_GLOO_INTERFACE] = name
     try:
@@ -108,11 +111,6 @@ def gloo_over(address: str) -> Iterator[None]:
     finally:
         if name:
             del os.environ[_GLOO_INTERFACE]
-
-
-def _interface(address: str) -> str | None:
-    has = ((name, each.address.partition("%")[0]) for name, its in psutil.net_if_addrs().items() for each in its)
-    return next((name for name, its in has if its == address.partition("%")[0]), None)
 
 
 def make_group(groups: Groups, backend: str | None, timeout: timedelta) -> Any:
@@ -453,26 +451,23 @@ class Ranks(Comm):
         else:  # after an error too: a gloo group alive at interpreter exit may abort the process
             self._destroy()
 
-    def _queues(self) -> list[CollectiveQueue]:
-        """Return the queues in all parts."""
-        return [queue for part in self._all_parts() for queue in (part._tensors, part._values)]
-
     def _groups(self) -> list[Any]:
         """Return the gloo groups in all parts."""
-        return [group for queue in self._queues() for group in (queue.group, queue.back_group)]
+        queues = (queue for part in self._all_parts() for queue in (part._tensors, part._values))
+        return [group for queue in queues for group in (queue.group, queue.back_group)]
 
     def _at_exit(self) -> None:
         self.close(getattr(sys, "last_value", None))
 
     def _destroy(self) -> None:
-        queues = self._queues()
         if self.is_alive:
             for group in (None,) if self._owns_default else self._groups():
                 dist.destroy_process_group(group)
         # The last references end the gloo threads. These may still free tensors and need the GIL, so drop the
         # references before interpreter exit; otherwise the process aborts (seen with torch 2.13).
-        for queue in queues:
-            queue.group = queue.back_group = None
+        for part in self._all_parts():
+            for queue in (part._tensors, part._values):
+                queue.group = queue.back_group = None
 
 
 class _Chunks:
@@ -564,27 +559,3 @@ class _CodedChunks(_Chunks):
 def _be_patient(deadline: float, start_s: float) -> None:
     if time.monotonic() > deadline:
         raise RankLostError(f"Not all ranks connected within {start_s:g} s of the start.", None)
-
-
-class SimulatedRanks(Comm):
-    """Simulated rank 0 among `size` ranks on one machine, or on several equal machines. No other rank runs: host values
-    on all ranks equal rank 0's, and there is no tensor exchange.
-    """
-
-    def __init__(self, size: int, num_machines: int = 1) -> None:
-        self.size, self.local_size = size, size // num_machines
-        self.machines = [rank // self.local_size * self.local_size for rank in range(size)]
-
-    def _split(self, num_replicas: int) -> tuple[Comm, Comm]:
-        parts = []
-        for groups in self._places(num_replicas):
-            part = SimulatedRanks(len(groups[0]))
-            part.machines = [self.machines[rank] for rank in groups[0]]
-            parts.append(part)
-        return parts[0], parts[1]
-
-    def _neighbours(self, num: int) -> Comm:
-        return self._split(self.size // num)[0]
-
-    def gather_objects(self, value: _Value, operation: str) -> list[_Value]:  # noqa: ARG002
-        return [value] * self.size

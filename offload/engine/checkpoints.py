@@ -33,7 +33,7 @@ from offload.lanes.ticket import Fence
 from offload.layout.codecs import EXACT
 from offload.layout.planes import CODES, MASTER, STALE
 from offload.layout.regions import Region
-from offload.machine.environment import memory
+from offload.machine.limits import memory
 from offload.tiers.lease import Lease
 from offload.tiers.tile import RegionState, Tile, encode
 

@@ -32,8 +32,16 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
     "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
+    "probe": {"measured": "offload.app.machine.probe:probe"},
     "report": {"page": "offload.extras.tools.reporting.page:report_run"},
-    "rule": {"mezo": "offload.extras.zeroth.mezo:MeZO"},
+    "rule": {
+        "lion": "offload.extras.rules.lion:Lion",
+        "adafactor": "offload.extras.rules.factored:Adafactor",
+        "lomo": "offload.extras.rules.lomo:LOMO",
+        "adalomo": "offload.extras.rules.factored:AdaLomo",
+        "muon": "offload.extras.rules.muon:Muon",
+        "mezo": "offload.extras.zeroth.mezo:MeZO",
+    },
     "splitting": {
         "rows": "offload.extras.large.cutting:RowCutting",
         "experts": "offload.extras.large.cut_experts:cut_experts",
@@ -49,8 +57,8 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "restarts": "offload.extras.adapters.restarts:RestartingAdapter",
     },
 }
-"""For each door (`offload.doors`) names and places of the objects from extras, and of the application's model format:
-"module:name", or a module.
+"""For each door (`offload.doors`) names and places of the objects from extras, and of the application's
+model format and probe: "module:name", or a module.
 """
 UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
     "stage": {
@@ -63,6 +71,7 @@ UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "data": ("tools",),  # the HTML page
     "generate": ("adapters", "data"),
+    "integrations": ("rules",),
     "plan": ("adapters", "large", "zeroth"),
     "prefs": ("data",),
     "tools": ("large",),

@@ -238,7 +238,13 @@ class TensorFileWriter:
         self._num_bytes = max((entry.end for entry in self.entries.values()), default=len(header))
         self._file = path.open("wb+", buffering=0)
         try:
-            self._reserve()
+            try:  # all the disk space at once, so a full disk fails before anything is read
+                if self._num_bytes and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._file.fileno(), 0, self._num_bytes)
+                else:
+                    os.ftruncate(self._file.fileno(), self._num_bytes)
+            except OSError as error:
+                raise self._failed(error) from None
             self._write(memoryview(header), 0)
         except BaseException:
             self._file.close()
@@ -271,16 +277,6 @@ class TensorFileWriter:
 
     def __exit__(self, *_error: object) -> None:
         self._file.close()
-
-    def _reserve(self) -> None:
-        """Reserve the disk space at once, so a full disk fails before anything is read."""
-        try:
-            if self._num_bytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file.fileno(), 0, self._num_bytes)
-            else:
-                os.ftruncate(self._file.fileno(), self._num_bytes)
-        except OSError as error:
-            raise self._failed(error) from None
 
     def _write(self, data: memoryview, offset: int) -> None:
         done = 0

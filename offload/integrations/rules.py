@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.optim.adamw import AdamW, Lion
-from offload.optim.factored import Adafactor
+from offload.extras.rules.factored import Adafactor
+from offload.extras.rules.lion import Lion
+from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 from offload.optim.sgd import SGD
 

@@ -16,7 +16,7 @@ from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError, DoesNotFitError, format_bytes, nearest, shorten
 from offload.integrations.optimizer import OffloadOptimizer, keep_generators
 from offload.integrations.rules import followed_keys, rate_of, rule_of_optimizer
-from offload.machine.environment import memory
+from offload.machine.limits import memory
 from offload.optim.rule import UpdateRule
 from offload.planning.settings import Settings
 from offload.retired import without_retired

@@ -1,1 +1,1 @@
-"""Machine properties and measured rates."""
+"""Machine properties: memory limits, cores and rates."""

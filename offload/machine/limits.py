@@ -85,6 +85,14 @@ def tightest_limit(limits: Sequence[Limit], num_sharing: int = 1) -> Limit:
     return min(limits, key=lambda limit: limit.share(num_sharing))
 
 
+def memory() -> dict[str, int]:
+    """Return total and available host memory in bytes, and the smallest control group limit if there is one."""
+    limits = memory_limits()
+    sizes = {"total_bytes": limits[0].most_bytes, "available_bytes": tightest_limit(limits).free_bytes}
+    groups = [limit.most_bytes for limit in limits if limit.is_group]
+    return sizes | ({"cgroup_bytes": min(groups)} if groups else {})
+
+
 def integrated_note(name: str) -> str:
     """Return a note about devices using host memory."""
     return (

@@ -123,7 +123,17 @@ class IoEngine:
 
     def __init__(self, kind: str = "auto", *, depth: int = 32, block_bytes: int = 1 << 20) -> None:
         self._closed = True  # until construction succeeds
-        _check_options(kind, depth, block_bytes)
+        if kind not in (*ENGINES, "auto"):
+            raise ConfigError(
+                f"the I/O engine is {kind!r}{nearest(kind, ENGINES)}; it must be auto or one of {', '.join(ENGINES)}."
+            )
+        if not 1 <= depth <= _MOST_DEPTH:
+            raise ConfigError(f"the I/O depth is {depth}; it must be at least 1 and at most {_MOST_DEPTH} blocks.")
+        if not ALIGNMENT_BYTES <= block_bytes <= _MOST_BLOCK_BYTES or block_bytes % ALIGNMENT_BYTES:
+            raise ConfigError(
+                f"the I/O block has {block_bytes} bytes; it must be a multiple of {ALIGNMENT_BYTES}, at most "
+                f"{format_bytes(_MOST_BLOCK_BYTES)}."
+            )
         self.depth = depth
         self.block_bytes = block_bytes
         self.registered_bytes = 0
@@ -193,7 +203,11 @@ class IoEngine:
             self._registered.append(array)
             self.registered_bytes += registered_bytes
         if code:
-            self.why_unregistered = _why_unregistered(code, num_bytes - registered_bytes)
+            missing = format_bytes(num_bytes - registered_bytes)
+            why = f"this user {_locked_memory()}" if code == errno.ENOMEM else errno_text(code)
+            self.why_unregistered = (
+                f"{missing} of memory are not registered with the kernel, which costs some CPU time: {why}"
+            )
         return registered_bytes == num_bytes
 
     def read(self, file: File, offset: int, array: Any) -> Ticket:
@@ -349,20 +363,6 @@ def _move_block(is_write: bool, fd: int, offset: int, address: int, num_bytes: i
     return 0, moved
 
 
-def _check_options(kind: str, depth: int, block_bytes: int) -> None:
-    if kind not in (*ENGINES, "auto"):
-        raise ConfigError(
-            f"the I/O engine is {kind!r}{nearest(kind, ENGINES)}; it must be auto or one of {', '.join(ENGINES)}."
-        )
-    if not 1 <= depth <= _MOST_DEPTH:
-        raise ConfigError(f"the I/O depth is {depth}; it must be at least 1 and at most {_MOST_DEPTH} blocks.")
-    if not ALIGNMENT_BYTES <= block_bytes <= _MOST_BLOCK_BYTES or block_bytes % ALIGNMENT_BYTES:
-        raise ConfigError(
-            f"the I/O block has {block_bytes} bytes; it must be a multiple of {ALIGNMENT_BYTES}, at most "
-            f"{format_bytes(_MOST_BLOCK_BYTES)}."
-        )
-
-
 def _choose(kind: str, depth: int, block_bytes: int) -> tuple[str, str, _Backend]:
     """Return (engine name, reasons against better engines, engine)."""
     refusals: dict[str, str] = {}
@@ -437,11 +437,6 @@ def disk_error(
 def _because(code: int) -> str:
     advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
     return f": {errno_text(code)}{advice}."
-
-
-def _why_unregistered(code: int, num_bytes: int) -> str:
-    problem = f"{format_bytes(num_bytes)} of memory are not registered with the kernel, which costs some CPU time"
-    return f"{problem}: this user {_locked_memory()}" if code == errno.ENOMEM else f"{problem}: {errno_text(code)}"
 
 
 def _locked_memory() -> str:

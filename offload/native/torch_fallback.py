@@ -54,7 +54,7 @@ def update(
             else:
                 wide.append(moment[part].float())  # no copy for fp32
         rule(weight, wide, grad[part], *scalars)
-        num_nonfinite += _count_nonfinite(weight)
+        num_nonfinite += (weight - weight).isnan().sum()  # x - x is 0 or NaN; isfinite alone takes four launches
         if lo is not None:
             split(weight, master[part], lo[part])
         del weight
@@ -197,11 +197,6 @@ def _parts(master: Tensor, bytes_an_element: int) -> Iterator[slice]:
     size = _CHUNK if master.device.type == "cpu" else SCRATCH_BYTES // bytes_an_element // BLOCK * BLOCK
     for begin in range(0, master.numel(), size):
         yield slice(begin, min(begin + size, master.numel()))
-
-
-def _count_nonfinite(weight: Tensor) -> Tensor:
-    """Count non-finite weights, 0-dim int64. x - x is 0 or NaN. (isfinite alone takes four launches.)"""
-    return (weight - weight).isnan().sum()
 
 
 def _sqrt(x: Tensor) -> Tensor:

@@ -6,24 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.doors import Door
-from offload.optim.adamw import AdamW, Lion
-from offload.optim.factored import Adafactor, AdaLomo
-from offload.optim.muon import Muon
+from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
-from offload.optim.sgd import LOMO, SGD
+from offload.optim.sgd import SGD
 
-RULES: Door[type[UpdateRule]] = Door(
-    "rule",
-    {
-        "adamw": AdamW,
-        "lion": Lion,
-        "sgd": SGD,
-        "adafactor": Adafactor,
-        "lomo": LOMO,
-        "adalomo": AdaLomo,
-        "muon": Muon,
-    },
-)
+RULES: Door[type[UpdateRule]] = Door("rule", {"adamw": AdamW, "sgd": SGD})
 """Update rules by the name in `optimizer.name`."""
 
 
@@ -31,11 +18,9 @@ def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
     """Create the rule `name` from the settings known to the rule, including the rules named in groups. Raises
     ConfigError.
     """
-    groups = tuple((pattern, _with_rule(values, settings)) for pattern, values in settings["groups"])
-    return RULES[name].configured({**settings, "groups": groups})
-
-
-def _with_rule(values: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a group with the rule name replaced by a rule object."""
-    name = str(values.get("rule"))
-    return {**values, "rule": RULES[name].configured({**settings, "groups": ()})} if name in RULES else values
+    groups = []
+    for pattern, values in settings["groups"]:
+        other = str(values.get("rule"))
+        rule = {"rule": RULES[other].configured({**settings, "groups": ()})} if other in RULES else {}
+        groups.append((pattern, {**values, **rule}))
+    return RULES[name].configured({**settings, "groups": tuple(groups)})

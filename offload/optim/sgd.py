@@ -1,4 +1,4 @@
-"""Gradient descent: SGD with momentum, and LOMO with immediately dropped gradients."""
+"""Gradient descent with momentum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number
+from offload.optim.rule import UpdateRule, UpdateStep
 from offload.optim.states import master
 
 
@@ -41,51 +41,13 @@ class SGD(UpdateRule):
         return (Plane("momentum_buffer", torch.float32),) if self.momentum else ()
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
-        return _descend(states, gradients, by, self.momentum)
+        return descend(states, gradients, by, self.momentum)
 
 
-@dataclass(frozen=True)
-class LOMO(UpdateRule):
-    """Low-memory optimization (Lv et al., arXiv:2306.09782): bit for bit SGD without momentum, with each unit gradient
-    applied and dropped at once.
-
-    `groups` and `decay_1d`: see `UpdateRule`. `clip_value` clamps each gradient element. `clip_norm` replaces the
-    `max_grad_norm` of the engine; None: the engine setting applies. With either norm, a separate backward first
-    computes the norm, so the step computes twice.
-    """
-
-    lr: float = 1e-2
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    weight_decay: float = 0.0
-    decay_1d: bool = False
-    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-
-    drops_gradients: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("clip_norm", "clip_value"):
-            value = getattr(self, key)
-            if value is not None:
-                check_number(key, value)
-            if value == 0:
-                raise ConfigError(f"optimizer.{key} is 0, which would train nothing; set none for no clipping.")
-
-    def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
-        if self.clip_value is None:
-            return _descend(states, gradients, by)
-        num_wrong: int | torch.Tensor = 0
-        for begin in range(0, gradients.numel(), PIECE):
-            piece = slice(begin, begin + PIECE)
-            clamped = gradients[piece].float().clamp(-self.clip_value, self.clip_value)
-            num_wrong += _descend({name: plane[piece] for name, plane in states.items()}, clamped, by)
-        return num_wrong
-
-
-def _descend(
+def descend(
     states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep, momentum: float = 0.0
 ) -> int | torch.Tensor:
+    """Do one step in place, and return the number of non-finite weights. Arguments as in `UpdateRule.update`."""
     return kernels.sgd(
         master(states),
         states.get("momentum_buffer"),

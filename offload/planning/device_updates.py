@@ -53,33 +53,25 @@ def streamed_bytes(regions: Iterable[Region], residence: Residence) -> tuple[int
     return up, down
 
 
-def host_update_seconds(
-    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
-) -> float:
-    """Estimate the host update time for this rank, in seconds."""
-    return _update_seconds(host_update_bytes(regions, residence), throttles, speeds, on_device=False)
-
-
-def streamed_update_seconds(
-    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
-) -> float:
-    """Estimate the device update time for states stored on the host, in seconds.
-
-    The lanes run in parallel, so the result is the longest. Without an accelerator, copies take only throttle time.
-    """
-    num_bytes = update_bytes(regions, residence.sharding) - host_update_bytes(regions, residence)
-    links = _link_seconds(*streamed_bytes(regions, residence), throttles, speeds)
-    return max(_update_seconds(num_bytes, throttles, speeds, on_device=True), *links)
-
-
 def update_seconds(
-    regions: Sequence[Region], residence: Residence, throttles: Mapping[str, Throttle], speeds: Speeds
+    regions: Sequence[Region],
+    residence: Residence,
+    throttles: Mapping[str, Throttle],
+    speeds: Speeds,
+    beside_s: float = 0.0,
 ) -> float:
-    """Estimate the update time for this rank in seconds, with host and device updates in parallel."""
-    return max(
-        host_update_seconds(regions, residence, throttles, speeds),
-        streamed_update_seconds(regions, residence, throttles, speeds),
-    )
+    """Estimate the update time for this rank in seconds, with host and device updates in parallel.
+
+    The lanes of a device update run in parallel too, so their time is the longest. Without an accelerator, copies take
+    only throttle time. beside_s: seconds of other copies over the link, before states updated on the device.
+    """
+    host_bytes = host_update_bytes(regions, residence)
+    on_host = _update_seconds(host_bytes, throttles, speeds, on_device=False)
+    if not residence.updated_on_device:
+        return on_host
+    num_bytes = update_bytes(regions, residence.sharding) - host_bytes
+    links = _link_seconds(*streamed_bytes(regions, residence), throttles, speeds)
+    return max(on_host, beside_s + max(_update_seconds(num_bytes, throttles, speeds, on_device=True), *links))
 
 
 def _update_seconds(num_bytes: int, throttles: Mapping[str, Throttle], speeds: Speeds, *, on_device: bool) -> float:
@@ -152,11 +144,8 @@ def estimate_seconds(
     Host updates run beside device updates. States updated on the device share the link with weights and gradients.
     Compute time is not included.
     """
-    on_host = host_update_seconds(regions, residence, throttles, speeds)
-    if not residence.updated_on_device:
-        return on_host
     moved = weight_seconds(regions, residence.sharding, throttles, speeds)
-    return max(on_host, moved + streamed_update_seconds(regions, residence, throttles, speeds))
+    return update_seconds(regions, residence, throttles, speeds, moved)
 
 
 def tile_numel(regions: Sequence[Region], device_bytes: int | None, sharding: Sharding) -> int:

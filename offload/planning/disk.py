@@ -61,18 +61,23 @@ def lay_out(
     left = states.left(tiers)
     if DISK not in tiers.values() and (left is None or left >= 0):
         return states.place({}, most_numel or SHARD_MULTIPLE)
-    tile_numel = _tile_numel(regions, host_bytes, sharding)
+
+    def rings(tile: int) -> int:
+        return sum(ring_bytes(_all_on_disk(regions, tile, sharding), regions).values())
+
+    lengths = [region.numel // sharding.num_ranges for region in regions]
+    tile_numel = fit_tile(_LARGEST_TILE, lambda tile: _RINGS_SHARE * rings(tile), host_bytes, lengths)
     tile_numel = min(tile_numel, most_numel or tile_numel)
     left = states.left({state: DISK if tier == "auto" else tier for state, tier in tiers.items()})
 
-    def place_beside(rings: int) -> Residence:
-        return states.distribute(tiers, None if left is None else left - rings, tile_numel)
+    def place_beside(num_bytes: int) -> Residence:
+        return states.distribute(tiers, None if left is None else left - num_bytes, tile_numel)
 
-    first = place_beside(sum(ring_bytes(_all_on_disk(regions, tile_numel, sharding), regions).values()))
+    first = place_beside(rings(tile_numel))
     # The chosen planes may need smaller rings than everything on disk; a second pass distributes the difference.
-    rings = sum(ring_bytes(first, regions).values())
-    better = place_beside(rings)
-    return better if sum(ring_bytes(better, regions).values()) <= rings else first
+    num_bytes = sum(ring_bytes(first, regions).values())
+    better = place_beside(num_bytes)
+    return better if sum(ring_bytes(better, regions).values()) <= num_bytes else first
 
 
 @dataclass(frozen=True)
@@ -269,10 +274,3 @@ def _spread(sizes: Mapping[Region, int], budget_bytes: int | None) -> set[Region
                 kept.add(region)
                 used += size
     return kept
-
-
-def _tile_numel(regions: Sequence[Region], host_bytes: int | None, sharding: Sharding) -> int:
-    def rings(tile: int) -> int:
-        return _RINGS_SHARE * sum(ring_bytes(_all_on_disk(regions, tile, sharding), regions).values())
-
-    return fit_tile(_LARGEST_TILE, rings, host_bytes, [region.numel // sharding.num_ranges for region in regions])

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from offload.accelerators import Accelerator, device_of
 from offload.distributed.comm import Comm
+from offload.doors import Door
 from offload.errors import format_bytes
 from offload.machine.hardware import Hardware
 from offload.machine.limits import memory_limits, tightest_limit
-from offload.machine.probe import probe
+
+
+class Probe(Protocol):
+    """Finds the rates of this machine. Door: a function under a name in `PROBES`.
+
+    Known rates:
+
+        PROBES.register("known", lambda device: hardware)
+    """
+
+    def __call__(self, device: str | None = None, /) -> Hardware:
+        """Return this machine. device: in torch notation; None: the available accelerator, else the CPU."""
+
+
+PROBES: Door[Probe] = Door("probe", {})
+MEASURED = "measured"
+"""Probe for plans: cached rates, or a measurement of some seconds."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,7 @@ class ThisMachine:
 
     def speeds(self, comm: Comm) -> Speeds:
         """Return the cached rates. Without a cache, rank 0 measures for a few seconds. Collective."""
-        measured = probe(self.device) if comm.rank == 0 else None
+        measured = PROBES[MEASURED](self.device) if comm.rank == 0 else None
         hardware = comm.gather_objects(measured, "rates of the machine")[0]
         assert hardware is not None
         return Speeds(hardware, comm.local_size)

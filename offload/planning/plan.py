@@ -409,7 +409,12 @@ def size_rings(request: _Request, residence: Residence, free: FreeMemory) -> tup
         trainable = [region for region in regions if region.trainable]
         sums = sum(sharding.plane_bytes(region, summed(region.plane("gradients"))) for region in trainable)
         sums += staging_bytes(regions, 2 if overlap else 1, sharding, accumulates=True, splits=settings.splits)
-        rings = add_early_tiles(rings, _host_bytes(settings.placement, free) - planned - sums)
+        budget = settings.placement.budget(HOST)
+        if budget is None:
+            budget = int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
+        elif HOST in (settings.placement.activations, settings.placement.graphs):
+            budget = 0  # the size of offloaded activations depends on the batch
+        rings = add_early_tiles(rings, budget - planned - sums)
     return rings, overlap, ahead, buffers
 
 
@@ -449,7 +454,11 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
     unlimited = request.allocations(lower, overlap, rings, buffers=2 if overlap else 1)
     device_bytes = request.settings.placement.budget(DEVICE)
     if device_bytes is None and request.free.device_bytes is not None:
-        device_bytes = int(_left_for_device(request.free, allocations) * _SHARE_OF_FREE_MEMORY)
+        left = request.free.device_bytes
+        if request.free.in_host:  # both share memory
+            left = min(left, request.free.host_bytes) + request.free.model_bytes
+            left = max(0, left - bytes_on(HOST, allocations))
+        device_bytes = int(left * _SHARE_OF_FREE_MEMORY)
     on_host = sums_gradients_on_host(request.units)
     plan = Plan(residence, rings, overlap, update, ahead, device_bytes, allocations, unlimited, on_host)
     if num_sharing is not None:
@@ -457,29 +466,11 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
     return plan
 
 
-def _left_for_device(free: FreeMemory, allocations: Sequence[Allocation]) -> int:
-    """Return the accelerator memory left, minus host allocations if both share memory."""
-    assert free.device_bytes is not None
-    if not free.in_host:
-        return free.device_bytes
-    left = min(free.device_bytes, free.host_bytes) + free.model_bytes
-    return max(0, left - bytes_on(HOST, allocations))
-
-
 def _device_bytes(placement: Placement, free: FreeMemory) -> int | None:
     """Return the device bytes available for states; None: no limit."""
     budget = placement.budget(DEVICE)
     budget = free.device_bytes if budget is None else budget
     return None if budget is None else int(budget * _SHARE_FOR_STATES)
-
-
-def _host_bytes(placement: Placement, free: FreeMemory) -> int:
-    """Return the host memory budget, with the unplanned remainder free for permanent use."""
-    budget = placement.budget(HOST)
-    if budget is None:
-        return int(free.host_bytes * _SHARE_OF_FREE_MEMORY)
-    # the size of offloaded activations depends on the batch
-    return 0 if HOST in (placement.activations, placement.graphs) else budget
 
 
 def _tiers_below(placement: Placement, free: FreeMemory, reserved: int) -> tuple[dict[str, str], int | None]:

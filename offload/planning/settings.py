@@ -91,7 +91,12 @@ class Settings:
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
         _check(self.compile, ("never", "auto"), "train.compile")
-        check_tile(self.sequence_tile)
+        tile = self.sequence_tile
+        if tile not in ("none", "auto") and (isinstance(tile, str) or tile < 1):
+            raise ConfigError(
+                f"train.sequence_tile is {tile!r}; it must be a number of tokens, at least 1, none for whole "
+                "sequences, or auto."
+            )
         if self.sequence_parallel < 1:
             raise ConfigError(
                 f"train.sequence_parallel is {self.sequence_parallel!r}; it must be a number of ranks, at least 1."
@@ -131,20 +136,16 @@ class Settings:
 
     def _setting(self, key: str) -> Any:
         """Return a value for a table of conflicts."""
-        section, _, name = key.partition(".")
-        if section == "optimizer":
-            return self._rule_setting(name)
-        return getattr(self.placement if section == "offload" and hasattr(self.placement, name) else self, name)
-
-    def _rule_setting(self, name: str) -> Any:
-        parts = self.optimizer.parts
-        if name == "name":
+        if key == "optimizer.name":
             return type(self.optimizer).__name__
-        if name == "master":
+        if key == "optimizer.master":
             return "fp32" if self.optimizer.has_low else "bf16"
-        if name == "uncorrectable":
-            return next((type(rule).__name__ for rule in parts if not rule.can_correct), "")
-        return getattr(self.optimizer, name)
+        if key == "optimizer.uncorrectable":
+            return next((type(rule).__name__ for rule in self.optimizer.parts if not rule.can_correct), "")
+        section, _, name = key.partition(".")
+        if section == "offload" and hasattr(self.placement, name):
+            return getattr(self.placement, name)
+        return getattr(self.optimizer if section == "optimizer" else self, name)
 
     @property
     def resolved_clip(self) -> str:
@@ -215,15 +216,6 @@ def check_max_grad_norm(norm: float | None) -> None:
     """Raise ConfigError unless the norm is None or finite and not negative."""
     if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
         raise ConfigError(f"train.max_grad_norm is {norm!r}; it must be a positive number, or none for no clipping.")
-
-
-def check_tile(tile: int | str) -> None:
-    """Raise ConfigError unless the tile size is "none", "auto" or at least 1."""
-    if tile not in ("none", "auto") and (isinstance(tile, str) or tile < 1):
-        raise ConfigError(
-            f"train.sequence_tile is {tile!r}; it must be a number of tokens, at least 1, none for whole sequences, or "
-            "auto."
-        )
 
 
 def with_settings(function: _Function) -> _Function:

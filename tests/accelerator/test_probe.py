@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
 from offload.accelerators import Accelerator
+from offload.app.machine.probe import Sizes, probe
 from offload.errors import DoesNotFitError
 from offload.machine import limits
-from offload.machine.probe import Sizes, probe
 from tests.accelerator.control import Control, Cost
 from tests.engine.inside import parts_of
 from tests.machine.groups import second_version

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from offload import AdamW, Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.app.config.config import Config
+from offload.app.machine import probe
 from offload.app.training.trainer import Trainer
 from offload.distributed.comm import Comm
 from offload.engine.gradients import norms
@@ -27,7 +28,6 @@ from offload.errors import DoesNotFitError, NonFiniteError, TornError
 from offload.extras.generate.streamed_model import StreamedModel
 from offload.lanes.streams import StreamLanes, open_lanes
 from offload.lanes.ticket import wait_until_done
-from offload.machine import probe
 from offload.native import device_update, kernels, torch_fallback
 from offload.tiers import accelerator_device as device
 from offload.tiers.counters import Counters

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from offload import doctor
+from offload.app.machine.probe import Sizes, probe
 from offload.errors import ConfigError
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.tools import diagnosis
 from offload.files import directories
 from offload.machine import limits
-from offload.machine.hardware import Hardware
-from offload.machine.probe import Sizes, probe
 from offload.native import io as native_io
 from offload.native import kernels
 from tests import forks
@@ -75,7 +75,7 @@ def test_this_machine_s_rates(call, tmp_path, monkeypatch, capsys):
 
 def test_a_gpu_s_rates_for_people(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(diagnosis, "probe", lambda *_, **__: Hardware.read("dgx-spark"))
+    monkeypatch.setattr(diagnosis, "probe", lambda *_, **__: read_machine("dgx-spark"))
     monkeypatch.setattr(diagnosis, "lockable_bytes", lambda: 8 << 20)
     monkeypatch.setattr(diagnosis, "node_bytes", lambda: {0: 1, 1: 1})
     slow = {"name": "slow", "pcie_lanes": 8, "pcie_most_lanes": 16}

@@ -12,7 +12,7 @@ import yaml
 from transformers import LlamaConfig
 
 from offload.errors import ConfigError
-from offload.machine.hardware import Hardware, _find
+from offload.extras.plan.machine_files import _find, read_machine
 from offload.plan import main
 
 SMALL = ("--model.preset", "small", "--hardware", "rtx-4090", "--data.sequence_length", "256")
@@ -170,7 +170,7 @@ def test_ranks_share_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path
     where = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
     code, found = told(capsys, *SMALL, *where, "--gpus", "8", "--offload.zero_stage", "3")
     assert code == 0
-    rates = Hardware.read("rtx-4090").rates
+    rates = read_machine("rtx-4090").rates
     most_bytes = rates.nvme_write_bytes_per_s * found["step_seconds"]
     assert found["nvme_written_bytes_per_step"] <= most_bytes * (1 + 1e-9)
 

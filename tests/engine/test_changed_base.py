@@ -12,7 +12,7 @@ import torch
 from offload import AdamW, Engine, Placement
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
-from offload.optim.factored import Adafactor
+from offload.extras.rules.factored import Adafactor
 from tests.engine import ranks
 from tests.engine.compare import same_bits, weights
 from tests.engine.families import batches, build, llama, tokens

@@ -20,6 +20,7 @@ from offload import AdamW, Engine, Placement
 from offload.app.training.resident import ResidentTrainer
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.lanes.timeline import parse_throttle
 from offload.layout import codecs
@@ -27,7 +28,6 @@ from offload.layout.build_regions import build_regions
 from offload.layout.codecs import CODECS, decoded
 from offload.layout.regions import ParameterInfo
 from offload.layout.residence import Residence
-from offload.machine.hardware import Hardware
 from offload.planning.device_updates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.planning.settings import Settings
@@ -111,9 +111,7 @@ def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
     def seconds(codec: str) -> float:
         parts = parts_of(Engine(build(adapted), frozen_weights=codec))
         throttles = parse_throttle({"h2d": "1MB"})
-        return weight_seconds(
-            parts.regions, parts.plan.residence.sharding, throttles, Speeds(Hardware.read("rtx-4090"))
-        )
+        return weight_seconds(parts.regions, parts.plan.residence.sharding, throttles, Speeds(read_machine("rtx-4090")))
 
     saved = sum(base_bytes(build(adapted), "int8")) - sum(base_bytes(build(adapted), "nf4"))
     assert seconds("int8") - seconds("nf4") == pytest.approx(2 * saved / 1e6, abs=1e-3)

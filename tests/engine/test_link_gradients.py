@@ -17,9 +17,9 @@ from torch import Tensor
 
 from offload import LOMO, Engine, MeZO
 from offload.distributed.joining import open_comm
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import Structure
 from offload.errors import ConfigError
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.layout.codecs import GRADIENT_CODECS
 from offload.layout.planes import ERROR
 from offload.layout.regions import Region

@@ -17,9 +17,9 @@ from offload import SGD, AdamW, Engine, MeZO, Placement
 from offload.app.training.resident import ResidentTrainer, using_link_weights
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
+from offload.extras.plan.machine_files import read_machine
 from offload.lanes.timeline import parse_throttle
 from offload.layout.regions import Region
-from offload.machine.hardware import Hardware
 from offload.planning.device_updates import weight_seconds
 from offload.planning.machines import Speeds
 from offload.tiers.slots import Slots
@@ -81,7 +81,7 @@ def test_links_and_tiers_have_the_bytes_of_codes(tier: str, monkeypatch: pytest.
 
 def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
     throttles, seconds = parse_throttle({"h2d": "1MB"}), {}
-    speeds = Speeds(Hardware.read("rtx-4090"))
+    speeds = Speeds(read_machine("rtx-4090"))
     for link in ("exact", "int8"):
         parts = parts_of(Engine(model(), link_weights=link))
         seconds[link] = weight_seconds(parts.regions, parts.plan.residence.sharding, throttles, speeds)

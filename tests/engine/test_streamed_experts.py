@@ -13,11 +13,11 @@ from torch import nn
 
 from offload import AdamW, Engine, MeZO, Muon, Placement
 from offload.distributed.joining import open_comm
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.large import cut_experts
-from offload.machine.hardware import Hardware
+from offload.extras.plan.machine_files import read_machine
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from tests.engine.compare import assert_same, assert_weights, weights
@@ -323,7 +323,7 @@ def test_over_replicas_streamed_experts_are_refused_and_auto_stays_whole() -> No
     """Break: decide only by the size of a layer."""
     with torch.device("meta"):
         model = mixture("qwen3_moe", moe_intermediate_size=512)()
-    ranks, machine = SimulatedRanks(2, 2), SpecifiedMachine(Hardware.read("rtx-4090"), 1)
+    ranks, machine = SimulatedRanks(2, 2), SpecifiedMachine(read_machine("rtx-4090"), 1)
     with pytest.raises(ConfigError, match=r"experts is streamed, but there are 2 replicas.*--offload.replicas 1, or"):
         prepare(model, Settings(RULE, streamed()), ranks, machine)
     with pytest.raises(DoesNotFitError):

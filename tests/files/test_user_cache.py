@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.files import user_cache
-from offload.files.user_cache import default_cache_dir, read_json, write_json
+from offload.app import user_cache
+from offload.app.user_cache import default_cache_dir, read_json, write_json
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

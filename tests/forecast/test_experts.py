@@ -14,9 +14,9 @@ from offload.distributed.comm import Comm
 from offload.engine.assemble import Structure
 from offload.extras.large import cut_experts
 from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.routed import routed_experts
 from offload.extras.plan.workload import Workload
-from offload.machine.hardware import Hardware
 from offload.planning.settings import Settings
 
 NUM_EXPERTS, CHOICES = 8, 2
@@ -45,7 +45,7 @@ def plan(folder: Path, experts: str, device_memory: int | None = None) -> Foreca
     config = Config().with_resolved(**values, train__head_chunk_bytes=1 << 16, data__sequence_length=16)
     places = {f"offload__{kind}": "cpu" for kind in ("parameters", "optimizer", "gradients")}
     config = config.with_resolved(offload__experts=experts, offload__device_memory=device_memory, **places)
-    return Forecaster(config, 1).predict(config, Hardware.read("rtx-4090"))
+    return Forecaster(config, 1).predict(config, read_machine("rtx-4090"))
 
 
 def held(found: Forecast) -> dict[str, int]:

@@ -19,8 +19,8 @@ from offload.errors import DoesNotFitError, common, is_common
 from offload.extras.plan import alternatives
 from offload.extras.plan.alternatives import _fixes, apply_change, find_fix, place_or_fix
 from offload.extras.plan.forecast import Forecast, Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.run_forecast import describe_misfit
-from offload.machine.hardware import Hardware
 from offload.plan import describe_fit, describe_times
 
 ON_DISK = {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
@@ -101,7 +101,7 @@ def misfit(**settings: Any) -> tuple[Forecaster, Forecast]:
     """Return a forecaster, and a plan of the built-in model."""
     config = Config.load(None, {"train.batch_size": 2, "data.sequence_length": 64, **settings})
     forecaster = Forecaster(config, 1)
-    return forecaster, forecaster.predict(config, Hardware.read("h100").with_(device="cpu", device_bytes=None))
+    return forecaster, forecaster.predict(config, read_machine("h100").with_(device="cpu", device_bytes=None))
 
 
 def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_a_step_runs_in_the_memory_of_the_plan_where_units_are_smaller_than_bloc
 ) -> None:
     settings = {"train.batch_size": 1, "data.sequence_length": length, "offload.optimizer": "cpu"} | settings
     config = Config.load(None, {"offload.device_memory": budget, **settings})
-    forecaster, cpu = Forecaster(config, 1, _LLAMA), Hardware.read("h100").with_(device="cpu", device_bytes=None)
+    forecaster, cpu = Forecaster(config, 1, _LLAMA), read_machine("h100").with_(device="cpu", device_bytes=None)
     short = forecaster.predict(config, cpu, times=False)
     config = apply_change(config, {"offload.device_memory": short.memory.total("device")})
     found = forecaster.predict(config, cpu, times=False)

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.gpu_parts import MICRO_ROWS, MODELS, ROOT, SEQUENCE
 from offload.app.config.config import Config
 from offload.extras.plan.forecast import Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_step import SimulatedEngine
 from offload.extras.plan.timing import PlannedStep, kernel_seconds
 from offload.machine.hardware import Hardware
@@ -73,7 +74,7 @@ def configured(name: str, folder: Path, settings: Mapping[str, Any]) -> tuple[Fo
     path = folder / "config.json"
     path.write_text(json.dumps(shape | {"max_position_embeddings": SEQUENCE}))
     sizes = {"model.path": str(path), "data.sequence_length": SEQUENCE, "train.micro_batch_size": MICRO_ROWS}
-    return Forecaster(Config.load(None, sizes | settings), 1), Hardware.read("h200").with_(host_bytes=HOST_BYTES)
+    return Forecaster(Config.load(None, sizes | settings), 1), read_machine("h200").with_(host_bytes=HOST_BYTES)
 
 
 ON_THE_HOST = {f"offload.{key}": "cpu" for key in ("parameters", "optimizer", "update")}

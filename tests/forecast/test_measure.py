@@ -16,9 +16,9 @@ from offload import Engine, Placement
 from offload.app.config.presets import PRESETS
 from offload.distributed.comm import Comm
 from offload.engine.assemble import EnginePlan, prepare
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
 from offload.extras.plan.workload import Cost, Workload
-from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from offload.tiers.ledger import Ledger
@@ -219,7 +219,7 @@ def test_a_model_of_70_g_parameters_takes_a_second() -> None:
     with torch.device("meta"):
         model = t.AutoModelForCausalLM.from_config(t.AutoConfig.for_model(shape.pop("model_type"), **shape))
     begin = time.process_time()
-    machine = SpecifiedMachine(Hardware.read("h100").with_(host_bytes=1 << 41))
+    machine = SpecifiedMachine(read_machine("h100").with_(host_bytes=1 << 41))
     prepared = prepare(model, Settings(precision="bf16", micro_batch_size=1), Comm(), machine)
     work = measure(model, BatchSpec("causal", 8, 4096), prepared)
     assert time.process_time() - begin < 5, "of this process: others may be busy"

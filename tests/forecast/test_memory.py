@@ -12,11 +12,11 @@ from offload.app.config.config import Config
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.extras.plan.alternatives import forecast, place
 from offload.extras.plan.forecast import Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.run_forecast import note_slow_precision
 from offload.extras.plan.timing import PlannedStep
 from offload.extras.plan.workload import Workload
-from offload.machine.hardware import Hardware
 from offload.planning.memory import Allocation
 
 SMALL = Case(rows=2, length=32)
@@ -72,7 +72,7 @@ def config(**values: object) -> Config:
     return Config.load(None, {"model.preset": "small", "data.sequence_length": 256, **values})
 
 
-GPU = Hardware.read("rtx-4090")
+GPU = read_machine("rtx-4090")
 
 
 def names(allocations: tuple[Allocation, ...], tier: str) -> set[str]:
@@ -220,7 +220,7 @@ def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise(
 def test_no_single_setting_is_faster_than_the_search() -> None:
     """Updates on the host pay here only beside graphs on the host, and the search decides both."""
     where = {"model.preset": "8b", "data.sequence_length": 4096, "train.batch_size": 8, "train.micro_batch_size": 4}
-    gpu, forecaster = Hardware.read("rtx-5090").with_(host_bytes=256 << 30), Forecaster(config(**where), 1)
+    gpu, forecaster = read_machine("rtx-5090").with_(host_bytes=256 << 30), Forecaster(config(**where), 1)
 
     def seconds(**change: object) -> float:
         found = place(forecaster, forecaster.predict(config(**where, **change), gpu))

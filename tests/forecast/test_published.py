@@ -16,9 +16,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, measure
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
 from offload.extras.plan.workload import UnitWork
 from offload.lanes.timeline import Throttle
@@ -27,7 +28,6 @@ from offload.layout.planes import Plane
 from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import DEVICE, HOST, Residence
 from offload.layout.sharding import Sharding
-from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.memory import BUFFER, SLOT, UnitPlan, plan_memory
 from offload.planning.settings import Settings
@@ -238,7 +238,7 @@ def block_work(width: int, heads: int, rows: int, length: int) -> UnitWork:
     )
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
-    machine = SpecifiedMachine(Hardware.read("h200"), 1)
+    machine = SpecifiedMachine(read_machine("h200"), 1)
     settings = Settings(precision="bf16")
     prepared = EnginePlan.of(
         Structure.of(model, settings, SimulatedRanks(1), {}), settings, SimulatedRanks(1), machine, checks=False

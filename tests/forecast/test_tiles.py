@@ -9,13 +9,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from benchmarks.plan_memory import HERE
 from offload.app.config.config import Config
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import prepare
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.plan.alternatives import forecast
+from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.workload import UnitWork
-from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 
@@ -114,7 +114,7 @@ def config(**values: object) -> Config:
 @pytest.mark.slow
 @pytest.mark.parametrize(("device_bytes", "tile"), [(1 << 30, "auto"), (200 << 20, 1024)])
 def test_a_plan_tiles_where_a_block_does_not_fit_otherwise(device_bytes: int, tile: int | str) -> None:
-    found = forecast(config(), Hardware.read("h100").with_(device_bytes=device_bytes))
+    found = forecast(config(), read_machine("h100").with_(device_bytes=device_bytes))
     assert found.fits
     assert found.to_dict()["sequence_tile"] == tile
     assert ("train.sequence_tile" in found.placement_flags) == (tile != "auto")
@@ -122,7 +122,7 @@ def test_a_plan_tiles_where_a_block_does_not_fit_otherwise(device_bytes: int, ti
 
 @pytest.mark.slow
 def test_a_plan_that_is_told_none_names_tiles_as_the_fix() -> None:
-    hardware = Hardware.read("h100").with_(device_bytes=200 << 20)
+    hardware = read_machine("h100").with_(device_bytes=200 << 20)
     found = forecast(config(train__sequence_tile="none"), hardware)
     assert (found.fits, found.fix) == (False, "--train.sequence_tile 1024")
 
@@ -130,7 +130,7 @@ def test_a_plan_that_is_told_none_names_tiles_as_the_fix() -> None:
 @pytest.mark.slow
 def test_a_plan_cuts_layers_that_the_device_does_not_hold() -> None:
     small = {"data__sequence_length": 32, "train__head_chunk_bytes": 1 << 18, "offload__device_memory": 16 << 20}
-    found = forecast(config(model__preset="small", **small), Hardware.read("h100"))
+    found = forecast(config(model__preset="small", **small), read_machine("h100"))
     cutting = found.prepared.structure.splitting
     assert found.fits
     assert found.memory.total("device") <= 16 << 20

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from offload.errors import ConfigError
-from offload.machine.hardware import Hardware, Rates, builtin_names, parse_link
+from offload.extras.plan.machine_files import builtin_names, parse_link, read_machine
+from offload.machine.hardware import Hardware, Rates
 
 SHIPPED = (
     "a100-40", "a100-80", "a6000", "b200", "dgx-spark", "gh200", "h100", "h200", "l40s", "rtx-3090", "rtx-4080",
@@ -40,7 +41,7 @@ def test_all_are_shipped() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
-    machine = Hardware.read(name)
+    machine = read_machine(name)
     values = {each.name: getattr(machine, each.name) for each in fields(Hardware)}
     values |= {each.name: getattr(machine.rates, each.name) for each in fields(Rates)}
     words = ("name", "device", "num_devices", "num_machines", "network_latency_s", "shares_memory", "rates", "sources")
@@ -60,7 +61,7 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
 
 
 def test_ranks_share_what_is_there_once() -> None:
-    machine = Hardware.read("rtx-4090")
+    machine = read_machine("rtx-4090")
     assert machine.for_one_rank(1) is machine
     one, four = machine.rates, machine.for_one_rank(4).rates
     assert (four.h2d_bytes_per_s, four.flops_per_s) == (one.h2d_bytes_per_s, one.flops_per_s)
@@ -77,7 +78,7 @@ def test_ranks_share_what_is_there_once() -> None:
 
 @pytest.mark.parametrize("said", ["RTX 4090", "rtx_4090", "rtx-4090", "RTX  4090"])
 def test_names_are_taken_as_people_write_them(said: str) -> None:
-    assert Hardware.read(said).name == "RTX 4090"
+    assert read_machine(said).name == "RTX 4090"
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -93,18 +94,18 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def test_the_least_that_a_file_has_to_say(tmp_path: Path) -> None:
-    machine = Hardware.read(written(tmp_path))
+    machine = read_machine(written(tmp_path))
     assert (machine.device_bytes, machine.host_bytes, machine.num_devices) == (24 << 30, 64 << 30, 1)
     assert (machine.disk_bytes, machine.endurance_bytes, machine.shares_memory) == (None, None, False)
     assert machine.rates.flops_per_s == {"fp32": 1e13, "bf16": 5e13}
     assert (machine.rates.h2d_bytes_per_s, machine.rates.launch_s) == (12e9, 1e-5)
     assert machine.rates.nvme_read_bytes_per_s is None
     assert machine.sources == {}
-    assert Hardware.read(written(tmp_path, device="cpu", device_bytes=...)).device_bytes is None
+    assert read_machine(written(tmp_path, device="cpu", device_bytes=...)).device_bytes is None
 
 
 def test_a_number_may_be_one_that_yaml_takes_for_a_text(tmp_path: Path) -> None:
-    rates = Hardware.read(written(tmp_path, rates_launch_s="1e-5", rates_h2d_bytes_per_s="2e9")).rates
+    rates = read_machine(written(tmp_path, rates_launch_s="1e-5", rates_h2d_bytes_per_s="2e9")).rates
     assert (rates.launch_s, rates.h2d_bytes_per_s) == (1e-5, 2e9)
 
 
@@ -119,13 +120,13 @@ def test_a_number_may_be_one_that_yaml_takes_for_a_text(tmp_path: Path) -> None:
 def test_a_link_is_as_fast_as_networks_are_called(said: str, wanted: float, tmp_path: Path) -> None:
     """Break: read "25Gb/s" as bytes."""
     assert parse_link(said) == wanted
-    machine = Hardware.read(written(tmp_path, num_machines=2, rates_network_bytes_per_s=said))
+    machine = read_machine(written(tmp_path, num_machines=2, rates_network_bytes_per_s=said))
     assert (machine.num_machines, machine.rates.network_bytes_per_s) == (2, wanted)
     assert machine.for_one_rank(4).rates.network_bytes_per_s == wanted / 4
 
 
 def test_a_machine_with_other_values(tmp_path: Path) -> None:
-    machine = Hardware.read("h100")
+    machine = read_machine("h100")
     other = machine.with_(host_bytes=1 << 40, num_devices=8)
     assert (other.host_bytes, other.num_devices, other.rates) == (1 << 40, 8, machine.rates)
     assert machine.num_devices == 1
@@ -159,7 +160,7 @@ def test_a_machine_with_other_values(tmp_path: Path) -> None:
 def test_a_wrong_description_is_explained(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     path = written(tmp_path, **changes)
     with pytest.raises(ConfigError) as refusal:
-        Hardware.read(path)
+        read_machine(path)
     assert not [word for word in [str(path), *words] if word not in str(refusal.value)], str(refusal.value)
 
 
@@ -168,7 +169,7 @@ def test_a_wrong_description_is_explained(tmp_path: Path, changes: dict[str, Any
 def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"x\.yaml"):
-        Hardware.read(tmp_path / "x.yaml")
+        read_machine(tmp_path / "x.yaml")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_what_is_no_description_is_refused(tmp_path: Path, text: str) -> None:
 def test_what_stands_in_a_file_that_is_no_description_is_not_shown(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "x").write_text(text)
     with pytest.raises(ConfigError, match=said) as refusal:
-        Hardware.read(tmp_path / "x")
+        read_machine(tmp_path / "x")
     assert "secret" not in str(refusal.value)
 
 
@@ -194,5 +195,5 @@ def test_what_stands_in_a_file_that_is_no_description_is_not_shown(tmp_path: Pat
 )
 def test_a_name_that_is_not_known(given: str, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        Hardware.read(given)
+        read_machine(given)
     assert words in str(refusal.value)

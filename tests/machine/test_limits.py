@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offload.machine import environment, limits
+from offload.machine import limits
 from offload.machine.limits import Limit, memory_limits, node_bytes, tightest_limit
 from tests import forks
 from tests.machine.groups import real_group, second_version, write
@@ -114,7 +114,7 @@ def test_the_least_is_of_a_rank_where_ranks_share_it() -> None:
 
 def test_env_json_has_the_least_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_ROOT", second_version(tmp_path, {"/": (90 * MIB, 0, 0), "/a": (100 * MIB, MIB, 0)}))
-    assert environment.memory() == {
+    assert limits.memory() == {
         "total_bytes": psutil.virtual_memory().total,
         "available_bytes": 90 * MIB,
         "cgroup_bytes": 90 * MIB,

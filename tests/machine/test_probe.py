@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from offload.app.machine import probe as probing
+from offload.app.machine.environment import describe_environment
+from offload.app.machine.probe import Sizes, probe
 from offload.errors import ConfigError
-from offload.machine import probe as probing
-from offload.machine.environment import describe_environment
 from offload.machine.hardware import Hardware
 from offload.machine.limits import Limit
-from offload.machine.probe import Sizes, probe
 from offload.native import io as native_io
 from offload.native import kernels
 from tests.disks import nameless

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.optim.lr import learning_rate
+from offload.app.training.lr import learning_rate
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 

@@ -14,8 +14,8 @@ from offload import LOMO, Adafactor, AdaLomo, AdamW, Lion, Muon
 from offload.app.config.config import Config
 from offload.app.training.parts import make_update_rule
 from offload.errors import ConfigError
+from offload.extras.rules import factored, muon
 from offload.native import kernels
-from offload.optim import factored, muon
 from offload.optim.rule import ParameterTraits, UpdateRule, UpdateStep
 
 SHAPES = [(33, 48), (48, 33), (5, 7, 9), (2, 3, 4, 5), (1, 40), (40, 1), (17,), ()]

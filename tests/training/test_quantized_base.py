@@ -21,8 +21,8 @@ from offload.export import main as export_command
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.data.tokenizer import train_bpe
 from offload.extras.plan.forecast import Forecaster
+from offload.extras.plan.machine_files import read_machine
 from offload.generate import main as generate_command
-from offload.machine.hardware import Hardware
 from offload.parity import main as parity_command
 from offload.plan import main as plan_command
 from offload.verify import main as verify_command
@@ -130,7 +130,7 @@ def test_what_is_taken_out_of_weights_in_few_bits_is_taken_out(run: Any, tmp_pat
     for over in {"target_modules": ["q_proj", "o_proj"]}, {"target_parameters": ["q_proj.weight", "o_proj.weight"]}:
         section = {"rank": 4, "init": "pissa", **over}
         config = Config.load(None, {"model.path": str(base), "lora": section, "offload.parameters": "cpu"})
-        told = Forecaster(config, 1).predict(config, Hardware.read("rtx-4090"), times=False)
+        told = Forecaster(config, 1).predict(config, read_machine("rtx-4090"), times=False)
         assert sum(info.codec.name.startswith("int4") for info in told.prepared.structure.infos) == 10
 
 

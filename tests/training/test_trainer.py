@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from offload.app.config.config import Config
+from offload.app.machine import environment
 from offload.app.training.trainable import WholeModel
 from offload.app.training.trainer import Trainer
 from offload.engine.engine import Engine
@@ -20,7 +21,6 @@ from offload.errors import ConfigError, NonFiniteError
 from offload.export import main as export_command
 from offload.extras.plan import alternatives
 from offload.lanes.timeline import Span, Timeline
-from offload.machine import environment
 from offload.machine.hardware import Hardware, Rates
 from tests.telemetry.reader import read_trace
 

@@ -13,7 +13,7 @@ from offload.app.hf.deferred_init import DeferredInit
 from offload.app.hf.read import build_empty
 from offload.errors import ConfigError, OffloadError, counted, format_bytes
 from offload.layout.planes import DTYPES
-from offload.machine.environment import memory
+from offload.machine.limits import memory
 from offload.modules import in_eval_mode
 
 Batch = dict[str, torch.Tensor]

@@ -10,11 +10,11 @@ from pydantic import BaseModel
 
 from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
+from offload.app.training.lr import learning_rate, restart_factor
 from offload.app.training.task import Task
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import counted, ratio
-from offload.optim.lr import learning_rate, restart_factor
 from offload.optim.rule import UpdateRule
 from offload.optim.rules import make_rule
 from offload.planning.settings import Settings

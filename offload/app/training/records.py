@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.app.config.config import Config
+from offload.app.machine.environment import describe_environment
 from offload.app.telemetry.loggers import Loggers
 from offload.app.telemetry.metrics import MetricsLog
 from offload.app.telemetry.trace import Trace
@@ -22,7 +23,6 @@ from offload.engine.engine import Engine
 from offload.engine.gradients.policies import COARSE_RATIO
 from offload.engine.methods.result import StepResult
 from offload.errors import format_bytes
-from offload.machine.environment import describe_environment
 
 REPORTS: Door[Callable[[Path, Callable[[str], None]], None]] = Door("report", {})
 """Reports by name, written at the end of a run. Door, called with the run folder and a function that prints a line:

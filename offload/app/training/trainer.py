@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.app.config.config import Config
 from offload.app.hf.model_object import ModelObject
+from offload.app.machine.environment import describe_untested
 from offload.app.telemetry.progress import Progress, make_progress
 from offload.app.training.build import make_run
 from offload.app.training.callbacks import Callbacks
@@ -39,7 +40,6 @@ from offload.distributed.outcomes import share_failure, share_outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError, InterruptedRun, OffloadError, common, counted, is_common
-from offload.machine.environment import describe_untested
 from offload.native.io import disk_error
 
 

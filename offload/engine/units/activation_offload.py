@@ -17,7 +17,7 @@ import torch
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import align
-from offload.machine.environment import memory
+from offload.machine.limits import memory
 from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.host import Arena

@@ -17,7 +17,7 @@ from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
-from offload.machine.environment import memory
+from offload.machine.limits import memory
 
 _T = TypeVar("_T")
 _CHANGE_BEFORE = (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from offload.app.user_cache import default_cache_dir
 from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
 from offload.extras.data.groups import LengthBatching, MixedBatching
@@ -20,7 +21,6 @@ from offload.extras.data.source_rows import SourceRows, SourceSummary, names_of
 from offload.extras.data.sources import Source, SourceFile, both_names, hash_text
 from offload.extras.data.storage import Mark
 from offload.extras.data.tokenizer import UNKNOWN, as_files
-from offload.files.user_cache import default_cache_dir
 
 if TYPE_CHECKING:
     import torch

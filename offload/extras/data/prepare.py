@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from offload.app.user_cache import code_hash
 from offload.errors import ConfigError
 from offload.extras.data.cache import load_or_build
 from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
@@ -50,7 +51,6 @@ from offload.extras.data.tokenizer import (
     tokenizer_folder,
     versions,
 )
-from offload.files.user_cache import code_hash
 from offload.machine.limits import usable_cores
 
 _MIN_BYTES_FOR_WORKERS = 32 << 20  # for smaller data, starting processes takes longer than they save

@@ -18,6 +18,7 @@ from typing import get_args
 import xxhash
 
 from offload.app.config.sections import Format
+from offload.app.user_cache import hash_paths
 from offload.errors import ConfigError, nearest
 from offload.extras.data.file_types import (
     CONTAINERS,
@@ -35,7 +36,6 @@ from offload.extras.data.file_types import (
     suffix_of,
 )
 from offload.extras.data.storage import DataSet, LocalFile, Mark, Place, from_folder, from_hub, remote_files
-from offload.files.user_cache import hash_paths
 
 STDLIB = "builtin:stdlib"
 STDLIB_CHAT = "builtin:stdlib-chat"

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from offload.app.machine.environment import version_of
+from offload.app.user_cache import class_hash, code_hash
 from offload.errors import ConfigError
 from offload.extras.data.cache import load_or_build
 from offload.extras.data.chat import BUILTIN_TEMPLATE, ROLE_MARKERS
 from offload.extras.data.sources import hash_text
 from offload.files.pointers import refuse_pointers
-from offload.files.user_cache import class_hash, code_hash
-from offload.machine.environment import version_of
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"

@@ -22,7 +22,7 @@ from offload.errors import ConfigError, OffloadError, counted
 from offload.extras.adapters.adapters import insert_adapter
 from offload.extras.data.tokenizer import load_tokenizer, tokenizer_folder
 from offload.extras.generate.streamed_model import ReadFromOutside, StreamedModel
-from offload.machine.environment import memory
+from offload.machine.limits import memory
 
 _LEAST_MARGIN_BYTES = 1 << 30
 

@@ -14,6 +14,7 @@ from offload.app.config.config import Config
 from offload.app.config.rules import RULE_SETTINGS
 from offload.app.hf.models import locate
 from offload.app.hf.read import weight_files
+from offload.app.machine.probe import LEAST_BYTES, probe
 from offload.app.training.parts import make_placement
 from offload.engine.units.activation_offload import GRAPHS
 from offload.errors import ConfigError, format_bytes
@@ -22,7 +23,6 @@ from offload.extras.plan.forecast import Alternative, Forecast, Forecaster
 from offload.extras.plan.memory import KEPT
 from offload.layout.residence import DEVICE
 from offload.machine.hardware import Hardware
-from offload.machine.probe import LEAST_BYTES, probe
 from offload.planning.disk import optimizer_bytes
 from offload.planning.memory import BUDGETS
 from offload.sizes import written_size

@@ -27,7 +27,6 @@ from offload.app.hf.models import (
 from offload.app.hf.quantized import quantization_settings
 from offload.app.hf.read import quantized_parameters
 from offload.app.training.parts import make_settings
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan, Structure
 from offload.errors import DoesNotFitError, format_bytes
 from offload.extras.adapters.adapters import Adaptation
@@ -35,6 +34,7 @@ from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
 from offload.extras.plan.memory import OPERATIONS, Footprint, footprint
 from offload.extras.plan.routed import describe_experts
 from offload.extras.plan.search import PlacementSearch
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.timing import PlannedStep, Timing
 from offload.extras.plan.workload import Workload
 from offload.layout.codecs import Codec

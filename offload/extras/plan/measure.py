@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from offload.distributed.comm import Comm
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
 from offload.engine.loss.batch import Batch
@@ -29,6 +28,7 @@ from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlocks, blocks_of
 from offload.extras.large.shared_rows import SharedRows, WholeRows
 from offload.extras.plan.op_counter import OpCounter, UnknownValueError
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.unit_use import ROWS, TiledUses, UnitMeasurement, UnitMeasurements
 from offload.extras.plan.workload import NO_COST, NO_WORK, UnitWork, Workload
 from offload.layout.planes import DTYPES

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.assemble import EnginePlan
 from offload.errors import ConfigError, DoesNotFitError
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.simulated_step import without_garbage_collector
 from offload.extras.plan.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.extras.plan.workload import Workload

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload.distributed.ranks import SimulatedRanks
 from offload.engine.gradients.device_updates import DeviceUpdates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.norms import CopySquares, Measures
@@ -25,6 +24,7 @@ from offload.engine.gradients.tile_updates import InPlaceUpdates, RegionUpdate, 
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
 from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
+from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region

@@ -23,7 +23,9 @@ import torch
 from torch import nn
 
 from offload.app.config.config import Config
+from offload.app.machine.environment import describe_environment
 from offload.app.stored_model import REFERENCE
+from offload.app.user_cache import class_hash, code_hash, default_cache_dir
 from offload.checkpoint.manifest import raw
 from offload.checkpoint.spread import broadcast_value
 from offload.distributed.comm import Comm, digest
@@ -34,8 +36,6 @@ from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.sources import hash_text
 from offload.extras.prefs.losses import LogProbs
-from offload.files.user_cache import class_hash, code_hash, default_cache_dir
-from offload.machine.environment import describe_environment
 from offload.native.io import disk_error
 from offload.planning.memory import EXPERT_BUFFER
 

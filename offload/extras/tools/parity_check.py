@@ -31,7 +31,7 @@ from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.extras.large.compiled_forwards import compile_modules
 from offload.layout.planes import DTYPES
-from offload.machine.environment import memory
+from offload.machine.limits import memory
 
 Say = Callable[[str], None]
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offload.machine.limits import memory_limits, read_text, tightest_limit
+from offload.machine.limits import memory, read_text
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24")}
 """(oldest, newest) tested release. Oldest as in pyproject.toml, newest as in constraints.txt."""
@@ -52,14 +52,6 @@ def describe_untested() -> str | None:
 def _release(version: str) -> tuple[int, ...]:
     """Return (major, minor)."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
-
-def memory() -> dict[str, int]:
-    """Return total and available host memory in bytes, and the smallest control group limit if there is one."""
-    limits = memory_limits()
-    sizes = {"total_bytes": limits[0].most_bytes, "available_bytes": tightest_limit(limits).free_bytes}
-    groups = [limit.most_bytes for limit in limits if limit.is_group]
-    return sizes | ({"cgroup_bytes": min(groups)} if groups else {})
 
 
 def version_of(package: str) -> str | None:

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from offload.errors import ConfigError
+from offload.extras.rules.pieces import PIECE, count_of, master_piece, put_piece
 from offload.layout.planes import Factor
-from offload.optim.rule import PIECE, UpdateRule, UpdateStep, check_number, count_of, master_piece, put_piece
+from offload.optim.rule import UpdateRule, UpdateStep, check_number
 
 _ROWS, _COLUMNS, _ELEMENTS = FACTORS = (
     Factor("row_var", "rows"),
@@ -100,7 +101,8 @@ class Factored(UpdateRule):
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         is_matrix = len(by.shape) >= 2
-        pieces = list(_of_matrices(by.shape) if is_matrix else _of_vector(gradients.numel()))
+        # a vector is a matrix with one column
+        pieces = list(_pieces_of(by.shape if is_matrix else (gradients.numel(), 1)))
 
         def gradient(piece: _MatrixPiece) -> torch.Tensor:
             gradient_piece = gradients[piece.span].float()
@@ -184,13 +186,7 @@ def _fold(values: torch.Tensor, dim: int) -> torch.Tensor:
     return values.sum(dim)
 
 
-def _of_vector(numel: int) -> Iterator[_MatrixPiece]:
-    for begin in range(0, numel, PIECE):
-        end = min(begin + PIECE, numel)
-        yield _MatrixPiece(slice(begin, end), (1, 1, end - begin))
-
-
-def _of_matrices(shape: Sequence[int]) -> Iterator[_MatrixPiece]:
+def _pieces_of(shape: Sequence[int]) -> Iterator[_MatrixPiece]:
     """Split a parameter into pieces with about PIECE elements: several matrices, or some rows from one."""
     count, rows, columns = math.prod(shape[:-2]), *shape[-2:]
     if rows * columns <= PIECE:

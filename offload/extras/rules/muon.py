@@ -10,20 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from offload.errors import ConfigError
+from offload.extras.rules.pieces import PIECE, count_of, master_piece, put_piece
 from offload.layout.planes import Plane
 from offload.layout.regions import align
 from offload.optim.adamw import AdamW
-from offload.optim.rule import (
-    PIECE,
-    ParameterTraits,
-    RuleChoice,
-    UpdateRule,
-    UpdateStep,
-    check_number,
-    count_of,
-    master_piece,
-    put_piece,
-)
+from offload.optim.rule import ParameterTraits, RuleChoice, UpdateRule, UpdateStep, check_number
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MOST_STEPS = 100

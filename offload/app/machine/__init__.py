@@ -1,0 +1,1 @@
+"""Description and measured rates of this machine."""

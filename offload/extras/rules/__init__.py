@@ -1,0 +1,1 @@
+"""Update rules beside AdamW and SGD: Lion, Adafactor, LOMO, AdaLomo and Muon."""
