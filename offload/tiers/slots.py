@@ -9,13 +9,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Piece, Region
 from offload.layout.residence import SLOT
-from offload.tiers.counters import Counters
 from offload.tiers.decoder import Decoder
-from offload.tiers.device import Device, copy_planes
+from offload.tiers.device import copy_planes
 from offload.tiers.store import Store
 from offload.tiers.tile import DeferredUpdates
 
@@ -53,10 +51,7 @@ class Slots:
     def __init__(
         self,
         store: Store,
-        device: Device,
         deferred: DeferredUpdates,
-        lanes: Lanes,
-        counters: Counters,
         *,
         slot_bytes: int,
         slot_name: str,
@@ -64,7 +59,7 @@ class Slots:
         debug: bool = False,
     ) -> None:
         """`decoder`: shared with other slots in the store (None: create one)."""
-        self._store, self._device, self._counters, self._lanes = store, device, counters, lanes
+        self._store, self._device, self._counters, self._lanes = store, store.device, store.counters, store.lanes
         self._residence, self._deferred = store.residence, deferred
         self._slots: list[Slot] = []
         self._valid_slots: dict[int, Slot] = {}  # by cargo; valid until another update changes the weights
@@ -74,12 +69,12 @@ class Slots:
         self._flats: dict[int, torch.Tensor] = {}  # resident regions
         self.gathers = store.sharding.gathers
         """True if ranks gather weights at every fetch."""
-        self.weight_decoder = decoder or Decoder([state.region for state in store.states], device, lanes)
+        regions, lanes = [state.region for state in store.states], store.lanes
+        self.weight_decoder = decoder or Decoder(regions, store.device, store.lanes)
         """Decoder for quantized weights."""
         self._copy_lane, self._decoding_lane = (
             (lanes.h2d, lanes.decoding) if store.is_below_device else (lanes.on_compute, lanes.on_compute)
         )
-        regions = [state.region for state in store.states]
         self._in_place = {region.index for region in regions if self._residence.is_used_in_place(region)}
         self._co_fetched = {region.index: self._residence.co_fetched(region) for region in regions}
         self._storages: set[int] = set()

@@ -51,13 +51,13 @@ class Store:
         counters: Counters | None = None,
     ) -> None:
         """`residence`: the tier of each plane (None: all on the host). `comm`: all ranks in the sharding."""
-        self.residence, self._device, self._host, self._lanes = residence or Residence(), device, host, lanes
-        self._infos, self._nvme, self._files = infos, nvme, files
+        self.residence, self.device, self._host, self.lanes = residence or Residence(), device, host, lanes
+        self.infos, self._nvme, self._files = infos, nvme, files
         self._rings = [each for each in (nvme, files) if each is not None]
         self.comm, self.sharding = comm or Comm(), self.residence.sharding
         self.publishes = self.sharding.publishes
         self.within, self.between = self.comm.split(self.sharding.num_replicas)
-        self._counters = counters or Counters()
+        self.counters = counters or Counters()
         # on the device only compute would wait for a lane
         compute_lanes = lanes.on_compute, lanes.on_compute, lanes.collective_on_compute
         is_below, tier = self.is_below_device, self.residence.common
@@ -143,7 +143,7 @@ class Store:
             return
         for state in trained:
             state.gradients = state.sums = None
-        (self._host if self.is_below_device else self._device.ledger).drop("gradients")
+        (self._host if self.is_below_device else self.device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
         planes = [
@@ -160,16 +160,16 @@ class Store:
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
         """Allocate memory on the states' tier, replacing the allocation `name`."""
         if not self.is_below_device:
-            self._device.ledger.drop(name)
-            return self._device.allocate(name, num_bytes)
+            self.device.ledger.drop(name)
+            return self.device.allocate(name, num_bytes)
         self._host.drop(name)
         self._host.reserve(name, num_bytes)
-        return Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8)
+        return Arena(num_bytes, self.device.pinning).take(num_bytes, torch.uint8)
 
     def count_d2h(self, num_bytes: int) -> None:
         """Count D2H bytes, if the states are on the host."""
         if self.is_below_device:
-            self._counters.count("d2h_bytes", num_bytes)
+            self.counters.count("d2h_bytes", num_bytes)
 
     def _take(
         self, name: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str
@@ -177,12 +177,12 @@ class Store:
         """Allocate arrays: one arena on the host, separate allocations on the device."""
         if tier == DEVICE:
             return {
-                (region, plane.name): self._device.allocate(plane.label, num_bytes).view(plane.dtype)
+                (region, plane.name): self.device.allocate(plane.label, num_bytes).view(plane.dtype)
                 for region, plane, num_bytes in planes
             }
         for _, plane, num_bytes in planes:
             self._host.reserve(plane.label, num_bytes)
-        pinning = None if name in (_RESTING, "factors", "errors") else self._device.pinning
+        pinning = None if name in (_RESTING, "factors", "errors") else self.device.pinning
         arena = self._arenas[name] = Arena(sum(num_bytes for *_, num_bytes in planes), pinning)
         return {
             (region, plane.name): arena.take(num_bytes // plane.dtype.itemsize, plane.dtype)
@@ -211,8 +211,8 @@ class Store:
         comm, lane = (self.between, self.network_lane) if self.sharding.spreads else (self.within, self.collective_lane)
         others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
         received = [others.get(rank, own).planes[plane] for rank in self.sharding.partners]
-        self._counters.count("all_gather_elements", (tile.end - tile.begin) * comm.size)
-        self._counters.count("network_bytes", own_weights.nbytes * comm.num_far)
+        self.counters.count("all_gather_elements", (tile.end - tile.begin) * comm.size)
+        self.counters.count("network_bytes", own_weights.nbytes * comm.num_far)
         ticket = lane.submit(
             partial(comm.all_to_all, received, [own_weights] * comm.size, f"{operation}, tile {number}"),
             reads=reads,

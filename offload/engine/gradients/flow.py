@@ -18,14 +18,11 @@ from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.rank_sums import open_exchange
 from offload.engine.gradients.transfer import GradientTransfer
 from offload.errors import ConfigError
-from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
-from offload.layout.regions import ParameterInfo, Piece, Region
+from offload.layout.regions import Piece, Region
 from offload.native import kernels
 from offload.planning.memory import BUFFER, EXPERT_BUFFER
 from offload.planning.settings import Settings
-from offload.tiers.counters import Counters
-from offload.tiers.device import Device
 from offload.tiers.lease import Ring, RingSlice
 from offload.tiers.store import Store
 
@@ -46,10 +43,6 @@ class GradientFlow:
     def __init__(
         self,
         store: Store,
-        infos: Sequence[ParameterInfo],
-        device: Device,
-        lanes: Lanes,
-        counters: Counters,
         settings: Settings,
         staging: torch.Tensor,
         sizes: Mapping[str, int],
@@ -59,7 +52,7 @@ class GradientFlow:
 
         `sizes`: device buffer sizes in bytes, by plan name.
         """
-        self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
+        self._store, self._infos, self._device, self._lanes = store, store.infos, store.device, store.lanes
         self._exist = settings.optimizer.has_gradients
         num_pieces = Counter(parameter for state in store.states for parameter in state.region.parameters)
         # Regions with planned room in the buffer in fp32.
@@ -71,8 +64,8 @@ class GradientFlow:
         self.sums_in_fp32 = False  # micro-batches or chunks are summed in the buffer, in fp32
         self._repeats = self.are_complete = False
         self._observer: GradientObserver | None = None
-        self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
-        self._record_buffer = Ring(device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
+        self._buffer = Ring(self._device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
+        self._record_buffer = Ring(self._device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
         self._lasting_so_far: set[int] = set()  # keys in `_lasting` for this step only
         self._idle: dict[int, torch.Tensor] = {}  # unused buffers from earlier steps
@@ -83,8 +76,7 @@ class GradientFlow:
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        exchange = open_exchange(store, measures, device, lanes, counters, sizes, settings)
-        self.transfer = GradientTransfer(store, measures, lanes, exchange, staging)
+        self.transfer = GradientTransfer(store, measures, open_exchange(store, measures, sizes, settings), staging)
         self._ragged = {
             region.index: [
                 slice(offset + size, end)

@@ -16,31 +16,21 @@ import torch
 from offload.distributed.comm import Comm, pieces_of
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.transfer import Exchange, Gradients, Leases, Measure
-from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import QuantizedCodec
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BETWEEN, BUFFER, SCRATCH, SHARDS, replica_sum_bytes
 from offload.planning.settings import Settings
-from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.lease import Ring
 from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
 
 
-def open_exchange(
-    store: Store,
-    measures: Measures,
-    device: Device,
-    lanes: Lanes,
-    counters: Counters,
-    sizes: Mapping[str, int],
-    settings: Settings,
-) -> Exchange:
+def open_exchange(store: Store, measures: Measures, sizes: Mapping[str, int], settings: Settings) -> Exchange:
     """Return the exchange for the ranks of `store`. `sizes`: device buffer sizes in bytes, by plan name."""
-    parts = store, measures, device, lanes, counters, bool(settings.debug)
+    parts = store, measures, bool(settings.debug)
     exchange = ReduceScatter(sizes, *parts) if store.within.size > 1 else Exchange(*parts)
     if store.between.size > 1 and settings.optimizer.has_gradients:
         return ReplicaSums(exchange, *parts)

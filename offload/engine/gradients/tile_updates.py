@@ -13,7 +13,7 @@ import torch
 
 from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence, Lane, Ticket
-from offload.layout.regions import ParameterInfo, Region
+from offload.layout.regions import Region
 from offload.optim.update import UpdateSettings, update_tile
 from offload.planning.settings import Settings
 from offload.tiers.device import Device
@@ -82,18 +82,13 @@ class TileUpdates:
     """
 
     def __init__(
-        self,
-        store: Store,
-        infos: Sequence[ParameterInfo],
-        slots: Slots,
-        settings: Settings,
-        place: UpdatePlace,
-        workspace: torch.Tensor | None,
+        self, store: Store, slots: Slots, settings: Settings, place: UpdatePlace, workspace: torch.Tensor | None
     ) -> None:
         """`workspace`: device memory for update rules that compute on the device."""
         self.store, self.slots, self.place, self.debug = store, slots, place, bool(settings.debug)
         self.early = EarlyReads(store)
-        self.settings = UpdateSettings(settings.optimizer.parts, infos, settings.optimizer.lr, settings.seed, workspace)
+        rule = settings.optimizer
+        self.settings = UpdateSettings(rule.parts, store.infos, rule.lr, settings.seed, workspace)
         self.is_updating = False
 
     def mark_updating(self, is_updating: bool = True) -> None:

@@ -11,13 +11,10 @@ import torch
 from offload.engine.gradients.norms import CopySquares, Measures
 from offload.engine.gradients.policies import NoPolicy, UpdatePolicy
 from offload.errors import OffloadError
-from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BUFFER
-from offload.tiers.counters import Counters
-from offload.tiers.device import Device
 from offload.tiers.lease import Lease, Ring, RingSlice
 from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
@@ -53,11 +50,9 @@ class Exchange:
     `tickets`: work on the gradients of this step. All gradients have arrived when these are done.
     """
 
-    def __init__(
-        self, store: Store, measures: Measures, device: Device, lanes: Lanes, counters: Counters, debug: bool
-    ) -> None:
-        self._store, self._measures, self._device, self._lanes = store, measures, device, lanes
-        self._counters, self._debug = counters, debug
+    def __init__(self, store: Store, measures: Measures, debug: bool) -> None:
+        self._store, self._measures, self._debug = store, measures, debug
+        self._device, self._lanes, self._counters = store.device, store.lanes, store.counters
         self.tickets: list[Ticket] = []
 
     def begin_step(self) -> None:
@@ -150,10 +145,8 @@ class GradientTransfer:
     gradients this rank lacks.
     """
 
-    def __init__(
-        self, store: Store, measures: Measures, lanes: Lanes, exchange: Exchange, staging: torch.Tensor
-    ) -> None:
-        self._store, self._measures, self._lanes, self._exchange = store, measures, lanes, exchange
+    def __init__(self, store: Store, measures: Measures, exchange: Exchange, staging: torch.Tensor) -> None:
+        self._store, self._measures, self._exchange = store, measures, exchange
         self.accumulates = False
         self.policy: UpdatePolicy = NoPolicy()
         self._staging = Ring(staging, "gradient staging")
@@ -173,7 +166,7 @@ class GradientTransfer:
         """Return this rank's gradient sum of a region in this step; None: no gradients yet."""
         if not self.accumulates or region.index not in self._sent:
             return None
-        self._lanes.wait(self._exchange.tickets)
+        self._store.lanes.wait(self._exchange.tickets)
         return self._store[region].sums
 
     def free(self) -> None:
@@ -185,12 +178,12 @@ class GradientTransfer:
 
         Afterwards the measures and planes are final. This is the only host wait in a step.
         """
-        self._lanes.wait(self._exchange.tickets)
+        self._store.lanes.wait(self._exchange.tickets)
         if self.accumulates:
             for state in self._store.states:
                 if state.sums is not None and state.region.index in self._sent:
                     self._exchange.finish_sum(state, state.sums)
-            self._lanes.wait(self._exchange.tickets)
+            self._store.lanes.wait(self._exchange.tickets)
         self._sent.clear()
         self._measures.finish()
 

@@ -14,7 +14,6 @@ from offload.engine.gradients.policies import DeferredPolicy, UpdatePolicy, Upda
 from offload.engine.gradients.tile_updates import TileUpdates, UpdatePlace
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
-from offload.lanes.lanes import Lanes
 from offload.layout.regions import ParameterInfo, Region
 from offload.optim.rule import UpdateRule
 from offload.optim.update import clip_coefficient, total_norm
@@ -40,29 +39,22 @@ class Updates:
     def __init__(
         self,
         store: Store,
-        infos: Sequence[ParameterInfo],
         flow: GradientFlow,
         slots: Slots,
         deferred: DeferredUpdates,
-        lanes: Lanes,
         settings: Settings,
         place: UpdatePlace,
         workspace: torch.Tensor | None = None,
     ) -> None:
         """`workspace`: device memory for update rules that compute on the device."""
-        self.tiles = TileUpdates(store, infos, slots, settings, place, workspace)
-        self._flow, self._slots, self._deferred, self._lanes, self._measures = (
-            flow,
-            slots,
-            deferred,
-            lanes,
-            flow.measures,
-        )
+        self.tiles = TileUpdates(store, slots, settings, place, workspace)
+        self._flow, self._measures, self._slots, self._deferred = flow, flow.measures, slots, deferred
+        self._lanes = store.lanes
         self._measures_norm = settings.needs_all_gradients and settings.optimizer.drops_gradients
         self._norm: float | None = None  # this step's norm, from a separate backward
         self._max_norm = self._limit = settings.max_grad_norm  # default, and for this step
         self._skips, self._delays_from = settings.skips, settings.delay_after if settings.delay else math.inf
-        self._is_inline = store.update_lane is lanes.on_compute
+        self._is_inline = store.update_lane is store.lanes.on_compute
         # Inline updates hide nothing.
         self.clip = "deferred" if self._is_inline else settings.resolved_clip
         self.num_unclipped: int | None = None  # steps so far, while `clip` is undecided; else None
