@@ -410,9 +410,10 @@ class Slots:
 
         All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
+        gathering = f"all-gather of {region.name}"
         if not self._store.is_below_device and region.is_stored_as_used:
             own_range = self._store[region].planes["weights"]
-            return self._gather_ranges(region, flat, own_range, users, is_ahead)
+            return [self._store.gather(region, flat.data, own_range, gathering, users, is_ahead)]
         tickets, is_link = [], self._copy_lane is self._lanes.h2d
         stored, name = region.stored_view(flat), region.travelling.name
         for tile in self._store[region].held_tiles:
@@ -435,30 +436,13 @@ class Slots:
         if self.gathers:
             own_elements = region.travelling.cut(self._store.sharding.shard(region))
             own_range = stored[own_elements].data  # `data`: see AcceleratorDevice.copy
-            tickets = self._gather_ranges(region, stored, own_range, tickets, is_ahead)
+            tickets = [self._store.gather(region, stored.data, own_range, gathering, tickets, is_ahead)]
         if region.is_stored_as_used:
             return tickets
         decoder, is_copy = self.weight_decoder, self._decoding_lane is self._copy_lane
         work = partial(decoder.decode, region, flat.data)
         moved = 0 if is_copy else decoder.moved_bytes(region)  # a throttled link does not move these bytes
         return [self._decoding_lane.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
-
-    def _gather_ranges(
-        self, region: Region, flat: torch.Tensor, own_range: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool
-    ) -> list[Ticket]:
-        """All-gather `flat` from all ranks' ranges; `own_range` is this rank's range."""
-        store, full = self._store, flat.data
-        operation = f"all-gather of {region.name}"
-        self._counters.count("all_gather_elements", region.numel, is_ahead)
-        self._counters.count("network_bytes", own_range.nbytes * store.within.num_far, is_ahead)
-        return [
-            store.collective_lane.submit(
-                partial(store.within.all_gather, full, own_range, operation),
-                reads=reads,
-                name=operation,
-                num_bytes=own_range.nbytes,
-            )
-        ]
 
     def _poison(self, overwritten: Sequence[Slot], users: Sequence[Ticket]) -> Ticket:
         """Fill slots with NaN."""

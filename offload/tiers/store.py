@@ -225,6 +225,23 @@ class Store:
         for lease in others.values():
             lease.done_writing(ticket)
 
+    def gather(
+        self,
+        region: Region,
+        whole: torch.Tensor,
+        own: torch.Tensor,
+        label: str,
+        reads: Sequence[Ticket] = (),
+        is_ahead: bool = False,
+    ) -> Ticket:
+        """Gather the `own` range of each rank in this replica into `whole`, flat, after `reads`. `label`: name in the
+        timeline and in errors. `is_ahead`: for the next step.
+        """
+        self.counters.count("all_gather_elements", region.numel, is_ahead)
+        self.counters.count("network_bytes", own.nbytes * self.within.num_far, is_ahead)
+        work = partial(self.within.all_gather, whole, own, label)
+        return self.collective_lane.submit(work, reads=reads, name=label, num_bytes=own.nbytes)
+
     def forgive(self) -> None:
         """Forget failed and cancelled updates before all states are written anew."""
         self.values.forget_nonfinite()

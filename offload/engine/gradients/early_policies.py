@@ -77,7 +77,7 @@ class ImmediatePolicy(UpdatePolicy):
         self.arrived += region.pieces
         squares, touched = self._measures.squares, self._measures.touched[region.index]
         # Several ranks check together, in `finish`. On a GPU the squares are not on the host yet.
-        if self._tiles.store.comm.size == 1 and not all(math.isfinite(squares[piece]) for piece in region.pieces):
+        if not self._measures.has_peers and not all(math.isfinite(squares[piece]) for piece in region.pieces):
             refuse_gradients(self._tiles, self._measures, math.nan, self.arrived)
 
         arrival = self._tiles, region, gradients, fence, touched

@@ -235,7 +235,7 @@ class GradientFlow:
     @property
     def _sums_up(self) -> bool:
         """True if a gradient is one of several to be added, on this rank or over ranks."""
-        return self.sums_in_fp32 or self._repeats or self.accumulates or self._store.comm.size > 1
+        return self.sums_in_fp32 or self._repeats or self.accumulates or self.measures.has_peers
 
     def take(self, piece: Piece, parameter: nn.Parameter) -> None:
         """Take a Parameter's gradient out of autograd. `piece`: the Parameter's place in the model parameter."""

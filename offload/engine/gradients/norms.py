@@ -35,10 +35,14 @@ class Measures:
     - one rank, computing on a CPU, several contributions: `measure`, from the buffer;
     - one rank with a GPU: `measure` too, and `CopySquares` brings the numbers to the host;
     - several ranks: `measure_shard`, from the sum over all ranks, exchanged at once or in `finish`.
+
+    `has_peers`: True over several ranks. Another rank may then have a gradient this rank lacks.
     """
 
+    has_peers = False
+
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self.has_peers = store, store.comm.size > 1
         self._regions = [state.region for state in store.states]
         self.touched: dict[int, list[bool]] = {}
         pieces = [piece for region in self._regions for piece in region.pieces]

@@ -81,7 +81,7 @@ class DeferredPolicy(UpdatePolicy):
 
     def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
         updates, deferred, touched, early = self._updates, self._deferred, self._measures.touched, self._updates.early
-        scale, has_peers = clip_coefficient(norm, limit), updates.store.comm.size > 1
+        scale, has_peers = clip_coefficient(norm, limit), self._measures.has_peers
         if not has_peers:  # with peers: other ranks may already have updated theirs
             early.check()
         waiting = [state for state in updates.store.states if state.has_gradient_plane]

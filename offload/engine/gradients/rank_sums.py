@@ -37,6 +37,10 @@ def open_exchange(store: Store, measures: Measures, sizes: Mapping[str, int], se
     return exchange
 
 
+def _gathering(region: Region) -> str:
+    return f"all-gather of the gradients of {region.name}"
+
+
 class ReduceScatter(Exchange):
     """Each rank in a replica receives and measures the fp32 sum over its own range.
 
@@ -75,7 +79,7 @@ class ReduceScatter(Exchange):
             if whole:
                 if fence is not source:
                     flat[part].copy_(shard)
-                store.within.all_gather(flat, flat[part], f"all-gather of the gradients of {region.name}")
+                store.within.all_gather(flat, flat[part], _gathering(region))
             elif self._debug and source.buffer_type == BUFFER:
                 for rest in (flat[: part.start], flat[part.stop :]) if fence is source else (flat,):
                     rest.fill_(float("nan"))
@@ -103,12 +107,12 @@ class ReduceScatter(Exchange):
         self.tickets += gradients.reads
 
     def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
-        region, plane = state.region, state.gradients
+        region, plane, store = state.region, state.gradients, self._store
         assert plane is not None
         self._measures.measure_shard(region, total, agrees=False)
         self._round(region, total)
         if len(total) < len(plane):
-            self.tickets.append(self._gather(region, plane, total))
+            self.tickets.append(store.gather(region, plane, total, _gathering(region)))
 
 
 class Residual:
@@ -335,6 +339,6 @@ class ReplicaSums(Exchange):
             work, reads=reads, users=users, name=f"sum {region.name}", num_bytes=sent * (between.size - 1)
         )
         if len(target) < len(into):  # every rank in the replica stores the whole sum
-            ticket = self._gather(region, into, target, (ticket,))
+            ticket = store.gather(region, into, target, _gathering(region), (ticket,))
         self.tickets.append(ticket)
         return ticket

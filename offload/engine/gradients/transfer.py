@@ -119,14 +119,6 @@ class Exchange:
             self.tickets.append(ticket)
             lease.done_writing(ticket)
 
-    def _gather(self, region: Region, whole: torch.Tensor, own: torch.Tensor, reads: Sequence[Ticket] = ()) -> Ticket:
-        """Gather the sums of all ranks in this replica, each rank's `own` part."""
-        store, label = self._store, f"all-gather of the gradients of {region.name}"
-        self._counters.count("all_gather_elements", region.numel)
-        self._counters.count("network_bytes", own.nbytes * store.within.num_far)
-        work = partial(store.within.all_gather, whole, own, label)
-        return store.collective_lane.submit(work, reads=reads, name=label, num_bytes=own.nbytes)
-
     def _copy_squares(self, squares: CopySquares | None) -> None:
         """Copy the squares to the host separately."""
         if squares is not None:
@@ -189,11 +181,11 @@ class GradientTransfer:
 
     def sends(self, region: Region) -> bool:
         """Return whether a region is sent: with a gradient on this rank, or with other ranks that may have one."""
-        return self._store.comm.size > 1 or any(self._measures.touched[region.index])
+        return self._measures.has_peers or any(self._measures.touched[region.index])
 
     def send(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool = False) -> None:
         """Send a region's gradients to the update. `is_final`: `flat` is the sum over the whole step."""
-        if self._store.comm.size > 1:
+        if self._measures.has_peers:
             for position, has in enumerate(self._measures.touched[region.index]):
                 if not has:  # on this rank; another rank may have one
                     flat[self._store[region].span(position)].zero_()
