@@ -343,7 +343,7 @@ class EngineState:
         self.runner.close()
         self.slots.free()
         self.gradients.free()
-        self.updates.free()
+        self.updates.tiles.place.free()
         self.store.close()
         self.device.close()
         self.device.ledger.clear()

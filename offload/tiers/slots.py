@@ -127,7 +127,11 @@ class Slots:
     # -- fetch and use ------------------------------------------------------------------------------------------
 
     def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
-        """Copy a cargo to `offset`, after the last readers in all overwritten slots. `is_ahead`: for the next step."""
+        """Copy a cargo to `offset`, after the last readers in all overwritten slots. `is_ahead`: for the next step.
+
+        Each region's pending update starts right before the copy: with several regions on disk, a later update would
+        take the ring memory from which the first region is copied without another read.
+        """
         end = offset + self._sizes[cargo]
         evicted = set(map(self._valid_slots.get, evicts))
         slots, overwritten = [], []
@@ -146,7 +150,16 @@ class Slots:
                 if part[0] < part[1]:
                     slots.append(Slot(other.cargo, *part, fence=other.fence))  # noqa: PERF401
         self._slots = [*slots, slot]
-        slot.fence.record_writer(*self._fill(slot, overwritten, users, is_ahead))
+        if self._debug:
+            users.append(self._poison(overwritten, users))
+        tickets, begin = [], offset
+        for region in self.cargoes[cargo]:
+            planes = self._planes_at(region, begin)
+            flat = planes.pop("weights")
+            begin += self._slot_bytes(region)
+            self._deferred.start(region)
+            tickets += self._copy_to_device(region, flat, users, is_ahead, planes if slot.is_whole else {})
+        slot.fence.record_writer(*tickets)
         self._valid_slots[cargo] = slot  # only now: all copies are submitted
 
     def use(self, cargo: int, regions: Sequence[Region]) -> None:
@@ -378,25 +391,6 @@ class Slots:
         fence = Fence(buffer_type)
         fence.record_reader(*self._lanes.mark())
         return fence
-
-    def _fill(self, slot: Slot, overwritten: Sequence[Slot], users: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
-        """Copy the slot's cargo to the device, after `users` (tickets of the users of the slots `overwritten`). Return
-        the copy tickets.
-
-        Each region's pending update starts right before the copy: with several regions on disk, a later update would
-        take the ring memory from which the first region is copied without another read.
-        """
-        if self._debug:
-            users = [*users, self._poison(overwritten, users)]
-        tickets: list[Ticket] = []
-        begin = slot.begin
-        for region in self.cargoes[slot.cargo]:
-            planes = self._planes_at(region, begin)
-            flat = planes.pop("weights")
-            begin += self._slot_bytes(region)
-            self._deferred.start(region)
-            tickets += self._copy_to_device(region, flat, users, is_ahead, planes if slot.is_whole else {})
-        return tickets
 
     def _copy_to_device(
         self,

@@ -122,11 +122,6 @@ class Store:
         """True if the common tier is the host, over a link to the device."""
         return self.residence.common != DEVICE
 
-    @property
-    def lends_early(self) -> bool:
-        """True if states can be lent before their gradients exist: no record holds both."""
-        return not any(state.has_room_on_disk for state in self.states)
-
     def hold_gradients(self, accumulates: bool, keeps_gradients: bool = True) -> None:
         """Allocate gradient planes for all trainable regions: fp32 to accumulate several passes, otherwise in the
         weight dtype. No planes for gradients that do not wait in memory.

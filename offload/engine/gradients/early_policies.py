@@ -10,13 +10,7 @@ from typing import Any
 import torch
 
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.policies import (
-    COARSE_RATIO,
-    UpdatePolicy,
-    UpdateResult,
-    _as_float32,
-    refuse_gradients,
-)
+from offload.engine.gradients.policies import COARSE_RATIO, UpdatePolicy, UpdateResult, _as_float32, refuse_gradients
 from offload.engine.gradients.tile_updates import Correction, RegionUpdate, TileUpdates
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Piece, Region

@@ -42,6 +42,9 @@ class UpdatePolicy:
     drops: gradients are measured, then discarded. updates_at_arrival: each region is updated as soon as the gradients
     arrive, so the ranks have to agree on the region's norm at that time. is_final: such updates are never corrected,
     and weights for the next step may be fetched. arrived: the pieces of these regions, in arrival order.
+
+    The base class serves between steps, until `Updates.begin_step` chooses a policy: gradients arrive, and no update
+    follows.
     """
 
     drops = updates_at_arrival = is_final = False
@@ -56,10 +59,6 @@ class UpdatePolicy:
     def finish(self, norm: float, limit: float | None, first_use: Callable[[Region], float]) -> UpdateResult:
         """Clip to `limit`, now with the global norm. `first_use`: sort key, a region's first use in the next step."""
         raise NotImplementedError
-
-
-class NoPolicy(UpdatePolicy):
-    """Between steps, until `Updates.begin_step` chooses a policy: gradients arrive, and no update follows."""
 
 
 class DeferredPolicy(UpdatePolicy):

@@ -33,7 +33,8 @@ class EarlyReads:
         self._store = store
         self._order: list[Region] = []
         self._leases: dict[Tile, Lease] = {}
-        self.are_possible = store.lends_early
+        # A record with room for gradients would lend them with the states, before they exist.
+        self.are_possible = not any(state.has_room_on_disk for state in store.states)
 
     def begin(self) -> None:
         """Read states during the backward, when the disk is mostly idle.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from offload.engine.gradients.norms import CopySquares, Measures
-from offload.engine.gradients.policies import NoPolicy, UpdatePolicy
+from offload.engine.gradients.policies import UpdatePolicy
 from offload.errors import OffloadError
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
@@ -140,12 +140,12 @@ class GradientTransfer:
     def __init__(self, store: Store, measures: Measures, exchange: Exchange, staging: torch.Tensor) -> None:
         self._store, self._measures, self._exchange = store, measures, exchange
         self.accumulates = False
-        self.policy: UpdatePolicy = NoPolicy()
+        self.policy = UpdatePolicy()
         self._staging = Ring(staging, "gradient staging")
         self._sent: set[int] = set()
 
     def begin_step(self) -> None:
-        self.policy = NoPolicy()
+        self.policy = UpdatePolicy()
         self._sent.clear()
         self._exchange.begin_step()
         self._staging.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from offload.engine.gradients.policies import DeferredPolicy, UpdatePolicy, Upda
 from offload.engine.gradients.tile_updates import TileUpdates, UpdatePlace
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
-from offload.layout.regions import ParameterInfo, Region
+from offload.layout.regions import Region
 from offload.optim.rule import UpdateRule
 from offload.optim.update import clip_coefficient, total_norm
 from offload.planning.settings import Settings
@@ -52,7 +52,7 @@ class Updates:
         self._lanes = store.lanes
         self._measures_norm = settings.needs_all_gradients and settings.optimizer.drops_gradients
         self._norm: float | None = None  # this step's norm, from a separate backward
-        self._max_norm = self._limit = settings.max_grad_norm  # default, and for this step
+        self.max_norm = self._limit = settings.max_grad_norm  # default (None: no clipping), and for this step
         self._skips, self._delays_from = settings.skips, settings.delay_after if settings.delay else math.inf
         self._is_inline = store.update_lane is store.lanes.on_compute
         # Inline updates hide nothing.
@@ -60,19 +60,9 @@ class Updates:
         self.num_unclipped: int | None = None  # steps so far, while `clip` is undecided; else None
 
     @property
-    def infos(self) -> Sequence[ParameterInfo]:
-        """Parameter settings for the next updates."""
-        return self.tiles.settings.infos
-
-    @property
-    def max_norm(self) -> float | None:
-        """Default clipping norm; None: no clipping."""
-        return self._max_norm
-
-    @property
     def needs_norm(self) -> bool:
         """True if updates wait for the norm."""
-        is_deferred = self._max_norm is not None and self.clip != "speculative"
+        is_deferred = self.max_norm is not None and self.clip != "speculative"
         return (self._skips or is_deferred) and not self._measures_norm
 
     def delays(self, number: int) -> bool:
@@ -121,7 +111,7 @@ class Updates:
                 f"the update rule {settings.rules[0]} cannot change to {rule}, which stores other moments per "
                 "weight: choose this setting when the engine is created."
             )
-        infos = [replace(info, weight_decay=decays.get(info.name, info.weight_decay)) for info in self.infos]
+        infos = [replace(info, weight_decay=decays.get(info.name, info.weight_decay)) for info in settings.infos]
         self.tiles.settings = settings._replace(rules=rule.parts, infos=infos)
 
     def begin_step(
@@ -132,7 +122,7 @@ class Updates:
         `after_norm`: updates come after the norm in any case. `for_norm`: the next backward is for the norm only.
         `norm`: the norm from such a backward.
         """
-        self._norm, self._limit = norm, self._max_norm
+        self._norm, self._limit = norm, self.max_norm
         self._lanes.close_step()
         self.tiles.settings = self.tiles.settings._replace(lr=lr)
         self.tiles.place.begin_step()
@@ -154,16 +144,14 @@ class Updates:
 
         Raises NonFiniteError for a non-finite norm, unless such steps are skipped.
         """
-        self._flow.send_rest()
-        self._flow.transfer.finish()
-        self._norm = total_norm(self._measures.squares.values())
+        self._norm = self.measure()
         if not math.isfinite(self._norm) and not self._skips:
             refuse_gradients(self.tiles, self._measures, self._norm)
         self._flow.begin_step()
         return self._norm
 
     def measure(self) -> float:
-        """Complete an own loop's gradients and return their norm over all ranks. Collective."""
+        """Complete the gradients and return their norm over all ranks. Collective."""
         self._flow.send_rest()
         self._flow.finish()
         return total_norm(self._measures.squares.values())
@@ -247,9 +235,6 @@ class Updates:
     def mark_sound(self) -> None:
         """Mark the states as whole: all were written again."""
         self.tiles.is_updating = False
-
-    def free(self) -> None:
-        self.tiles.place.free()
 
     def failure(self) -> str | None:
         """Return the reason if the states belong to no step, else None. Call between steps."""
