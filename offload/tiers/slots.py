@@ -77,6 +77,7 @@ class Slots:
         )
         self._in_place = {region.index for region in regions if self._residence.is_used_in_place(region)}
         self._co_fetched = {region.index: self._residence.co_fetched(region) for region in regions}
+        self._slot_sizes = {region.index: self._residence.slot_bytes(region) for region in regions}
         self._storages: set[int] = set()
         if not self._residence.copies_weights:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
@@ -90,7 +91,6 @@ class Slots:
     def _forget_cargoes(self) -> None:
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._sizes = [0]  # by cargo, in bytes
-        self._slot_sizes: dict[int, int] = {}  # by region index, in bytes
         self._numbers: dict[tuple[Region, ...], int] = {}  # by a unit's regions
 
     def cargo_of(self, regions: Sequence[Region]) -> int:
@@ -101,19 +101,13 @@ class Slots:
             streaming = tuple(region for region in regions if not self.is_resident(region))
             if streaming not in self.cargoes:
                 self.cargoes.append(streaming)
-                self._sizes.append(sum(self._slot_bytes(region) for region in streaming))
+                self._sizes.append(sum(self._slot_sizes[region.index] for region in streaming))
             cargo = self._numbers[regions] = self.cargoes.index(streaming)
         return cargo
 
     def cargo_bytes(self, cargo: int) -> int:
         """Return the bytes a cargo takes in a slot."""
         return self._sizes[cargo]
-
-    def _slot_bytes(self, region: Region) -> int:
-        num_bytes = self._slot_sizes.get(region.index)
-        if num_bytes is None:
-            num_bytes = self._slot_sizes[region.index] = self._residence.slot_bytes(region)
-        return num_bytes
 
     def valid_offsets(self) -> dict[int, int]:
         """Return offsets for all valid cargoes, fetched or in transit."""
@@ -156,7 +150,7 @@ class Slots:
         for region in self.cargoes[cargo]:
             planes = self._planes_at(region, begin)
             flat = planes.pop("weights")
-            begin += self._slot_bytes(region)
+            begin += self._slot_sizes[region.index]
             self._deferred.start(region)
             tickets += self._copy_to_device(region, flat, users, is_ahead, planes if slot.is_whole else {})
         slot.fence.record_writer(*tickets)
@@ -244,7 +238,7 @@ class Slots:
                 weights[region] = self._flats[region.index]
             else:
                 weights[region] = self._planes_at(region, end)["weights"]
-                end += self._slot_bytes(region)
+                end += self._slot_sizes[region.index]
                 assert end % _SLOT_ALIGNMENT_BYTES == 0
         return weights
 
@@ -256,7 +250,7 @@ class Slots:
             for region in self.cargoes[slot.cargo]:
                 if self._residence.row(region).update == SLOT:
                     masters[region] = self._planes_at(region, begin)
-                begin += self._slot_bytes(region)
+                begin += self._slot_sizes[region.index]
         return masters
 
     def _planes_at(self, region: Region, begin: int) -> dict[str, torch.Tensor]:

@@ -127,30 +127,25 @@ class Store:
         weight dtype. No planes for gradients that do not wait in memory.
         """
         trained = [state for state in self.states if state.region.trainable]
-        planes_by_region = {
-            s.region: [summed(plane) if accumulates else plane]
-            for s in trained
-            if accumulates or (keeps_gradients and not s.has_room_on_disk)
-            for plane in [s.region.plane("gradients")]
-        }
+        holders = [s for s in trained if accumulates or (keeps_gradients and not s.has_room_on_disk)]
         current = {s.region: s.sums is not None for s in trained if s.gradients is not None}
-        if current == dict.fromkeys(planes_by_region, accumulates):
+        if current == {state.region: accumulates for state in holders}:
             return
         for state in trained:
             state.gradients = state.sums = None
         (self._host if self.is_below_device else self.device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
-        planes = [
-            (region, plane, self.sharding.plane_bytes(region, plane)) for region, (plane,) in planes_by_region.items()
-        ]
-        for (region, _), flat in self._take("gradients", planes, self.residence.common).items():
-            start = self.sharding.held_range(region, *planes_by_region[region]).start
+        planes = {state.region: state.region.plane("gradients") for state in holders}
+        if accumulates:
+            planes = {region: summed(plane) for region, plane in planes.items()}
+        entries = [(region, plane, self.sharding.plane_bytes(region, plane)) for region, plane in planes.items()]
+        for (region, _), flat in self._take("gradients", entries, self.residence.common).items():
+            start = self.sharding.held_range(region, planes[region]).start
             own, shard = self.sharding.own(region), self.sharding.shard(region)
             # Stage 1 holds the whole plane, like ZeRO, although only the updated range is used.
-            gradients = flat[own.start - start : own.stop - start]
-            sums = flat[shard.start - start : shard.stop - start] if accumulates else None
-            self[region].gradients, self[region].sums = gradients, sums
+            self[region].gradients = flat[own.start - start : own.stop - start]
+            self[region].sums = flat[shard.start - start : shard.stop - start] if accumulates else None
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
         """Allocate memory on the states' tier, replacing the allocation `name`."""

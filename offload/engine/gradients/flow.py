@@ -69,24 +69,17 @@ class GradientFlow:
         self._lasting: dict[int, torch.Tensor] = {}
         self._lasting_so_far: set[int] = set()  # keys in `_lasting` for this step only
         self._idle: dict[int, torch.Tensor] = {}  # unused buffers from earlier steps
-        self._places = {
-            piece: (state.region, position, state.span(position))
-            for state in store.states
-            for position, piece in enumerate(state.region.pieces)
-        }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
         self.transfer = GradientTransfer(store, measures, open_exchange(store, measures, sizes, settings), staging)
-        self._ragged = {
-            region.index: [
-                slice(offset + size, end)
-                for offset, size, end in zip(
-                    region.offsets, region.sizes, (*region.offsets[1:], region.numel), strict=True
-                )
-                if offset + size < end
-            ]
-            for region in (state.region for state in store.states)
-        }
+        self._places: dict[Piece, tuple[Region, int, slice]] = {}
+        self._ragged: dict[int, list[slice]] = {}  # padding behind the pieces, by region index
+        for state in store.states:
+            region, spans = state.region, [state.span(position) for position in range(len(state.region.pieces))]
+            for position, (piece, span) in enumerate(zip(region.pieces, spans, strict=True)):
+                self._places[piece] = region, position, span
+            padding = zip(spans, (*region.offsets[1:], region.numel), strict=True)
+            self._ragged[region.index] = [slice(span.stop, end) for span, end in padding if span.stop < end]
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -8,9 +8,16 @@ from dataclasses import replace
 
 import torch
 
-from offload.engine.gradients.early_policies import ImmediatePolicy, NormOnlyPolicy, SpeculativePolicy
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.gradients.policies import DeferredPolicy, UpdatePolicy, UpdateResult, refuse_gradients
+from offload.engine.gradients.policies import (
+    DeferredPolicy,
+    ImmediatePolicy,
+    NormOnlyPolicy,
+    SpeculativePolicy,
+    UpdatePolicy,
+    UpdateResult,
+    refuse_gradients,
+)
 from offload.engine.gradients.tile_updates import TileUpdates, UpdatePlace
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
