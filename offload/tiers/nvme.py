@@ -79,12 +79,6 @@ class Channel:
         """Ring bytes."""
         return self.ring.memory.nbytes
 
-    def take(self, num_bytes: int) -> RingSlice:
-        """Return ring memory, reserved until the slice is closed."""
-        ring_slice = self.ring.take(num_bytes)
-        assert ring_slice is not None, "the ring was planned for one lease at a time"
-        return ring_slice
-
     def read(
         self, file: Stripes, offset: int, ring_slice: RingSlice, *, reads: Sequence[Ticket], name: str, is_ahead: bool
     ) -> Ticket:
@@ -168,7 +162,7 @@ class Record:
         channel = self.fetches if fetches else self.updates
         first, last = self._span(names)
         reads = [ticket for fence in self._fences(names) for ticket in fence.before_read()]
-        ring_slice = channel.take(last - first)
+        ring_slice = channel.ring.take_planned(last - first)
         name = self.name if fetches else f"update {self.name}"
         reading = channel.read(self.file, self.offset + first, ring_slice, reads=reads, name=name, is_ahead=is_ahead)
         for fence in self._fences(names):
@@ -191,7 +185,7 @@ class Record:
         """
         channel = self.fetches if travels else self.updates
         first, last = self._span(names)
-        ring_slice = channel.take(last - first)
+        ring_slice = channel.ring.take_planned(last - first)
         self._recent = None
         return lease.staged(
             ring_slice,

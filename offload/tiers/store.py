@@ -75,10 +75,13 @@ class Store:
         memory: dict[tuple[Region, str], torch.Tensor] = {}
         for name, planes in groups.items():
             memory |= self._take(name, planes, DEVICE if name == _STAYING else tier)
-        self.states = [
-            self._state(region, {p.name: memory[region, p.name] for p in region.states if (region, p.name) in memory})
-            for region in regions
-        ]
+        self.states: list[RegionState] = []
+        for region in regions:
+            in_memory = {p.name: memory[region, p.name] for p in region.states if (region, p.name) in memory}
+            others = {rank: self._tiles(region, in_memory, rank) for rank in self.sharding.partners}
+            tiles = others.pop(self.sharding.owner)
+            stays = frozenset(self.residence.planes_on(DEVICE, region))
+            self.states.append(RegionState(region, in_memory, tiles, others, [0] * len(region.pieces), stays=stays))
         self._by_index = {state.region.index: state for state in self.states}
         comms = self.comm, self.within, self.between
         self.values = Values(self._by_index, infos, self.sharding, *comms, lanes)
@@ -89,12 +92,6 @@ class Store:
         errors = [(region, ERROR, num_bytes) for region in regions if (num_bytes := self.sharding.error_bytes(region))]
         for (region, _), flat in self._take("errors", errors, tier).items() if errors else ():
             self[region].error = flat
-
-    def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
-        others = {rank: self._tiles(region, planes, rank) for rank in self.sharding.partners}
-        tiles = others.pop(self.sharding.owner)
-        stays = frozenset(self.residence.planes_on(DEVICE, region))
-        return RegionState(region, planes, tiles, others, [0] * len(region.pieces), stays=stays)
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles in a rank range, with the planes on this rank."""

@@ -55,8 +55,7 @@ class DeviceUpdates(UpdatePlace):
             return self._in_place.submit(tile)
         host_planes = {name: flat for name, flat in tile.planes.items() if name not in tile.update.state.stays}
         sizes = [align(flat.nbytes, PLANE_ALIGNMENT) for flat in host_planes.values()]
-        stretch = self._ring.take(sum(sizes))
-        assert stretch is not None, "the ring was planned for the largest tile"
+        stretch = self._ring.take_planned(sum(sizes))
         places = stretch.flat.split(sizes)
         device_planes = {
             name: place[: flat.nbytes].view(flat.dtype)
@@ -138,4 +137,4 @@ class DeviceUpdates(UpdatePlace):
         self._ring.reset()
 
     def free(self) -> None:
-        self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
+        self._ring.free()

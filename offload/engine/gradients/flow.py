@@ -125,7 +125,7 @@ class GradientFlow:
     def resize(self, num_bytes: int) -> None:
         """Replace the buffer by another one with `num_bytes` bytes, between two steps."""
         self._device.ledger.drop(BUFFER)
-        self._buffer = Ring(torch.empty(0, dtype=torch.uint8), "")
+        self._buffer.free()
         self._buffer = Ring(self._device.allocate(BUFFER, num_bytes), BUFFER)
 
     def make_lasting(self, region: Region, for_good: bool = True) -> None:
@@ -181,8 +181,7 @@ class GradientFlow:
         """
         if self._observer is None:
             passing = [region for region in regions if region.trainable]
-            stretch = self._record_buffer.take(sum(map(self._passing_bytes, passing)))
-            assert stretch is not None, "there is room for the largest record"
+            stretch = self._record_buffer.take_planned(sum(map(self._passing_bytes, passing)))
             self._lanes.compute_after((), users=stretch.users)
             self._lay_out(passing, stretch)
             stretch.flat.zero_()
@@ -225,11 +224,6 @@ class GradientFlow:
             self._repeats, self.sums_in_fp32 = False, summed_in_fp32
         self.close(regions)
 
-    @property
-    def _sums_up(self) -> bool:
-        """True if a gradient is one of several to be added, on this rank or over ranks."""
-        return self.sums_in_fp32 or self._repeats or self.accumulates or self.measures.has_peers
-
     def take(self, piece: Piece, parameter: nn.Parameter) -> None:
         """Take a Parameter's gradient out of autograd. `piece`: the Parameter's place in the model parameter."""
         gradient = parameter.grad
@@ -254,11 +248,13 @@ class GradientFlow:
             )
         touched = self.measures.touched[region.index]
         lasts = region.index in self._lasting
+        # The gradient may be one of several to be added, on this rank or over ranks.
+        is_summed = lasts or self.sums_in_fp32 or self._repeats or self.accumulates or self.measures.has_peers
         flat = self._lasting[region.index] if lasts else self._open[region.index][0]
         if touched[position]:
             self.measures.record_square(piece, None)
             flat[span].add_(gradient)
-        elif flat.is_cpu and flat.dtype == gradient.dtype and not lasts and not self._sums_up:
+        elif flat.is_cpu and flat.dtype == gradient.dtype and not is_summed:
             # Measure the gradient while it is still in the cache.
             self.measures.record_square(piece, kernels.copy_sum_squares(gradient, flat[span]))
         else:
@@ -291,8 +287,8 @@ class GradientFlow:
         self._observer = observer
 
     def free(self) -> None:
-        empty = torch.empty(0, dtype=torch.uint8)
-        self._buffer = self._record_buffer = Ring(empty, "")
+        self._buffer.free()
+        self._record_buffer.free()
         self.transfer.free()
         self._lasting.clear()
         self._idle.clear()

@@ -59,7 +59,8 @@ class ReduceScatter(Exchange):
         self._shards.reset()
 
     def free(self) -> None:
-        self._shards, self._scratch = Ring(torch.empty(0, dtype=torch.uint8), ""), torch.empty(0, dtype=torch.uint8)
+        self._shards.free()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
         store, part = self._store, self._store.sharding.shard(region)
@@ -67,8 +68,7 @@ class ReduceScatter(Exchange):
         shard, fence = flat[part], source
         users: Sequence[Ticket] = ()
         if flat.dtype != torch.float32:
-            stretch = self._shards.take(4 * (part.stop - part.start))
-            assert stretch is not None, "there is room for the largest shard"
+            stretch = self._shards.take_planned(4 * (part.stop - part.start))
             shard, fence, users = stretch.flat.view(torch.float32), stretch.fence, stretch.users
             stretch.close()  # no other stretch is taken before this one has a reader
 
@@ -253,7 +253,7 @@ class ReplicaSums(Exchange):
 
     def free(self) -> None:
         self._inner.free()
-        self._ring = Ring(torch.empty(0, dtype=torch.uint8), "")
+        self._ring.free()
         del self._sums
 
     def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
@@ -293,8 +293,7 @@ class ReplicaSums(Exchange):
         assert measure is not None
         own, plane = self._store.sharding.own(region), region.plane("gradients")
         num_bytes = 4 * len(flat)  # a bf16 shard leaves room for an fp32 piece
-        stretch = self._ring.take(num_bytes + (plane.num_bytes(own.stop - own.start) if into is None else 0))
-        assert stretch is not None, "there is room for the largest shard"
+        stretch = self._ring.take_planned(num_bytes + (plane.num_bytes(own.stop - own.start) if into is None else 0))
         terms = stretch.flat[: flat.nbytes].view(flat.dtype)
         if into is None:
             into = stretch.flat[num_bytes:].view(plane.dtype)

@@ -162,7 +162,7 @@ class GradientTransfer:
         return self._store[region].sums
 
     def free(self) -> None:
-        self._staging = Ring(torch.empty(0, dtype=torch.uint8), "")
+        self._staging.free()
         self._exchange.free()
 
     def finish(self) -> None:
@@ -268,6 +268,5 @@ class GradientTransfer:
         self._exchange.tickets.append(ticket)
 
     def _take_staging(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, RingSlice]:
-        stretch = self._staging.take(numel * dtype.itemsize)
-        assert stretch is not None, "staging has room for the largest region"
+        stretch = self._staging.take_planned(numel * dtype.itemsize)
         return stretch.flat.view(dtype), stretch

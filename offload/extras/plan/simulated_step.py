@@ -227,11 +227,8 @@ class _TimedUpdatePlace(UpdatePlace):
         return ticket
 
     def begin_step(self) -> None:
-        """Start a step."""
+        """Start a step. There is no computation to check at the end."""
         self._place.begin_step()
-
-    def check(self) -> None:
-        """Do nothing: there is no computation to check."""
 
 
 class _SimulatedUpdate(RegionUpdate):
