@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -229,17 +231,18 @@ class Record:
 
     def _span(self, names: Sequence[str]) -> tuple[int, int]:
         """Return the byte range of neighbouring planes in the record."""
-        first, end, spans = 0, 0, {}
-        for name, plane in self.planes.items():
-            first, end = end, end + plane.disk_bytes(self.numel)
-            spans[name] = first, end
-        return spans[names[0]][0], spans[names[-1]][1]
+        return self._spans[names[0]][0], self._spans[names[-1]][1]
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        ends = accumulate((plane.disk_bytes(self.numel) for plane in self.planes.values()), initial=0)
+        return dict(zip(self.planes, pairwise(ends), strict=True))
 
     def _views(self, names: Sequence[str], ring_slice: RingSlice) -> dict[str, torch.Tensor]:
-        views, end = {}, 0
+        views, first = {}, self._spans[names[0]][0]
         for plane in map(self.planes.__getitem__, names):
-            views[plane.name] = ring_slice.flat[end : end + plane.num_bytes(self.numel)].view(plane.dtype)
-            end += plane.disk_bytes(self.numel)
+            begin = self._spans[plane.name][0] - first
+            views[plane.name] = ring_slice.flat[begin : begin + plane.num_bytes(self.numel)].view(plane.dtype)
         return views
 
 

@@ -158,22 +158,20 @@ class Slots:
 
     def use(self, cargo: int, regions: Sequence[Region]) -> None:
         """Order compute after a cargo fetch, and after copies of resident regions."""
-        slot = self._valid_slots.get(cargo)
-        tickets = list(slot.fence.before_read()) if slot is not None else []
-        for region in regions:
-            if region.index in self._resident_fences:
-                tickets += self._resident_fences[region.index].before_read()
+        tickets = [ticket for fence in self._fences(cargo, regions) for ticket in fence.before_read()]
         if tickets:
             self._lanes.compute_after(tickets)
 
     def release(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
         """Record compute, up to `marks`, as a weight reader."""
+        for fence in self._fences(cargo, regions):
+            fence.record_reader(*marks)
+
+    def _fences(self, cargo: int, regions: Sequence[Region]) -> list[Fence]:
+        """Return the fences of the weights in use by a unit: in a slot, and resident."""
         slot = self._valid_slots.get(cargo)
-        if slot is not None:
-            slot.fence.record_reader(*marks)
-        for region in regions:
-            if region.index in self._resident_fences:
-                self._resident_fences[region.index].record_reader(*marks)
+        resident = [self._resident_fences[each.index] for each in regions if each.index in self._resident_fences]
+        return resident if slot is None else [slot.fence, *resident]
 
     def compute_after_resident(self) -> None:
         """Order compute after all copies of resident regions, because modules read them without a fetch."""

@@ -198,15 +198,15 @@ class Store:
         comm, lane = (self.between, self.network_lane) if self.sharding.spreads else (self.within, self.collective_lane)
         others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
         received = [others.get(rank, own).planes[plane] for rank in self.sharding.partners]
-        self.counters.count("all_gather_elements", (tile.end - tile.begin) * comm.size)
+        self.counters.count("all_gather_elements", (tile.end - tile.begin) * len(received))
         self.counters.count("network_bytes", own_weights.nbytes * comm.num_far)
         ticket = lane.submit(
-            partial(comm.all_to_all, received, [own_weights] * comm.size, f"{operation}, tile {number}"),
+            partial(comm.all_to_all, received, [own_weights] * len(received), f"{operation}, tile {number}"),
             reads=reads,
             users=[ticket for lease in others.values() for ticket in lease.users],
             name=operation,
             # The link counts bytes per rank within a replica, and sent bytes between replicas.
-            num_bytes=own_weights.nbytes * (comm.size - 1 if self.sharding.spreads else 1),
+            num_bytes=own_weights.nbytes * (len(others) if self.sharding.spreads else 1),
         )
         own.done_reading(ticket)
         for lease in others.values():
