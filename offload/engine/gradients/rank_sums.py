@@ -15,11 +15,10 @@ import torch
 
 from offload.distributed.comm import Comm, pieces_of
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.transfer import Exchange, Gradients, Leases, Measure
+from offload.engine.gradients.transfer import Exchange, Gradients, Leases, Measure, round_sum
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import QuantizedCodec
 from offload.layout.regions import Region
-from offload.native import kernels
 from offload.planning.memory import BETWEEN, BUFFER, SCRATCH, SHARDS, replica_sum_bytes
 from offload.planning.settings import Settings
 from offload.tiers.device import Device
@@ -110,7 +109,7 @@ class ReduceScatter(Exchange):
         region, plane, store = state.region, state.gradients, self._store
         assert plane is not None
         self._measures.measure_shard(region, total, agrees=False)
-        self._round(region, total)
+        round_sum(region, total)
         if len(total) < len(plane):
             self.tickets.append(store.gather(region, plane, total, _gathering(region)))
 
@@ -174,8 +173,7 @@ class ExactSums:
         """Round this rank's piece of a sum and copy it to the gradients' memory."""
         if own_target.data_ptr() != own_sum.data_ptr():
             self._device.copy(own_target, own_sum)
-        if region.is_bf16 and own_target.dtype == torch.float32:
-            kernels.round_bf16_(own_target)
+        round_sum(region, own_target)
 
 
 class QuantizedSums(ExactSums):
@@ -225,8 +223,7 @@ class QuantizedSums(ExactSums):
                 ):
                     residual.decode(piece_records, piece[begin : begin + most])
         measure(own_sum)
-        if state.region.is_bf16 and target.dtype == torch.float32:
-            kernels.round_bf16_(target)
+        round_sum(state.region, target)
 
 
 class ReplicaSums(Exchange):

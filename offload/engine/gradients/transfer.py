@@ -87,7 +87,7 @@ class Exchange:
     def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
         """Measure, round and store `total`, a sum over several passes on the tier of the states."""
         self._copy_squares(self._measures.measure(state.region, total))
-        self._round(state.region, total)
+        round_sum(state.region, total)
 
     def copy(self, gradients: Gradients, target: torch.Tensor, users: Sequence[Ticket]) -> Ticket:
         """Copy gradients and squares to the tier of the states, after `users`.
@@ -124,9 +124,11 @@ class Exchange:
         if squares is not None:
             self.tickets.append(self._lanes.d2h.submit(squares, reads=self._lanes.mark(), name="norm"))
 
-    def _round(self, region: Region, flat: torch.Tensor) -> None:
-        if region.is_bf16 and flat.dtype == torch.float32:
-            kernels.round_bf16_(flat)
+
+def round_sum(region: Region, flat: torch.Tensor) -> None:
+    """Round an fp32 sum in place to the gradient dtype of the region."""
+    if region.is_bf16 and flat.dtype == torch.float32:
+        kernels.round_bf16_(flat)
 
 
 class GradientTransfer:

@@ -98,15 +98,6 @@ class Updates:
         """
         self.clip, self.num_unclipped = clip, num_unclipped
 
-    def _count_step(self, norm: float) -> None:
-        """Count a step toward the decision about `clip: auto`."""
-        assert self.num_unclipped is not None
-        self.num_unclipped += 1
-        if clip_coefficient(norm, self._limit) != 1.0:
-            self.decide("deferred")
-        elif self.num_unclipped == UNCLIPPED_STEPS:
-            self.decide("speculative")
-
     def tune(self, rule: UpdateRule, decays: Mapping[str, float]) -> None:
         """Use other rule settings, and other weight decays by parameter name, for the next updates.
 
@@ -183,8 +174,12 @@ class Updates:
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
         if math.isfinite(norm):
-            if self.num_unclipped is not None:
-                self._count_step(norm)
+            if self.num_unclipped is not None:  # this step counts for the decision about `clip: auto`
+                self.num_unclipped += 1
+                if clip_coefficient(norm, self._limit) != 1.0:
+                    self.decide("deferred")
+                elif self.num_unclipped == UNCLIPPED_STEPS:
+                    self.decide("speculative")
             return policy.finish(norm, self._limit, first_use)
         if not self._skips or self.tiles.is_updating:
             refuse_gradients(self.tiles, self._measures, norm, policy.arrived)
