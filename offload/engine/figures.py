@@ -41,7 +41,7 @@ class Figures:
         Groups with the engine's own learning rate come first.
         """
         names_by_group: dict[tuple[float, float], list[str]] = {}
-        for info in self._state.updates.infos:
+        for info in self._state.updates.tiles.settings.infos:
             if info.trainable:
                 names_by_group.setdefault((info.lr_scale, info.weight_decay), []).append(info.name)
         return [(*group, names) for group, names in sorted(names_by_group.items(), key=lambda item: item[0][0] != 1.0)]

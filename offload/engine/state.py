@@ -133,31 +133,24 @@ class EngineState:
         self.deferred_updates = DeferredUpdates()
         self.slots = Slots(
             self.store,
-            self.device,
             self.deferred_updates,
-            self.lanes,
-            counters,
             slot_bytes=slot.num_bytes,
             slot_name=slot.name,
             debug=debug,
         )
         self.gradients = GradientFlow(
             self.store,
-            infos,
-            self.device,
-            self.lanes,
-            counters,
             settings,
             self._stage(self._staged_regions),
             {name: plan.of(DEVICE, name).num_bytes for name in (BUFFER, EXPERT_BUFFER, SHARDS, SCRATCH)},
-            Measures(self.store, self.device, self.lanes),
+            Measures(self.store),
         )
         lookahead = plan.lookahead(settings.prefetch, len(regions))
         self.executor = Executor(self.slots, *lookahead, updates_at_end=self.gradients.lasts)
         workspace = self._open_workspace()
-        place = self._open_update_place(counters, has_workspace=workspace is not None)
+        place = self._open_update_place(has_workspace=workspace is not None)
         self.updates = Updates(
-            self.store, infos, self.gradients, self.slots, self.deferred_updates, self.lanes, settings, place, workspace
+            self.store, self.gradients, self.slots, self.deferred_updates, settings, place, workspace
         )
         self.spare_memory = SpareMemory(comm, self.device, self.slots, self.gradients, plan, self._forget_addresses)
         self.units: list[Unit] = []
@@ -216,7 +209,7 @@ class EngineState:
         self.lanes.wait(self.lanes.mark())  # until cleared: the users run in another stream
         return workspace
 
-    def _open_update_place(self, counters: Counters, has_workspace: bool) -> UpdatePlace:
+    def _open_update_place(self, has_workspace: bool) -> UpdatePlace:
         """Return the place of the updates: in place, or for streamed regions on the device, through a ring."""
         # Device work from a host lane needs a separate stream, beside compute.
         has_stream = has_workspace and self.store.update_lane is self.lanes.update
@@ -228,7 +221,7 @@ class EngineState:
             return in_place
         memory = self.device.allocate(ring.name, ring.num_bytes)
         streamed = self.plan.residence.updated_on_device
-        return DeviceUpdates(in_place, streamed, memory, len(self.regions), self.lanes, self.device, counters)
+        return DeviceUpdates(in_place, streamed, memory, self.store)
 
     def _open_nvme(self, placement: Placement, counters: Counters) -> Nvme:
         """Create the files for states on disk, and the rings for their transfers.
@@ -350,7 +343,7 @@ class EngineState:
         self.runner.close()
         self.slots.free()
         self.gradients.free()
-        self.updates.free()
+        self.updates.tiles.place.free()
         self.store.close()
         self.device.close()
         self.device.ledger.clear()

@@ -7,12 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from offload.errors import ConfigError
 from offload.layout.codecs import EXACT
-from offload.layout.planes import (
-    PARAMETER_ALIGNMENT,
-    Factor,
-    Plane,
-    table,
-)
+from offload.layout.planes import PARAMETER_ALIGNMENT, Factor, Plane, table
 from offload.layout.regions import SHARD_MULTIPLE, ParameterInfo, Piece, Region, align
 
 _MOST_PADDING = 1 << 21

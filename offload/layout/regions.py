@@ -14,14 +14,7 @@ from typing import NamedTuple
 import torch
 
 from offload.layout.codecs import EXACT, Codec
-from offload.layout.planes import (
-    CODES,
-    DTYPES,
-    MASTER,
-    STALE,
-    Factor,
-    Plane,
-)
+from offload.layout.planes import CODES, DTYPES, MASTER, STALE, Factor, Plane
 
 SHARD_MULTIPLE = 2048
 """Elements. A shard of a 2-byte plane then fills whole pages."""

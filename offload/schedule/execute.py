@@ -31,12 +31,8 @@ class Executor:
     def __init__(
         self, slots: Slots, lookahead: int, max_cargoes: int | None, *, updates_at_end: Callable[[Region], bool]
     ) -> None:
-        self._slots, self._lookahead, self._max_cargoes, self._updates_at_end = (
-            slots,
-            lookahead,
-            max_cargoes,
-            updates_at_end,
-        )
+        self._slots, self._lookahead, self._max_cargoes = slots, lookahead, max_cargoes
+        self._updates_at_end = updates_at_end
         self._orders: dict[Hashable, list[CargoUse]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._homes: dict[int, int] = {}
@@ -66,14 +62,22 @@ class Executor:
         if self._is_open:
             self._recorded_uses.append(use)
             if self._schedule is not None and self._schedule.uses[self._next : self._next + 1] != (use,):
-                self._depart()
+                self.num_departures += 1
+                self._orders.pop(self._pass_key, None)
+                self._schedule = None
         else:  # outside a pass: prefetched cargoes are used as they are
             self._schedule = None
         self._entered = cargo if reads else 0
         if not reads:
             return
         if self._slots.offset(cargo) < 0 and self._slots.cargo_bytes(cargo):
-            self._fetch_now(cargo)
+            # An unscheduled use: evict the least recently used cargoes.
+            valid_offsets, recent = self._slots.valid_offsets(), enumerate(self._recorded_uses)
+            next_use = dict.fromkeys(valid_offsets, 1.0) | {used.cargo: -time for time, used in recent}
+            placement = self._room().place(cargo, valid_offsets, next_use, -math.inf, self._homes.get(cargo))
+            assert placement is not None, "there is room for the largest unit"
+            self._homes[cargo] = placement[0]
+            self._slots.fetch(cargo, *placement, is_ahead=False)
         self._slots.use(cargo, regions)
 
     def leave(self, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
@@ -173,22 +177,6 @@ class Executor:
                 self._homes[fetch.cargo] = fetch.offset
                 is_ahead = not self._is_open or fetch.serves >= len(self._schedule.uses)
                 self._slots.fetch(fetch.cargo, fetch.offset, fetch.evicts, is_ahead)
-
-    def _depart(self) -> None:
-        self.num_departures += 1
-        self._orders.pop(self._pass_key, None)
-        self._schedule = None
-
-    def _fetch_now(self, cargo: int) -> None:
-        """Fetch for an unscheduled use, evicting the least recently used cargoes."""
-        valid_offsets = self._slots.valid_offsets()
-        next_use = dict.fromkeys(valid_offsets, 1.0) | {
-            use.cargo: -time for time, use in enumerate(self._recorded_uses)
-        }
-        placement = self._room().place(cargo, valid_offsets, next_use, -math.inf, self._homes.get(cargo))
-        assert placement is not None, "there is room for the largest unit"
-        self._homes[cargo] = placement[0]
-        self._slots.fetch(cargo, *placement, is_ahead=False)
 
     def _room(self) -> SlotMemory:
         sizes = tuple(self._slots.cargo_bytes(cargo) for cargo in range(len(self._slots.cargoes)))

@@ -179,7 +179,13 @@ class Arena:
             return torch.empty(0, dtype=dtype)
         flat = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._num_taken)
         if self._pinning is not None:
-            self._pin(num_bytes, self._pinning)
+            begin, end = self._num_taken, self._num_taken + num_bytes
+            if begin % mmap.PAGESIZE == 0 and begin:  # a piece may start here
+                self._borders.append(begin)
+                if end - self._begins[-1] > self._pinning.largest_bytes:
+                    self._begins.append(begin)
+            if end == self.num_bytes:
+                self.pin(self._pinning)
         self._num_taken += num_bytes
         return flat
 
@@ -198,18 +204,6 @@ class Arena:
     def close(self) -> None:
         """Unpin now. The memory itself lives until the last tensor over it is deleted."""
         self._map.unpin()
-
-    def _pin(self, num_bytes: int, pinning: Pinning) -> None:
-        """Start a new piece with the next tensor, of `num_bytes`, if necessary. Pin all pieces after the
-        last tensor.
-        """
-        begin, end = self._num_taken, self._num_taken + num_bytes
-        if begin % mmap.PAGESIZE == 0 and begin:
-            self._borders.append(begin)
-            if end - self._begins[-1] > pinning.largest_bytes:
-                self._begins.append(begin)
-        if end == self.num_bytes:
-            self.pin(pinning)
 
 
 def trim_heap() -> None:

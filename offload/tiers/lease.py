@@ -64,6 +64,12 @@ class Ring:
         self._end = end
         return ring_slice
 
+    def take_planned(self, num_bytes: int) -> RingSlice:
+        """Return a slice of a ring with planned room for it."""
+        ring_slice = self.take(num_bytes)
+        assert ring_slice is not None, f"the {self.buffer_type} was planned too small"
+        return ring_slice
+
     def _find(self, num_bytes: int) -> tuple[int, int, list[RingSlice]] | None:
         """Return (begin, end, overlapped slices) of the next slice, or None without room."""
         begin = self._end if self._end + num_bytes <= self.memory.nbytes else 0
@@ -77,6 +83,11 @@ class Ring:
         """Close all slices after an interrupted step."""
         for ring_slice in self._slices:
             ring_slice.is_open = ring_slice.is_whole = False
+
+    def free(self) -> None:
+        """Free the memory, once no slice uses it any more."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._slices.clear()
 
 
 @dataclass(frozen=True)

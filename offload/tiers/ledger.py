@@ -50,7 +50,17 @@ class Ledger:
             self.make_room()
             total = self.current_bytes + num_bytes
         if self.budget_bytes is not None and total > self.budget_bytes:
-            raise self._refusal(name, num_bytes, fix)
+            short = total - self.budget_bytes
+            allocations = (
+                ", ".join(f"{key} {format_bytes(size)}" for key, size in self.allocations.items()) or "nothing"
+            )
+            raise DoesNotFitError(
+                f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but "
+                f"{name} needs {format_bytes(num_bytes)} in addition to the current allocations ({allocations}): "
+                f"{format_bytes(short)} ({short} bytes) too little.",
+                f"{fix or f'Raise --{self.flag} to at least {total}.'} `python -m offload.plan` shows the memory needs "
+                "of a step.",
+            )
         self.allocations[name] = self.allocations.get(name, 0) + num_bytes
         self.current_bytes = total
         self.peak_bytes = max(self.peak_bytes, total)
@@ -103,15 +113,3 @@ class Ledger:
     def drop(self, name: str) -> None:
         """Release the allocation `name`."""
         self.release(name, self.allocations.get(name, 0))
-
-    def _refusal(self, name: str, num_bytes: int, fix: str) -> DoesNotFitError:
-        assert self.budget_bytes is not None
-        short = self.current_bytes + num_bytes - self.budget_bytes
-        allocations = ", ".join(f"{key} {format_bytes(size)}" for key, size in self.allocations.items()) or "nothing"
-        return DoesNotFitError(
-            f"{self.flag or self.tier} is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but {name} "
-            f"needs {format_bytes(num_bytes)} in addition to the current allocations ({allocations}): "
-            f"{format_bytes(short)} ({short} bytes) too little.",
-            f"{fix or f'Raise --{self.flag} to at least {self.current_bytes + num_bytes}.'} `python -m offload.plan` "
-            "shows the memory needs of a step.",
-        )

@@ -187,16 +187,46 @@ class FileRecord:
         return False
 
     def lend(self, names: Sequence[str], lease: Lease, *, fetches: bool = False, is_ahead: bool = False) -> Lease:  # noqa: ARG002
-        """Add planes to a lease."""
-        return self.files.lend(self, names, lease, is_ahead)
+        """Add planes to a lease, and start their read into the ring."""
+        files, numel = self.files, self.end - self.begin
+        sizes = [self.planes[name].num_bytes(numel) for name in names]
+        ring_slice = files.ring.take_planned(sum(sizes))
+        parts = zip(names, ring_slice.flat.split(sizes), strict=True)
+        planes = {name: part.view(self.planes[name].dtype) for name, part in parts}
+        reading = files.lanes.fetch_read.submit(
+            lambda: self._fill(planes), users=ring_slice.users, name=self.region.name, num_bytes=sum(sizes)
+        )
+        ring_slice.fence.record_writer(reading)
+        files.counters.count("nvme_read_bytes", sum(sizes), is_ahead)
+        return lease.staged(ring_slice, planes, lambda _: self.land((), lease), reads=(reading,))
 
     def land(self, names: Sequence[str], lease: Lease, *, travels: bool = False) -> Lease:  # noqa: ARG002
         """Raise AssertionError: model files are never written."""
         raise AssertionError(f"the files of {self.region.name} were to be written")
 
+    def _fill(self, planes: Mapping[str, torch.Tensor]) -> None:
+        """Read each piece's part in the tile. fp32 weights are split if the region has a low half."""
+        region = self.region
+        for piece, offset in zip(region.pieces, region.offsets, strict=True):
+            begin, end = max(offset, self.begin), min(offset + piece.numel, self.end)
+            if begin < end:
+                first = piece.begin - offset
+                value = self.files.reads[piece.parameter](first + begin, first + end)
+                in_tile = slice(begin - self.begin, end - self.begin)
+                self.files.bytes_read += value.nbytes
+                halves = {"weights": value}
+                if region.has_low and value.dtype != torch.bfloat16:
+                    halves["weights"], halves["low"] = kernels.split(value.float())
+                for name, plane in planes.items():
+                    part = plane[self.planes[name].cut(in_tile)]
+                    if name in halves:
+                        copy_in_one_thread(part, halves[name])
+                    else:
+                        part.zero_()
+
 
 class ModelFiles:
-    """Reads tiles before their H2D copies, in a separate lane, into a host ring."""
+    """Host ring, lane and read functions of `FileRecord`: tiles are read before their H2D copies."""
 
     def __init__(
         self,
@@ -210,10 +240,11 @@ class ModelFiles:
         """`watched`: files opened here and closed by `close` (None: opened elsewhere)."""
         host.reserve(READ_RING, ring_bytes)
         self._watched = watched
-        self._reads: dict[int, Read] = {}
-        self._lanes, self._counters = lanes, counters
+        self.reads: dict[int, Read] = {}
+        """Read functions by parameter index."""
+        self.lanes, self.counters = lanes, counters
         self._arena = Arena(ring_bytes, pinning)
-        self._ring = Ring(self._arena.take(ring_bytes, torch.uint8), READ_RING)
+        self.ring = Ring(self._arena.take(ring_bytes, torch.uint8), READ_RING)
         self.bytes_read = 0
         """Bytes read so far."""
 
@@ -224,50 +255,15 @@ class ModelFiles:
 
     def give(self, parameter: int, read: Read) -> None:
         """Set a parameter's read function, by parameter index."""
-        self._reads[parameter] = read
+        self.reads[parameter] = read
 
     def record(self, region: Region, begin: int, end: int, planes: Sequence[Plane]) -> FileRecord:
         """Return the record for region elements `begin` to `end`."""
         return FileRecord(region, begin, end, {plane.name: plane for plane in planes}, self)
 
-    def lend(self, record: FileRecord, names: Sequence[str], lease: Lease, is_ahead: bool) -> Lease:
-        """Add tile planes to a lease, and start their read into the ring."""
-        numel = record.end - record.begin
-        sizes = [record.planes[name].num_bytes(numel) for name in names]
-        ring_slice = self._ring.take(sum(sizes))
-        assert ring_slice is not None, "the ring has room for the largest tile"
-        parts = zip(names, ring_slice.flat.split(sizes), strict=True)
-        planes = {name: part.view(record.planes[name].dtype) for name, part in parts}
-        reading = self._lanes.fetch_read.submit(
-            lambda: self._fill(record, planes), users=ring_slice.users, name=record.region.name, num_bytes=sum(sizes)
-        )
-        ring_slice.fence.record_writer(reading)
-        self._counters.count("nvme_read_bytes", sum(sizes), is_ahead)
-        return lease.staged(ring_slice, planes, lambda _: record.land((), lease), reads=(reading,))
-
-    def _fill(self, record: FileRecord, planes: Mapping[str, torch.Tensor]) -> None:
-        """Read each piece's part in the tile. fp32 weights are split if the region has a low half."""
-        region = record.region
-        for piece, offset in zip(region.pieces, region.offsets, strict=True):
-            begin, end = max(offset, record.begin), min(offset + piece.numel, record.end)
-            if begin < end:
-                first = piece.begin - offset
-                value = self._reads[piece.parameter](first + begin, first + end)
-                in_tile = slice(begin - record.begin, end - record.begin)
-                self.bytes_read += value.nbytes
-                halves = {"weights": value}
-                if region.has_low and value.dtype != torch.bfloat16:
-                    halves["weights"], halves["low"] = kernels.split(value.float())
-                for name, plane in planes.items():
-                    part = plane[record.planes[name].cut(in_tile)]
-                    if name in halves:
-                        copy_in_one_thread(part, halves[name])
-                    else:
-                        part.zero_()
-
     def reset(self) -> None:
         """End all leases after an interrupted step."""
-        self._ring.reset()
+        self.ring.reset()
 
     @property
     def pinned_bytes(self) -> int:

@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -78,12 +80,6 @@ class Channel:
     def num_bytes(self) -> int:
         """Ring bytes."""
         return self.ring.memory.nbytes
-
-    def take(self, num_bytes: int) -> RingSlice:
-        """Return ring memory, reserved until the slice is closed."""
-        ring_slice = self.ring.take(num_bytes)
-        assert ring_slice is not None, "the ring was planned for one lease at a time"
-        return ring_slice
 
     def read(
         self, file: Stripes, offset: int, ring_slice: RingSlice, *, reads: Sequence[Ticket], name: str, is_ahead: bool
@@ -168,7 +164,7 @@ class Record:
         channel = self.fetches if fetches else self.updates
         first, last = self._span(names)
         reads = [ticket for fence in self._fences(names) for ticket in fence.before_read()]
-        ring_slice = channel.take(last - first)
+        ring_slice = channel.ring.take_planned(last - first)
         name = self.name if fetches else f"update {self.name}"
         reading = channel.read(self.file, self.offset + first, ring_slice, reads=reads, name=name, is_ahead=is_ahead)
         for fence in self._fences(names):
@@ -191,7 +187,7 @@ class Record:
         """
         channel = self.fetches if travels else self.updates
         first, last = self._span(names)
-        ring_slice = channel.take(last - first)
+        ring_slice = channel.ring.take_planned(last - first)
         self._recent = None
         return lease.staged(
             ring_slice,
@@ -235,17 +231,18 @@ class Record:
 
     def _span(self, names: Sequence[str]) -> tuple[int, int]:
         """Return the byte range of neighbouring planes in the record."""
-        first, end, spans = 0, 0, {}
-        for name, plane in self.planes.items():
-            first, end = end, end + plane.disk_bytes(self.numel)
-            spans[name] = first, end
-        return spans[names[0]][0], spans[names[-1]][1]
+        return self._spans[names[0]][0], self._spans[names[-1]][1]
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        ends = accumulate((plane.disk_bytes(self.numel) for plane in self.planes.values()), initial=0)
+        return dict(zip(self.planes, pairwise(ends), strict=True))
 
     def _views(self, names: Sequence[str], ring_slice: RingSlice) -> dict[str, torch.Tensor]:
-        views, end = {}, 0
+        views, first = {}, self._spans[names[0]][0]
         for plane in map(self.planes.__getitem__, names):
-            views[plane.name] = ring_slice.flat[end : end + plane.num_bytes(self.numel)].view(plane.dtype)
-            end += plane.disk_bytes(self.numel)
+            begin = self._spans[plane.name][0] - first
+            views[plane.name] = ring_slice.flat[begin : begin + plane.num_bytes(self.numel)].view(plane.dtype)
         return views
 
 

@@ -9,13 +9,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Piece, Region
 from offload.layout.residence import SLOT
-from offload.tiers.counters import Counters
 from offload.tiers.decoder import Decoder
-from offload.tiers.device import Device, copy_planes
+from offload.tiers.device import copy_planes
 from offload.tiers.store import Store
 from offload.tiers.tile import DeferredUpdates
 
@@ -53,10 +51,7 @@ class Slots:
     def __init__(
         self,
         store: Store,
-        device: Device,
         deferred: DeferredUpdates,
-        lanes: Lanes,
-        counters: Counters,
         *,
         slot_bytes: int,
         slot_name: str,
@@ -64,7 +59,7 @@ class Slots:
         debug: bool = False,
     ) -> None:
         """`decoder`: shared with other slots in the store (None: create one)."""
-        self._store, self._device, self._counters, self._lanes = store, device, counters, lanes
+        self._store, self._device, self._counters, self._lanes = store, store.device, store.counters, store.lanes
         self._residence, self._deferred = store.residence, deferred
         self._slots: list[Slot] = []
         self._valid_slots: dict[int, Slot] = {}  # by cargo; valid until another update changes the weights
@@ -74,14 +69,15 @@ class Slots:
         self._flats: dict[int, torch.Tensor] = {}  # resident regions
         self.gathers = store.sharding.gathers
         """True if ranks gather weights at every fetch."""
-        self.weight_decoder = decoder or Decoder([state.region for state in store.states], device, lanes)
+        regions, lanes = [state.region for state in store.states], store.lanes
+        self.weight_decoder = decoder or Decoder(regions, store.device, store.lanes)
         """Decoder for quantized weights."""
         self._copy_lane, self._decoding_lane = (
             (lanes.h2d, lanes.decoding) if store.is_below_device else (lanes.on_compute, lanes.on_compute)
         )
-        regions = [state.region for state in store.states]
         self._in_place = {region.index for region in regions if self._residence.is_used_in_place(region)}
         self._co_fetched = {region.index: self._residence.co_fetched(region) for region in regions}
+        self._slot_sizes = {region.index: self._residence.slot_bytes(region) for region in regions}
         self._storages: set[int] = set()
         if not self._residence.copies_weights:
             self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
@@ -95,7 +91,6 @@ class Slots:
     def _forget_cargoes(self) -> None:
         self.cargoes: list[tuple[Region, ...]] = [()]
         self._sizes = [0]  # by cargo, in bytes
-        self._slot_sizes: dict[int, int] = {}  # by region index, in bytes
         self._numbers: dict[tuple[Region, ...], int] = {}  # by a unit's regions
 
     def cargo_of(self, regions: Sequence[Region]) -> int:
@@ -106,19 +101,13 @@ class Slots:
             streaming = tuple(region for region in regions if not self.is_resident(region))
             if streaming not in self.cargoes:
                 self.cargoes.append(streaming)
-                self._sizes.append(sum(self._slot_bytes(region) for region in streaming))
+                self._sizes.append(sum(self._slot_sizes[region.index] for region in streaming))
             cargo = self._numbers[regions] = self.cargoes.index(streaming)
         return cargo
 
     def cargo_bytes(self, cargo: int) -> int:
         """Return the bytes a cargo takes in a slot."""
         return self._sizes[cargo]
-
-    def _slot_bytes(self, region: Region) -> int:
-        num_bytes = self._slot_sizes.get(region.index)
-        if num_bytes is None:
-            num_bytes = self._slot_sizes[region.index] = self._residence.slot_bytes(region)
-        return num_bytes
 
     def valid_offsets(self) -> dict[int, int]:
         """Return offsets for all valid cargoes, fetched or in transit."""
@@ -132,7 +121,11 @@ class Slots:
     # -- fetch and use ------------------------------------------------------------------------------------------
 
     def fetch(self, cargo: int, offset: int, evicts: Collection[int] = (), is_ahead: bool = False) -> None:
-        """Copy a cargo to `offset`, after the last readers in all overwritten slots. `is_ahead`: for the next step."""
+        """Copy a cargo to `offset`, after the last readers in all overwritten slots. `is_ahead`: for the next step.
+
+        Each region's pending update starts right before the copy: with several regions on disk, a later update would
+        take the ring memory from which the first region is copied without another read.
+        """
         end = offset + self._sizes[cargo]
         evicted = set(map(self._valid_slots.get, evicts))
         slots, overwritten = [], []
@@ -151,27 +144,34 @@ class Slots:
                 if part[0] < part[1]:
                     slots.append(Slot(other.cargo, *part, fence=other.fence))  # noqa: PERF401
         self._slots = [*slots, slot]
-        slot.fence.record_writer(*self._fill(slot, overwritten, users, is_ahead))
+        if self._debug:
+            users.append(self._poison(overwritten, users))
+        tickets, begin = [], offset
+        for region in self.cargoes[cargo]:
+            planes = self._planes_at(region, begin)
+            flat = planes.pop("weights")
+            begin += self._slot_sizes[region.index]
+            self._deferred.start(region)
+            tickets += self._copy_to_device(region, flat, users, is_ahead, planes if slot.is_whole else {})
+        slot.fence.record_writer(*tickets)
         self._valid_slots[cargo] = slot  # only now: all copies are submitted
 
     def use(self, cargo: int, regions: Sequence[Region]) -> None:
         """Order compute after a cargo fetch, and after copies of resident regions."""
-        slot = self._valid_slots.get(cargo)
-        tickets = list(slot.fence.before_read()) if slot is not None else []
-        for region in regions:
-            if region.index in self._resident_fences:
-                tickets += self._resident_fences[region.index].before_read()
+        tickets = [ticket for fence in self._fences(cargo, regions) for ticket in fence.before_read()]
         if tickets:
             self._lanes.compute_after(tickets)
 
     def release(self, cargo: int, regions: Sequence[Region], marks: Sequence[Ticket]) -> None:
         """Record compute, up to `marks`, as a weight reader."""
+        for fence in self._fences(cargo, regions):
+            fence.record_reader(*marks)
+
+    def _fences(self, cargo: int, regions: Sequence[Region]) -> list[Fence]:
+        """Return the fences of the weights in use by a unit: in a slot, and resident."""
         slot = self._valid_slots.get(cargo)
-        if slot is not None:
-            slot.fence.record_reader(*marks)
-        for region in regions:
-            if region.index in self._resident_fences:
-                self._resident_fences[region.index].record_reader(*marks)
+        resident = [self._resident_fences[each.index] for each in regions if each.index in self._resident_fences]
+        return resident if slot is None else [slot.fence, *resident]
 
     def compute_after_resident(self) -> None:
         """Order compute after all copies of resident regions, because modules read them without a fetch."""
@@ -236,7 +236,7 @@ class Slots:
                 weights[region] = self._flats[region.index]
             else:
                 weights[region] = self._planes_at(region, end)["weights"]
-                end += self._slot_bytes(region)
+                end += self._slot_sizes[region.index]
                 assert end % _SLOT_ALIGNMENT_BYTES == 0
         return weights
 
@@ -248,7 +248,7 @@ class Slots:
             for region in self.cargoes[slot.cargo]:
                 if self._residence.row(region).update == SLOT:
                     masters[region] = self._planes_at(region, begin)
-                begin += self._slot_bytes(region)
+                begin += self._slot_sizes[region.index]
         return masters
 
     def _planes_at(self, region: Region, begin: int) -> dict[str, torch.Tensor]:
@@ -384,25 +384,6 @@ class Slots:
         fence.record_reader(*self._lanes.mark())
         return fence
 
-    def _fill(self, slot: Slot, overwritten: Sequence[Slot], users: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
-        """Copy the slot's cargo to the device, after `users` (tickets of the users of the slots `overwritten`). Return
-        the copy tickets.
-
-        Each region's pending update starts right before the copy: with several regions on disk, a later update would
-        take the ring memory from which the first region is copied without another read.
-        """
-        if self._debug:
-            users = [*users, self._poison(overwritten, users)]
-        tickets: list[Ticket] = []
-        begin = slot.begin
-        for region in self.cargoes[slot.cargo]:
-            planes = self._planes_at(region, begin)
-            flat = planes.pop("weights")
-            begin += self._slot_bytes(region)
-            self._deferred.start(region)
-            tickets += self._copy_to_device(region, flat, users, is_ahead, planes if slot.is_whole else {})
-        return tickets
-
     def _copy_to_device(
         self,
         region: Region,
@@ -415,9 +396,10 @@ class Slots:
 
         All held tiles are copied one by one, in storage format. `co_fetched`: targets for further planes.
         """
+        gathering = f"all-gather of {region.name}"
         if not self._store.is_below_device and region.is_stored_as_used:
             own_range = self._store[region].planes["weights"]
-            return self._gather_ranges(region, flat, own_range, users, is_ahead)
+            return [self._store.gather(region, flat.data, own_range, gathering, users, is_ahead)]
         tickets, is_link = [], self._copy_lane is self._lanes.h2d
         stored, name = region.stored_view(flat), region.travelling.name
         for tile in self._store[region].held_tiles:
@@ -440,30 +422,13 @@ class Slots:
         if self.gathers:
             own_elements = region.travelling.cut(self._store.sharding.shard(region))
             own_range = stored[own_elements].data  # `data`: see AcceleratorDevice.copy
-            tickets = self._gather_ranges(region, stored, own_range, tickets, is_ahead)
+            tickets = [self._store.gather(region, stored.data, own_range, gathering, tickets, is_ahead)]
         if region.is_stored_as_used:
             return tickets
         decoder, is_copy = self.weight_decoder, self._decoding_lane is self._copy_lane
         work = partial(decoder.decode, region, flat.data)
         moved = 0 if is_copy else decoder.moved_bytes(region)  # a throttled link does not move these bytes
         return [self._decoding_lane.submit(work, reads=tickets, name=f"decoding of {region.name}", num_bytes=moved)]
-
-    def _gather_ranges(
-        self, region: Region, flat: torch.Tensor, own_range: torch.Tensor, reads: Sequence[Ticket], is_ahead: bool
-    ) -> list[Ticket]:
-        """All-gather `flat` from all ranks' ranges; `own_range` is this rank's range."""
-        store, full = self._store, flat.data
-        operation = f"all-gather of {region.name}"
-        self._counters.count("all_gather_elements", region.numel, is_ahead)
-        self._counters.count("network_bytes", own_range.nbytes * store.within.num_far, is_ahead)
-        return [
-            store.collective_lane.submit(
-                partial(store.within.all_gather, full, own_range, operation),
-                reads=reads,
-                name=operation,
-                num_bytes=own_range.nbytes,
-            )
-        ]
 
     def _poison(self, overwritten: Sequence[Slot], users: Sequence[Ticket]) -> Ticket:
         """Fill slots with NaN."""

@@ -51,13 +51,13 @@ class Store:
         counters: Counters | None = None,
     ) -> None:
         """`residence`: the tier of each plane (None: all on the host). `comm`: all ranks in the sharding."""
-        self.residence, self._device, self._host, self._lanes = residence or Residence(), device, host, lanes
-        self._infos, self._nvme, self._files = infos, nvme, files
+        self.residence, self.device, self._host, self.lanes = residence or Residence(), device, host, lanes
+        self.infos, self._nvme, self._files = infos, nvme, files
         self._rings = [each for each in (nvme, files) if each is not None]
         self.comm, self.sharding = comm or Comm(), self.residence.sharding
         self.publishes = self.sharding.publishes
         self.within, self.between = self.comm.split(self.sharding.num_replicas)
-        self._counters = counters or Counters()
+        self.counters = counters or Counters()
         # on the device only compute would wait for a lane
         compute_lanes = lanes.on_compute, lanes.on_compute, lanes.collective_on_compute
         is_below, tier = self.is_below_device, self.residence.common
@@ -75,10 +75,13 @@ class Store:
         memory: dict[tuple[Region, str], torch.Tensor] = {}
         for name, planes in groups.items():
             memory |= self._take(name, planes, DEVICE if name == _STAYING else tier)
-        self.states = [
-            self._state(region, {p.name: memory[region, p.name] for p in region.states if (region, p.name) in memory})
-            for region in regions
-        ]
+        self.states: list[RegionState] = []
+        for region in regions:
+            in_memory = {p.name: memory[region, p.name] for p in region.states if (region, p.name) in memory}
+            others = {rank: self._tiles(region, in_memory, rank) for rank in self.sharding.partners}
+            tiles = others.pop(self.sharding.owner)
+            stays = frozenset(self.residence.planes_on(DEVICE, region))
+            self.states.append(RegionState(region, in_memory, tiles, others, [0] * len(region.pieces), stays=stays))
         self._by_index = {state.region.index: state for state in self.states}
         comms = self.comm, self.within, self.between
         self.values = Values(self._by_index, infos, self.sharding, *comms, lanes, device)
@@ -89,12 +92,6 @@ class Store:
         errors = [(region, ERROR, num_bytes) for region in regions if (num_bytes := self.sharding.error_bytes(region))]
         for (region, _), flat in self._take("errors", errors, tier).items() if errors else ():
             self[region].error = flat
-
-    def _state(self, region: Region, planes: dict[str, torch.Tensor]) -> RegionState:
-        others = {rank: self._tiles(region, planes, rank) for rank in self.sharding.partners}
-        tiles = others.pop(self.sharding.owner)
-        stays = frozenset(self.residence.planes_on(DEVICE, region))
-        return RegionState(region, planes, tiles, others, [0] * len(region.pieces), stays=stays)
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles in a rank range, with the planes on this rank."""
@@ -122,54 +119,44 @@ class Store:
         """True if the common tier is the host, over a link to the device."""
         return self.residence.common != DEVICE
 
-    @property
-    def lends_early(self) -> bool:
-        """True if states can be lent before their gradients exist: no record holds both."""
-        return not any(state.has_room_on_disk for state in self.states)
-
     def hold_gradients(self, accumulates: bool, keeps_gradients: bool = True) -> None:
         """Allocate gradient planes for all trainable regions: fp32 to accumulate several passes, otherwise in the
         weight dtype. No planes for gradients that do not wait in memory.
         """
         trained = [state for state in self.states if state.region.trainable]
-        planes_by_region = {
-            s.region: [summed(plane) if accumulates else plane]
-            for s in trained
-            if accumulates or (keeps_gradients and not s.has_room_on_disk)
-            for plane in [s.region.plane("gradients")]
-        }
+        holders = [s for s in trained if accumulates or (keeps_gradients and not s.has_room_on_disk)]
         current = {s.region: s.sums is not None for s in trained if s.gradients is not None}
-        if current == dict.fromkeys(planes_by_region, accumulates):
+        if current == {state.region: accumulates for state in holders}:
             return
         for state in trained:
             state.gradients = state.sums = None
-        (self._host if self.is_below_device else self._device.ledger).drop("gradients")
+        (self._host if self.is_below_device else self.device.ledger).drop("gradients")
         if (arena := self._arenas.pop("gradients", None)) is not None:
             arena.close()
-        planes = [
-            (region, plane, self.sharding.plane_bytes(region, plane)) for region, (plane,) in planes_by_region.items()
-        ]
-        for (region, _), flat in self._take("gradients", planes, self.residence.common).items():
-            start = self.sharding.held_range(region, *planes_by_region[region]).start
+        planes = {state.region: state.region.plane("gradients") for state in holders}
+        if accumulates:
+            planes = {region: summed(plane) for region, plane in planes.items()}
+        entries = [(region, plane, self.sharding.plane_bytes(region, plane)) for region, plane in planes.items()]
+        for (region, _), flat in self._take("gradients", entries, self.residence.common).items():
+            start = self.sharding.held_range(region, planes[region]).start
             own, shard = self.sharding.own(region), self.sharding.shard(region)
             # Stage 1 holds the whole plane, like ZeRO, although only the updated range is used.
-            gradients = flat[own.start - start : own.stop - start]
-            sums = flat[shard.start - start : shard.stop - start] if accumulates else None
-            self[region].gradients, self[region].sums = gradients, sums
+            self[region].gradients = flat[own.start - start : own.stop - start]
+            self[region].sums = flat[shard.start - start : shard.stop - start] if accumulates else None
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
         """Allocate memory on the states' tier, replacing the allocation `name`."""
         if not self.is_below_device:
-            self._device.ledger.drop(name)
-            return self._device.allocate(name, num_bytes)
+            self.device.ledger.drop(name)
+            return self.device.allocate(name, num_bytes)
         self._host.drop(name)
         self._host.reserve(name, num_bytes)
-        return Arena(num_bytes, self._device.pinning).take(num_bytes, torch.uint8)
+        return Arena(num_bytes, self.device.pinning).take(num_bytes, torch.uint8)
 
     def count_d2h(self, num_bytes: int) -> None:
         """Count D2H bytes, if the states are on the host."""
         if self.is_below_device:
-            self._counters.count("d2h_bytes", num_bytes)
+            self.counters.count("d2h_bytes", num_bytes)
 
     def _take(
         self, name: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str
@@ -177,12 +164,12 @@ class Store:
         """Allocate arrays: one arena on the host, separate allocations on the device."""
         if tier == DEVICE:
             return {
-                (region, plane.name): self._device.allocate(plane.label, num_bytes).view(plane.dtype)
+                (region, plane.name): self.device.allocate(plane.label, num_bytes).view(plane.dtype)
                 for region, plane, num_bytes in planes
             }
         for _, plane, num_bytes in planes:
             self._host.reserve(plane.label, num_bytes)
-        pinning = None if name in (_RESTING, "factors", "errors") else self._device.pinning
+        pinning = None if name in (_RESTING, "factors", "errors") else self.device.pinning
         arena = self._arenas[name] = Arena(sum(num_bytes for *_, num_bytes in planes), pinning)
         return {
             (region, plane.name): arena.take(num_bytes // plane.dtype.itemsize, plane.dtype)
@@ -211,19 +198,36 @@ class Store:
         comm, lane = (self.between, self.network_lane) if self.sharding.spreads else (self.within, self.collective_lane)
         others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
         received = [others.get(rank, own).planes[plane] for rank in self.sharding.partners]
-        self._counters.count("all_gather_elements", (tile.end - tile.begin) * comm.size)
-        self._counters.count("network_bytes", own_weights.nbytes * comm.num_far)
+        self.counters.count("all_gather_elements", (tile.end - tile.begin) * len(received))
+        self.counters.count("network_bytes", own_weights.nbytes * comm.num_far)
         ticket = lane.submit(
-            partial(comm.all_to_all, received, [own_weights] * comm.size, f"{operation}, tile {number}"),
+            partial(comm.all_to_all, received, [own_weights] * len(received), f"{operation}, tile {number}"),
             reads=reads,
             users=[ticket for lease in others.values() for ticket in lease.users],
             name=operation,
             # The link counts bytes per rank within a replica, and sent bytes between replicas.
-            num_bytes=own_weights.nbytes * (comm.size - 1 if self.sharding.spreads else 1),
+            num_bytes=own_weights.nbytes * (len(others) if self.sharding.spreads else 1),
         )
         own.done_reading(ticket)
         for lease in others.values():
             lease.done_writing(ticket)
+
+    def gather(
+        self,
+        region: Region,
+        whole: torch.Tensor,
+        own: torch.Tensor,
+        label: str,
+        reads: Sequence[Ticket] = (),
+        is_ahead: bool = False,
+    ) -> Ticket:
+        """Gather the `own` range of each rank in this replica into `whole`, flat, after `reads`. `label`: name in the
+        timeline and in errors. `is_ahead`: for the next step.
+        """
+        self.counters.count("all_gather_elements", region.numel, is_ahead)
+        self.counters.count("network_bytes", own.nbytes * self.within.num_far, is_ahead)
+        work = partial(self.within.all_gather, whole, own, label)
+        return self.collective_lane.submit(work, reads=reads, name=label, num_bytes=own.nbytes)
 
     def forgive(self) -> None:
         """Forget failed and cancelled updates before all states are written anew."""

@@ -59,7 +59,9 @@ class Values:
         region = self.region(parameter)
         plane, travels = region.plane("weights"), region.travelling
         for begin, end, stored in region.codec.encoded(self._parts(parameter, read, dtype, source)):
-            codes = _codes(region, stored) if CODES in region.by_name else None
+            codes = None
+            if CODES in region.by_name:  # records for copies, made from the master weights
+                codes = region.link.records(stored if region.has_low else stored.to(region.dtype))
             tiles = self.open_tiles(parameter, CODES, *MASTER, begin=begin, end=end, changes=True, of_all=True)
             for planes, in_tile, in_piece in tiles:
                 if "weights" in planes:
@@ -236,15 +238,12 @@ class Values:
                 low = max(zero + max(begin, piece.begin), first)
                 high = min(zero + min(until, piece.end), last)
                 if low < high:
-                    self._broadcast(values[low - zero - begin : high - zero - begin], owner, operation)
+                    part = values[low - zero - begin : high - zero - begin]
+                    rank, replica = divmod(owner, self.sharding.num_ranges // self.sharding.size)
+                    if self.sharding.spreads and rank == self.sharding.rank:
+                        self._between.broadcast(part, replica, operation)
+                    self._within.broadcast(part, rank, operation)
         return values
-
-    def _broadcast(self, part: torch.Tensor, owner: int, operation: str) -> None:
-        """Broadcast a part from the rank with update range `owner`."""
-        rank, replica = divmod(owner, self.sharding.num_ranges // self.sharding.size)
-        if self.sharding.spreads and rank == self.sharding.rank:
-            self._between.broadcast(part, replica, operation)
-        self._within.broadcast(part, rank, operation)
 
     def open_tiles(
         self,
@@ -273,11 +272,6 @@ class Values:
                     with tile.lend(*names).opened(self._lanes.wait, changes) as planes:
                         start = zero + begin
                         yield planes, slice(low - tile.begin, high - tile.begin), slice(low - start, high - start)
-
-
-def _codes(region: Region, piece: torch.Tensor) -> torch.Tensor:
-    """Return CPU records for copies of a piece, made from the master weights."""
-    return region.link.records(piece if region.has_low else piece.to(region.dtype))
 
 
 def _threshold(values: torch.Tensor, share: float) -> float:

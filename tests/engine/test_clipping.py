@@ -78,7 +78,7 @@ def test_speculative_against_float64(factor: float, precision: str, num_steps_be
     norms = []
     for engine in (deferred, speculative):
         engine.model.factor = factor
-        parts_of(engine).updates._max_norm = 0.01
+        parts_of(engine).updates.max_norm = 0.01
         result = engine.step(words(7), loss_fn=cross_entropy)
         norms.append(result.grad_norm)
     assert norms[0] == norms[1]

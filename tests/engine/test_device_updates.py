@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload import AdamW, Engine, Lion, Muon, Placement
-from offload.engine.gradients.early_policies import RunningNorm
+from offload.engine.gradients.policies import RunningNorm
 from offload.errors import ConfigError, DoesNotFitError, NonFiniteError, TornError
 from offload.layout.residence import DEVICE
 from offload.planning import device_updates, disk

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.gradients import early_policies, policies, updates
+from offload.engine.gradients import policies, updates
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.tile_updates import Correction, RegionUpdate
 from offload.engine.gradients.transfer import GradientTransfer
@@ -32,7 +32,7 @@ enter_as(
 @mutation("tests/engine/test_against_torch.py", fuzzed=True)
 def norm_without_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
     total = updates.total_norm
-    for module in (early_policies, updates):
+    for module in (policies, updates):
         patch.setattr(module, "total_norm", lambda squares: total(list(squares)[:-1] if len(squares) > 1 else squares))
 
 
@@ -44,7 +44,7 @@ def norm_in_single_precision(patch: pytest.MonkeyPatch) -> None:
             found = struct.unpack("f", struct.pack("f", found + value))[0]
         return float(found**0.5)
 
-    for module in (early_policies, updates):
+    for module in (policies, updates):
         patch.setattr(module, "total_norm", total)
 
 
@@ -56,8 +56,7 @@ def clip_coefficient_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
         last.append(coefficient(norm, limit))
         return last.pop(0)
 
-    for module in (policies, early_policies):
-        patch.setattr(module, "clip_coefficient", stale)
+    patch.setattr(policies, "clip_coefficient", stale)
 
 
 @mutation("tests/engine/test_clipping.py", fuzzed=True)
@@ -145,7 +144,7 @@ def micro_batches_added_up_in_the_other_order(patch: pytest.MonkeyPatch) -> None
 @mutation("tests/contracts/test_contracts.py")
 def norm_summed_from_the_last_parameter(patch: pytest.MonkeyPatch) -> None:
     total = updates.total_norm
-    for module in (early_policies, updates):
+    for module in (policies, updates):
         patch.setattr(module, "total_norm", lambda squares: total(list(squares)[::-1]))
 
 

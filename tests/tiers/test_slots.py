@@ -42,7 +42,13 @@ class Bench:
         self.lanes = Lanes(overlap=False, throttle={})
         residence = Residence(common=tier)
         self.store = Store(
-            self.regions, self.infos, device=self.device, host=self.host, lanes=self.lanes, residence=residence
+            self.regions,
+            self.infos,
+            device=self.device,
+            host=self.host,
+            lanes=self.lanes,
+            residence=residence,
+            counters=self.counters,
         )
         self.values = [torch.randn(info.shape) for info in self.infos]
         for info, value in zip(self.infos, self.values, strict=True):
@@ -50,10 +56,7 @@ class Bench:
         size = max(region.weight_bytes for region in self.regions)
         self.slots = Slots(
             self.store,
-            self.device,
             DeferredUpdates(),
-            self.lanes,
-            self.counters,
             slot_bytes=size if tier == "cpu" else 0,
             slot_name="unit slot",
             debug=True,

@@ -16,7 +16,7 @@ from offload.app.machine import environment
 from offload.app.training.trainable import WholeModel
 from offload.app.training.trainer import Trainer
 from offload.engine.engine import Engine
-from offload.engine.gradients import early_policies, updates
+from offload.engine.gradients import policies, updates
 from offload.errors import ConfigError, NonFiniteError
 from offload.export import main as export_command
 from offload.extras.plan import alternatives
@@ -255,7 +255,7 @@ def test_a_trace_that_cannot_be_written_is_no_reason_to_fail(run: Any, tmp_path:
 
 @pytest.mark.slow
 def test_coarse_steps_are_counted_and_said_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_policies, "COARSE_RATIO", 1.0)  # every correction counts as coarse
+    monkeypatch.setattr(policies, "COARSE_RATIO", 1.0)  # every correction counts as coarse
     speculative = {"train__clip": "speculative", "train__max_grad_norm": 0.01, "offload__throttle": THROTTLE}
     _, lines, said = run("coarse", **speculative, **STREAMED)
     assert [line["coarse"] for line in lines] == [True] * 3

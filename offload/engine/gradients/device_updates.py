@@ -8,14 +8,13 @@ from functools import partial
 import torch
 
 from offload.engine.gradients.tile_updates import TileUpdate, UpdatePlace
-from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.planes import CODES
 from offload.layout.regions import Region, align
 from offload.planning.device_updates import PLANE_ALIGNMENT, UPDATE_RING
-from offload.tiers.counters import Counters
-from offload.tiers.device import Device, copy_planes
+from offload.tiers.device import copy_planes
 from offload.tiers.lease import Ring
+from offload.tiers.store import Store
 
 
 class DeviceUpdates(UpdatePlace):
@@ -29,17 +28,18 @@ class DeviceUpdates(UpdatePlace):
         in_place: UpdatePlace,
         streamed: Collection[int],
         memory: torch.Tensor,
-        num_regions: int,
-        lanes: Lanes,
-        device: Device,
-        counters: Counters,
+        store: Store,
     ) -> None:
         """`streamed`: indices of regions updated on the device. `memory`: flat uint8 device memory."""
         self._in_place, self._streamed = in_place, streamed
-        self._ring, self._lanes, self._device, self._counters = Ring(memory, UPDATE_RING), lanes, device, counters
+        self._ring, self._lanes, self._device = Ring(memory, UPDATE_RING), store.lanes, store.device
+        self._counters = store.counters
         self._start_tickets: Sequence[Ticket] = ()
         self._counts: dict[Region, tuple[TileUpdate, torch.Tensor]] = {}  # non-finite weight counts
-        self._host_counts, self._counts_fence = device.host_memory(num_regions, torch.int64), Fence("counts")
+        self._host_counts, self._counts_fence = (
+            store.device.host_memory(len(store.states), torch.int64),
+            Fence("counts"),
+        )
 
     def begin_step(self) -> None:
         """Start new counts; a lane still checks the previous step's counts."""
@@ -55,8 +55,7 @@ class DeviceUpdates(UpdatePlace):
             return self._in_place.submit(tile)
         host_planes = {name: flat for name, flat in tile.planes.items() if name not in tile.update.state.stays}
         sizes = [align(flat.nbytes, PLANE_ALIGNMENT) for flat in host_planes.values()]
-        stretch = self._ring.take(sum(sizes))
-        assert stretch is not None, "the ring was planned for the largest tile"
+        stretch = self._ring.take_planned(sum(sizes))
         places = stretch.flat.split(sizes)
         device_planes = {
             name: place[: flat.nbytes].view(flat.dtype)
@@ -138,4 +137,4 @@ class DeviceUpdates(UpdatePlace):
         self._ring.reset()
 
     def free(self) -> None:
-        self._ring = Ring(torch.empty(0, dtype=torch.uint8), UPDATE_RING)
+        self._ring.free()

@@ -18,14 +18,11 @@ from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.rank_sums import open_exchange
 from offload.engine.gradients.transfer import GradientTransfer
 from offload.errors import ConfigError
-from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence
-from offload.layout.regions import ParameterInfo, Piece, Region
+from offload.layout.regions import Piece, Region
 from offload.native import kernels
 from offload.planning.memory import BUFFER, EXPERT_BUFFER
 from offload.planning.settings import Settings
-from offload.tiers.counters import Counters
-from offload.tiers.device import Device
 from offload.tiers.lease import Ring, RingSlice
 from offload.tiers.store import Store
 
@@ -46,10 +43,6 @@ class GradientFlow:
     def __init__(
         self,
         store: Store,
-        infos: Sequence[ParameterInfo],
-        device: Device,
-        lanes: Lanes,
-        counters: Counters,
         settings: Settings,
         staging: torch.Tensor,
         sizes: Mapping[str, int],
@@ -59,7 +52,7 @@ class GradientFlow:
 
         `sizes`: device buffer sizes in bytes, by plan name.
         """
-        self._store, self._infos, self._device, self._lanes = store, infos, device, lanes
+        self._store, self._infos, self._device, self._lanes = store, store.infos, store.device, store.lanes
         self._exist = settings.optimizer.has_gradients
         num_pieces = Counter(parameter for state in store.states for parameter in state.region.parameters)
         # Regions with planned room in the buffer in fp32.
@@ -71,30 +64,22 @@ class GradientFlow:
         self.sums_in_fp32 = False  # micro-batches or chunks are summed in the buffer, in fp32
         self._repeats = self.are_complete = False
         self._observer: GradientObserver | None = None
-        self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
-        self._record_buffer = Ring(device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
+        self._buffer = Ring(self._device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
+        self._record_buffer = Ring(self._device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
         self._lasting: dict[int, torch.Tensor] = {}
         self._lasting_so_far: set[int] = set()  # keys in `_lasting` for this step only
         self._idle: dict[int, torch.Tensor] = {}  # unused buffers from earlier steps
-        self._places = {
-            piece: (state.region, position, state.span(position))
-            for state in store.states
-            for position, piece in enumerate(state.region.pieces)
-        }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        exchange = open_exchange(store, measures, device, lanes, counters, sizes, settings)
-        self.transfer = GradientTransfer(store, measures, lanes, exchange, staging)
-        self._ragged = {
-            region.index: [
-                slice(offset + size, end)
-                for offset, size, end in zip(
-                    region.offsets, region.sizes, (*region.offsets[1:], region.numel), strict=True
-                )
-                if offset + size < end
-            ]
-            for region in (state.region for state in store.states)
-        }
+        self.transfer = GradientTransfer(store, measures, open_exchange(store, measures, sizes, settings), staging)
+        self._places: dict[Piece, tuple[Region, int, slice]] = {}
+        self._ragged: dict[int, list[slice]] = {}  # padding behind the pieces, by region index
+        for state in store.states:
+            region, spans = state.region, [state.span(position) for position in range(len(state.region.pieces))]
+            for position, (piece, span) in enumerate(zip(region.pieces, spans, strict=True)):
+                self._places[piece] = region, position, span
+            padding = zip(spans, (*region.offsets[1:], region.numel), strict=True)
+            self._ragged[region.index] = [slice(span.stop, end) for span, end in padding if span.stop < end]
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -140,7 +125,7 @@ class GradientFlow:
     def resize(self, num_bytes: int) -> None:
         """Replace the buffer by another one with `num_bytes` bytes, between two steps."""
         self._device.ledger.drop(BUFFER)
-        self._buffer = Ring(torch.empty(0, dtype=torch.uint8), "")
+        self._buffer.free()
         self._buffer = Ring(self._device.allocate(BUFFER, num_bytes), BUFFER)
 
     def make_lasting(self, region: Region, for_good: bool = True) -> None:
@@ -196,8 +181,7 @@ class GradientFlow:
         """
         if self._observer is None:
             passing = [region for region in regions if region.trainable]
-            stretch = self._record_buffer.take(sum(map(self._passing_bytes, passing)))
-            assert stretch is not None, "there is room for the largest record"
+            stretch = self._record_buffer.take_planned(sum(map(self._passing_bytes, passing)))
             self._lanes.compute_after((), users=stretch.users)
             self._lay_out(passing, stretch)
             stretch.flat.zero_()
@@ -240,11 +224,6 @@ class GradientFlow:
             self._repeats, self.sums_in_fp32 = False, summed_in_fp32
         self.close(regions)
 
-    @property
-    def _sums_up(self) -> bool:
-        """True if a gradient is one of several to be added, on this rank or over ranks."""
-        return self.sums_in_fp32 or self._repeats or self.accumulates or self._store.comm.size > 1
-
     def take(self, piece: Piece, parameter: nn.Parameter) -> None:
         """Take a Parameter's gradient out of autograd. `piece`: the Parameter's place in the model parameter."""
         gradient = parameter.grad
@@ -269,11 +248,13 @@ class GradientFlow:
             )
         touched = self.measures.touched[region.index]
         lasts = region.index in self._lasting
+        # The gradient may be one of several to be added, on this rank or over ranks.
+        is_summed = lasts or self.sums_in_fp32 or self._repeats or self.accumulates or self.measures.has_peers
         flat = self._lasting[region.index] if lasts else self._open[region.index][0]
         if touched[position]:
             self.measures.record_square(piece, None)
             flat[span].add_(gradient)
-        elif flat.is_cpu and flat.dtype == gradient.dtype and not lasts and not self._sums_up:
+        elif flat.is_cpu and flat.dtype == gradient.dtype and not is_summed:
             # Measure the gradient while it is still in the cache.
             self.measures.record_square(piece, kernels.copy_sum_squares(gradient, flat[span]))
         else:
@@ -306,8 +287,8 @@ class GradientFlow:
         self._observer = observer
 
     def free(self) -> None:
-        empty = torch.empty(0, dtype=torch.uint8)
-        self._buffer = self._record_buffer = Ring(empty, "")
+        self._buffer.free()
+        self._record_buffer.free()
         self.transfer.free()
         self._lasting.clear()
         self._idle.clear()

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from offload.lanes.lanes import Lanes
 from offload.layout.regions import Piece, Region
 from offload.native import kernels
-from offload.tiers.device import Device
 from offload.tiers.store import Store
 
 _PART = 1 << 22
@@ -37,10 +35,14 @@ class Measures:
     - one rank, computing on a CPU, several contributions: `measure`, from the buffer;
     - one rank with a GPU: `measure` too, and `CopySquares` brings the numbers to the host;
     - several ranks: `measure_shard`, from the sum over all ranks, exchanged at once or in `finish`.
+
+    `has_peers`: True over several ranks. Another rank may then have a gradient this rank lacks.
     """
 
-    def __init__(self, store: Store, device: Device, lanes: Lanes) -> None:
-        self._store, self._device, self._lanes = store, device, lanes
+    has_peers = False
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.has_peers = store, store.comm.size > 1
         self._regions = [state.region for state in store.states]
         self.touched: dict[int, list[bool]] = {}
         pieces = [piece for region in self._regions for piece in region.pieces]
@@ -48,7 +50,7 @@ class Measures:
         self.squares: dict[Piece, float] = {}
         self._known: set[Piece] = set()  # measured at arrival
         counts = [2 * len(region.parameters) for region in self._regions]
-        buffers = device.host_memory(sum(counts), torch.float64).split(counts)
+        buffers = store.device.host_memory(sum(counts), torch.float64).split(counts)
         # For each region, memory for squares and flags. Within a step no memory is used twice.
         self._buffers = {region.index: buffer for region, buffer in zip(self._regions, buffers, strict=True)}
         self._pending: dict[int, torch.Tensor] = {}  # in D2H copies from a GPU
@@ -105,7 +107,7 @@ class Measures:
             self._note(region, squares.tolist())
             return None
         host = self._pending[region.index] = self._buffers[region.index][: len(squares)]
-        return partial(self._device.copy, host, squares)
+        return partial(self._store.device.copy, host, squares)
 
     def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
         """Measure this rank's piece of the sum over all ranks, on the lane of the last exchange.
@@ -131,7 +133,7 @@ class Measures:
         """Exchange the remaining squares between ranks and record squares from a GPU. All gradients have arrived."""
         regions = [region for region in self._regions if region.index in self._shares]
         if self._has_device_values:  # copies on the compute stream have no tickets
-            self._lanes.wait(self._lanes.mark())
+            self._store.lanes.wait(self._store.lanes.mark())
             self._has_device_values = False
         if regions:
             shares = torch.cat([self._shares[region.index] for region in regions]).tolist()

@@ -15,36 +15,29 @@ import torch
 
 from offload.distributed.comm import Comm, pieces_of
 from offload.engine.gradients.norms import Measures
-from offload.engine.gradients.transfer import Exchange, Gradients, Leases, Measure
-from offload.lanes.lanes import Lanes
+from offload.engine.gradients.transfer import Exchange, Gradients, Leases, Measure, round_sum
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import QuantizedCodec
 from offload.layout.regions import Region
-from offload.native import kernels
 from offload.planning.memory import BETWEEN, BUFFER, SCRATCH, SHARDS, replica_sum_bytes
 from offload.planning.settings import Settings
-from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.lease import Ring
 from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
 
 
-def open_exchange(
-    store: Store,
-    measures: Measures,
-    device: Device,
-    lanes: Lanes,
-    counters: Counters,
-    sizes: Mapping[str, int],
-    settings: Settings,
-) -> Exchange:
+def open_exchange(store: Store, measures: Measures, sizes: Mapping[str, int], settings: Settings) -> Exchange:
     """Return the exchange for the ranks of `store`. `sizes`: device buffer sizes in bytes, by plan name."""
-    parts = store, measures, device, lanes, counters, bool(settings.debug)
+    parts = store, measures, bool(settings.debug)
     exchange = ReduceScatter(sizes, *parts) if store.within.size > 1 else Exchange(*parts)
     if store.between.size > 1 and settings.optimizer.has_gradients:
         return ReplicaSums(exchange, *parts)
     return exchange
+
+
+def _gathering(region: Region) -> str:
+    return f"all-gather of the gradients of {region.name}"
 
 
 class ReduceScatter(Exchange):
@@ -65,7 +58,8 @@ class ReduceScatter(Exchange):
         self._shards.reset()
 
     def free(self) -> None:
-        self._shards, self._scratch = Ring(torch.empty(0, dtype=torch.uint8), ""), torch.empty(0, dtype=torch.uint8)
+        self._shards.free()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
         store, part = self._store, self._store.sharding.shard(region)
@@ -73,8 +67,7 @@ class ReduceScatter(Exchange):
         shard, fence = flat[part], source
         users: Sequence[Ticket] = ()
         if flat.dtype != torch.float32:
-            stretch = self._shards.take(4 * (part.stop - part.start))
-            assert stretch is not None, "there is room for the largest shard"
+            stretch = self._shards.take_planned(4 * (part.stop - part.start))
             shard, fence, users = stretch.flat.view(torch.float32), stretch.fence, stretch.users
             stretch.close()  # no other stretch is taken before this one has a reader
 
@@ -85,7 +78,7 @@ class ReduceScatter(Exchange):
             if whole:
                 if fence is not source:
                     flat[part].copy_(shard)
-                store.within.all_gather(flat, flat[part], f"all-gather of the gradients of {region.name}")
+                store.within.all_gather(flat, flat[part], _gathering(region))
             elif self._debug and source.buffer_type == BUFFER:
                 for rest in (flat[: part.start], flat[part.stop :]) if fence is source else (flat,):
                     rest.fill_(float("nan"))
@@ -113,12 +106,12 @@ class ReduceScatter(Exchange):
         self.tickets += gradients.reads
 
     def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
-        region, plane = state.region, state.gradients
+        region, plane, store = state.region, state.gradients, self._store
         assert plane is not None
         self._measures.measure_shard(region, total, agrees=False)
-        self._round(region, total)
+        round_sum(region, total)
         if len(total) < len(plane):
-            self.tickets.append(self._gather(region, plane, total))
+            self.tickets.append(store.gather(region, plane, total, _gathering(region)))
 
 
 class Residual:
@@ -180,8 +173,7 @@ class ExactSums:
         """Round this rank's piece of a sum and copy it to the gradients' memory."""
         if own_target.data_ptr() != own_sum.data_ptr():
             self._device.copy(own_target, own_sum)
-        if region.is_bf16 and own_target.dtype == torch.float32:
-            kernels.round_bf16_(own_target)
+        round_sum(region, own_target)
 
 
 class QuantizedSums(ExactSums):
@@ -231,8 +223,7 @@ class QuantizedSums(ExactSums):
                 ):
                     residual.decode(piece_records, piece[begin : begin + most])
         measure(own_sum)
-        if state.region.is_bf16 and target.dtype == torch.float32:
-            kernels.round_bf16_(target)
+        round_sum(state.region, target)
 
 
 class ReplicaSums(Exchange):
@@ -259,7 +250,7 @@ class ReplicaSums(Exchange):
 
     def free(self) -> None:
         self._inner.free()
-        self._ring = Ring(torch.empty(0, dtype=torch.uint8), "")
+        self._ring.free()
         del self._sums
 
     def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
@@ -299,8 +290,7 @@ class ReplicaSums(Exchange):
         assert measure is not None
         own, plane = self._store.sharding.own(region), region.plane("gradients")
         num_bytes = 4 * len(flat)  # a bf16 shard leaves room for an fp32 piece
-        stretch = self._ring.take(num_bytes + (plane.num_bytes(own.stop - own.start) if into is None else 0))
-        assert stretch is not None, "there is room for the largest shard"
+        stretch = self._ring.take_planned(num_bytes + (plane.num_bytes(own.stop - own.start) if into is None else 0))
         terms = stretch.flat[: flat.nbytes].view(flat.dtype)
         if into is None:
             into = stretch.flat[num_bytes:].view(plane.dtype)
@@ -345,6 +335,6 @@ class ReplicaSums(Exchange):
             work, reads=reads, users=users, name=f"sum {region.name}", num_bytes=sent * (between.size - 1)
         )
         if len(target) < len(into):  # every rank in the replica stores the whole sum
-            ticket = self._gather(region, into, target, (ticket,))
+            ticket = store.gather(region, into, target, _gathering(region), (ticket,))
         self.tickets.append(ticket)
         return ticket

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 
 from offload.errors import NonFiniteError
 from offload.lanes.ticket import Fence, Lane, Ticket
-from offload.layout.regions import ParameterInfo, Region
+from offload.layout.regions import Region
 from offload.optim.update import UpdateSettings, update_tile
 from offload.planning.settings import Settings
 from offload.tiers.device import Device
@@ -33,7 +32,8 @@ class EarlyReads:
         self._store = store
         self._order: list[Region] = []
         self._leases: dict[Tile, Lease] = {}
-        self.are_possible = store.lends_early
+        # A record with room for gradients would lend them with the states, before they exist.
+        self.are_possible = not any(state.has_room_on_disk for state in store.states)
 
     def begin(self) -> None:
         """Read states during the backward, when the disk is mostly idle.
@@ -82,18 +82,13 @@ class TileUpdates:
     """
 
     def __init__(
-        self,
-        store: Store,
-        infos: Sequence[ParameterInfo],
-        slots: Slots,
-        settings: Settings,
-        place: UpdatePlace,
-        workspace: torch.Tensor | None,
+        self, store: Store, slots: Slots, settings: Settings, place: UpdatePlace, workspace: torch.Tensor | None
     ) -> None:
         """`workspace`: device memory for update rules that compute on the device."""
         self.store, self.slots, self.place, self.debug = store, slots, place, bool(settings.debug)
         self.early = EarlyReads(store)
-        self.settings = UpdateSettings(settings.optimizer.parts, infos, settings.optimizer.lr, settings.seed, workspace)
+        rule = settings.optimizer
+        self.settings = UpdateSettings(rule.parts, store.infos, rule.lr, settings.seed, workspace)
         self.is_updating = False
 
     def mark_updating(self, is_updating: bool = True) -> None:
@@ -229,28 +224,26 @@ class TileUpdate:
         return self.update.region.update_bytes(tile.end - tile.begin) + self.planes["gradients"].nbytes
 
 
-class UpdatePlace(ABC):
+class UpdatePlace:
     """Place where updates run."""
 
-    @abstractmethod
     def begin_step(self) -> None:
         """Forget the previous step's counts of non-finite weights."""
 
-    @abstractmethod
     def submit(self, tile: TileUpdate) -> Ticket:
         """Submit a tile update, after the gradients and after every fetch of the overwritten data.
 
         The returned ticket is done when the new weights are ready.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def check(self) -> None:
         """Refuse non-finite weights after all of a step's updates are submitted."""
 
-    def reset(self) -> None:  # noqa: B027 (only rings need this)
+    def reset(self) -> None:
         """Reset after a step was given up."""
 
-    def free(self) -> None:  # noqa: B027 (only rings need this)
+    def free(self) -> None:
         """Release all buffers."""
 
 

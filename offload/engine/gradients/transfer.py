@@ -9,15 +9,12 @@ from typing import NamedTuple
 import torch
 
 from offload.engine.gradients.norms import CopySquares, Measures
-from offload.engine.gradients.policies import NoPolicy, UpdatePolicy
+from offload.engine.gradients.policies import UpdatePolicy
 from offload.errors import OffloadError
-from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BUFFER
-from offload.tiers.counters import Counters
-from offload.tiers.device import Device
 from offload.tiers.lease import Lease, Ring, RingSlice
 from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
@@ -53,11 +50,9 @@ class Exchange:
     `tickets`: work on the gradients of this step. All gradients have arrived when these are done.
     """
 
-    def __init__(
-        self, store: Store, measures: Measures, device: Device, lanes: Lanes, counters: Counters, debug: bool
-    ) -> None:
-        self._store, self._measures, self._device, self._lanes = store, measures, device, lanes
-        self._counters, self._debug = counters, debug
+    def __init__(self, store: Store, measures: Measures, debug: bool) -> None:
+        self._store, self._measures, self._debug = store, measures, debug
+        self._device, self._lanes, self._counters = store.device, store.lanes, store.counters
         self.tickets: list[Ticket] = []
 
     def begin_step(self) -> None:
@@ -92,7 +87,7 @@ class Exchange:
     def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
         """Measure, round and store `total`, a sum over several passes on the tier of the states."""
         self._copy_squares(self._measures.measure(state.region, total))
-        self._round(state.region, total)
+        round_sum(state.region, total)
 
     def copy(self, gradients: Gradients, target: torch.Tensor, users: Sequence[Ticket]) -> Ticket:
         """Copy gradients and squares to the tier of the states, after `users`.
@@ -124,22 +119,16 @@ class Exchange:
             self.tickets.append(ticket)
             lease.done_writing(ticket)
 
-    def _gather(self, region: Region, whole: torch.Tensor, own: torch.Tensor, reads: Sequence[Ticket] = ()) -> Ticket:
-        """Gather the sums of all ranks in this replica, each rank's `own` part."""
-        store, label = self._store, f"all-gather of the gradients of {region.name}"
-        self._counters.count("all_gather_elements", region.numel)
-        self._counters.count("network_bytes", own.nbytes * store.within.num_far)
-        work = partial(store.within.all_gather, whole, own, label)
-        return store.collective_lane.submit(work, reads=reads, name=label, num_bytes=own.nbytes)
-
     def _copy_squares(self, squares: CopySquares | None) -> None:
         """Copy the squares to the host separately."""
         if squares is not None:
             self.tickets.append(self._lanes.d2h.submit(squares, reads=self._lanes.mark(), name="norm"))
 
-    def _round(self, region: Region, flat: torch.Tensor) -> None:
-        if region.is_bf16 and flat.dtype == torch.float32:
-            kernels.round_bf16_(flat)
+
+def round_sum(region: Region, flat: torch.Tensor) -> None:
+    """Round an fp32 sum in place to the gradient dtype of the region."""
+    if region.is_bf16 and flat.dtype == torch.float32:
+        kernels.round_bf16_(flat)
 
 
 class GradientTransfer:
@@ -150,17 +139,15 @@ class GradientTransfer:
     gradients this rank lacks.
     """
 
-    def __init__(
-        self, store: Store, measures: Measures, lanes: Lanes, exchange: Exchange, staging: torch.Tensor
-    ) -> None:
-        self._store, self._measures, self._lanes, self._exchange = store, measures, lanes, exchange
+    def __init__(self, store: Store, measures: Measures, exchange: Exchange, staging: torch.Tensor) -> None:
+        self._store, self._measures, self._exchange = store, measures, exchange
         self.accumulates = False
-        self.policy: UpdatePolicy = NoPolicy()
+        self.policy = UpdatePolicy()
         self._staging = Ring(staging, "gradient staging")
         self._sent: set[int] = set()
 
     def begin_step(self) -> None:
-        self.policy = NoPolicy()
+        self.policy = UpdatePolicy()
         self._sent.clear()
         self._exchange.begin_step()
         self._staging.reset()
@@ -173,11 +160,11 @@ class GradientTransfer:
         """Return this rank's gradient sum of a region in this step; None: no gradients yet."""
         if not self.accumulates or region.index not in self._sent:
             return None
-        self._lanes.wait(self._exchange.tickets)
+        self._store.lanes.wait(self._exchange.tickets)
         return self._store[region].sums
 
     def free(self) -> None:
-        self._staging = Ring(torch.empty(0, dtype=torch.uint8), "")
+        self._staging.free()
         self._exchange.free()
 
     def finish(self) -> None:
@@ -185,22 +172,22 @@ class GradientTransfer:
 
         Afterwards the measures and planes are final. This is the only host wait in a step.
         """
-        self._lanes.wait(self._exchange.tickets)
+        self._store.lanes.wait(self._exchange.tickets)
         if self.accumulates:
             for state in self._store.states:
                 if state.sums is not None and state.region.index in self._sent:
                     self._exchange.finish_sum(state, state.sums)
-            self._lanes.wait(self._exchange.tickets)
+            self._store.lanes.wait(self._exchange.tickets)
         self._sent.clear()
         self._measures.finish()
 
     def sends(self, region: Region) -> bool:
         """Return whether a region is sent: with a gradient on this rank, or with other ranks that may have one."""
-        return self._store.comm.size > 1 or any(self._measures.touched[region.index])
+        return self._measures.has_peers or any(self._measures.touched[region.index])
 
     def send(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool = False) -> None:
         """Send a region's gradients to the update. `is_final`: `flat` is the sum over the whole step."""
-        if self._store.comm.size > 1:
+        if self._measures.has_peers:
             for position, has in enumerate(self._measures.touched[region.index]):
                 if not has:  # on this rank; another rank may have one
                     flat[self._store[region].span(position)].zero_()
@@ -283,6 +270,5 @@ class GradientTransfer:
         self._exchange.tickets.append(ticket)
 
     def _take_staging(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, RingSlice]:
-        stretch = self._staging.take(numel * dtype.itemsize)
-        assert stretch is not None, "staging has room for the largest region"
+        stretch = self._staging.take_planned(numel * dtype.itemsize)
         return stretch.flat.view(dtype), stretch

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from offload.engine.gradients.early_policies import ImmediatePolicy, NormOnlyPolicy, SpeculativePolicy
 from offload.engine.gradients.flow import GradientFlow
-from offload.engine.gradients.policies import DeferredPolicy, UpdatePolicy, UpdateResult, refuse_gradients
+from offload.engine.gradients.policies import (
+    DeferredPolicy,
+    ImmediatePolicy,
+    NormOnlyPolicy,
+    SpeculativePolicy,
+    UpdatePolicy,
+    UpdateResult,
+    refuse_gradients,
+)
 from offload.engine.gradients.tile_updates import TileUpdates, UpdatePlace
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
-from offload.lanes.lanes import Lanes
-from offload.layout.regions import ParameterInfo, Region
+from offload.layout.regions import Region
 from offload.optim.rule import UpdateRule
 from offload.optim.update import clip_coefficient, total_norm
 from offload.planning.settings import Settings
@@ -40,47 +46,30 @@ class Updates:
     def __init__(
         self,
         store: Store,
-        infos: Sequence[ParameterInfo],
         flow: GradientFlow,
         slots: Slots,
         deferred: DeferredUpdates,
-        lanes: Lanes,
         settings: Settings,
         place: UpdatePlace,
         workspace: torch.Tensor | None = None,
     ) -> None:
         """`workspace`: device memory for update rules that compute on the device."""
-        self.tiles = TileUpdates(store, infos, slots, settings, place, workspace)
-        self._flow, self._slots, self._deferred, self._lanes, self._measures = (
-            flow,
-            slots,
-            deferred,
-            lanes,
-            flow.measures,
-        )
+        self.tiles = TileUpdates(store, slots, settings, place, workspace)
+        self._flow, self._measures, self._slots, self._deferred = flow, flow.measures, slots, deferred
+        self._lanes = store.lanes
         self._measures_norm = settings.needs_all_gradients and settings.optimizer.drops_gradients
         self._norm: float | None = None  # this step's norm, from a separate backward
-        self._max_norm = self._limit = settings.max_grad_norm  # default, and for this step
+        self.max_norm = self._limit = settings.max_grad_norm  # default (None: no clipping), and for this step
         self._skips, self._delays_from = settings.skips, settings.delay_after if settings.delay else math.inf
-        self._is_inline = store.update_lane is lanes.on_compute
+        self._is_inline = store.update_lane is store.lanes.on_compute
         # Inline updates hide nothing.
         self.clip = "deferred" if self._is_inline else settings.resolved_clip
         self.num_unclipped: int | None = None  # steps so far, while `clip` is undecided; else None
 
     @property
-    def infos(self) -> Sequence[ParameterInfo]:
-        """Parameter settings for the next updates."""
-        return self.tiles.settings.infos
-
-    @property
-    def max_norm(self) -> float | None:
-        """Default clipping norm; None: no clipping."""
-        return self._max_norm
-
-    @property
     def needs_norm(self) -> bool:
         """True if updates wait for the norm."""
-        is_deferred = self._max_norm is not None and self.clip != "speculative"
+        is_deferred = self.max_norm is not None and self.clip != "speculative"
         return (self._skips or is_deferred) and not self._measures_norm
 
     def delays(self, number: int) -> bool:
@@ -109,15 +98,6 @@ class Updates:
         """
         self.clip, self.num_unclipped = clip, num_unclipped
 
-    def _count_step(self, norm: float) -> None:
-        """Count a step toward the decision about `clip: auto`."""
-        assert self.num_unclipped is not None
-        self.num_unclipped += 1
-        if clip_coefficient(norm, self._limit) != 1.0:
-            self.decide("deferred")
-        elif self.num_unclipped == UNCLIPPED_STEPS:
-            self.decide("speculative")
-
     def tune(self, rule: UpdateRule, decays: Mapping[str, float]) -> None:
         """Use other rule settings, and other weight decays by parameter name, for the next updates.
 
@@ -129,7 +109,7 @@ class Updates:
                 f"the update rule {settings.rules[0]} cannot change to {rule}, which stores other moments per "
                 "weight: choose this setting when the engine is created."
             )
-        infos = [replace(info, weight_decay=decays.get(info.name, info.weight_decay)) for info in self.infos]
+        infos = [replace(info, weight_decay=decays.get(info.name, info.weight_decay)) for info in settings.infos]
         self.tiles.settings = settings._replace(rules=rule.parts, infos=infos)
 
     def begin_step(
@@ -140,7 +120,7 @@ class Updates:
         `after_norm`: updates come after the norm in any case. `for_norm`: the next backward is for the norm only.
         `norm`: the norm from such a backward.
         """
-        self._norm, self._limit = norm, self._max_norm
+        self._norm, self._limit = norm, self.max_norm
         self._lanes.close_step()
         self.tiles.settings = self.tiles.settings._replace(lr=lr)
         self.tiles.place.begin_step()
@@ -162,16 +142,14 @@ class Updates:
 
         Raises NonFiniteError for a non-finite norm, unless such steps are skipped.
         """
-        self._flow.send_rest()
-        self._flow.transfer.finish()
-        self._norm = total_norm(self._measures.squares.values())
+        self._norm = self.measure()
         if not math.isfinite(self._norm) and not self._skips:
             refuse_gradients(self.tiles, self._measures, self._norm)
         self._flow.begin_step()
         return self._norm
 
     def measure(self) -> float:
-        """Complete an own loop's gradients and return their norm over all ranks. Collective."""
+        """Complete the gradients and return their norm over all ranks. Collective."""
         self._flow.send_rest()
         self._flow.finish()
         return total_norm(self._measures.squares.values())
@@ -196,8 +174,12 @@ class Updates:
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
         if math.isfinite(norm):
-            if self.num_unclipped is not None:
-                self._count_step(norm)
+            if self.num_unclipped is not None:  # this step counts for the decision about `clip: auto`
+                self.num_unclipped += 1
+                if clip_coefficient(norm, self._limit) != 1.0:
+                    self.decide("deferred")
+                elif self.num_unclipped == UNCLIPPED_STEPS:
+                    self.decide("speculative")
             return policy.finish(norm, self._limit, first_use)
         if not self._skips or self.tiles.is_updating:
             refuse_gradients(self.tiles, self._measures, norm, policy.arrived)
@@ -255,9 +237,6 @@ class Updates:
     def mark_sound(self) -> None:
         """Mark the states as whole: all were written again."""
         self.tiles.is_updating = False
-
-    def free(self) -> None:
-        self.tiles.place.free()
 
     def failure(self) -> str | None:
         """Return the reason if the states belong to no step, else None. Call between steps."""

@@ -312,7 +312,7 @@ class DiskActivationOffload(ActivationOffload):
         flat, users, tickets = tensor.contiguous().view(-1).view(torch.uint8), buffer.fence.before_fill(), []
         for begin in range(0, copy.nbytes, self._tile_bytes):
             tile = flat[begin : begin + self._tile_bytes]
-            stretch = self._channel.take(align(tile.nbytes, _PAGE_BYTES))
+            stretch = self._channel.ring.take_planned(align(tile.nbytes, _PAGE_BYTES))
             d2h_ticket = self._lanes.d2h.submit(
                 partial(self._device.copy, stretch.flat[: tile.nbytes], tile),
                 reads=self._lanes.mark(),
@@ -342,7 +342,7 @@ class DiskActivationOffload(ActivationOffload):
         for begin, num_rows, row_bytes, run_bytes in _tiles(part, self._tile_bytes):
             first = begin // _PAGE_BYTES * _PAGE_BYTES
             last = align(begin + (num_rows - 1) * row_bytes + run_bytes, _PAGE_BYTES)
-            stretch = self._channel.take(last - first)
+            stretch = self._channel.ring.take_planned(last - first)
             read_ticket = self._channel.read(
                 buffer.file, buffer.offset + first, stretch, reads=reads, name="activations", is_ahead=False
             )

@@ -106,7 +106,7 @@ class StreamedModel:
             files=self._files,
             counters=counters,
         )
-        self._slots = slots = Slots(store, device, DeferredUpdates(), lanes, counters, slot_bytes=0, slot_name=SLOTS)
+        self._slots = slots = Slots(store, DeferredUpdates(), slot_bytes=0, slot_name=SLOTS)
         self._executor = Executor(slots, 1, None, updates_at_end=lambda _: False)
         self._units = list(open_units(candidates, regions, slots, slots.parameters))
         self.target: CallTarget = self._call

@@ -263,10 +263,7 @@ class ExpertStreams(Stage):
         # Experts may be stored on the device; then the slots take no memory.
         slots = Slots(
             state.store,
-            state.device,
             state.deferred_updates,
-            state.lanes,
-            state.counters,
             slot_bytes=state.plan.of("device", EXPERT_SLOT).num_bytes,
             slot_name=EXPERT_SLOT,
             decoder=state.slots.weight_decoder,

@@ -227,11 +227,8 @@ class _TimedUpdatePlace(UpdatePlace):
         return ticket
 
     def begin_step(self) -> None:
-        """Start a step."""
+        """Start a step. There is no computation to check at the end."""
         self._place.begin_step()
-
-    def check(self) -> None:
-        """Do nothing: there is no computation to check."""
 
 
 class _SimulatedUpdate(RegionUpdate):
@@ -273,16 +270,10 @@ class SimulatedEngine:
         if settings.keeps_gradients:
             self._store.hold_gradients(accumulates=False)
         deferred = DeferredUpdates()
-        self._slots = Slots(
-            self._store, device, deferred, lanes, self._counters, slot_bytes=plan.capacity_bytes, slot_name="slots"
-        )
+        self._slots = Slots(self._store, deferred, slot_bytes=plan.capacity_bytes, slot_name="slots")
         limit = settings.max_grad_norm or 1.0
         flow = self._flow = GradientFlow(
             self._store,
-            (),
-            device,
-            lanes,
-            self._counters,
             settings,
             device.allocate("staging", plan.staging_bytes),
             {BUFFER: plan.buffer_bytes, SHARDS: plan.shard_bytes, SCRATCH: 0},
@@ -296,9 +287,9 @@ class SimulatedEngine:
         if plan.update_ring_bytes:
             ring = device.allocate("update ring", plan.update_ring_bytes)
             streamed = plan.residence.updated_on_device
-            update_place = DeviceUpdates(update_place, streamed, ring, len(plan.regions), lanes, device, self._counters)
+            update_place = DeviceUpdates(update_place, streamed, ring, self._store)
         timed_place = _TimedUpdatePlace(update_place, lanes, plan.tile_host_s)
-        self._updates = Updates(self._store, (), flow, self._slots, deferred, lanes, settings, timed_place)
+        self._updates = Updates(self._store, flow, self._slots, deferred, settings, timed_place)
         self._pending = SlotUpdates(self._store, self._slots, deferred, lanes, device)
 
         def pool(tier: str) -> ActivationOffload | None:
