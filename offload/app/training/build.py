@@ -29,7 +29,7 @@ from offload.app.hf.models import (
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.stored_model import rebuild_model
-from offload.app.training.isolation import check_isolation, isolation_error
+from offload.app.training.isolation import check_isolation
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import build_engine, describe_length, stages
 from offload.app.training.planner import PLANNERS, RunForecast, measure_network, planned_advice
@@ -87,9 +87,7 @@ class RunSetup(NamedTuple):
     architecture: PreTrainedConfig
     """Architecture with an embedding row for each added token."""
     model_kind: ModelKind
-    """Model kind."""
     trainable: TrainablePart
-    """Trainable part of the model."""
     grows: bool
     """True if embedding rows are added."""
 
@@ -240,7 +238,12 @@ def make_run(
     if data.is_isolated and (why := check_isolation(engine, data.tokenizer, vocabulary, comm)):
         if first or requires_isolation:
             engine.close()
-            raise common(ConfigError(isolation_error(why)))
+            raise common(
+                ConfigError(
+                    f"data.packing_isolated is true, but {why}: documents in a row would not be isolated. Set "
+                    "--data.packing false for one document in each row, or --data.packing_isolated false."
+                )
+            )
         config = config.with_resolved(data__packing=False, data__packing_isolated=False)
         data = rank_0_first(comm, "preparation of the data", build)
         again = without_steps.resolve_steps(data.num_steps)

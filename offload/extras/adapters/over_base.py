@@ -46,7 +46,6 @@ class AdapterOverBase(TrainablePart):
     adaptation: Adaptation
     """Adapter configuration and initial weights."""
     base: BaseMark
-    """Base fingerprint."""
     seed: int
     """Seed for the adapter's initial values."""
     precision: str
@@ -82,18 +81,15 @@ class AdapterOverBase(TrainablePart):
         return cls(adaptation, base, config.run.seed, str(config.train.precision), *rests)
 
     def prepare(self, built: BuiltModel) -> BuiltModel:
-        """Put the adapter over the base."""
         self.adaptation.check_tier(self.parameters)
         adapted = self.adaptation.apply_to(built, self.seed)
         self.removed.update(adapted.removed)
         return adapted
 
     def name(self, model: Any) -> str:
-        """Return the base class name."""
         return type(model.get_base_model()).__name__
 
     def describe(self, model: Any) -> Iterator[str]:
-        """Yield the adapter summary and the base name."""
         yield f"adapter: {describe_adapter(model)}; frozen: {self.base.name}"
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:  # noqa: ARG002
@@ -105,7 +101,6 @@ class AdapterOverBase(TrainablePart):
         return sum(4 * parameter.numel() for parameter in model.parameters())
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return the base fingerprint."""
         return {"base": self.base.to_dict()}
 
     def files(self, model: Any) -> Mapping[str, bytes]:
@@ -123,7 +118,6 @@ class AdapterOverBase(TrainablePart):
         files: Mapping[str, bytes],
         build_base: Callable[[], BuiltModel],  # noqa: ARG002
     ) -> None:
-        """Write the adapter in PEFT's format."""
         values = dict(engine.named_parameters(trained_only=True))
         with share_failure(engine.comm, "export"):
             if engine.rank == 0:
