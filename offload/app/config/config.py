@@ -335,9 +335,7 @@ class Config(BaseModel):
         pretrained *= 0.05 if train.method in ("dpo", "orpo") else 1.0  # as in TRL
         rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
         rate *= RULE_SETTINGS[optimizer.name].rate
-        rule_defaults = {
-            key: value for key, value in RULE_SETTINGS[optimizer.name].defaults.items() if self.is_default(key)
-        }
+        rule_defaults = RULE_SETTINGS[optimizer.name].defaults
         share = 0.0 if self.data.eval_source else 0.02
         length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
         length = length // 64 * 64 or length  # some position tables have a few extra rows
@@ -359,7 +357,7 @@ class Config(BaseModel):
             if builtin and not has_accelerator
             else self.offload.device_memory,
             offload__zero_stage=3 if self.offload.zero_stage == "auto" else self.offload.zero_stage,
-            **{key.replace(".", "__"): value for key, value in rule_defaults.items()},
+            **{key.replace(".", "__"): value for key, value in rule_defaults.items() if self.is_default(key)},
         )
 
     def resolve_steps(self, num_steps: Callable[[float], int]) -> Config:
@@ -382,7 +380,9 @@ class Config(BaseModel):
             if section != previous:
                 lines.append(f"{section}:")
                 previous = section
-            lines.append(f"  {field}: {_yaml_value(value)}  # {self.origin(key)}{self._notes.get(key, '')}")
+            text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+            text = text.strip().removesuffix("...").strip()
+            lines.append(f"  {field}: {text}  # {self.origin(key)}{self._notes.get(key, '')}")
         return "\n".join(lines) + "\n"
 
 
@@ -468,11 +468,6 @@ def _with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key} is the earlier name of {current_name(key)}, and both are set; leave one of them out."
             )
     return without_retired({current_name(key): value for key, value in values.items()})
-
-
-def _yaml_value(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.strip().removesuffix("...").strip()
 
 
 _REPR = reprlib.Repr()  # a value from a file may be nested deeply or contain itself

@@ -81,4 +81,4 @@ class ModelObject:
 
     def build(self) -> BuiltModel:
         """Return the model as a BuiltModel. It is already filled."""
-        return BuiltModel(self.model, lambda _name, _module: None, None)
+        return BuiltModel(self.model)

@@ -103,7 +103,7 @@ class RunSetup(NamedTuple):
         kind = model_kind(architecture) if user_model is None else user_model.resolve_kind(architecture)
         _check_kind(kind, start.config.train.method)
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
-        check_sequence_length(architecture, int(config.data.sequence_length or 0))
+        check_sequence_length(max_positions(architecture), int(config.data.sequence_length or 0))
         trainable, num_rows = choose_trainable_part(config, architecture, kind, start), vocab_size(architecture)
         has_weights = bool(start.folders) and not config.lora.adapts  # the checkpoint has all weights
         grows = not has_weights and user_model is None and TASKS["rows"].grow_vocabulary(config, architecture)
@@ -185,8 +185,7 @@ def make_run(
                 each.get_text_config().pad_token_id = data.pad_id
         if whole and user_model is None:
             # The weights stay unfilled: the checkpoint provides them after the engine opens.
-            unfilled = BuiltModel(rebuild_model(whole, config.model), lambda _name, _module: None, whole)
-            built = trainable.prepare(unfilled)
+            built = trainable.prepare(BuiltModel(rebuild_model(whole, config.model), folder=whole))
         else:
             built = trainable.prepare(build_base())
         for text in built.notes:

@@ -179,14 +179,13 @@ class Adaptation:
 
     def apply_to_shapes(self, model: nn.Module) -> nn.Module:
         """Put the adapter over a shape-only model on the `meta` device. Raises ConfigError."""
-        shapes = BuiltModel(model, lambda _name, _module: None, None)
         if not hasattr(self.config, "init_lora_weights"):
-            return self.apply_to(shapes, seed=0).model
+            return self.apply_to(BuiltModel(model), seed=0).model
         config = copy.deepcopy(self.config)
         config.init_lora_weights = True
-        adapted: Any = replace(self, config=config).apply_to(shapes, seed=0).model
+        adapted = replace(self, config=config).apply_to(BuiltModel(model), seed=0).model
         adapter_config(adapted).init_lora_weights = self.config.init_lora_weights
-        return cast(nn.Module, adapted)
+        return adapted
 
     def check_tier(self, tier: str) -> None:
         """Raise ConfigError if the initialization changes base weights and the base is read from its own files."""
@@ -259,8 +258,7 @@ def insert_adapter(
     `source` provides the base parameters. Return the same model with adapter modules inserted, and one source for base
     and adapter parameters, by name in the adapted model. Raises ConfigError, MissingLibraryError.
     """
-    base = BuiltModel(model, lambda _name, _module: None, None, source=source)
-    built = Adaptation.from_folder(folder, "the adapter").apply_to(base, seed=0, trains=False)
+    built = Adaptation.from_folder(folder, "the adapter").apply_to(BuiltModel(model, source=source), 0, trains=False)
     adapted: Any = built.model
     inner: nn.Module = adapted.get_base_model()
     if not any(True for _ in outermost_modules(adapted)):

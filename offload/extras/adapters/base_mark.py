@@ -67,8 +67,7 @@ def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> Bas
     if folder is None or not is_pretrained(section, folder):
         digest = _hash_config(config.to_diff_dict(), (*_WRITER_KEYS, *_FILE_KEYS))
         digest.update(f"seed {seed}".encode())
-        name = section.path or f"preset {section.preset or 'tiny'}"
-        return BaseMark(f"{name} with random weights of run.seed {seed}", None, digest.hexdigest())
+        return BaseMark(f"{section.label} with random weights of run.seed {seed}", None, digest.hexdigest())
     # Hash the file, not the parsed configuration: another version of transformers may know other fields.
     digest = _hash_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), _WRITER_KEYS)
     for path in weight_files(folder):
