@@ -212,7 +212,11 @@ class Adaptation:
 
 def config_bytes(model: nn.Module) -> bytes:
     """Return the adapter configuration completed by PEFT, as JSON."""
-    return json.dumps(adapter_config(model).to_dict(), default=_to_json, indent=2, sort_keys=True).encode()
+
+    def to_json(value: Any) -> Any:
+        return sorted(value) if isinstance(value, set) else getattr(value, "value", str(value))
+
+    return json.dumps(adapter_config(model).to_dict(), default=to_json, indent=2, sort_keys=True).encode()
 
 
 def adapter_config(model: Any) -> Any:
@@ -330,10 +334,6 @@ def _require_peft() -> None:
 
 def _as_list(values: tuple[Any, ...] | None) -> list[Any] | None:
     return None if values is None else list(values)
-
-
-def _to_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else getattr(value, "value", str(value))
 
 
 def _read_config(path: Path, label: str) -> Any:

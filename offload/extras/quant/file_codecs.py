@@ -36,7 +36,6 @@ class FileCodec(QuantizedCodec, ABC):
 
     @cached_property
     def record_bytes(self) -> int:  # type: ignore[override]
-        """Bytes per record."""
         return -(-sum(self.fields) // 4) * 4
 
     @property
@@ -163,16 +162,13 @@ class TiledCodec(FileCodec):
     scale: torch.dtype
     """Scale dtype."""
     rounds: tuple[torch.dtype, ...] = ()
-    """Dtypes for rounding, see `FileCodec`."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Format name in messages."""
         return self.label
 
     @cached_property
     def block(self) -> int:  # type: ignore[override]
-        """Weights per record."""
         return self.rows * self.width
 
     @property
@@ -232,13 +228,11 @@ class Mxfp4Codec(FileCodec):
     columns: int
     """Matrix columns."""
     rounds: tuple[torch.dtype, ...] = ()
-    """Dtypes for rounding, see `FileCodec`."""
 
     name, between_bytes = "mxfp4", 20
 
     @cached_property
     def block(self) -> int:  # type: ignore[override]
-        """Weights per record."""
         return self.rows * self.columns
 
     @cached_property
@@ -289,7 +283,6 @@ class BitsandbytesNf4Codec(FileCodec):
     """`Nf4Codec` with double quantization, in the bitsandbytes file format."""
 
     rounds: tuple[torch.dtype, ...] = ()
-    """Dtypes for rounding, see `FileCodec`."""
 
     name, block, between_bytes = "nf4", Nf4Codec.block, Nf4Codec.between_bytes
 
