@@ -283,7 +283,6 @@ class OffloadMixin(_Base):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        """Load weights and states from the best checkpoint."""
         if not self._is_engaged:
             super()._load_best_model()
             return

@@ -179,8 +179,8 @@ def _command_line(own: _Own) -> type:
             )
             value_type: Any = tuple[str, ...] if many else str
             argument = tyro.conf.arg(metavar=metavar, help=field.description, help_behavior_hint=hint)
-            default = dataclasses.field(default=(_UNSET,) if many else _UNSET)
-            settings.append((key, Annotated[value_type, argument], default))
+            unset: Any = (_UNSET,) if many else _UNSET
+            settings.append((key, Annotated[value_type, argument], dataclasses.field(default=unset)))
         mirror = dataclasses.make_dataclass(name, settings)
         mirror.__doc__ = section.__doc__
         argument = tyro.conf.arg(help=section.__doc__)  # otherwise tyro searches this source file for a comment

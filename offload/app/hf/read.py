@@ -162,7 +162,6 @@ class FolderWeights:
         return self._sources[self._first[name]] if name in self._first else None
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
 

@@ -51,7 +51,6 @@ class ExportResult:
     hashes: dict[str, str]
 
     def describe(self) -> str:
-        """Return a line for the user."""
         files = counted(len(self.files), "file")
         return f"{self.folder}: {format_bytes(self.num_bytes)} of weights in {files}, read back and unchanged."
 
@@ -134,7 +133,6 @@ class _ExportPlan:
             )
 
     def reader(self, source: str, get: ReadValues) -> ReadRange:
-        """Return a reader for a model tensor."""
         name, tensor = self.values[source]
         return partial(get, name) if isinstance(tensor, nn.Parameter) else tensor_reader(tensor)
 

@@ -104,8 +104,12 @@ class Loggers:
     ) -> None:
         """Open the trackers. folder: run folder. last_step: step the run resumes at. config: all settings by key."""
         self._say, self._loggers = say, dict[str, tuple[Log, Close]]()
+
+        def connect(name: str) -> None:
+            self._loggers[name] = _TRACKERS[name](folder, last_step, config)
+
         for name in names:
-            self._try(name, lambda name=name: self._loggers.update({name: _TRACKERS[name](folder, last_step, config)}))
+            self._try(name, partial(connect, name))
 
     def log(self, fields: Mapping[str, Any]) -> None:
         """Send a metrics.jsonl line, or a part of one, to all trackers."""
@@ -114,7 +118,6 @@ class Loggers:
             self._try(name, partial(log, fields["step"], values))
 
     def close(self) -> None:
-        """Finish all connections."""
         for name, (_, close) in list(self._loggers.items()):
             self._try(name, close)
         self._loggers.clear()

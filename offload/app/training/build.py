@@ -101,7 +101,23 @@ class RunSetup(NamedTuple):
         torch.manual_seed(start.config.run.seed)
         architecture = load_architecture(start) if user_model is None else user_model.architecture()
         kind = model_kind(architecture) if user_model is None else user_model.resolve_kind(architecture)
-        _check_kind(kind, start.config.train.method)
+        method = start.config.train.method
+        if method != "sft" and kind.auto is None:
+            raise ConfigError(
+                f"train.method is {method}, but the given model is not a transformers model, whose outputs have "
+                "logits: give a transformers model, or train.method sft."
+            )
+        if (kind.name == "reward") != (method == "reward"):
+            raise ConfigError(
+                f"the model scores texts (num_labels 1), but train.method {method} needs a language model: set "
+                "--train.method reward, or --model.path to a language model."
+            )
+        if method in ("dpo", "orpo") and kind.name != "causal":
+            raise ConfigError(
+                f"train.method is {method}, but the model is a {kind.name} one: only causal language models learn "
+                "preferences between answers this way. Set --train.method reward to score answers, or give a causal "
+                "model."
+            )
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
         check_sequence_length(max_positions(architecture), int(config.data.sequence_length or 0))
         trainable, num_rows = choose_trainable_part(config, architecture, kind, start), vocab_size(architecture)
@@ -255,25 +271,6 @@ def make_run(
     return Run(
         config, kind, data, objective, engine, files, extra_files, meta, trainable, build_base, forecast, misfit, needs
     )
-
-
-def _check_kind(kind: ModelKind, method: str) -> None:
-    """Raise ConfigError if the training method does not fit the model kind."""
-    if method != "sft" and kind.auto is None:
-        raise ConfigError(
-            f"train.method is {method}, but the given model is not a transformers model, whose outputs have logits: "
-            "give a transformers model, or train.method sft."
-        )
-    if (kind.name == "reward") != (method == "reward"):
-        raise ConfigError(
-            f"the model scores texts (num_labels 1), but train.method {method} needs a language model: set "
-            "--train.method reward, or --model.path to a language model."
-        )
-    if method in ("dpo", "orpo") and kind.name != "causal":
-        raise ConfigError(
-            f"train.method is {method}, but the model is a {kind.name} one: only causal language models learn "
-            "preferences between answers this way. Set --train.method reward to score answers, or give a causal model."
-        )
 
 
 def choose_trainable_part(

@@ -40,7 +40,6 @@ class Evaluation:
     """Description of the evaluated rows."""
 
     def fields(self) -> dict[str, float]:
-        """Return the fields for a metrics.jsonl line."""
         return {"loss": self.loss, **self.metrics}
 
     def __str__(self) -> str:

@@ -58,7 +58,12 @@ class Export:
             self._probe = reload.take_probe(engine, self.probe_batch())
         self._base_bytes = self._trainable.base_bytes(engine.model)
         self._trainable.write(engine, self.path, self._run.files, self._run.build_base)
-        self._say(f"exported to {self.path}{_describe_weights(self.path)}")
+        weights = ""
+        with suppress(OSError, ValueError):  # an adapter, or a rank with another disk
+            num_bytes = sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+            dtype = json.loads((self.path / "config.json").read_text(encoding="utf-8")).get("dtype")
+            weights = f": {format_bytes(num_bytes)} of weights{f' in {dtype}' if dtype else ''}"
+        self._say(f"exported to {self.path}{weights}")
         return self.path
 
     def probe_batch(self) -> Batch:
@@ -100,16 +105,6 @@ class Export:
             wanted = tokenizer.decode(answer[: reload.SAMPLE_TOKENS], skip_special_tokens=True)
             reference = f"; in the data: {wanted!r}"
         self._say(f"sample: {shorten(repr(tokenizer.decode(prompt)))} -> {text!r}{reference}")
-
-
-def _describe_weights(folder: Path) -> str:
-    """Describe the weights in a folder: bytes and dtype. The dtype may be wider than in the model."""
-    try:
-        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
-    except (OSError, ValueError):  # an adapter, or a rank with another disk
-        return ""
-    return f": {format_bytes(num_bytes)} of weights{f' in {dtype}' if dtype else ''}"
 
 
 def begin_export(folder: RunFolder, run: Run, say: Callable[[str], None]) -> Export:

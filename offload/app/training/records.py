@@ -97,7 +97,6 @@ class Records:
             self._trace.mark(name, begin, end)
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.write(fields)
         if self._loggers is not None:
@@ -124,7 +123,6 @@ class Records:
             say(f"note: the trace could not be written: {error}")
 
     def close(self) -> None:
-        """Close the logs."""
         if self._metrics is not None:
             self._metrics.close()
         if self._loggers is not None:

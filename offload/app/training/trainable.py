@@ -184,7 +184,6 @@ TRAINABLE: Door[type[TrainablePart]] = Door("trainable", {"whole": WholeModel})
 
 
 def trainable_class(config: Config) -> type[TrainablePart]:
-    """Return the class of the trainable part."""
     if not config.lora.adapts:
         return TRAINABLE["whole"]
     return TRAINABLE["restarts" if config.lora.restart_every else "adapter"]

@@ -318,7 +318,19 @@ class Trainer:
         self._leave_if_requested(folder)
         self._engine.catch_up()  # the export needs the newest weights
         has_export = not self.config.checkpoint.export or self._export.is_done(self.config, comm, progress)
-        exported = None if has_export else self._export_or_save(folder)
+        exported = None
+        if not has_export:
+            best = load_best(self._engine, self.config, progress, folder, self._say)
+            exported = export_or_save(
+                comm,
+                partial(self._export.write, self._engine),
+                self._save_last if best is None else lambda: None,
+                partial(self._leave_if_requested, folder),
+                self._say,
+                waits=self.config.checkpoint.on_error != "stop",
+                saved_message="The last step is done, and its states are saved: `python -m offload.export "
+                f"{best or folder.path} OUT` exports them to a folder OUT, also on another disk.",
+            )
         self._callbacks.notify("on_train_end", export=exported)
         self._say(*describe_streaming(progress.last))
         self._close_engine()
@@ -330,20 +342,6 @@ class Trainer:
             raise common(self._saves.unsaved_error(progress.num_done, exported))
         self._say(f"done: {counted(progress.num_done, 'step')}, loss {progress.loss:.4f}, in {folder.path}")
         return TrainResult(folder.path, progress.num_done, progress.loss, progress.eval_loss, exported, progress.best)
-
-    def _export_or_save(self, folder: RunFolder) -> Path:
-        """Export, or else save the states. Collective. Raises the export error."""
-        best = load_best(self._engine, self.config, self._run_progress, folder, self._say)
-        return export_or_save(
-            self._comm,
-            partial(self._export.write, self._engine),
-            self._save_last if best is None else lambda: None,
-            partial(self._leave_if_requested, folder),
-            self._say,
-            waits=self.config.checkpoint.on_error != "stop",
-            saved_message="The last step is done, and its states are saved: `python -m offload.export "
-            f"{best or folder.path} OUT` exports them to a folder OUT, also on another disk.",
-        )
 
     def _leave_if_requested(self, folder: RunFolder) -> None:
         """After a stop request on any rank: save, run a due evaluation, and raise InterruptedRun on all ranks."""

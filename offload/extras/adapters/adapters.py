@@ -46,7 +46,6 @@ class Adaptation:
     """An adapter configuration, its initial weights and their effect on the base."""
 
     config: Any
-    """PeftConfig of the adapter."""
     folder: Path | None = None
     """Folder with the initial adapter weights. None: initialize as the configuration says."""
     removed: Mapping[str, RemovedProduct] = field(default_factory=dict)
@@ -220,7 +219,6 @@ def config_bytes(model: nn.Module) -> bytes:
 
 
 def adapter_config(model: Any) -> Any:
-    """Return the PeftConfig of an adapted model."""
     return model.peft_config[model.active_adapter]
 
 
@@ -244,7 +242,6 @@ def outermost_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def describe_adapter(model: nn.Module) -> str:
-    """Describe the adapter in one line."""
     num_trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     counts = Counter(name.rpartition(".")[2] for name, _ in outermost_modules(model))

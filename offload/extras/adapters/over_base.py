@@ -131,12 +131,10 @@ class AdapterOverBase(TrainablePart):
     """A PEFT adapter over a frozen base. Checkpoints lack the base."""
 
     adaptation: Adaptation
-    """Adapter configuration and initial weights."""
     base: BaseMark
     seed: int
     """Seed for the adapter's initial values."""
     precision: str
-    """Compute precision."""
     frozen_weights: str
     """Storage format for the base."""
     parameters: str

@@ -263,7 +263,6 @@ class _EngineParameter:
     dtype: torch.dtype = torch.float32
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """Return the elements, fp32."""
         return self.get(self.name, begin, end)
 
     def reopen_files(self, _reopen: ReopenFile) -> _EngineParameter:

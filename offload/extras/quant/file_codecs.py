@@ -51,7 +51,6 @@ class FileCodec(QuantizedCodec, ABC):
         return torch.uint8, self.block, self.record_bytes
 
     def encoded(self, pieces: Iterable[Tensor]) -> EncodedPieces:
-        """Yield the record pieces unchanged."""
         end = 0
         for piece in pieces:
             begin, end = end, end + piece.numel() // self.record_bytes * self.block
@@ -77,7 +76,6 @@ class NumberFormat(ABC):
     label: str
     """Format name in messages."""
     bits: int
-    """Bits per code."""
     tables: Tensor
     """Lookup table for decoding, uint8 [n]."""
 
@@ -95,7 +93,6 @@ class ByteNumbers(NumberFormat):
 
     label: str
     dtype: torch.dtype
-    """Dtype of the bytes."""
     offset: int = 0
     """Integer added before storage."""
 
@@ -152,7 +149,6 @@ class TiledCodec(FileCodec):
     label: str
     """Format name in messages."""
     numbers: NumberFormat
-    """Number format for codes."""
     rows: int
     """Rows per record, a multiple of the tile rows."""
     width: int
@@ -160,7 +156,6 @@ class TiledCodec(FileCodec):
     tile: tuple[int, int]
     """Rows and columns per scale. The last tile in a row may have fewer columns."""
     scale: torch.dtype
-    """Scale dtype."""
     rounds: tuple[torch.dtype, ...] = ()
 
     @property
@@ -226,7 +221,6 @@ class Mxfp4Codec(FileCodec):
     rows: int
     """Matrix rows, a multiple of 32: the quantized column length."""
     columns: int
-    """Matrix columns."""
     rounds: tuple[torch.dtype, ...] = ()
 
     name, between_bytes = "mxfp4", 20
