@@ -264,7 +264,11 @@ class Config(BaseModel):
                         f"{key} is {_show(name)}, which is not a valid file name: a part of a path has at most 255 "
                         f"bytes, and no zero byte; set --{key} to another one."
                     )
-        if not (may_go_on and self._finds_run()):
+        resume, folder = self.checkpoint.resume, self.run.dir
+        may_find_run = resume != "never"  # a named checkpoint, or a run folder with a `checkpoints` folder
+        if resume == "auto":
+            may_find_run = folder is not None and os.path.isdir(os.path.expanduser(f"{folder}/checkpoints"))  # noqa: PTH111, PTH112 - any name
+        if not (may_go_on and may_find_run):
             for pattern in self.optimizer.freeze:
                 try:
                     re.compile(pattern)
@@ -278,13 +282,6 @@ class Config(BaseModel):
         """Return a value for a table of conflicts. The value of "origin.KEY" is the origin of KEY."""
         owner, _, name = key.partition(".")
         return self.origin(name) if owner == "origin" else self.get(key)
-
-    def _finds_run(self) -> bool:
-        """Tell whether a run to resume may exist: a named checkpoint, or a run folder with a `checkpoints` folder."""
-        resume, folder = self.checkpoint.resume, self.run.dir
-        if resume != "auto":
-            return resume != "never"
-        return folder is not None and os.path.isdir(os.path.expanduser(f"{folder}/checkpoints"))  # noqa: PTH111, PTH112 - any name
 
     @property
     def has_own_data(self) -> bool:

@@ -130,20 +130,16 @@ class Callbacks:
             self.notify("on_epoch_begin")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callback states for a checkpoint. None: a callback without state."""
-        return {"callbacks": [_state(each) for each in self._callbacks]}
-
-
-def _state(callback: Any) -> Any:
-    """Return the checkpoint state for a callback. Raises ConfigError."""
-    if not (hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")):
-        return None
-    state = callback.state_dict()
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the state_dict() of the callback {type(callback).__name__} cannot be stored in a checkpoint: {error}. "
-            "Return only JSON values: numbers, texts, lists and mappings."
-        ) from None
-    return state
+        """Return the callback states for a checkpoint. None: a callback without state. Raises ConfigError."""
+        states = []
+        for each in self._callbacks:
+            has_state = hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+            states.append(each.state_dict() if has_state else None)
+            try:
+                json.dumps(states[-1])
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"the state_dict() of the callback {type(each).__name__} cannot be stored in a checkpoint: "
+                    f"{error}. Return only JSON values: numbers, texts, lists and mappings."
+                ) from None
+        return {"callbacks": states}
