@@ -42,7 +42,16 @@ def launch(
     Raises ConfigError: this machine has GPUs, but too few. RankLostError: all ranks were killed. OffloadError: torchrun
     started no rank.
     """
-    _check_gpus(num_ranks, say)
+    from offload.accelerators import accelerators
+
+    num_gpus = len(accelerators())
+    if not num_gpus:
+        say(f"note: no GPU is found here; the {num_ranks} ranks share the CPU.")
+    elif num_gpus < num_ranks:
+        raise ConfigError(
+            f"--gpus is {num_ranks}, but this process can use {num_gpus} on this machine; set --gpus to {num_gpus} or "
+            "less."
+        )
     # torchrun would set 1. Like PyTorch, a rank takes a share of the cores, unless the user sets OMP_NUM_THREADS.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # silences messages about connections closed at exit
@@ -97,19 +106,6 @@ def exit_code(codes: Mapping[int, int], *, is_interrupted: bool) -> int:
     return OffloadError.exit_code if exit_codes else 0
 
 
-def _check_gpus(num_ranks: int, say: Callable[[str], None]) -> None:
-    from offload.accelerators import accelerators
-
-    num_gpus = len(accelerators())
-    if not num_gpus:
-        say(f"note: no GPU is found here; the {num_ranks} ranks share the CPU.")
-    elif num_gpus < num_ranks:
-        raise ConfigError(
-            f"--gpus is {num_ranks}, but this process can use {num_gpus} on this machine; set --gpus to {num_gpus} or "
-            "less."
-        )
-
-
 class _Agent:
     """The torchrun agent in a thread, and the signals to forward."""
 
@@ -139,7 +135,10 @@ class _Agent:
                 self._pass_on(psutil.Process().children())
             if self._wants_save:
                 self._wants_save = False
-                self._ask_to_save(psutil.Process().children())
+                for rank in psutil.Process().children():
+                    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                        if rank.environ().get("RANK") == "0":
+                            rank.send_signal(signal.SIGUSR1)
 
     def _pass_on(self, ranks: Iterable[psutil.Process]) -> None:
         """Send every rank its next pending signal, also to ranks started after the signal came. One at a time: a rank
@@ -151,12 +150,6 @@ class _Agent:
                 self._num_sent[rank.pid] += 1
                 with suppress(psutil.NoSuchProcess):
                     rank.send_signal(self.received[sent] if sent < 2 else signal.SIGKILL)
-
-    def _ask_to_save(self, ranks: Iterable[psutil.Process]) -> None:
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if rank.environ().get("RANK") == "0":
-                    rank.send_signal(signal.SIGUSR1)
 
     def _run(self) -> None:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

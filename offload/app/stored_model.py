@@ -104,7 +104,6 @@ class StoredWeights:
                 model.get_submodule(owner)._buffers[key] = buffer
 
     def source(self, name: str) -> StoredParameter:
-        """Return the value source for a parameter."""
         return self._sources[name]
 
     def built_in(self, name: str) -> torch.dtype:
@@ -117,7 +116,6 @@ class StoredWeights:
         return tokenizer_files(self._reader)
 
     def close(self) -> None:
-        """Close the files."""
         self._reader.close()
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
-from offload.integrations.needs import require_libraries
+from offload.integrations import require_libraries
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
 from offload.integrations.saving import share_write_errors, state_of
 from offload.integrations.wrap import engage

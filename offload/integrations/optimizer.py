@@ -151,7 +151,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "OffloadOptimizer.load(folder)."
             )
         self._follow()
-        self.engine.lr = self._base_lr()
+        rates = [float(group["lr"]) for group in self.param_groups]
+        base = rates[0] / (self._scales[0] or 1.0)  # each group rate is a fixed multiple
+        if any(abs(rate - base * scale) > 1e-6 * abs(base) for rate, scale in zip(rates, self._scales, strict=True)):
+            self._refuse(f"learning rates are {rates}, no longer in the ratio {self._scales}")
+        self.engine.lr = base
 
     def _record(self, result: StepResult) -> StepResult:
         self.result = result
@@ -175,14 +179,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             changed = zip(self._names, decays, self._tuned[1], strict=True)
             self.engine.tune(settings[0], {name: now for names, now, old in changed if now != old for name in names})
             self._tuned = tuned
-
-    def _base_lr(self) -> float:
-        """Return the engine's base learning rate. Each group rate is a fixed multiple."""
-        rates = [float(group["lr"]) for group in self.param_groups]
-        base = rates[0] / (self._scales[0] or 1.0)
-        if any(abs(rate - base * scale) > 1e-6 * abs(base) for rate, scale in zip(rates, self._scales, strict=True)):
-            self._refuse(f"learning rates are {rates}, no longer in the ratio {self._scales}")
-        return base
 
     def _refuse(self, change: str) -> NoReturn:
         more = f" and {' and '.join(self._follows)}" if self._follows else ""

@@ -24,14 +24,10 @@ _OTHERS = (
 )
 
 
-def _adamw(args: Any, options: Mapping[str, str], states: str = "fp32") -> UpdateRule:  # noqa: ARG001
-    own: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "states": states}
-    return AdamW(lr=args.learning_rate, weight_decay=args.weight_decay, **own)
-
-
-def _lion(args: Any, options: Mapping[str, str], states: str = "fp32") -> UpdateRule:  # noqa: ARG001
-    own: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "states": states}
-    return Lion(lr=args.learning_rate, weight_decay=args.weight_decay, **own)
+def _adam(kind: Any, states: str, args: Any, _options: Mapping[str, str]) -> UpdateRule:
+    eps = {"eps": args.adam_epsilon} if kind is AdamW else {}
+    own = {"betas": (args.adam_beta1, args.adam_beta2), "states": states, **eps}
+    return kind(lr=args.learning_rate, weight_decay=args.weight_decay, **own)
 
 
 def _sgd(args: Any, options: Mapping[str, str]) -> UpdateRule:
@@ -43,12 +39,16 @@ def _sgd(args: Any, options: Mapping[str, str]) -> UpdateRule:
 
 
 _NAMED: Mapping[str, Callable[[Any, Mapping[str, str]], UpdateRule]] = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused", "paged_adamw_32bit"), _adamw),
-    **dict.fromkeys(
-        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), partial(_adamw, states="int8")
-    ),
-    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), _lion),
-    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), partial(_lion, states="int8")),
+    **{
+        name: partial(_adam, kind, states)
+        for kind, states, names in (
+            (AdamW, "fp32", ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused", "paged_adamw_32bit")),
+            (AdamW, "int8", ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")),
+            (Lion, "fp32", ("lion_32bit", "paged_lion_32bit")),
+            (Lion, "int8", ("lion_8bit", "paged_lion_8bit")),
+        )
+        for name in names
+    },
     "sgd": _sgd,
 }
 """transformers optimizer names with a rule of equal arithmetic. 8-bit variants use other quantization blocks."""
@@ -130,13 +130,19 @@ def rule_of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Upd
     for key, allowed in PLAIN.items():
         if first.get(key, allowed) != allowed:
             raise ConfigError(f"the optimizer has {key}={first[key]!r}, which no update rule supports. {_OTHERS}")
+    full = [group for group in optimizer.param_groups if group["params"]]
+    base = rate_of(first)
+    if not base and any(map(rate_of, full)):
+        raise ConfigError(
+            "the learning rate of the optimizer's first group is 0, so the other groups' rates are no multiples of it: "
+            "put a group with a positive rate first."
+        )
     groups = [
         (
             _one_of(names[id(p)] for p in group["params"]),
-            {"lr_scale": _ratio(rate_of(group), rate_of(first)), "weight_decay": group["weight_decay"]},
+            {"lr_scale": rate_of(group) / base if base else 1.0, "weight_decay": group["weight_decay"]},
         )
-        for group in optimizer.param_groups
-        if group["params"]
+        for group in full
     ]
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own]
@@ -169,14 +175,3 @@ PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False, "dampenin
 def rate_of(group: Mapping[str, Any]) -> float:
     """Return the group's learning rate before scheduling. A scheduled rate may begin at 0."""
     return float(group.get("initial_lr", group["lr"]))
-
-
-def _ratio(rate: float, base: float) -> float:
-    if rate == base:
-        return 1.0
-    if not base:
-        raise ConfigError(
-            "the learning rate of the optimizer's first group is 0, so the other groups' rates are no multiples of it: "
-            "put a group with a positive rate first."
-        )
-    return float(rate) / float(base)

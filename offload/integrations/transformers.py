@@ -25,7 +25,7 @@ from offload.engine.assemble import disable_checkpointing
 from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, warn
-from offload.integrations.needs import require_libraries
+from offload.integrations import require_libraries
 from offload.integrations.optimizer import FOLDER, OffloadOptimizer, find_own
 from offload.integrations.rules import rule_of_arguments, without_decay
 from offload.integrations.saving import adapters_state, export_into, share_write_errors, weights_dtype
@@ -124,7 +124,9 @@ class OffloadMixin(_Base):
             )
         self.engine, self.optimizer = own.engine, own
         self.accelerator.engine = self.engine
-        self._share_weights()
+        vllm = getattr(self, "vllm_generation", None)
+        if vllm is not None:  # TRL's vLLM reads weights from the engine
+            vllm._iter_named_params = partial(weights_for_vllm, self, vllm)
         model: Any = self.model
         if self.engine.world_size > 1 and hasattr(model, "generate"):  # every forward needs all ranks
             model.generate = partial(model.generate, synced_gpus=True)
@@ -201,12 +203,6 @@ class OffloadMixin(_Base):
                 self._engage()
             disable_checkpointing(model)
         return model
-
-    def _share_weights(self) -> None:
-        """Let TRL's vLLM read weights from the engine."""
-        vllm = getattr(self, "vllm_generation", None)
-        if vllm is not None:
-            vllm._iter_named_params = partial(weights_for_vllm, self, vllm)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -287,7 +283,6 @@ class OffloadMixin(_Base):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        """Load weights and states from the best checkpoint."""
         if not self._is_engaged:
             super()._load_best_model()
             return

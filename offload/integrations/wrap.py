@@ -71,26 +71,20 @@ def wrap(
             f"offload.wrap was given the optimizer {shorten(repr(optimizer))}; it must be one of torch.optim over the "
             "model's parameters, or an update rule: offload.wrap(model, torch.optim.AdamW(model.parameters()))."
         )
-    own = engage(model, optimizer, _with_placement(settings), WrappedOptimizer)
-    return own.engine.model, own
-
-
-def _with_placement(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return engine settings, with the fields of a placement collected. Raises ConfigError for an unknown key."""
-    settings = without_retired(settings)
+    options = without_retired(settings)
     places = {field.name for field in fields(Placement)}
     field_names = {field.name for field in fields(Settings)} - {"optimizer"} | places
-    for key in settings:
+    for key in options:
         if key not in field_names:
             raise ConfigError(
                 f"offload.wrap was given {key!r}{nearest(key, field_names)}, which is neither a field of "
                 "offload.Placement nor of offload.Settings: see help(offload.wrap)."
             )
-    its = {key: value for key, value in settings.items() if key in places}
-    if its and "placement" in settings:
-        raise ConfigError(f"offload.wrap was given {min(its)} and a placement: give one of them.")
-    rest = {key: value for key, value in settings.items() if key not in places}
-    return rest | ({"placement": its} if its else {})
+    placement = {key: options.pop(key) for key in list(options) if key in places}
+    if placement and "placement" in options:
+        raise ConfigError(f"offload.wrap was given {min(placement)} and a placement: give one of them.")
+    own = engage(model, optimizer, options | ({"placement": placement} if placement else {}), WrappedOptimizer)
+    return own.engine.model, own
 
 
 class WrappedOptimizer(OffloadOptimizer):

@@ -25,6 +25,7 @@ from offload.app.hf.models import (
     check_sequence_length,
     empty_model,
     load_model_config,
+    max_positions,
     model_kind,
 )
 from offload.app.hf.names import CannotStream
@@ -365,9 +366,9 @@ def test_an_adapter_is_called_one(tmp_path: Path) -> None:
 
 def test_sequences_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
     config = load_model_config(ModelSection(path=str(folder_of(tmp_path / "a", "gpt2", n_positions=64)), init="random"))
-    check_sequence_length(config, 64)
+    check_sequence_length(max_positions(config), 64)
     with pytest.raises(ConfigError, match="65.*64"):
-        check_sequence_length(config, 65)
+        check_sequence_length(max_positions(config), 65)
     roberta = AutoConfig.for_model("roberta", **{**SMALL, "max_position_embeddings": 66, "pad_token_id": 1})
     roberta.save_pretrained(tmp_path / "b")
     section = ModelSection(path=str(tmp_path / "b"), init="random")

@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 
 from offload import SGD, AdamW, Engine, Lion
 from offload.errors import ConfigError, MissingLibraryError
-from offload.integrations.needs import require_libraries
+from offload.integrations import require_libraries
 from offload.integrations.optimizer import OffloadOptimizer, find_own
 from offload.integrations.rules import _NAMED, rule_of_arguments, without_decay
 from tests.integrations.plain import (

@@ -185,14 +185,9 @@ def _missing(options_class: type[Any], words: Sequence[str]) -> str | None:
     set_options = {word.partition("=")[0].replace("_", "-") for word in words}
     hints = typing.get_type_hints(options_class, include_extras=True)
     for each in dataclasses.fields(options_class):
-        name, has_default = each.name.replace("_", "-"), each.default is not dataclasses.MISSING
+        name, is_required = each.name.replace("_", "-"), each.default is each.default_factory is dataclasses.MISSING
         is_option = tyro.conf.Positional not in getattr(hints[each.name], "__metadata__", ())
-        if (
-            is_option
-            and not has_default
-            and each.default_factory is dataclasses.MISSING
-            and f"--{name}" not in set_options
-        ):
+        if is_option and is_required and f"--{name}" not in set_options:
             return name
     return None
 

@@ -264,7 +264,11 @@ class Config(BaseModel):
                         f"{key} is {_show(name)}, which is not a valid file name: a part of a path has at most 255 "
                         f"bytes, and no zero byte; set --{key} to another one."
                     )
-        if not (may_go_on and self._finds_run()):
+        resume, folder = self.checkpoint.resume, self.run.dir
+        may_find_run = resume != "never"  # a named checkpoint, or a run folder with a `checkpoints` folder
+        if resume == "auto":
+            may_find_run = folder is not None and os.path.isdir(os.path.expanduser(f"{folder}/checkpoints"))  # noqa: PTH111, PTH112 - any name
+        if not (may_go_on and may_find_run):
             for pattern in self.optimizer.freeze:
                 try:
                     re.compile(pattern)
@@ -278,13 +282,6 @@ class Config(BaseModel):
         """Return a value for a table of conflicts. The value of "origin.KEY" is the origin of KEY."""
         owner, _, name = key.partition(".")
         return self.origin(name) if owner == "origin" else self.get(key)
-
-    def _finds_run(self) -> bool:
-        """Tell whether a run to resume may exist: a named checkpoint, or a run folder with a `checkpoints` folder."""
-        resume, folder = self.checkpoint.resume, self.run.dir
-        if resume != "auto":
-            return resume != "never"
-        return folder is not None and os.path.isdir(os.path.expanduser(f"{folder}/checkpoints"))  # noqa: PTH111, PTH112 - any name
 
     @property
     def has_own_data(self) -> bool:
@@ -335,9 +332,7 @@ class Config(BaseModel):
         pretrained *= 0.05 if train.method in ("dpo", "orpo") else 1.0  # as in TRL
         rate = pretrained if init == "pretrained" else 4e-3 if preset == "tiny" else 1e-3
         rate *= RULE_SETTINGS[optimizer.name].rate
-        rule_defaults = {
-            key: value for key, value in RULE_SETTINGS[optimizer.name].defaults.items() if self.is_default(key)
-        }
+        rule_defaults = RULE_SETTINGS[optimizer.name].defaults
         share = 0.0 if self.data.eval_source else 0.02
         length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
         length = length // 64 * 64 or length  # some position tables have a few extra rows
@@ -359,7 +354,7 @@ class Config(BaseModel):
             if builtin and not has_accelerator
             else self.offload.device_memory,
             offload__zero_stage=3 if self.offload.zero_stage == "auto" else self.offload.zero_stage,
-            **{key.replace(".", "__"): value for key, value in rule_defaults.items()},
+            **{key.replace(".", "__"): value for key, value in rule_defaults.items() if self.is_default(key)},
         )
 
     def resolve_steps(self, num_steps: Callable[[float], int]) -> Config:
@@ -382,7 +377,9 @@ class Config(BaseModel):
             if section != previous:
                 lines.append(f"{section}:")
                 previous = section
-            lines.append(f"  {field}: {_yaml_value(value)}  # {self.origin(key)}{self._notes.get(key, '')}")
+            text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+            text = text.strip().removesuffix("...").strip()
+            lines.append(f"  {field}: {text}  # {self.origin(key)}{self._notes.get(key, '')}")
         return "\n".join(lines) + "\n"
 
 
@@ -468,11 +465,6 @@ def _with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key} is the earlier name of {current_name(key)}, and both are set; leave one of them out."
             )
     return without_retired({current_name(key): value for key, value in values.items()})
-
-
-def _yaml_value(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.strip().removesuffix("...").strip()
 
 
 _REPR = reprlib.Repr()  # a value from a file may be nested deeply or contain itself

@@ -163,20 +163,6 @@ def value_hint(name: str, field: FieldInfo) -> str:
     return "VALUE"
 
 
-def _option(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
-    metavar = value_hint(name, field)
-    argument = tyro.conf.arg(
-        metavar=metavar,
-        help=field.description,
-        help_behavior_hint=f"(default: {show(field.get_default())})",
-    )
-    many = metavar != "YAML" and any(
-        typing.get_origin(value_type) is tuple for value_type in nested_types(field.annotation)
-    )
-    value_type: Any = tuple[str, ...] if many else str
-    return name, Annotated[value_type, argument], dataclasses.field(default=(_UNSET,) if many else _UNSET)
-
-
 def _command_line(own: _Own) -> type:
     """Build the dataclass for tyro: a few options, and the configuration sections with every value as text."""
     options: list[tuple[str, Any, Any]] = []
@@ -185,7 +171,17 @@ def _command_line(own: _Own) -> type:
         argument = tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=default, aliases=aliases)
         options.append((name.replace("-", "_"), Annotated[str, argument], dataclasses.field(default=_UNSET)))
     for name, section in Config.SECTIONS.items():
-        mirror = dataclasses.make_dataclass(name, [_option(key, field) for key, field in section.model_fields.items()])
+        settings: list[tuple[str, Any, Any]] = []
+        for key, field in section.model_fields.items():
+            metavar, hint = value_hint(key, field), f"(default: {show(field.get_default())})"
+            many = metavar != "YAML" and any(
+                typing.get_origin(each) is tuple for each in nested_types(field.annotation)
+            )
+            value_type: Any = tuple[str, ...] if many else str
+            argument = tyro.conf.arg(metavar=metavar, help=field.description, help_behavior_hint=hint)
+            unset: Any = (_UNSET,) if many else _UNSET
+            settings.append((key, Annotated[value_type, argument], dataclasses.field(default=unset)))
+        mirror = dataclasses.make_dataclass(name, settings)
         mirror.__doc__ = section.__doc__
         argument = tyro.conf.arg(help=section.__doc__)  # otherwise tyro searches this source file for a comment
         options.append((name, Annotated[mirror, argument], dataclasses.field(default_factory=mirror)))

@@ -130,15 +130,12 @@ def _as_throttle(value: Any) -> Any:
         return None
     if not isinstance(value, Mapping):
         raise ValueError("it should be {LANE: bytes per second}, such as {h2d: 100MiB}, or none")
-    return {lane: _with_latency(rate) if isinstance(rate, Mapping) else rate for lane, rate in value.items()}
-
-
-def _with_latency(fields: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Convert a latency parsed by YAML as text, for example 1e-3, to a number."""
-    latency = fields.get("latency_seconds")
-    with contextlib.suppress(ValueError):
-        latency = float(latency) if isinstance(latency, str) else latency
-    return {key: latency if key == "latency_seconds" else value for key, value in fields.items()}
+    lanes = {lane: dict(rate) if isinstance(rate, Mapping) else rate for lane, rate in value.items()}
+    for rate in lanes.values():
+        if isinstance(rate, dict) and isinstance(rate.get("latency_seconds"), str):
+            with contextlib.suppress(ValueError):  # YAML reads 1e-3 as text
+                rate["latency_seconds"] = float(rate["latency_seconds"])
+    return lanes
 
 
 def _as_number(value: Any) -> Any:
@@ -149,22 +146,18 @@ def _as_flag(value: Any) -> Any:
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _as_prefetch(value: Any) -> Any:
-    text = str(value).strip().lower()
-    if text == "auto":
-        return "auto"
-    if text.isdecimal():
-        return int(text)
-    raise ValueError("it should be auto or a whole number of units, 0 or more")
+def _number_or(words: tuple[str, ...], least: int, allowed: str) -> BeforeValidator:
+    """Return a parser for one of `words`, or a whole number from `least` on. `allowed`: both, for the error."""
 
+    def parse(value: Any) -> Any:
+        text = str(value).strip().lower()
+        if text in words:
+            return text
+        if text.isdecimal() and int(text) >= least:
+            return int(text)
+        raise ValueError(f"it should be {allowed}")
 
-def _as_tile(value: Any) -> Any:
-    text = "none" if value is None else str(value).strip().lower()
-    if text in ("auto", "none"):
-        return text
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise ValueError("it should be a number of tokens, at least 1, none, or auto")
+    return BeforeValidator(parse)
 
 
 def _as_sources(value: Any) -> Any:
@@ -232,8 +225,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_numbers)]
 GroupValue = Annotated[float | str, BeforeValidator(_as_group_value)]
 Groups = Annotated[tuple[tuple[str, dict[str, GroupValue]], ...], BeforeValidator(_as_groups)]
-Prefetch = Annotated[int | str, BeforeValidator(_as_prefetch)]
-Tile = Annotated[int | str, BeforeValidator(_as_tile)]
+Prefetch = Annotated[int | str, _number_or(("auto",), 0, "auto or a whole number of units, 0 or more")]
+Tile = Annotated[int | str, _number_or(("auto", "none"), 1, "a number of tokens, at least 1, none, or auto")]
 Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_as_number)]
 Replicas = Annotated[Count | Literal["auto"], BeforeValidator(_as_number)]
 Delay = Annotated[Literal[0, 1], BeforeValidator(_as_number)]
@@ -323,6 +316,11 @@ class ModelSection(Section):
     attention: str = "auto"
     """Attention implementation: eager, sdpa, or another name known to transformers. auto: the default of transformers.
     """
+
+    @property
+    def label(self) -> str:
+        """Name of the model for messages."""
+        return self.path or f"preset {self.preset or 'tiny'}"
 
     @field_validator("preset")
     @classmethod

@@ -24,7 +24,6 @@ class ModelObject:
     """
 
     model: Any
-    """Module to train."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -73,7 +72,6 @@ class ModelObject:
         return PreTrainedConfig(vocab_size=max(tables))
 
     def resolve_kind(self, architecture: PreTrainedConfig) -> ModelKind:
-        """Return the model kind. Raises ConfigError."""
         if not self.is_transformers:
             return ModelKind("causal", None)
         architecture.architectures = [type(self.model).__name__]
@@ -81,4 +79,4 @@ class ModelObject:
 
     def build(self) -> BuiltModel:
         """Return the model as a BuiltModel. It is already filled."""
-        return BuiltModel(self.model, lambda _name, _module: None, None)
+        return BuiltModel(self.model)

@@ -30,7 +30,16 @@ def find_model(name: str) -> Path:
             raise ConfigError(missing_message(name))
         return path
     if path.is_file():
-        _check_file(path, name)
+        with path.open("rb") as stream:
+            is_gguf = stream.read(4) == b"GGUF"
+        if is_gguf or path.suffix == ".gguf":
+            raise ConfigError(f"model.path is {name}, {_describe_gguf(path)}.")
+        if path.suffix in _WEIGHTS:
+            raise ConfigError(
+                f"model.path is {name}, a file of weights: set --model.path to its folder, {path.parent}, with a "
+                "config.json beside the weights."
+            )
+        check_json(path, name)
         return path
     file = path / "config.json"
     if not file.is_file():
@@ -53,19 +62,6 @@ def check_json(path: Path, name: str) -> None:
         raise ConfigError(f"model.path is {name}, but {path} is not a JSON file: {error}.") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise ConfigError(f"model.path is {name}, but {path} names no model_type, so the architecture is unknown.")
-
-
-def _check_file(path: Path, name: str) -> None:
-    with path.open("rb") as stream:
-        is_gguf = stream.read(4) == b"GGUF"
-    if is_gguf or path.suffix == ".gguf":
-        raise ConfigError(f"model.path is {name}, {_describe_gguf(path)}.")
-    if path.suffix in _WEIGHTS:
-        raise ConfigError(
-            f"model.path is {name}, a file of weights: set --model.path to its folder, {path.parent}, with a "
-            "config.json beside the weights."
-        )
-    check_json(path, name)
 
 
 def _describe_folder(folder: Path) -> str:

@@ -44,7 +44,7 @@ class BuiltModel:
     """A model ready for the engine, usually with unfilled weights.
 
     - fill(name, module): called just before the parameters of a module are taken. Fills them, or returns sources to
-      read them from.
+      read them from. Default: they are filled already, or by somebody else.
     - folder: possible tokenizer folder. None: model from a preset.
     - notes: lines about the weights for the user.
     - close: called after the last fill.
@@ -55,8 +55,8 @@ class BuiltModel:
     """
 
     model: nn.Module
-    fill: Fill
-    folder: Path | None
+    fill: Fill = lambda _name, _module: None
+    folder: Path | None = None
     notes: tuple[str, ...] = ()
     close: Callable[[], None] = lambda: None
     source: Callable[[str], Source | None] = lambda _name: None
@@ -165,30 +165,13 @@ def vocab_size(config: PreTrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:
-    """Raise ConfigError for rows longer than the position range of the model."""
-    limit = max_positions(config)
+def check_sequence_length(limit: int | None, sequence_length: int) -> None:
+    """Raise ConfigError for rows longer than the position range of the model. `limit`: None without one."""
     if limit is not None and sequence_length > limit:
-        raise ConfigError(_too_long_message(sequence_length, limit))
-
-
-def _check_position_table(model: nn.Module, sequence_length: int) -> None:
-    """Raise ConfigError for rows longer than a position table with padding.
-
-    RoBERTa and similar models reserve the first rows of the table for padding.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and "position" in name.split(".")[-1] and module.padding_idx is not None:
-            limit = module.num_embeddings - module.padding_idx - 1
-            if sequence_length > limit:
-                raise ConfigError(_too_long_message(sequence_length, limit))
-
-
-def _too_long_message(sequence_length: int, limit: int) -> str:
-    return (
-        f"data.sequence_length is {sequence_length}, but the model has positions for only {limit} tokens "
-        f"(max_position_embeddings); set --data.sequence_length to {limit} or less."
-    )
+        raise ConfigError(
+            f"data.sequence_length is {sequence_length}, but the model has positions for only {limit} tokens "
+            f"(max_position_embeddings); set --data.sequence_length to {limit} or less."
+        )
 
 
 @dataclass(frozen=True)
@@ -301,10 +284,12 @@ def build_model(
     except OffloadError:
         raise
     except (ImportError, ValueError, OSError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-        label = section.path or f"preset {section.preset or 'tiny'}"
-        label += "" if section.attention == "auto" else f" with --model.attention {section.attention}"
-        raise ConfigError(f"the model {label} cannot be built: {_shorten_error(error)}") from error
-    _check_position_table(built.model, sequence_length)
+        attention = "" if section.attention == "auto" else f" with --model.attention {section.attention}"
+        raise ConfigError(f"the model {section.label}{attention} cannot be built: {_shorten_error(error)}") from error
+    for name, module in built.model.named_modules():
+        # RoBERTa and similar models reserve the first rows of a position table for padding.
+        if isinstance(module, nn.Embedding) and "position" in name.split(".")[-1] and module.padding_idx is not None:
+            check_sequence_length(module.num_embeddings - module.padding_idx - 1, sequence_length)
     return built
 
 
@@ -327,9 +312,8 @@ def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
     except OffloadError:
         raise
     except Exception as error:  # any failure from a constructor that reads values
-        label = section.path or f"preset {section.preset or 'tiny'}"
         raise ConfigError(
-            f"the model {label} cannot be built on the meta device (without memory): {_shorten_error(error)}"
+            f"the model {section.label} cannot be built on the meta device (without memory): {_shorten_error(error)}"
         ) from error
     return typing.cast(nn.Module, model.train())
 
@@ -400,7 +384,7 @@ def load_whole(
     missing = {name: tuple(state[name].shape) for name in sorted(info["missing_keys"])}
     _check_complete(model, path, missing)
     unexpected: dict[str, Shape] = dict.fromkeys(sorted(info["unexpected_keys"]), ())
-    return BuiltModel(model, lambda _name, _module: None, path, tuple(_notes(LoadReport({}, [], missing, unexpected))))
+    return BuiltModel(model, folder=path, notes=tuple(_notes(LoadReport({}, [], missing, unexpected))))
 
 
 def _check_complete(model: nn.Module, path: Path, missing: Mapping[str, Any]) -> None:

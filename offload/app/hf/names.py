@@ -61,13 +61,18 @@ class Conversion:
         except (AttributeError, TypeError) as error:
             raise CannotStream(f"{first} cannot be made separately: {type(error).__name__}: {error}") from error
         except Exception as error:  # an operation rejects misfit tensors
+            more = f" and {len(members) - 1} more" if len(members) > 1 else ""
             raise ValueError(
-                f"{_describe_names(self.sources)} cannot become {first}: {type(error).__name__}: {error}"
+                f"{self.sources[0]}{more} cannot become {first}: {type(error).__name__}: {error}"
             ) from error
         self._names = {key: rename(key) for key in whole}
         self.outputs: dict[str, Shape] = {self._names[key]: tuple(value.shape) for key, value in whole.items()}
         self._row_members = () if rule is None else _find_row_members(rule, members)
-        self.is_stacked = bool(self._row_members) and self._stacks_rows(tensors)
+        self.is_stacked = False
+        if self._row_members and len(self.outputs) == 1:
+            (shape,) = self.outputs.values()
+            (row,) = self._convert(self._row_members[0], (tensors[name] for name in self.row_sources(0))).values()
+            self.is_stacked = (len(self._row_members), *row.shape[1:]) == shape and len(row) == 1
         self.rows, self.is_cut = len(self._row_members) if self.is_stacked else 0, False
         if rule is not None and len(members) == 1 and _is_row_split(rule):
             rows = len(tensors[self.sources[0]])
@@ -121,13 +126,6 @@ class Conversion:
         outputs = rule.convert(self._first, model=self._model, config=self._model.config)
         return {key: value[0] if isinstance(value, list) else value for key, value in outputs.items()}
 
-    def _stacks_rows(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        if len(self.outputs) != 1:
-            return False
-        (shape,) = self.outputs.values()
-        (row,) = self._convert(self._row_members[0], (tensors[name] for name in self.row_sources(0))).values()
-        return (len(self._row_members), *row.shape[1:]) == shape and len(row) == 1
-
 
 @dataclass(frozen=True)
 class ReadingPlan:
@@ -145,40 +143,36 @@ def plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Readi
     """
     loading, mapping = _transformers_modules()
     try:
-        return _plan_reading(model, tensors, loading, mapping)
+        state = model.state_dict()
+        rules = mapping.get_model_conversion_mapping(model)
+        renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+        rule_by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        prefix = model.base_model_prefix
+        groups: dict[str, list[tuple[str, str | None]]] = {}
+        unexpected: dict[str, str] = {}
+        for name in sorted(tensors, key=loading.dot_natural_key):
+            renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
+            if renamed not in state and name in state:
+                renamed, pattern = loading.rename_source_key(name, [], [], prefix, state)
+            if renamed in state:
+                groups.setdefault(renamed, []).append((name, pattern))
+            else:
+                unexpected[name] = renamed
+        model._weight_conversions = [rule for rule in rules if rule.was_used()]  # type: ignore[assignment]
+        conversions = []
+        for target, members in groups.items():
+            if any(pattern is None for _, pattern in members):
+                members = members[:1]  # transformers takes the first tensor if several map to one name
+            pattern = members[0][1]
+            rule = None if pattern is None else rule_by_pattern[pattern]
+            conversions.append(Conversion(model, target, rule, members, tensors, lambda key: key))
+        return ReadingPlan(conversions, unexpected)
     except (AttributeError, KeyError, TypeError) as error:
         raise CannotStream(
             f"transformers {transformers.__version__} does not say how to read the weights of {type(model).__name__} "
             f"one parameter at a time: {type(error).__name__}: {error}"
         ) from error
-
-
-def _plan_reading(model: nn.Module, tensors: Mapping[str, torch.Tensor], loading: Any, mapping: Any) -> ReadingPlan:
-    state = model.state_dict()
-    rules = mapping.get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
-    rule_by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix = model.base_model_prefix
-    groups: dict[str, list[tuple[str, str | None]]] = {}
-    unexpected: dict[str, str] = {}
-    for name in sorted(tensors, key=loading.dot_natural_key):
-        renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
-        if renamed not in state and name in state:
-            renamed, pattern = loading.rename_source_key(name, [], [], prefix, state)
-        if renamed in state:
-            groups.setdefault(renamed, []).append((name, pattern))
-        else:
-            unexpected[name] = renamed
-    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # type: ignore[assignment]
-    conversions = []
-    for target, members in groups.items():
-        if any(pattern is None for _, pattern in members):
-            members = members[:1]  # transformers takes the first tensor if several map to one name
-        pattern = members[0][1]
-        rule = None if pattern is None else rule_by_pattern[pattern]
-        conversions.append(Conversion(model, target, rule, members, tensors, lambda key: key))
-    return ReadingPlan(conversions, unexpected)
 
 
 def plan_writing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Conversion], list[str]]:
@@ -190,44 +184,38 @@ def plan_writing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple
     """
     loading, _ = _transformers_modules()
     try:
-        return _plan_writing(model, tensors, loading)
+        whole = loading.revert_weight_conversion(model, dict(tensors))
+        rules = [rule.reverse_transform() for rule in reversed(_used_rules(model))]
+        renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+        rule_by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        groups: dict[str, list[tuple[str, str | None]]] = {}
+        final_names: dict[str, str] = {}
+        for name in sorted(tensors, key=loading.dot_natural_key):
+            renamed, pattern = loading.rename_source_key(name, [], converters)
+            if pattern is None:
+                renamed = loading.rename_source_key(name, renamings, [])[0]
+                final_names[renamed] = renamed
+            groups.setdefault(renamed, []).append((name, pattern))
+
+        def rename(key: str) -> str:
+            return final_names.get(key) or loading.rename_source_key(key, renamings, [])[0]
+
+        conversions = []
+        for target, members in groups.items():
+            pattern = members[0][1]
+            rule = None if pattern is None else rule_by_pattern[pattern]
+            conversions.append(Conversion(model, target, rule, members, tensors, rename))
+        shapes = {name: shape for conversion in conversions for name, shape in conversion.outputs.items()}
+        if shapes != {name: tuple(tensor.shape) for name, tensor in whole.items()}:
+            raise ValueError("reading the weights in parts results in other names or shapes than reading them at once")
+        order = {name: position for position, name in enumerate(tensors)}
+        return sorted(conversions, key=lambda conversion: order[conversion.sources[0]]), list(whole)
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise CannotStream(
             f"transformers {transformers.__version__} does not say how to write the weights of {type(model).__name__} "
             f"one parameter at a time: {error}"
         ) from error
-
-
-def _plan_writing(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], loading: Any
-) -> tuple[list[Conversion], list[str]]:
-    whole = loading.revert_weight_conversion(model, dict(tensors))
-    rules = [rule.reverse_transform() for rule in reversed(_used_rules(model))]
-    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
-    rule_by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    groups: dict[str, list[tuple[str, str | None]]] = {}
-    final_names: dict[str, str] = {}
-    for name in sorted(tensors, key=loading.dot_natural_key):
-        renamed, pattern = loading.rename_source_key(name, [], converters)
-        if pattern is None:
-            renamed = loading.rename_source_key(name, renamings, [])[0]
-            final_names[renamed] = renamed
-        groups.setdefault(renamed, []).append((name, pattern))
-
-    def rename(key: str) -> str:
-        return final_names.get(key) or loading.rename_source_key(key, renamings, [])[0]
-
-    conversions = []
-    for target, members in groups.items():
-        pattern = members[0][1]
-        rule = None if pattern is None else rule_by_pattern[pattern]
-        conversions.append(Conversion(model, target, rule, members, tensors, rename))
-    shapes = {name: shape for conversion in conversions for name, shape in conversion.outputs.items()}
-    if shapes != {name: tuple(tensor.shape) for name, tensor in whole.items()}:
-        raise ValueError("reading the weights in parts results in other names or shapes than reading them at once")
-    order = {name: position for position, name in enumerate(tensors)}
-    return sorted(conversions, key=lambda conversion: order[conversion.sources[0]]), list(whole)
 
 
 def drop_tied(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -400,7 +388,3 @@ def _is_within_rows(operation: Any) -> bool:
     if name == "Transpose":
         return not operation.check_dims and min(operation.dim0, operation.dim1) > 0
     return name in ("Concatenate", "Chunk") and operation.dim > 0 and operation.num_shards_attribute is None
-
-
-def _describe_names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

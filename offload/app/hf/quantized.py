@@ -105,7 +105,6 @@ def remove_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def quantization_method(quantization: Mapping[str, Any]) -> str:
-    """Return the quantization method name."""
     method = quantization.get("quant_method")
     return str(getattr(method, "value", method) or "quantization_config")
 

@@ -91,8 +91,8 @@ class FolderWeights:
         if not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise CannotStream(f"{type(model).__name__} has more than tensors in its state_dict.")
         self._sources, unexpected, shapes = find_sources(model, folder, self._files)
-        grown = self._check_shapes(state, _embeddings(model) if grow else set())
         self._resolve_dtypes(state)
+        grown = self._check_shapes(state, _embeddings(model) if grow else set())
         tied, untied = self._resolve_ties(state)
         state = model.state_dict(keep_vars=True)
         stored_ids = {id(state[name]) for name in self._sources}
@@ -122,7 +122,11 @@ class FolderWeights:
             self._initial = deferred.bind(model, only={id(state[name]) for name in absent})
         elif absent & {name for name, _ in model.named_parameters()}:
             raise ConfigError(f"the weights in {folder} lack {', '.join(sorted(absent)[:3])}.")
-        self._read_buffers(state)
+        for name, source in self._sources.items():
+            if not isinstance(state[name], nn.Parameter):
+                owner_name, _, key = name.rpartition(".")
+                value = source.read(0, math.prod(source.shape)).view(source.shape)
+                model.get_submodule(owner_name)._buffers[key] = value
 
     def fill(self, name: str, module: nn.Module) -> dict[nn.Parameter, Source]:
         """Fill the unfilled parameters of the module `name`.
@@ -158,7 +162,6 @@ class FolderWeights:
         return self._sources[self._first[name]] if name in self._first else None
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
 
@@ -212,13 +215,6 @@ class FolderWeights:
             untie(self._model, name)
             untied.append(name)
         return tied, untied
-
-    def _read_buffers(self, state: Mapping[str, torch.Tensor]) -> None:
-        for name, source in self._sources.items():
-            if not isinstance(state[name], nn.Parameter):
-                owner, _, key = name.rpartition(".")
-                value = source.read(0, math.prod(source.shape)).view(source.shape)
-                self._model.get_submodule(owner)._buffers[key] = value
 
 
 def find_sources(
@@ -345,8 +341,18 @@ def weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
+    if not index.is_file() and any(folder.glob("pytorch_model*.bin")):
+        raise ConfigError(
+            f"{folder} has its weights as pytorch_model.bin, a format that can run any code when it is read, and "
+            f"cannot be read in parts. {conversion_advice(str(folder), f'{folder}-safetensors')}"
+        )
     if not index.is_file():
-        raise ConfigError(_missing_weights_message(folder))
+        others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
+        raise ConfigError(
+            f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json"
+            + (f", only {others}" if others else "")
+            + ". Give a folder that save_pretrained has written, or set --model.init random."
+        )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -358,20 +364,6 @@ def weight_files(folder: Path) -> list[Path]:
             "missing). Download the rest."
         )
     return [folder / name for name in names]
-
-
-def _missing_weights_message(folder: Path) -> str:
-    if not any(folder.glob("pytorch_model*.bin")):
-        others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
-        return (
-            f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json"
-            + (f", only {others}" if others else "")
-            + ". Give a folder that save_pretrained has written, or set --model.init random."
-        )
-    return (
-        f"{folder} has its weights as pytorch_model.bin, a format that can run any code when it is read, and cannot be "
-        f"read in parts. {conversion_advice(str(folder), f'{folder}-safetensors')}"
-    )
 
 
 def conversion_advice(source: str, folder: str) -> str:

@@ -82,37 +82,29 @@ class GrownSource:
     shape: Shape
     _mean: torch.Tensor | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.stored.dtype
-
-    @dtype.setter
-    def dtype(self, dtype: torch.dtype) -> None:
-        self.stored.dtype = dtype
+    def __post_init__(self) -> None:
+        self.dtype = self.stored.dtype
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         known = math.prod(self.stored.shape)
         parts = [self.stored.read(begin, min(end, known))] if begin < known else []
         if end > known:
-            mean = self._row()
+            if self._mean is None:
+                rows = self.stored.shape[0]
+                width = known // rows
+                total = torch.zeros(width, dtype=torch.float64)
+                for low, high in _blocks(rows, width):
+                    total += self.stored.read(low * width, high * width).view(-1, width).sum(0, dtype=torch.float64)
+                self._mean = (total / rows).float().to(self.dtype)
+            mean = self._mean
             begin = max(begin, known)
             first, last = begin // len(mean), -(-end // len(mean))
-            rows = mean.repeat(last - first)
-            parts.append(rows[begin - first * len(mean) : end - first * len(mean)])
+            repeated = mean.repeat(last - first)
+            parts.append(repeated[begin - first * len(mean) : end - first * len(mean)])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def reopen_files(self, reopen: ReopenFile) -> GrownSource:
         return replace(self, stored=self.stored.reopen_files(reopen))
-
-    def _row(self) -> torch.Tensor:
-        if self._mean is None:
-            rows = self.stored.shape[0]
-            width = math.prod(self.stored.shape) // rows
-            total = torch.zeros(width, dtype=torch.float64)
-            for begin, end in _blocks(rows, width):
-                total += self.stored.read(begin * width, end * width).view(-1, width).sum(0, dtype=torch.float64)
-            self._mean = (total / rows).float().to(self.dtype)
-        return self._mean
 
 
 @dataclass
@@ -132,8 +124,9 @@ class StackedSource:
         values = torch.empty(end - begin, dtype=self.dtype)
         width = math.prod(self.shape[1:])
         for row in range(begin // width, -(-end // width)) if width else ():
-            rows = self._partial_rows
-            value = rows[row] if row in rows else self._convert_row(row)
+            if (value := self._partial_rows.get(row)) is None:
+                tensors = (_tensor(self.files[key], key, self.dtype) for key in self.conversion.row_sources(row))
+                value = self.conversion.make_row(row, tensors).reshape(-1)
             low, high = max(begin, row * width), min(end, (row + 1) * width)
             values[low - begin : high - begin] = value[low - row * width : high - row * width]
             self._partial_rows = {row: value} if high < (row + 1) * width else {}
@@ -141,10 +134,6 @@ class StackedSource:
 
     def reopen_files(self, reopen: ReopenFile) -> StackedSource:
         return replace(self, files=_reopen_sources(self.files, self.conversion, reopen))
-
-    def _convert_row(self, row: int) -> torch.Tensor:
-        tensors = (_tensor(self.files[key], key, self.dtype) for key in self.conversion.row_sources(row))
-        return self.conversion.make_row(row, tensors).reshape(-1)
 
 
 @dataclass
@@ -171,17 +160,14 @@ class QuantizedStackedSource(StackedSource):
     def records(self, begin: int, end: int) -> torch.Tensor:
         width, pieces = math.prod(self.shape[1:]), []
         for row in range(begin // width, -(-end // width)):
-            records = self._partial_records[row] if row in self._partial_records else self._row_records(row)
+            if (records := self._partial_records.get(row)) is None:
+                weights = (self.files[key] for key in self.conversion.row_sources(row))
+                matrices = (each.matrix() for each in weights if isinstance(each, QuantizedTensor))
+                records = self.conversion.make_row(row, matrices).reshape(-1)
             low, high = (min(max(each - row * width, 0), width) // self.codec.block for each in (begin, end))
             pieces.append(records[low * self.codec.record_bytes : high * self.codec.record_bytes])
             self._partial_records = {row: records} if high * self.codec.block < width else {}
         return torch.cat(pieces)
-
-    def _row_records(self, row: int) -> torch.Tensor:
-        """Return the records for a row, flat, combined like the weights they represent."""
-        weights = (self.files[key] for key in self.conversion.row_sources(row))
-        matrices = (each.matrix() for each in weights if isinstance(each, QuantizedTensor))
-        return self.conversion.make_row(row, matrices).reshape(-1)
 
 
 @dataclass
@@ -242,15 +228,7 @@ class ResidualSource:
     _cache: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.shape = self.base.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @dtype.setter
-    def dtype(self, dtype: torch.dtype) -> None:
-        self.base.dtype = dtype
+        self.shape, self.dtype = self.base.shape, self.base.dtype
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         numel = math.prod(self.shape)

@@ -30,7 +30,14 @@ def verify_folder(folder: Path) -> str:
             file_by_tensor.update(dict.fromkeys(file.entries, path))
             num_bytes += sum(entry.end - entry.begin for entry in file.entries.values())
             file.check_values()
-    _check_index(folder, file_by_tensor)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        for name, file_name in listed.items():
+            if file_by_tensor.get(name) != folder / file_name:
+                raise ConfigError(f"{folder / file_name} lacks {name}, although {index.name} places it there.")
+        if extra := sorted(file_by_tensor.keys() - listed.keys()):
+            raise ConfigError(f"{index} does not list {extra[0]}, which is in {file_by_tensor[extra[0]].name}.")
     num_files = len(set(file_by_tensor.values()))
     summary = f"{counted(len(file_by_tensor), 'tensor')}, {format_bytes(num_bytes)}, in {counted(num_files, 'file')}"
     return f"{summary}; headers, index and sizes agree; {_compare_with_config(folder)}"
@@ -51,19 +58,6 @@ def _verify_adapter(folder: Path) -> str:
         summary = f"{counted(len(file.entries), 'tensor')}, {format_bytes(num_bytes)}"
         file.check_values()
     return f"an adapter ({adapter_type.lower()}): {summary}; header and size agree"
-
-
-def _check_index(folder: Path, file_by_tensor: dict[str, Path]) -> None:
-    """Raise ConfigError if index and files list different tensors."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file() or not index.is_file():
-        return
-    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    for name, file in listed.items():
-        if file_by_tensor.get(name) != folder / file:
-            raise ConfigError(f"{folder / file} lacks {name}, although {index.name} places it there.")
-    if extra := sorted(file_by_tensor.keys() - listed.keys()):
-        raise ConfigError(f"{index} does not list {extra[0]}, which is in {file_by_tensor[extra[0]].name}.")
 
 
 def _compare_with_config(folder: Path) -> str:

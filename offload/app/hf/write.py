@@ -51,7 +51,6 @@ class ExportResult:
     hashes: dict[str, str]
 
     def describe(self) -> str:
-        """Return a line for the user."""
         files = counted(len(self.files), "file")
         return f"{self.folder}: {format_bytes(self.num_bytes)} of weights in {files}, read back and unchanged."
 
@@ -134,7 +133,6 @@ class _ExportPlan:
             )
 
     def reader(self, source: str, get: ReadValues) -> ReadRange:
-        """Return a reader for a model tensor."""
         name, tensor = self.values[source]
         return partial(get, name) if isinstance(tensor, nn.Parameter) else tensor_reader(tensor)
 
@@ -157,7 +155,13 @@ def _write_weights(
         ]
         writer_by_name = {name: writer for writer in writers for name in writer.entries}
         for group in plan.groups:
-            _write_group(group, plan, get, writer_by_name)
+            if group.is_identity:
+                (name,) = group.outputs
+                writer_by_name[name].write(name, plan.reader(group.sources[0], get))
+            else:
+                for name, value in _convert_group(group, plan, get):
+                    assert tuple(value.shape) == writer_by_name[name].entries[name].shape, (name, value.shape)
+                    writer_by_name[name].write(name, tensor_reader(value))
             trim_heap()  # malloc would keep most of the freed memory
         written = [writer.finish() for writer in writers]
     if split.is_sharded:
@@ -166,18 +170,6 @@ def _write_weights(
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     return written
-
-
-def _write_group(
-    group: Conversion, plan: _ExportPlan, get: ReadValues, writer_by_name: Mapping[str, TensorFileWriter]
-) -> None:
-    if group.is_identity:
-        (name,) = group.outputs
-        writer_by_name[name].write(name, plan.reader(group.sources[0], get))
-        return
-    for name, value in _convert_group(group, plan, get):
-        assert tuple(value.shape) == writer_by_name[name].entries[name].shape, (name, value.shape)
-        writer_by_name[name].write(name, tensor_reader(value))
 
 
 def _convert_group(group: Conversion, plan: _ExportPlan, get: ReadValues) -> Iterator[tuple[str, torch.Tensor]]:
@@ -300,12 +292,16 @@ def export_folder(folder: Path, replace: bool) -> Iterator[Path]:
         else:
             temporary.rename(folder)  # rename replaces an empty folder
         sync_path(folder.parent)
-        if previous is not None and (user_entries := _user_entries(previous, folder)):
-            backup = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
-            previous.rename(backup)
-            warn(f"{folder} held {user_entries[0]}, which no export has, and was renamed to {backup}.")
-        elif previous is not None:
-            shutil.rmtree(previous)
+        if previous is not None:
+            written_names = {path.name for path in folder.iterdir()}
+            others = sorted(path for path in previous.iterdir() if path.name not in written_names)
+            user_names = [path.name for path in others if path.is_dir() or not _EXPORT_ENTRIES.fullmatch(path.name)]
+            if user_names:  # for example notes
+                backup = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
+                previous.rename(backup)
+                warn(f"{folder} held {user_names[0]}, which no export has, and was renamed to {backup}.")
+            else:
+                shutil.rmtree(previous)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OffloadError):
@@ -315,10 +311,3 @@ def export_folder(folder: Path, replace: bool) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _user_entries(old: Path, new: Path) -> list[str]:
-    """Return entries in an earlier export folder that no export writes, for example user notes."""
-    written_names = {path.name for path in new.iterdir()}
-    others = sorted(path for path in old.iterdir() if path.name not in written_names)
-    return [path.name for path in others if path.is_dir() or not _EXPORT_ENTRIES.fullmatch(path.name)]

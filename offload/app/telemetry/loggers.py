@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -17,111 +17,80 @@ from offload.errors import ConfigError, nearest
 _PROJECT = "offload"
 
 
-class Logger(Protocol):
-    """Connection to one tracker for one run."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers for a step, counted from 1."""
-
-    def close(self) -> None:
-        """Finish the connection."""
+Log = Callable[[int, Mapping[str, float]], Any]
+"""Logs numbers for a step, counted from 1."""
+Close = Callable[[], Any]
 
 
-class _TensorBoard:
-    """Event files in RUN/tensorboard. On resume, events after the resumed step are purged."""
+def _tensorboard(folder: Path, last_step: int, _config: Mapping[str, Any]) -> tuple[Log, Close]:
+    """Open event files in RUN/tensorboard. On resume, events after the resumed step are purged."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, last_step: int, _config: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer_class: Any = SummaryWriter
+    writer = writer_class(str(folder / "tensorboard"), purge_step=last_step + 1)
 
-        writer_class: Any = SummaryWriter
-        self._writer = writer_class(str(folder / "tensorboard"), purge_step=last_step + 1)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    """A Weights & Biases run, resumed for the same run folder. Respects the wandb environment variables."""
-
-    def __init__(self, folder: Path, _last_step: int, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", _PROJECT),
-            name=os.environ.get("WANDB_NAME", folder.name),
-            id=os.environ.get("WANDB_RUN_ID", _identity(folder)),
-            resume="allow",
-            dir=str(folder),
-            config=dict(config),
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return log, writer.close
 
 
-class _Trackio:
-    """A trackio run, resumed for a run folder with the same name."""
+def _wandb(folder: Path, _last_step: int, config: Mapping[str, Any]) -> tuple[Log, Close]:
+    """Open a Weights & Biases run, resumed for the same run folder. Respects the wandb environment variables."""
+    import wandb
 
-    def __init__(self, folder: Path, _last_step: int, config: Mapping[str, Any]) -> None:
-        import trackio
-
-        self._run: Any = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", _PROJECT), name=folder.name, resume="allow", config=dict(config)
-        )
-        self._finish = trackio.finish
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._finish()
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", _PROJECT),
+        name=os.environ.get("WANDB_NAME", folder.name),
+        id=os.environ.get("WANDB_RUN_ID", _identity(folder)),
+        resume="allow",
+        dir=str(folder),
+        config=dict(config),
+    )
+    return lambda step, values: run.log(dict(values), step=step), run.finish
 
 
-class _Mlflow:
-    """An MLflow run, resumed for the same run folder. Respects the MLflow environment variables."""
+def _trackio(folder: Path, _last_step: int, config: Mapping[str, Any]) -> tuple[Log, Close]:
+    """Open a trackio run, resumed for a run folder with the same name."""
+    import trackio
 
-    def __init__(self, folder: Path, _last_step: int, config: Mapping[str, Any]) -> None:
-        import mlflow
-
-        identity = _identity(folder)
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
-        runs = mlflow.search_runs(filter_string=f"tags.offload_run = '{identity}'", output_format="list")
-        run_options: dict[str, Any] = {"run_id": runs[0].info.run_id} if runs else {"tags": {"offload_run": identity}}
-        mlflow.start_run(**({"run_name": folder.name} | run_options))
-        if not runs:
-            mlflow.log_params({key: str(value)[:500] for key, value in config.items()})
-        self._mlflow: Any = mlflow
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+    project = os.environ.get("TRACKIO_PROJECT", _PROJECT)
+    run: Any = trackio.init(project=project, name=folder.name, resume="allow", config=dict(config))
+    return lambda step, values: run.log(dict(values), step=step), trackio.finish
 
 
-_LOGGER_CLASSES: dict[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
-    "trackio": _Trackio,
-    "mlflow": _Mlflow,
+def _mlflow(folder: Path, _last_step: int, config: Mapping[str, Any]) -> tuple[Log, Close]:
+    """Open an MLflow run, resumed for the same run folder. Respects the MLflow environment variables."""
+    import mlflow
+
+    identity = _identity(folder)
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
+    runs = mlflow.search_runs(filter_string=f"tags.offload_run = '{identity}'", output_format="list")
+    run_options: dict[str, Any] = {"run_id": runs[0].info.run_id} if runs else {"tags": {"offload_run": identity}}
+    mlflow.start_run(**({"run_name": folder.name} | run_options))
+    if not runs:
+        mlflow.log_params({key: str(value)[:500] for key, value in config.items()})
+    return lambda step, values: mlflow.log_metrics(dict(values), step=step), mlflow.end_run
+
+
+_TRACKERS: dict[str, Callable[[Path, int, Mapping[str, Any]], tuple[Log, Close]]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+    "mlflow": _mlflow,
 }
+"""Trackers by name: from run folder, resumed step and all settings to the functions of a connection."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
     """Raise ConfigError for an unknown or missing tracker."""
     for name in names:
-        if name not in _LOGGER_CLASSES:
+        if name not in _TRACKERS:
             raise ConfigError(
-                f"run.report_to is {name!r}{nearest(name, _LOGGER_CLASSES)}; it should list some of "
-                f"{', '.join(_LOGGER_CLASSES)}, or be none."
+                f"run.report_to is {name!r}{nearest(name, _TRACKERS)}; it should list some of "
+                f"{', '.join(_TRACKERS)}, or be none."
             )
         if find_spec(name) is None:
             raise ConfigError(f"run.report_to is {name}, which is not installed: pip install {name}, or leave it out.")
@@ -134,23 +103,23 @@ class Loggers:
         self, names: Sequence[str], folder: Path, last_step: int, config: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
         """Open the trackers. folder: run folder. last_step: step the run resumes at. config: all settings by key."""
-        self._say, self._loggers = say, dict[str, Logger]()
-        for name in names:
-            self._try(name, partial(self._open_logger, name, folder, last_step, config))
+        self._say, self._loggers = say, dict[str, tuple[Log, Close]]()
 
-    def _open_logger(self, name: str, folder: Path, last_step: int, config: Mapping[str, Any]) -> None:
-        self._loggers[name] = _LOGGER_CLASSES[name](folder, last_step, config)
+        def connect(name: str) -> None:
+            self._loggers[name] = _TRACKERS[name](folder, last_step, config)
+
+        for name in names:
+            self._try(name, partial(connect, name))
 
     def log(self, fields: Mapping[str, Any]) -> None:
         """Send a metrics.jsonl line, or a part of one, to all trackers."""
         values = _numbers(fields)
-        for name, logger in list(self._loggers.items()):
-            self._try(name, partial(logger.log, fields["step"], values))
+        for name, (log, _) in list(self._loggers.items()):
+            self._try(name, partial(log, fields["step"], values))
 
     def close(self) -> None:
-        """Finish all connections."""
-        for name, logger in list(self._loggers.items()):
-            self._try(name, logger.close)
+        for name, (_, close) in list(self._loggers.items()):
+            self._try(name, close)
         self._loggers.clear()
 
     def _try(self, name: str, action: Callable[[], Any]) -> None:

@@ -6,7 +6,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from offload.errors import format_bytes
@@ -145,29 +145,23 @@ class LiveProgress(Progress):
 _LINE_EVERY_S = 10.0
 
 
-def byte_progress(label: str, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Show progress on stderr in this context. Yields a function to call with the byte count for each piece."""
-    show = _bar if sys.stderr.isatty() else _lines
-    return show(label, num_bytes, sys.stderr)
-
-
 @contextmanager
-def _bar(label: str, num_bytes: int, stream: TextIO) -> Iterator[Callable[[int], None]]:
+def byte_progress(label: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show progress on stderr in this context. Yields a function to call with the byte count for each piece."""
+    if not sys.stderr.isatty():
+        yield _byte_lines(label, num_bytes)
+        return
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), *columns, console=Console(file=stream), transient=True
-    )
-    with progress:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task(escape(label), total=num_bytes)
         yield lambda size: progress.advance(task, size)
 
 
-@contextmanager
-def _lines(label: str, num_bytes: int, stream: TextIO) -> Iterator[Callable[[int], None]]:
+def _byte_lines(label: str, num_bytes: int) -> Callable[[int], None]:
     done, last = 0, time.monotonic()
 
     def report(size: int) -> None:
@@ -175,6 +169,6 @@ def _lines(label: str, num_bytes: int, stream: TextIO) -> Iterator[Callable[[int
         done += size
         if time.monotonic() - last > _LINE_EVERY_S:
             last = time.monotonic()
-            print(f"{label}: {format_bytes(done)} of {format_bytes(num_bytes)}", file=stream, flush=True)
+            print(f"{label}: {format_bytes(done)} of {format_bytes(num_bytes)}", file=sys.stderr, flush=True)
 
-    yield report
+    return report

@@ -90,10 +90,8 @@ class Trace:
         origin = spans[0].begin if spans else 0.0
         metadata = [_metadata_event("process_name", 0, name="offload")]
         for name, number in tracks.items():
-            metadata += [
-                _metadata_event("thread_name", number, name=name),
-                _metadata_event("thread_sort_index", number, sort_index=number),
-            ]
+            metadata.append(_metadata_event("thread_name", number, name=name))
+            metadata.append(_metadata_event("thread_sort_index", number, sort_index=number))
         return metadata + [_span_event(span, tracks[span.lane], origin) for span in spans]
 
     def _spans(self) -> list[Span]:
@@ -156,13 +154,5 @@ def _metadata_event(event_name: str, track: int, **values: Any) -> dict[str, Any
 def _span_event(span: Span, track: int, origin: float) -> dict[str, Any]:
     # Round both ends to nanoseconds and derive the duration, so that rounding causes no overlap.
     begin, end = (round((time - origin) * 1e9) for time in (span.begin, span.end))
-    category = "step" if span.lane == _STEPS else "lane"
-    return {
-        "name": span.name or span.lane,
-        "cat": category,
-        "ph": "X",
-        "pid": 1,
-        "tid": track,
-        "ts": begin / 1e3,
-        "dur": (end - begin) / 1e3,
-    }
+    names = {"name": span.name or span.lane, "cat": "step" if span.lane == _STEPS else "lane"}
+    return {**names, "ph": "X", "pid": 1, "tid": track, "ts": begin / 1e3, "dur": (end - begin) / 1e3}

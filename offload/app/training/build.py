@@ -29,7 +29,7 @@ from offload.app.hf.models import (
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.stored_model import rebuild_model
-from offload.app.training.isolation import check_isolation, isolation_error
+from offload.app.training.isolation import check_isolation
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import build_engine, describe_length, stages
 from offload.app.training.planner import PLANNERS, RunForecast, measure_network, planned_advice
@@ -87,9 +87,7 @@ class RunSetup(NamedTuple):
     architecture: PreTrainedConfig
     """Architecture with an embedding row for each added token."""
     model_kind: ModelKind
-    """Model kind."""
     trainable: TrainablePart
-    """Trainable part of the model."""
     grows: bool
     """True if embedding rows are added."""
 
@@ -103,9 +101,25 @@ class RunSetup(NamedTuple):
         torch.manual_seed(start.config.run.seed)
         architecture = load_architecture(start) if user_model is None else user_model.architecture()
         kind = model_kind(architecture) if user_model is None else user_model.resolve_kind(architecture)
-        _check_kind(kind, start.config.train.method)
+        method = start.config.train.method
+        if method != "sft" and kind.auto is None:
+            raise ConfigError(
+                f"train.method is {method}, but the given model is not a transformers model, whose outputs have "
+                "logits: give a transformers model, or train.method sft."
+            )
+        if (kind.name == "reward") != (method == "reward"):
+            raise ConfigError(
+                f"the model scores texts (num_labels 1), but train.method {method} needs a language model: set "
+                "--train.method reward, or --model.path to a language model."
+            )
+        if method in ("dpo", "orpo") and kind.name != "causal":
+            raise ConfigError(
+                f"train.method is {method}, but the model is a {kind.name} one: only causal language models learn "
+                "preferences between answers this way. Set --train.method reward to score answers, or give a causal "
+                "model."
+            )
         config = start.config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(architecture))
-        check_sequence_length(architecture, int(config.data.sequence_length or 0))
+        check_sequence_length(max_positions(architecture), int(config.data.sequence_length or 0))
         trainable, num_rows = choose_trainable_part(config, architecture, kind, start), vocab_size(architecture)
         has_weights = bool(start.folders) and not config.lora.adapts  # the checkpoint has all weights
         grows = not has_weights and user_model is None and TASKS["rows"].grow_vocabulary(config, architecture)
@@ -187,8 +201,7 @@ def make_run(
                 each.get_text_config().pad_token_id = data.pad_id
         if whole and user_model is None:
             # The weights stay unfilled: the checkpoint provides them after the engine opens.
-            unfilled = BuiltModel(rebuild_model(whole, config.model), lambda _name, _module: None, whole)
-            built = trainable.prepare(unfilled)
+            built = trainable.prepare(BuiltModel(rebuild_model(whole, config.model), folder=whole))
         else:
             built = trainable.prepare(build_base())
         for text in built.notes:
@@ -240,7 +253,12 @@ def make_run(
     if data.is_isolated and (why := check_isolation(engine, data.tokenizer, vocabulary, comm)):
         if first or requires_isolation:
             engine.close()
-            raise common(ConfigError(isolation_error(why)))
+            raise common(
+                ConfigError(
+                    f"data.packing_isolated is true, but {why}: documents in a row would not be isolated. Set "
+                    "--data.packing false for one document in each row, or --data.packing_isolated false."
+                )
+            )
         config = config.with_resolved(data__packing=False, data__packing_isolated=False)
         data = rank_0_first(comm, "preparation of the data", build)
         again = without_steps.resolve_steps(data.num_steps)
@@ -253,25 +271,6 @@ def make_run(
     return Run(
         config, kind, data, objective, engine, files, extra_files, meta, trainable, build_base, forecast, misfit, needs
     )
-
-
-def _check_kind(kind: ModelKind, method: str) -> None:
-    """Raise ConfigError if the training method does not fit the model kind."""
-    if method != "sft" and kind.auto is None:
-        raise ConfigError(
-            f"train.method is {method}, but the given model is not a transformers model, whose outputs have logits: "
-            "give a transformers model, or train.method sft."
-        )
-    if (kind.name == "reward") != (method == "reward"):
-        raise ConfigError(
-            f"the model scores texts (num_labels 1), but train.method {method} needs a language model: set "
-            "--train.method reward, or --model.path to a language model."
-        )
-    if method in ("dpo", "orpo") and kind.name != "causal":
-        raise ConfigError(
-            f"train.method is {method}, but the model is a {kind.name} one: only causal language models learn "
-            "preferences between answers this way. Set --train.method reward to score answers, or give a causal model."
-        )
 
 
 def choose_trainable_part(

@@ -80,7 +80,15 @@ class Callbacks:
         self.control, self._state, self._more = TrainControl(), TrainState(), dict[str, Any]()
         self._num_rows = self._batch_size = 1
         for each in self._callbacks:
-            _check(each)
+            for name in dir(each):
+                if not name.startswith("on_") or name in EVENTS or not callable(getattr(each, name)):
+                    continue
+                owner = next((base for base in type(each).__mro__ if name in vars(base)), type(each))
+                if owner.__module__ != "transformers.trainer_callback":  # the base class methods do nothing
+                    raise ConfigError(
+                        f"the callback {type(each).__name__} has {name}, which is never called{nearest(name, EVENTS)}: "
+                        f"the events of a run are {', '.join(EVENTS)}."
+                    )
 
     def begin(self, run: Run, progress: RunProgress) -> None:
         """Prepare for the first step: load saved states and send the begin events."""
@@ -122,33 +130,16 @@ class Callbacks:
             self.notify("on_epoch_begin")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callback states for a checkpoint. None: a callback without state."""
-        return {"callbacks": [_state(each) for each in self._callbacks]}
-
-
-def _state(callback: Any) -> Any:
-    """Return the checkpoint state for a callback. Raises ConfigError."""
-    if not (hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")):
-        return None
-    state = callback.state_dict()
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the state_dict() of the callback {type(callback).__name__} cannot be stored in a checkpoint: {error}. "
-            "Return only JSON values: numbers, texts, lists and mappings."
-        ) from None
-    return state
-
-
-def _check(callback: Any) -> None:
-    """Raise ConfigError for a callback with a method for an unknown event."""
-    for name in dir(callback):
-        if not name.startswith("on_") or name in EVENTS or not callable(getattr(callback, name)):
-            continue
-        owner = next((base for base in type(callback).__mro__ if name in vars(base)), type(callback))
-        if owner.__module__ != "transformers.trainer_callback":  # the base class methods do nothing
-            raise ConfigError(
-                f"the callback {type(callback).__name__} has {name}, which is never called{nearest(name, EVENTS)}: the "
-                f"events of a run are {', '.join(EVENTS)}."
-            )
+        """Return the callback states for a checkpoint. None: a callback without state. Raises ConfigError."""
+        states = []
+        for each in self._callbacks:
+            has_state = hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+            states.append(each.state_dict() if has_state else None)
+            try:
+                json.dumps(states[-1])
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"the state_dict() of the callback {type(each).__name__} cannot be stored in a checkpoint: "
+                    f"{error}. Return only JSON values: numbers, texts, lists and mappings."
+                ) from None
+        return {"callbacks": states}

@@ -158,8 +158,11 @@ class Saves:
                 pending.saving.finish()
                 with share_failure(self._comm, "keeping of checkpoints"):
                     if self._keeps:
-                        self._checkpoints.register(pending.path, self._section.keep, pending.best_step)
-                        for step in self._replaced_steps(pending.best_step):
+                        keep, every, previous = self._section.keep, self._section.every, self._best_step
+                        self._checkpoints.register(pending.path, keep, pending.best_step)
+                        is_regular = keep is not None or (isinstance(every, int) and (previous or 0) % every == 0)
+                        # Replaced: the last time-based checkpoint, and the previous best one if saved only for that.
+                        for step in {self._hourly, None if is_regular else previous} - {None, pending.best_step}:
                             with suppress(DiskError):
                                 remove(self._checkpoints.path / f"step-{step}")
                         self._hourly = pending.step if pending.is_hourly else None
@@ -176,18 +179,6 @@ class Saves:
                     f"{end - pending.begin:.1f} s; training stopped for {stalled_s:.1f} s)"
                 )
         self._callbacks.notify("on_save", checkpoint=pending.path)
-
-    def _replaced_steps(self, best_step: int | None) -> set[int]:
-        """Return the steps in checkpoints replaced by the newly saved one.
-
-        These are the last time-based checkpoint, and the previous best one if saved only for its eval loss.
-        """
-        every, previous = self._section.every, self._best_step
-        is_regular = (
-            previous is None or self._section.keep is not None or (isinstance(every, int) and previous % every == 0)
-        )
-        steps = {self._hourly, None if is_regular else previous} - {None, best_step}
-        return {step for step in steps if step is not None}
 
     @contextmanager
     def _counting_stall(self) -> Iterator[None]:

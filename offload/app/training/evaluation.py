@@ -39,20 +39,7 @@ class Evaluation:
     rows: str
     """Description of the evaluated rows."""
 
-    @classmethod
-    def of_tokens(cls, name: str, loss: float, num_tokens: int, num_bytes: int | None, rows: str) -> Evaluation:
-        """Return the result for a mean over tokens, with perplexity and bits per byte.
-
-        Perplexity is inf beyond the float range. Bits per byte divides the information in all targets by their text
-        bytes, so different tokenizers compare. `num_bytes`: None if unknown; then bits per byte is missing.
-        """
-        metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
-        if num_bytes:
-            metrics["bits_per_byte"] = loss * num_tokens / math.log(2) / num_bytes
-        return cls(name, loss, metrics, rows)
-
     def fields(self) -> dict[str, float]:
-        """Return the fields for a metrics.jsonl line."""
         return {"loss": self.loss, **self.metrics}
 
     def __str__(self) -> str:
@@ -142,8 +129,10 @@ class Evaluations:
         if not num_counted:
             return None
         rows_done = f"{num_counted:,} {objective.count_unit} in {num_done:,} of {num_rows:,} rows"
-        if objective.loss is not None:
-            metrics = {key: value / num_counted for key, value in sums.items()}
-            return Evaluation(name, total / num_counted, metrics, rows_done)
-        num_bytes = data.eval_bytes(num_done, name) if objective.takes_labels else None
-        return Evaluation.of_tokens(name, total / num_counted, num_counted, num_bytes, rows_done)
+        loss, metrics = total / num_counted, {key: value / num_counted for key, value in sums.items()}
+        if objective.loss is None:  # a mean over tokens
+            metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}  # inf beyond the float range
+            if objective.takes_labels and (num_bytes := data.eval_bytes(num_done, name)):
+                # The information in all targets over their text bytes: different tokenizers compare.
+                metrics["bits_per_byte"] = loss * num_counted / math.log(2) / num_bytes
+        return Evaluation(name, loss, metrics, rows_done)

@@ -33,12 +33,8 @@ class Export:
     """Export to the folder hf/ in the run folder, tokenizer included. The folder is complete or absent."""
 
     def __init__(self, folder: RunFolder, run: Run, say: Callable[[str], None]) -> None:
-        self.path, self._checkpoints, self._say = folder.hf, folder.checkpoints, say
-        self._model_kind, self._data, self._objective, self._files = run.model_kind, run.data, run.objective, run.files
-        self._trainable, self._build_base = run.trainable, run.build_base
-        self._precision, self._seed = str(run.config.train.precision), run.config.run.seed
-        self._budget_bytes = run.config.offload.host_memory
-        self._link_weights = run.config.offload.link_weights
+        self.path, self._checkpoints, self._run, self._say = folder.hf, folder.checkpoints, run, say
+        self._trainable, self._precision = run.trainable, str(run.config.train.precision)
 
     def is_done(self, config: Config, comm: Comm, progress: RunProgress) -> bool:
         """Return, equal on all ranks, whether the folder holds the weights at the current step.
@@ -61,37 +57,41 @@ class Export:
         if self._trainable.library:
             self._probe = reload.take_probe(engine, self.probe_batch())
         self._base_bytes = self._trainable.base_bytes(engine.model)
-        self._trainable.write(engine, self.path, self._files, self._build_base)
-        self._say(f"exported to {self.path}{_describe_weights(self.path)}")
+        self._trainable.write(engine, self.path, self._run.files, self._run.build_base)
+        weights = ""
+        with suppress(OSError, ValueError):  # an adapter, or a rank with another disk
+            num_bytes = sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+            dtype = json.loads((self.path / "config.json").read_text(encoding="utf-8")).get("dtype")
+            weights = f": {format_bytes(num_bytes)} of weights{f' in {dtype}' if dtype else ''}"
+        self._say(f"exported to {self.path}{weights}")
         return self.path
 
     def probe_batch(self) -> Batch:
         """Return eval rows as a model batch, or training rows without an eval set."""
-        return self._objective.inputs(self._objective.apply(self._data.probe(), 0))
+        return self._run.objective.inputs(self._run.objective.apply(self._run.data.probe(), 0))
 
     def check(self) -> None:
         """Load the folder with its target library, and compare logits with the engine's.
 
         Runs on rank 0, after the engine is closed.
         """
-        reason = reload.reason_not_to_reload(self.path, self._base_bytes, self._budget_bytes)
+        data, settings = self._run.data, self._run.config.offload
+        reason = reload.reason_not_to_reload(self.path, self._base_bytes, settings.host_memory)
         if not self._trainable.library:
             reason = "the export is the state_dict of a custom module, not of a transformers model"
         if reason is not None:
             self._say(f"the export is not loaded again for a check, since {reason}.")
             return
-        model, tokenizer = self._trainable.load(self.path, self._build_base), self._data.tokenizer
-        is_quantized = self._link_weights != "exact"
-        with using_link_weights(model, self._precision, self._link_weights) if is_quantized else nullcontext():
+        model, link = self._trainable.load(self.path, self._run.build_base), settings.link_weights
+        with using_link_weights(model, self._precision, link) if link != "exact" else nullcontext():
             comparison = reload.check_logits(model, self._probe, self._precision)
-        library = self._trainable.library
-        self._say(f"reloaded: by {library}, from {self.path}: {comparison}")
-        if self._model_kind.name == "causal" and tokenizer is not None and not self._data.has_pictures:
-            self._say_sample(model, tokenizer)
+        self._say(f"reloaded: by {self._trainable.library}, from {self.path}: {comparison}")
+        if self._run.model_kind.name == "causal" and data.tokenizer is not None and not data.has_pictures:
+            self._say_sample(model, data.tokenizer)
 
     def _say_sample(self, model: Any, tokenizer: Any) -> None:
         """Print a model continuation for the beginning of a row, and the data's answer if there is one."""
-        cut, limit = self._data.excerpt(), max_positions(model.config)
+        cut, limit = self._run.data.excerpt(), max_positions(model.config)
         if cut is None:
             return
         prompt, answer = cut
@@ -99,22 +99,12 @@ class Export:
         if num_tokens < 1:
             return
         ids = torch.from_numpy(prompt)[None]
-        text = reload.sample_text(model, tokenizer, ids, seed=self._seed, num_tokens=num_tokens)
+        text = reload.sample_text(model, tokenizer, ids, seed=self._run.config.run.seed, num_tokens=num_tokens)
         reference = ""
         if answer is not None:
             wanted = tokenizer.decode(answer[: reload.SAMPLE_TOKENS], skip_special_tokens=True)
             reference = f"; in the data: {wanted!r}"
         self._say(f"sample: {shorten(repr(tokenizer.decode(prompt)))} -> {text!r}{reference}")
-
-
-def _describe_weights(folder: Path) -> str:
-    """Describe the weights in a folder: bytes and dtype. The dtype may be wider than in the model."""
-    try:
-        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
-    except (OSError, ValueError):  # an adapter, or a rank with another disk
-        return ""
-    return f": {format_bytes(num_bytes)} of weights{f' in {dtype}' if dtype else ''}"
 
 
 def begin_export(folder: RunFolder, run: Run, say: Callable[[str], None]) -> Export:
@@ -139,10 +129,8 @@ def load_best(
     best, comm = progress.best, engine.comm
     if not config.checkpoint.export_best or best.step in (None, progress.num_done):
         return None
-    path, description = (
-        folder.checkpoints / f"step-{best.step}",
-        f"step {best.step}, with the lowest eval loss ({best.loss:.4f})",
-    )
+    path = folder.checkpoints / f"step-{best.step}"
+    description = f"step {best.step}, with the lowest eval loss ({best.loss:.4f})"
     if comm.any(comm.rank == 0 and not (path / MANIFEST).exists(), "whether the best states are there"):
         say(f"note: there is no {path} of {description}, so the last weights are exported.")
         return None

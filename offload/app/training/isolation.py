@@ -62,11 +62,3 @@ def check_isolation(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm)
     """Like `why_not_isolated`, with the same result on all ranks. Collective."""
     spared = set(getattr(tokenizer, "all_special_ids", ()))
     return comm.gather_objects(why_not_isolated(engine.model, engine.device, vocab_size, spared), "documents apart")[0]
-
-
-def isolation_error(why: str) -> str:
-    """Return the error text for a run with required isolation."""
-    return (
-        f"data.packing_isolated is true, but {why}: documents in a row would not be isolated. Set --data.packing false "
-        "for one document in each row, or --data.packing_isolated false."
-    )

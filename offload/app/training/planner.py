@@ -29,7 +29,6 @@ class RunForecast:
     misfit: str
     """Shortage and smallest change that fits, in a sentence. Empty: the run fits."""
     num_replicas: int
-    """Model replicas."""
     document: Mapping[str, Any]
     """JSON object for plan.json."""
 
@@ -104,7 +103,6 @@ class Network:
     """Network between identical machines."""
 
     num_machines: int
-    """Machine count."""
     bytes_per_s: float
     """Bytes per second one machine sends, while receiving the same amount."""
     latency_s: float

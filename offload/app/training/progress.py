@@ -54,7 +54,6 @@ class RunProgress:
         self._train, self._before_s, self._started_s = train, saved["seconds"], time.monotonic()
 
     def count_step(self, fields: Mapping[str, Any], *, is_coarse: bool) -> None:
-        """Count a step."""
         self.num_tokens = fields["tokens_seen"]
         self.num_done, self.loss, self.last = self.num_done + 1, fields["loss"], fields
         self.num_coarse += is_coarse

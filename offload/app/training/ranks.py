@@ -161,15 +161,12 @@ class Share:
     """A rank's part in the batch rows, equal within a sequence group."""
 
     number: int
-    """Share index."""
     num_shares: int
-    """Total shares."""
     is_counted: bool
     """True on one rank per share. Only this rank counts tokens."""
 
     @classmethod
     def of(cls, config: Config, comm: Comm) -> Share:
-        """Return this rank's share. Raises ConfigError."""
         number, place = comm.group_of(config.train.sequence_parallel)
         return cls(number, config.train.num_groups(comm.size), place == 0)
 

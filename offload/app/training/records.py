@@ -44,8 +44,8 @@ class Records:
         """`folder`: None on ranks other than 0. `say` receives logger failures."""
         self._folder, self._say = folder, say
         self._metrics: MetricsLog | None = None
-        self._trace: Trace | None = None
         self._loggers: Loggers | None = None
+        self._trace: Trace | None = None
 
     def open(
         self,
@@ -97,17 +97,14 @@ class Records:
             self._trace.mark(name, begin, end)
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
-        if self._metrics is not None:
+        if self._metrics is not None and self._loggers is not None:
             self._metrics.write(fields)
-        if self._loggers is not None:
             self._loggers.log(fields)
 
     def amend(self, step: int, fields: Mapping[str, Any]) -> None:
         """Add fields to the last line in metrics.jsonl, if written by this process."""
-        if self._metrics is not None and fields:
+        if self._metrics is not None and self._loggers is not None and fields:
             self._metrics.amend(fields)
-        if self._loggers is not None and fields:
             self._loggers.log({"step": step, **fields})
 
     def sync(self) -> None:
@@ -124,7 +121,6 @@ class Records:
             say(f"note: the trace could not be written: {error}")
 
     def close(self) -> None:
-        """Close the logs."""
         if self._metrics is not None:
             self._metrics.close()
         if self._loggers is not None:

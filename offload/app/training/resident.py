@@ -129,7 +129,6 @@ class ResidentTrainer:
         return states
 
     def blocks(self, classes: Collection[type]) -> list[nn.Module]:
-        """Return the blocks with these classes."""
         return [block for block in self._blocks if type(block) in classes]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

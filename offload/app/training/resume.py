@@ -65,9 +65,21 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
             if own.keeps:  # the folder belongs to this run alone by now
                 for partial in Checkpoints(own.checkpoints).clear():
                     say(f"note: {partial.name}, left by a killed process, is removed.")
-        broken = spread(comm, _visible_checkpoints(config)) if len(set(keeper)) > 1 else {}
+        broken: Mapping[Path, str] = {}
+        if len(set(keeper)) > 1:
+            visible: Sequence[Path] = ()
+            with suppress(ConfigError):  # rank 0 reports a missing checkpoint, or another rank sees one
+                visible = _candidates(config)
+            broken = spread(comm, visible)
         with share_failure(comm, "look for a checkpoint"):
-            start_point = _find(config, folder, broken) if folder is not None else None
+            start_point = None
+            if folder is not None:
+                start_point = find_start(config, broken)
+                if not start_point.folders:
+                    start_point.config.check_source()
+                folder.check(start_point.config, resumes=bool(start_point.folders))
+                if start_point.config.checkpoint.export:
+                    check_export_folder(folder.hf, replace=True)
         start: Any = comm.gather_objects(start_point, "start of the run")[0]
         with share_failure(comm, "check of the settings"):
             check_settings(start.config, comm.size)
@@ -85,26 +97,6 @@ def check_settings(config: Config, num_ranks: int) -> None:
         check_dirs(dirs)
     parse_throttle(config.offload.throttle)
     make_update_rule(config)
-
-
-def _visible_checkpoints(config: Config) -> Sequence[Path]:
-    """Return the checkpoints visible to this rank.
-
-    Empty if none are visible; rank 0 reports a missing checkpoint, or another rank sees one.
-    """
-    with suppress(ConfigError):
-        return _candidates(config)
-    return ()
-
-
-def _find(config: Config, folder: RunFolder, broken: Mapping[Path, str]) -> ResumePoint:
-    start = find_start(config, broken)
-    if not start.folders:
-        start.config.check_source()
-    folder.check(start.config, resumes=bool(start.folders))
-    if start.config.checkpoint.export:
-        check_export_folder(folder.hf, replace=True)
-    return start
 
 
 def find_start(config: Config, broken: Mapping[Path, str] = MappingProxyType({})) -> ResumePoint:

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,11 @@ class RunFolder:
         resume = config.checkpoint.resume
         is_own = resume != "auto" and resume != "never" and self.owns(Path(resume).expanduser())
         goes_on = resumes and (is_own or bool(Checkpoints(self.checkpoints).folders()))
-        if not names or goes_on or (resume != "never" and self._ended_early(names)):
+        ended_early = False  # before the planned checkpoints and export: a new run may begin in this folder
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+            before = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+            ended_early = isinstance(before["checkpoint"]["every"], int) and "hf" not in names
+        if not names or goes_on or (resume != "never" and ended_early):
             return
         why = f"checkpoint.resume is {resume}: leave that out to go on with this run"
         if resume == "auto":
@@ -89,16 +93,6 @@ class RunFolder:
             f"run.dir is {self.path}, which holds an earlier run ({', '.join(names)}), and {why}; nothing in it was "
             "changed. Set --run.dir to a new or empty folder, or move that run away."
         )
-
-    def _ended_early(self, names: Sequence[str]) -> bool:
-        """Return whether the earlier run ended before the planned checkpoints and export.
-
-        Then a new run may begin in this folder.
-        """
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-            config = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-            return isinstance(config["checkpoint"]["every"], int) and "hf" not in names
-        return False
 
     @classmethod
     def _create(cls, name: str) -> RunFolder:

@@ -117,7 +117,6 @@ class WholeModel(TrainablePart):
     """The whole model."""
 
     model_kind: ModelKind
-    """Model kind."""
     frozen: tuple[str, ...] = ()
     """Name patterns for frozen parameters. Checkpoints contain them anyway."""
     trained_only: ClassVar[bool] = False
@@ -133,16 +132,13 @@ class WholeModel(TrainablePart):
 
     @classmethod
     def of(cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint) -> WholeModel:  # noqa: ARG003
-        """Return the whole model, from transformers or not."""
         return (WholeModel if kind.auto is not None else CustomModule)(kind, config.optimizer.freeze)
 
     def prepare(self, built: BuiltModel) -> BuiltModel:
-        """Return the model with the frozen parameters set."""
         freeze(built.model, self.frozen)
         return built
 
     def name(self, model: Any) -> str:
-        """Return the class name."""
         return type(model).__name__
 
     def describe(self, model: Any) -> Iterator[str]:
@@ -157,7 +153,6 @@ class WholeModel(TrainablePart):
         return sum(each.numel() * max(weight_bytes, each.dtype.itemsize) for each in frozen)
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
-        """Return the bytes of all parameters."""
         return weight_bytes * sum(parameter.numel() for parameter in model.parameters())
 
     def write(
@@ -167,7 +162,6 @@ class WholeModel(TrainablePart):
         files: Mapping[str, bytes],
         build_base: Callable[[], BuiltModel],  # noqa: ARG002
     ) -> None:
-        """Write a Hugging Face folder."""
         engine.export(folder, files=files, replace=True)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:  # noqa: ARG002
@@ -190,7 +184,6 @@ TRAINABLE: Door[type[TrainablePart]] = Door("trainable", {"whole": WholeModel})
 
 
 def trainable_class(config: Config) -> type[TrainablePart]:
-    """Return the class of the trainable part."""
     if not config.lora.adapts:
         return TRAINABLE["whole"]
     return TRAINABLE["restarts" if config.lora.restart_every else "adapter"]

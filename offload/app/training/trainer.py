@@ -86,7 +86,7 @@ class Trainer:
     ) -> None:
         self.config, self._user_model = merge_arguments(config, model, data, eval_data)
         self._callbacks = Callbacks(callbacks)
-        self._engine: Engine | None = None
+        self._open_engine: Engine | None = None
         self._folder: RunFolder | None = None
         self._records = Records()
 
@@ -135,7 +135,7 @@ class Trainer:
             self._records = Records(self._folder, self._say)
         run = make_run(start, comm, self._say, self._notes.add, self._user_model, self._progress.show_activity)
         self.config, self._objective, self._trainable = run.config, run.objective, run.trainable
-        self._engine = run.engine
+        self._open_engine = run.engine
         folders = () if run.meta is None else start.folders
         data, files = run.objective.prepare(run.config, run.engine, run.data, comm, folders, self._say)
         run = replace(run, data=data, extra_files={**run.extra_files, **files})
@@ -167,11 +167,16 @@ class Trainer:
         finally:
             self._saves.close()
 
+    @property
+    def _engine(self) -> Engine:
+        assert self._open_engine is not None
+        return self._open_engine
+
     def _close_engine(self) -> None:
         """Free the states, before the export is loaded."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        if self._open_engine is not None:
+            self._open_engine.close()
+            self._open_engine = None
             gc.collect()  # units, streams and modules form reference cycles
 
     def _say(self, *texts: str) -> None:
@@ -182,7 +187,6 @@ class Trainer:
 
     def _train(self) -> None:
         train, progress, evaluations = self.config.train, self._run_progress, self._evaluations
-        assert self._engine is not None
         evaluations.evaluate_missed(self._engine)
         for step in itertools.count(progress.num_done):
             if train.steps is not None and step >= train.steps:
@@ -225,17 +229,12 @@ class Trainer:
 
         The last save is waited for, and raises on failure.
         """
-        assert self._engine is not None
         begin = time.perf_counter()
         own = {"data": self._data.state_dict(), "config": self.config.to_dict()}
         self._records.sync()  # a resumed run needs all metrics lines up to here
+        meta = self._run_progress.state_dict() | self._callbacks.state_dict() | own
         save = self._saves.save if is_last else self._saves.try_to_save
-        save(
-            self._engine,
-            self._run_progress.num_done,
-            self._run_progress.state_dict() | self._callbacks.state_dict() | own,
-            self._files,
-        )
+        save(self._engine, self._run_progress.num_done, meta, self._files)
         self._records.mark("checkpoint", begin, time.perf_counter())
 
     def _save_last(self) -> None:
@@ -249,7 +248,6 @@ class Trainer:
         None on all ranks: a stop request or the end of the data on any rank, or the end of the time on rank 0. Also
         runs requested saves and evaluations first.
         """
-        assert self._engine is not None
         comm, control = self._comm, self._callbacks.control
         batch, failure = next_share(self._data, self._objective, comm, self._share, step, self.config.train.num_rows)
         votes = tally(
@@ -273,12 +271,8 @@ class Trainer:
         if votes["evaluate"] and not votes["stop"] and self._run_progress.eval_step != step:
             self._records.amend(step, self._evaluations.evaluate(self._engine))
             votes["save"] += self._evaluations.has_new_best
-        if (
-            votes["save"]
-            and not votes["stop"]
-            and step > self._run_progress.first_step
-            and self._saves.newest_step != step
-        ):
+        is_saved = step <= self._run_progress.first_step or self._saves.newest_step == step
+        if votes["save"] and not votes["stop"] and not is_saved:
             self._save()
         if votes["stop"]:
             self._stop.agree(comm)
@@ -294,7 +288,6 @@ class Trainer:
 
     def _open_records(self, result: StepResult) -> None:
         """Write the record files, after the first step has succeeded."""
-        assert self._engine is not None
         assert self._folder is not None
         self.config = with_decisions(self.config, self._engine)
         pids = self._comm.gather_objects(os.getpid(), "process ids")
@@ -309,16 +302,13 @@ class Trainer:
 
     def _finish(self, folder: RunFolder) -> TrainResult:
         """Save, evaluate, export, and check the export. After a stop signal: save and raise InterruptedRun."""
-        assert self._engine is not None
         self._progress.close()
         progress, comm = self._run_progress, self._comm
         self._saves.settle()
         self._leave_if_requested(folder)
+        is_asked = comm.any(self._callbacks.control.take("should_save"), "whether to save the last step")
         has_checkpoints = isinstance(self.config.checkpoint.every, int) or self._saves.last_step is not None
-        has_checkpoints = (
-            comm.any(self._callbacks.control.take("should_save"), "whether to save the last step") or has_checkpoints
-        )
-        if has_checkpoints and self._saves.last_step != progress.num_done > 0:
+        if (is_asked or has_checkpoints) and self._saves.last_step != progress.num_done > 0:
             self._save()
             self._saves.settle()
         self._evaluations.evaluate_last(self._engine)
@@ -328,7 +318,19 @@ class Trainer:
         self._leave_if_requested(folder)
         self._engine.catch_up()  # the export needs the newest weights
         has_export = not self.config.checkpoint.export or self._export.is_done(self.config, comm, progress)
-        exported = None if has_export else self._export_or_save(folder)
+        exported = None
+        if not has_export:
+            best = load_best(self._engine, self.config, progress, folder, self._say)
+            exported = export_or_save(
+                comm,
+                partial(self._export.write, self._engine),
+                self._save_last if best is None else lambda: None,
+                partial(self._leave_if_requested, folder),
+                self._say,
+                waits=self.config.checkpoint.on_error != "stop",
+                saved_message="The last step is done, and its states are saved: `python -m offload.export "
+                f"{best or folder.path} OUT` exports them to a folder OUT, also on another disk.",
+            )
         self._callbacks.notify("on_train_end", export=exported)
         self._say(*describe_streaming(progress.last))
         self._close_engine()
@@ -341,38 +343,19 @@ class Trainer:
         self._say(f"done: {counted(progress.num_done, 'step')}, loss {progress.loss:.4f}, in {folder.path}")
         return TrainResult(folder.path, progress.num_done, progress.loss, progress.eval_loss, exported, progress.best)
 
-    def _export_or_save(self, folder: RunFolder) -> Path:
-        """Export, or else save the states. Collective. Raises the export error."""
-        assert self._engine is not None
-        best = load_best(self._engine, self.config, self._run_progress, folder, self._say)
-        return export_or_save(
-            self._comm,
-            partial(self._export.write, self._engine),
-            self._save_last if best is None else lambda: None,
-            partial(self._leave_if_requested, folder),
-            self._say,
-            waits=self.config.checkpoint.on_error != "stop",
-            saved_message="The last step is done, and its states are saved: `python -m offload.export "
-            f"{best or folder.path} OUT` exports them to a folder OUT, also on another disk.",
-        )
-
     def _leave_if_requested(self, folder: RunFolder) -> None:
         """After a stop request on any rank: save, run a due evaluation, and raise InterruptedRun on all ranks."""
         if not self._stop.is_agreed(self._comm):
             return
         of = f" of {self.config.train.steps}" if self.config.train.steps is not None else ""
         text = f"interrupted by {self._stop.name} after step {self._run_progress.num_done}{of}"
-        if self._engine is None or not self._run_progress.num_done:
+        if not self._run_progress.num_done:
             raise common(InterruptedRun(f"{text}: there was nothing to save."))
         self._save_last()
         if self._evaluations.is_due or self._run_progress.num_done == self.config.train.steps:
             self._evaluations.evaluate_last(self._engine)
-        raise common(
-            InterruptedRun(
-                f"{text}; the states are saved in {folder.checkpoints}. The same command with --run.dir {folder.path} "
-                "goes on from there."
-            )
-        )
+        again = f"The same command with --run.dir {folder.path} goes on from there."
+        raise common(InterruptedRun(f"{text}; the states are saved in {folder.checkpoints}. {again}"))
 
 
 @contextmanager

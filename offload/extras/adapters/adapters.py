@@ -46,7 +46,6 @@ class Adaptation:
     """An adapter configuration, its initial weights and their effect on the base."""
 
     config: Any
-    """PeftConfig of the adapter."""
     folder: Path | None = None
     """Folder with the initial adapter weights. None: initialize as the configuration says."""
     removed: Mapping[str, RemovedProduct] = field(default_factory=dict)
@@ -179,14 +178,13 @@ class Adaptation:
 
     def apply_to_shapes(self, model: nn.Module) -> nn.Module:
         """Put the adapter over a shape-only model on the `meta` device. Raises ConfigError."""
-        shapes = BuiltModel(model, lambda _name, _module: None, None)
         if not hasattr(self.config, "init_lora_weights"):
-            return self.apply_to(shapes, seed=0).model
+            return self.apply_to(BuiltModel(model), seed=0).model
         config = copy.deepcopy(self.config)
         config.init_lora_weights = True
-        adapted: Any = replace(self, config=config).apply_to(shapes, seed=0).model
+        adapted = replace(self, config=config).apply_to(BuiltModel(model), seed=0).model
         adapter_config(adapted).init_lora_weights = self.config.init_lora_weights
-        return cast(nn.Module, adapted)
+        return adapted
 
     def check_tier(self, tier: str) -> None:
         """Raise ConfigError if the initialization changes base weights and the base is read from its own files."""
@@ -213,11 +211,14 @@ class Adaptation:
 
 def config_bytes(model: nn.Module) -> bytes:
     """Return the adapter configuration completed by PEFT, as JSON."""
-    return json.dumps(adapter_config(model).to_dict(), default=_to_json, indent=2, sort_keys=True).encode()
+
+    def to_json(value: Any) -> Any:
+        return sorted(value) if isinstance(value, set) else getattr(value, "value", str(value))
+
+    return json.dumps(adapter_config(model).to_dict(), default=to_json, indent=2, sort_keys=True).encode()
 
 
 def adapter_config(model: Any) -> Any:
-    """Return the PeftConfig of an adapted model."""
     return model.peft_config[model.active_adapter]
 
 
@@ -241,7 +242,6 @@ def outermost_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def describe_adapter(model: nn.Module) -> str:
-    """Describe the adapter in one line."""
     num_trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     counts = Counter(name.rpartition(".")[2] for name, _ in outermost_modules(model))
@@ -259,8 +259,7 @@ def insert_adapter(
     `source` provides the base parameters. Return the same model with adapter modules inserted, and one source for base
     and adapter parameters, by name in the adapted model. Raises ConfigError, MissingLibraryError.
     """
-    base = BuiltModel(model, lambda _name, _module: None, None, source=source)
-    built = Adaptation.from_folder(folder, "the adapter").apply_to(base, seed=0, trains=False)
+    built = Adaptation.from_folder(folder, "the adapter").apply_to(BuiltModel(model, source=source), 0, trains=False)
     adapted: Any = built.model
     inner: nn.Module = adapted.get_base_model()
     if not any(True for _ in outermost_modules(adapted)):
@@ -332,10 +331,6 @@ def _require_peft() -> None:
 
 def _as_list(values: tuple[Any, ...] | None) -> list[Any] | None:
     return None if values is None else list(values)
-
-
-def _to_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else getattr(value, "value", str(value))
 
 
 def _read_config(path: Path, label: str) -> Any:

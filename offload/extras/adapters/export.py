@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from offload.app.checkpoint_folder import suggesting_alternative
 from offload.app.config.sections import ModelSection
@@ -20,8 +19,8 @@ from offload.app.stored_model import StoredParameter, tokenizer_files, write_wit
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError, format_bytes
 from offload.extras.adapters.adapters import CONFIG, INITIAL, Adaptation, write_adapter
-from offload.extras.adapters.base_mark import load_base_config, mark_base
 from offload.extras.adapters.merge import MergedWeights, fill_adapter
+from offload.extras.adapters.over_base import load_base_config, mark_base
 from offload.extras.adapters.residual import subtract_products
 from offload.files.sources import SHARD_BYTES
 from offload.layout.codecs import CODECS, EXACT, Codec
@@ -102,7 +101,12 @@ def export_merged(
         def trained_value(name: str) -> torch.Tensor | None:
             return _read_value(reader, changed[name]) if name in changed else own.get(name)
 
-        quantized_base = {} if onto_original else _quantized_base(reader, adapted.model, names)
+        quantized_base = dict[str, tuple[Codec, torch.dtype]]()  # base parameters quantized during training
+        if not onto_original:
+            engine, parameters = reader.meta["engine"], dict(adapted.model.named_parameters())
+            codec = CODECS[engine.get("frozen_weights", EXACT.name)]
+            for name, compute in engine.get("coded", {}).items():
+                quantized_base[names[id(parameters[name])]] = codec, COMPUTED[compute]
         if quantized_base and dtype is not None:
             raise ConfigError(
                 f"--dtype is given, but the adapter of {folder} was trained over the dequantized values of its base: "
@@ -116,13 +120,6 @@ def export_merged(
             )
         files = tokenizer_files(reader, (CONFIG, INITIAL))
         return write_with_progress("merging", plain.model, merged.read, out, dtype, shard_bytes, files)
-
-
-def _quantized_base(reader: Reader, model: nn.Module, names: Mapping[int, str]) -> dict[str, tuple[Codec, torch.dtype]]:
-    """Return (codec, compute dtype) for base parameters quantized during adapter training, by base name."""
-    own, parameters = reader.meta["engine"], dict(model.named_parameters())
-    codec = CODECS[own.get("frozen_weights", EXACT.name)]
-    return {names[id(parameters[name])]: (codec, COMPUTED[compute]) for name, compute in own.get("coded", {}).items()}
 
 
 def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Callable[[], BuiltModel]:

@@ -49,7 +49,20 @@ class MergedWeights:
         """
         self._base, self._names, self._trained_value, self._codecs = base, names, trained_value, codecs
         self._targets = dict(outermost_modules(model))
-        _check_mergeable(model, self._targets)
+        can_merge = all(
+            hasattr(each, "merge") or hasattr(each, "unload_and_optionally_merge_module")
+            for each in self._targets.values()
+        )
+        try:
+            if not self._targets or not can_merge:
+                raise ValueError(f"an adapter of kind {adapter_type(model)} has no weights to merge into the model")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.base_model._check_merge_allowed()
+        except ValueError as error:
+            raise ConfigError(
+                f"the adapter cannot be merged: {shorten(' '.join(str(error).split()))}. Export it without --merge."
+            ) from error
         self._cut_ties()
         self._aliases = _aliases(base.model)
         self._modules = {name: self._modules_around(aliases) for name, aliases in self._aliases.items()}
@@ -150,21 +163,6 @@ def _merge_module(target: Any) -> nn.Module:
         if hasattr(each, "merged_adapters"):
             each.merged_adapters.clear()  # the base weights in it are freed
     return module
-
-
-def _check_mergeable(model: Any, targets: dict[str, Any]) -> None:
-    """Raise ConfigError if PEFT cannot merge the adapter."""
-    can_merge = all(hasattr(t, "merge") or hasattr(t, "unload_and_optionally_merge_module") for t in targets.values())
-    try:
-        if not targets or not can_merge:
-            raise ValueError(f"an adapter of kind {adapter_type(model)} has no weights to merge into the model")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.base_model._check_merge_allowed()
-    except ValueError as error:
-        raise ConfigError(
-            f"the adapter cannot be merged: {shorten(' '.join(str(error).split()))}. Export it without --merge."
-        ) from error
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:

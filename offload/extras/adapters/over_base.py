@@ -1,21 +1,25 @@
-"""Training of a PEFT adapter over a frozen base. Checkpoints lack the base, and the export is the adapter."""
+"""Training of a PEFT adapter over a frozen base. Checkpoints have a fingerprint of the base in place of its weights."""
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
+import xxhash
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
-from offload.app.hf.models import BuiltModel, ModelKind, fill_all, load_model_config
+from offload.app.config.sections import ModelSection
+from offload.app.hf.models import BuiltModel, ModelKind, fill_all, is_pretrained, load_model_config, locate
+from offload.app.hf.read import weight_files
 from offload.app.hf.sources import RemovedProduct
 from offload.app.hf.write import write_configuration
 from offload.app.training.resident import as_computed, master_of
@@ -24,7 +28,7 @@ from offload.app.training.trainable import TrainablePart, buffers_of
 from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
-from offload.errors import OffloadError
+from offload.errors import ConfigError, OffloadError
 from offload.extras.adapters.adapters import (
     CONFIG,
     INITIAL,
@@ -34,9 +38,92 @@ from offload.extras.adapters.adapters import (
     describe_adapter,
     write_adapter,
 )
-from offload.extras.adapters.base_mark import BaseMark, load_base_config, mark_base
 from offload.extras.adapters.residual import to_bytes
 from offload.optim.adamw import AdamW
+
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Stretches sampled evenly from each weight file, and bytes per stretch."""
+_WRITER_KEYS = ("transformers_version", "_name_or_path", "architectures")
+"""Configuration keys without influence on the model function."""
+_FILE_KEYS = ("dtype", "torch_dtype")
+"""Configuration keys about the weight files alone."""
+
+
+@dataclass(frozen=True)
+class BaseMark:
+    """Base model fingerprint: from the files, or from configuration and seed for random weights."""
+
+    name: str
+    """Base folder, or a description."""
+    revision: str | None
+    """Commit on the Hugging Face hub. None: not from the hub."""
+    mark: str
+    """XXH3-128, hexadecimal.
+
+    Input: the configuration and, for each weight file, size, header and 64 evenly spread stretches of 4 KiB. For random
+    weights: configuration and seed.
+    """
+
+    def check(self, stored_mark: Mapping[str, Any], checkpoint: Path, flag: str = "--model.path") -> None:
+        """Raise ConfigError if the checkpoint at `checkpoint` belongs to another base.
+
+        `stored_mark`: the fingerprint in the checkpoint. `flag`: the option named in the error.
+        """
+        if self.mark != stored_mark["mark"]:
+            raise ConfigError(
+                f"{checkpoint} holds an adapter trained over {describe_base(stored_mark)} (mark "
+                f"{stored_mark['mark'][:12]}), but {self.name} is another model, or has changed since (mark "
+                f"{self.mark[:12]}): set {flag} to the weights that the adapter was trained over."
+            )
+
+
+def describe_base(base: Mapping[str, Any]) -> str:
+    """Return the base name for messages."""
+    return base["name"] + (f", revision {base['revision']}" if base["revision"] else "")
+
+
+def mark_base(section: ModelSection, config: PreTrainedConfig, seed: int) -> BaseMark:
+    """Return the fingerprint for the model in `section`. `seed` applies to random weights. Raises ConfigError."""
+    folder = locate(section)
+    if folder is None or not is_pretrained(section, folder):
+        digest = _hash_config(config.to_diff_dict(), (*_WRITER_KEYS, *_FILE_KEYS))
+        digest.update(f"seed {seed}".encode())
+        return BaseMark(f"{section.label} with random weights of run.seed {seed}", None, digest.hexdigest())
+    # Hash the file, not the parsed configuration: another version of transformers may know other fields.
+    digest = _hash_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), _WRITER_KEYS)
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header, size)))
+            begin, data = 8 + header, max(0, size - 8 - header - _SAMPLE_BYTES)
+            for number in range(_NUM_SAMPLES):
+                file.seek(begin + data * number // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    whole = folder.resolve()
+    return BaseMark(str(whole), whole.name if whole.parent.name == "snapshots" else None, digest.hexdigest())
+
+
+def _hash_config(values: Mapping[str, Any], excluded: Collection[str]) -> xxhash.xxh3_128:
+    included = {key: value for key, value in values.items() if key not in excluded}
+    return xxhash.xxh3_128(json.dumps(included, sort_keys=True, default=str).encode())
+
+
+def load_base_config(
+    section: ModelSection, stored_mark: Mapping[str, Any], checkpoint: Path, flag: str = "--model.path"
+) -> PreTrainedConfig:
+    """Return the base configuration for the adapter checkpoint at `checkpoint`.
+
+    Raises ConfigError if the base is missing; the message names the base and the option `flag`.
+    """
+    try:
+        return load_model_config(section)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{checkpoint} holds only an adapter, and its base {describe_base(stored_mark)} is no longer there; set "
+            f"{flag} to where the base is now. {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -44,13 +131,10 @@ class AdapterOverBase(TrainablePart):
     """A PEFT adapter over a frozen base. Checkpoints lack the base."""
 
     adaptation: Adaptation
-    """Adapter configuration and initial weights."""
     base: BaseMark
-    """Base fingerprint."""
     seed: int
     """Seed for the adapter's initial values."""
     precision: str
-    """Compute precision."""
     frozen_weights: str
     """Storage format for the base."""
     parameters: str
@@ -82,18 +166,15 @@ class AdapterOverBase(TrainablePart):
         return cls(adaptation, base, config.run.seed, str(config.train.precision), *rests)
 
     def prepare(self, built: BuiltModel) -> BuiltModel:
-        """Put the adapter over the base."""
         self.adaptation.check_tier(self.parameters)
         adapted = self.adaptation.apply_to(built, self.seed)
         self.removed.update(adapted.removed)
         return adapted
 
     def name(self, model: Any) -> str:
-        """Return the base class name."""
         return type(model.get_base_model()).__name__
 
     def describe(self, model: Any) -> Iterator[str]:
-        """Yield the adapter summary and the base name."""
         yield f"adapter: {describe_adapter(model)}; frozen: {self.base.name}"
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:  # noqa: ARG002
@@ -105,8 +186,7 @@ class AdapterOverBase(TrainablePart):
         return sum(4 * parameter.numel() for parameter in model.parameters())
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return the base fingerprint."""
-        return {"base": self.base.to_dict()}
+        return {"base": asdict(self.base)}
 
     def files(self, model: Any) -> Mapping[str, bytes]:
         """Return the base and adapter configurations, and the products removed from the base."""
@@ -123,7 +203,6 @@ class AdapterOverBase(TrainablePart):
         files: Mapping[str, bytes],
         build_base: Callable[[], BuiltModel],  # noqa: ARG002
     ) -> None:
-        """Write the adapter in PEFT's format."""
         values = dict(engine.named_parameters(trained_only=True))
         with share_failure(engine.comm, "export"):
             if engine.rank == 0:

@@ -175,8 +175,16 @@ class BaseReads(TorchFunctionMode):
         if keys:
             self._release(kept=keys)
         for key in keys:
-            if key not in self._unfilled and key not in self._overwritten:
-                self._read(key)
+            if key in self._unfilled or key in self._overwritten:
+                continue
+            source, parameter = self._built.source(self._names[key]), self._alive[key]
+            if source is not None:
+                self._unfilled[key] = parameter.data
+                parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
+                continue
+            for module in self._built.model.modules():  # not in the files: initialized once, then kept
+                if any(each is parameter for each in module._parameters.values()):
+                    self._initial_sources.update(self._built.fill("", module) or {})
         if keys and is_write and id(tensors[0]) == keys[0]:
             self._overwritten.setdefault(keys[0], self._unfilled.pop(keys[0], tensors[0].data))
         result = func(*args, **kwargs)
@@ -201,13 +209,3 @@ class BaseReads(TorchFunctionMode):
             ):
                 self.removed[name], parameter.data = removed, self._overwritten.pop(key)
                 return
-
-    def _read(self, key: int) -> None:
-        source, parameter = self._built.source(self._names[key]), self._alive[key]
-        if source is not None:
-            self._unfilled[key] = parameter.data
-            parameter.data = source.read(0, parameter.numel()).view(parameter.shape)
-            return
-        for owner in self._built.model.modules():  # not in the files: initialized once, then kept
-            if any(each is parameter for each in owner._parameters.values()):
-                self._initial_sources.update(self._built.fill("", owner) or {})

@@ -142,9 +142,7 @@ class RestartingAdapter(AdapterOverBase):
     """An adapter with restarts. Checkpoints also contain changed base weights, and the export is the whole model."""
 
     model_kind: ModelKind
-    """Base model kind."""
     section: LoraSection
-    """Restart settings."""
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
 
@@ -152,7 +150,6 @@ class RestartingAdapter(AdapterOverBase):
     def of(
         cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint
     ) -> RestartingAdapter:
-        """Return the adapter, see `AdapterOverBase.of`."""
         adapter = AdapterOverBase.of(config, architecture, kind, start)
         return cls(**vars(adapter), model_kind=kind, section=config.lora)
 
@@ -218,7 +215,6 @@ class RestartingAdapter(AdapterOverBase):
             engine.export(folder, files=files, replace=True, made=merged)
 
     def load(self, folder: Path, build_base: Callable[[], BuiltModel]) -> Any:
-        """Load the folder with transformers."""
         return WholeModel(self.model_kind).load(folder, build_base)
 
 
@@ -267,7 +263,6 @@ class _EngineParameter:
     dtype: torch.dtype = torch.float32
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """Return the elements, fp32."""
         return self.get(self.name, begin, end)
 
     def reopen_files(self, _reopen: ReopenFile) -> _EngineParameter:

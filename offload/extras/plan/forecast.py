@@ -254,7 +254,7 @@ class Forecaster:
             reduced = adaptation.reduced_weights(model)
             quantized = {each: codec for each, codec in quantized.items() if each not in reduced}
         freeze(model, self.config.optimizer.freeze)
-        return BuiltModel(model, lambda _name, _module: None, None, quantized=quantized)
+        return BuiltModel(model, quantized=quantized)
 
     def predict(self, config: Config, hardware: Hardware, *, times: bool = True) -> Forecast:
         """Return the forecast for a configuration on a machine. Raises ConfigError.

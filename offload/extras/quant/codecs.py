@@ -26,7 +26,6 @@ class IntegerCodec(QuantizedCodec):
 
     block = 128
     max_integer: int
-    """Largest integer."""
 
     def records(self, weights: Tensor) -> Tensor:
         return self._records(_as_fp32(weights))

@@ -36,7 +36,6 @@ class FileCodec(QuantizedCodec, ABC):
 
     @cached_property
     def record_bytes(self) -> int:  # type: ignore[override]
-        """Bytes per record."""
         return -(-sum(self.fields) // 4) * 4
 
     @property
@@ -52,7 +51,6 @@ class FileCodec(QuantizedCodec, ABC):
         return torch.uint8, self.block, self.record_bytes
 
     def encoded(self, pieces: Iterable[Tensor]) -> EncodedPieces:
-        """Yield the record pieces unchanged."""
         end = 0
         for piece in pieces:
             begin, end = end, end + piece.numel() // self.record_bytes * self.block
@@ -78,7 +76,6 @@ class NumberFormat(ABC):
     label: str
     """Format name in messages."""
     bits: int
-    """Bits per code."""
     tables: Tensor
     """Lookup table for decoding, uint8 [n]."""
 
@@ -96,7 +93,6 @@ class ByteNumbers(NumberFormat):
 
     label: str
     dtype: torch.dtype
-    """Dtype of the bytes."""
     offset: int = 0
     """Integer added before storage."""
 
@@ -153,7 +149,6 @@ class TiledCodec(FileCodec):
     label: str
     """Format name in messages."""
     numbers: NumberFormat
-    """Number format for codes."""
     rows: int
     """Rows per record, a multiple of the tile rows."""
     width: int
@@ -161,18 +156,14 @@ class TiledCodec(FileCodec):
     tile: tuple[int, int]
     """Rows and columns per scale. The last tile in a row may have fewer columns."""
     scale: torch.dtype
-    """Scale dtype."""
     rounds: tuple[torch.dtype, ...] = ()
-    """Dtypes for rounding, see `FileCodec`."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Format name in messages."""
         return self.label
 
     @cached_property
     def block(self) -> int:  # type: ignore[override]
-        """Weights per record."""
         return self.rows * self.width
 
     @property
@@ -230,15 +221,12 @@ class Mxfp4Codec(FileCodec):
     rows: int
     """Matrix rows, a multiple of 32: the quantized column length."""
     columns: int
-    """Matrix columns."""
     rounds: tuple[torch.dtype, ...] = ()
-    """Dtypes for rounding, see `FileCodec`."""
 
     name, between_bytes = "mxfp4", 20
 
     @cached_property
     def block(self) -> int:  # type: ignore[override]
-        """Weights per record."""
         return self.rows * self.columns
 
     @cached_property
@@ -289,7 +277,6 @@ class BitsandbytesNf4Codec(FileCodec):
     """`Nf4Codec` with double quantization, in the bitsandbytes file format."""
 
     rounds: tuple[torch.dtype, ...] = ()
-    """Dtypes for rounding, see `FileCodec`."""
 
     name, block, between_bytes = "nf4", Nf4Codec.block, Nf4Codec.between_bytes
 

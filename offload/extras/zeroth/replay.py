@@ -109,7 +109,7 @@ def _open(base: Path, config: Config, *, is_marked: bool) -> tuple[Engine, Mappi
 def _build_whole(base: Path, config: Config) -> BuiltModel:
     """Return the unfilled model from a folder or checkpoint."""
     if is_checkpoint(base):
-        return BuiltModel(rebuild_model(base, config.model), lambda _name, _module: None, base)
+        return BuiltModel(rebuild_model(base, config.model), folder=base)
     section = config.model.model_copy(update={"path": str(base), "preset": None, "init": "pretrained"})
     torch.manual_seed(config.run.seed)
     architecture = load_architecture(ResumePoint(config.with_resolved(model__path=str(base), model__preset=None)))
