@@ -5,7 +5,6 @@ from __future__ import annotations
 from offload.engine.comparison import same_bits
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
-from offload.tiers.counters import Counters
 
 _NUM_CHECKS = 2
 """A script with writes between steps writes from the first step on. Each check reads all resident weights."""
@@ -18,13 +17,13 @@ class ForeignWrites:
     numpy, by `.data`, under no_grad), and the next update overwrites the change.
     """
 
-    def __init__(self, state: EngineState, counters: Counters, updates_later: bool) -> None:
+    def __init__(self, state: EngineState, updates_later: bool) -> None:
         """`updates_later`: updates run in a later step; device weights differ from the engine's weights until then.
 
         No check either if weights are partitioned over ranks or states are on disk: the reads would displace data in
         the rings.
         """
-        self._state, self._counters, self._was_step = state, counters, False
+        self._state, self._was_step = state, False
         is_elsewhere = bool(state.plan.rings) or state.plan.residence.sharding.gathers
         self._num_left = 0 if updates_later or is_elsewhere else _NUM_CHECKS
 
@@ -39,7 +38,7 @@ class ForeignWrites:
         if not self._num_left or not self._was_step:
             return
         self._num_left -= 1
-        with self._counters.preserve():
+        with self._state.counters.preserve():
             written = self._find()
         if written is not None:
             self._state.runner.weights_changed()

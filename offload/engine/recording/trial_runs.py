@@ -34,7 +34,6 @@ from offload.engine.units.arguments import Arguments
 from offload.engine.units.trial import ENGINE_ERRORS, TrialSnapshot
 from offload.errors import ConfigError
 from offload.modules import in_eval_mode
-from offload.tiers.counters import Counters
 
 _Result = TypeVar("_Result")
 
@@ -46,11 +45,9 @@ class TrialRuns:
     Every pass restores weights, buffers, random generators and counters.
     """
 
-    def __init__(
-        self, state: EngineState, counters: Counters, known: KnownPasses, may_cut_rows: bool, has_backward: bool
-    ) -> None:
+    def __init__(self, state: EngineState, known: KnownPasses, may_cut_rows: bool, has_backward: bool) -> None:
         self._has_backward, self.known, self.samples = has_backward, known, Samples(state, known.rows)
-        self._model, self._state, self._counters, self._may_cut_rows = state.model, state, counters, may_cut_rows
+        self._model, self._state, self._may_cut_rows = state.model, state, may_cut_rows
         self._unused_sample: tuple[Batch, Batch] | None = None  # (batch, recorded rows of the batch)
         self._recorded_losses: list[float] = []
         self._is_training = False
@@ -260,7 +257,7 @@ class TrialRuns:
         """Discard fetched weights and transfer counters, so that the first step fetches and counts all weights."""
         self._state.executor.forget()
         self._state.lanes.timeline.discount("h2d", "nvme_read")
-        self._counters.clear()
+        self._state.counters.clear()
 
     def _run_until_settled(
         self, run: Callable[[Recording], _Result], rows: int = 0, before: Recording | None = None

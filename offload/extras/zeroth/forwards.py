@@ -33,13 +33,16 @@ class Forwards(Method):
     def step(self, inputs: PassInputs) -> StepResult:
         state, schedule_key = self._state, inputs.plan.schedule_key
         state.lanes.timeline.begin_step()
-        self._counters.begin_step()
+        state.counters.begin_step()
         state.runner.begin_step()
         number = state.runner.step_number
         state.updates.begin_step(self.lr, True, number)
         state.executor.begin(schedule_key)
         self.begin_trial()
-        losses = self._measure(inputs)
+        passes = torch.stack(self.trial(inputs))
+        self._pending.check()
+        values = self.sum(*state.device.copy_to_host(passes)().tolist())
+        losses = list(zip(values[::2], values[1::2], strict=True))  # on both sides of the weights, by direction
         slopes = self._rule.slopes(losses)
         measured = ZerothOrderRecord(
             number + 1, self._settings.seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, self.descent.frozen
@@ -50,9 +53,8 @@ class Forwards(Method):
                 "Lower --optimizer.lr or --optimizer.eps, or check the data of this step; --train.on_nonfinite skip "
                 "skips such steps."
             )
-            raise NonFiniteError(
-                f"the losses of step {number + 1} at the two perturbed weights are {_format_losses(losses)}. {advice}"
-            )
+            pairs = ", ".join(f"{plus:g} and {minus:g}" for plus, minus in losses)
+            raise NonFiniteError(f"the losses of step {number + 1} at the two perturbed weights are {pairs}. {advice}")
         self.expected = schedule_key, False
         if skipped:
             self._start_fetches(is_batch=True)
@@ -63,8 +65,8 @@ class Forwards(Method):
         slope = math.sqrt(sum(slope * slope for slope in slopes) / len(slopes))
         return self._finish(mean, slope, inputs.num_targets, skipped=skipped, measured=None if skipped else measured)
 
-    def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
-        return self._losses_of(inputs, chunk_tokens)
+    def trial(self, inputs: PassInputs, chunk_tokens: int | None = None) -> list[torch.Tensor]:
+        return self._interleaved.run(lambda: self._losses.total(inputs, chunk_tokens), self.num_passes)
 
     def begin_trial(self) -> None:
         number = self._state.runner.step_number + 1
@@ -107,18 +109,3 @@ class Forwards(Method):
     def free(self) -> None:
         self._interleaved.free()
         self._perturbed.free()
-
-    def _measure(self, inputs: PassInputs) -> list[tuple[float, float]]:
-        """Return the losses on both sides of the weights for each direction, summed over all ranks."""
-        losses = self._losses_of(inputs)
-        self._pending.check()
-        values = self.sum(*self._state.device.copy_to_host(torch.stack(losses))().tolist())
-        return list(zip(values[::2], values[1::2], strict=True))
-
-    def _losses_of(self, inputs: PassInputs, chunk_tokens: int | None = None) -> list[torch.Tensor]:
-        """Return the losses from all passes over this rank's rows."""
-        return self._interleaved.run(lambda: self._losses.total(inputs, chunk_tokens), self.num_passes)
-
-
-def _format_losses(losses: list[tuple[float, float]]) -> str:
-    return ", ".join(f"{plus:g} and {minus:g}" for plus, minus in losses)
