@@ -75,7 +75,7 @@ class PassObservations:
     """Unit name and results per unit use."""
     gradients: dict[Piece, Sketch] = field(default_factory=dict)
     """Gradients by parameter piece."""
-    final_state: StateSnapshot | None = None
+    final_state: StateSnapshot = field(init=False)
     """State of modules, batch and loss function afterwards."""
     has_sampled: bool = False
     """True if random numbers were sampled."""
@@ -257,8 +257,9 @@ class PassComparator:
         difference = self._largest_gradient_difference(plain, streamed, allowed)
         if difference or not is_exact:
             return difference
-        unstable_paths = {path for path, *_ in _state_differences(plain, again)} if again else ()
-        for path, mine, theirs in _state_differences(plain, streamed):
+        state = plain.final_state
+        unstable_paths = {path for path, *_ in state.differences(again.final_state)} if again else ()
+        for path, mine, theirs in state.differences(streamed.final_state):
             # A loss function may store anything.
             is_in_loss_function = path.removeprefix("the length of ").startswith("loss_fn")
             if path not in unstable_paths and not is_in_loss_function:
@@ -308,13 +309,6 @@ def _first_result_difference(plain: PassObservations, streamed: PassObservations
                     f"plain PyTorch and {other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"
                 )
     return ""
-
-
-def _state_differences(one: PassObservations, other: PassObservations) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences in the state after two passes."""
-    assert one.final_state is not None
-    assert other.final_state is not None
-    return one.final_state.differences(other.final_state)
 
 
 def _describe_value(value: Any) -> str:

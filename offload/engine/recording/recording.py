@@ -64,9 +64,7 @@ class Recording:
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
-        self._unit_inputs: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
-        self._unit_outputs: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
-        self._contents: list[tuple[UnitTraits, _Contents]] = []
+        self._exchanges: list[tuple[UnitTraits, _Versions, _Versions, _Contents]] = []  # (inputs, outputs) of the uses
         self._variants: set[int] = set()
         self.streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.placeholders}
         self.num_set_to_itself: Counter[int] = Counter()
@@ -89,7 +87,7 @@ class Recording:
         traits = unit.learn(arguments.structure)
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
-        versions = [t._version for t in inputs]
+        versions = _Versions(inputs)
         saved = _SavedTensors(self.runner, inputs)
         module_snapshot = ModuleSnapshot(unit.modules, buffer_places(unit.modules), (), self.runner.is_weight)
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
@@ -122,7 +120,7 @@ class Recording:
         finally:
             self.runner.leave()
             self._inside = None
-        mutated = _changed_indices(inputs, versions)
+        mutated = versions.changed()
         if saved.contents.is_rewritten():
             traits.rewrites = True
         self._refuse_views(unit, arguments, mutated)
@@ -146,9 +144,8 @@ class Recording:
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
-        self._unit_inputs.append((traits, arguments.tensors, [t._version for t in arguments.tensors]))
-        self._unit_outputs.append((traits, outputs, [t._version for t in outputs]))
-        self._contents.append((traits, _Contents([*arguments.tensors, *outputs])))
+        both = _Contents([*arguments.tensors, *outputs])
+        self._exchanges.append((traits, _Versions(arguments.tensors), _Versions(outputs), both))
         return deliver_result(result, outputs, containers)
 
     def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> list[torch.Tensor]:
@@ -162,21 +159,18 @@ class Recording:
         Records inputs and outputs changed later, refuses a loss that depends on the inside of a unit, and runs the
         backward between units to detect weight reads.
         """
-        for traits, tensors, versions in self._unit_inputs:
-            traits.stale.update(_changed_indices(tensors, versions))
-        for traits, tensors, versions in self._unit_outputs:
-            traits.changed.update(_changed_indices(tensors, versions))
-        for traits, contents in self._contents:
+        received = [t for _, inputs, _, _ in self._exchanges for t in inputs.tensors]
+        receivers = Counter(map(id, received))
+        for traits, inputs, outputs, contents in self._exchanges:
+            traits.stale.update(inputs.changed())
+            traits.changed.update(outputs.changed())
+            traits.shared.update(i for i, t in enumerate(inputs.tensors) if receivers[id(t)] > 1)
             if contents.is_rewritten():
                 traits.rewrites = True
-        receivers = Counter(id(t) for _, tensors, _ in self._unit_inputs for t in tensors)
-        for traits, tensors, _ in self._unit_inputs:
-            traits.shared.update(i for i, t in enumerate(tensors) if receivers[id(t)] > 1)
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
         # The backward outside the units may read unit weights too (a reversible layer runs the units there). Tensors
         # trained beside the model are excluded.
         loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
-        received = [t for _, tensors, _ in self._unit_inputs for t in tensors]
         _refuse_reentrant("the model", [t for t in (loss, *received) if isinstance(t, torch.Tensor)])
         for tensor in [t for t in [loss, *received] if isinstance(t, torch.Tensor) and t.grad_fn is not None]:
             leaves = [
@@ -382,8 +376,15 @@ class _SavedTensors(SavedBytes):
             super().add(tensor)
 
 
-def _changed_indices(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:
-    return {i for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
+class _Versions:
+    """Version counters of tensors at one moment."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors, self._versions = tensors, [t._version for t in tensors]
+
+    def changed(self) -> set[int]:
+        """Return the indices of tensors changed in place since then."""
+        return {i for i, t in enumerate(self.tensors) if t._version != self._versions[i]}
 
 
 def _refuse_reentrant(where: str, tensors: Sequence[torch.Tensor]) -> None:
