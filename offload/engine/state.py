@@ -154,7 +154,10 @@ class EngineState:
         )
         lookahead = plan.lookahead(settings.prefetch, len(regions))
         self.executor = Executor(self.slots, *lookahead, updates_at_end=self.gradients.lasts)
-        workspace = self._open_workspace()
+        workspace: torch.Tensor | None = None
+        if num_bytes := plan.of(DEVICE, WORKSPACE).num_bytes:  # for updates computed on the device
+            workspace = self.device.allocate(WORKSPACE, num_bytes)
+            self.lanes.wait(self.lanes.mark())  # until cleared: the users run in another stream
         place = self._open_update_place(counters, has_workspace=workspace is not None)
         self.updates = Updates(
             self.store, infos, self.gradients, self.slots, self.deferred_updates, self.lanes, settings, place, workspace
@@ -206,15 +209,6 @@ class EngineState:
         if tier == HOST:
             return HostActivationOffload(self.device, self.lanes, counters, self.host, name, most_bytes)
         return None
-
-    def _open_workspace(self) -> torch.Tensor | None:
-        """Return device memory for updates computed there; None: no such updates."""
-        num_bytes = self.plan.of(DEVICE, WORKSPACE).num_bytes
-        if not num_bytes:
-            return None
-        workspace = self.device.allocate(WORKSPACE, num_bytes)
-        self.lanes.wait(self.lanes.mark())  # until cleared: the users run in another stream
-        return workspace
 
     def _open_update_place(self, counters: Counters, has_workspace: bool) -> UpdatePlace:
         """Return the place of the updates: in place, or for streamed regions on the device, through a ring."""
