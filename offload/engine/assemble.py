@@ -39,7 +39,7 @@ from offload.tiers.placement import Placement
 
 def take_over(state: EngineState, fill: Fill | None) -> None:
     """Move the weights into the store and reroute the units."""
-    state.caches.turn_off()
+    state.caches.turn(on=False)
     try:
         _store_weights(state, fill)
         state.ownership.guard()
@@ -59,7 +59,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
     except BaseException:
         if any(unit.placeholders for unit in state.units):
             state.ownership.invalidate(failed=True)
-        state.caches.restore()
+        state.caches.turn(on=True)
         state.end_lanes()
         state.store.close()
         raise

@@ -206,15 +206,13 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
     Raises CheckpointError for damaged data; the states then belong to no step.
     """
     own, kept = reader.meta["engine"], _saved_regions(engine, reader.contents)
-    plane_names = {
-        tile: _names_to_read(engine, reader, state, tile, anew) for state in kept for tile in state.held_tiles
-    }
     reader.expect(spans_to_read(engine, reader, anew=anew))
     updates = {} if anew else own["updates"]
     for state in kept:
         for tile in state.held_tiles:
-            _fill(engine, reader, state.region, tile, plane_names[tile])
-            tile.stale = Fence("stale weights") if STALE in plane_names[tile] else None
+            names = _names_to_read(engine, reader, state, tile, anew)
+            _fill(engine, reader, state.region, tile, names)
+            tile.stale = Fence("stale weights") if STALE in names else None
         for _, name, plane, values in _factors(engine, state):
             piece = torch.zeros(values.shape, dtype=values.dtype)
             if not anew:

@@ -333,7 +333,7 @@ class EngineState:
                     parameters[index] = nn.Parameter(value, requires_grad=trainable)
                 put_parameters([place], parameters if restore else unit.placeholders)
             unit.forget_live()
-        self.caches.restore()
+        self.caches.turn(on=True)
         self.runner.stages.undo()
         self.attention.undo()
         if restore:

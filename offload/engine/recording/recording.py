@@ -30,7 +30,7 @@ from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
 from offload.engine.units.snapshots import ModuleSnapshot, buffer_places
-from offload.engine.units.stages import Forward, Use
+from offload.engine.units.stages import Use
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.trial import SavedBytes, Trial
 from offload.engine.units.unit import Unit
@@ -74,10 +74,6 @@ class Recording:
         """Resident units whose weights the model has changed, with the new contents."""
         self.written_addresses: list[int] = []
 
-    def watch_reads(self) -> WatchingMode:
-        """Return a mode that detects reads of offloaded parameters and writes to weights."""
-        return _UseDetector(self)
-
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one unit use with a separate graph. Return the result detached from this graph."""
         if self._inside is not None:
@@ -96,7 +92,12 @@ class Recording:
         try:
             rows = self.rows if self._before is None else None
             forward = self.runner.stages.record(unit, self.runner, arguments, rows)
-            results_without_graph = None if self._before is None else self._run_without_graph(unit, arguments, forward)
+            results_without_graph: list[torch.Tensor] | None = None
+            if self._before is not None:  # as in a streamed forward
+                trial = Trial(self.runner, unit, arguments)
+                results_without_graph = [
+                    self.runner.copy_from_slot(t) for t in trial.run(forward, arguments.tensors).results
+                ]
             live = list(unit.live().values())
             self.written_addresses[:] = [
                 address for address in self.written_addresses if not self.runner.slots.streams(address)
@@ -147,11 +148,6 @@ class Recording:
         both = _Contents([*arguments.tensors, *outputs])
         self._exchanges.append((traits, _Versions(arguments.tensors), _Versions(outputs), both))
         return deliver_result(result, outputs, containers)
-
-    def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> list[torch.Tensor]:
-        """Run the unit as in a streamed forward. Restore random generators and modules afterwards."""
-        results = Trial(self.runner, unit, arguments).run(forward, arguments.tensors).results
-        return list(map(self.runner.copy_from_slot, results))
 
     def finish(self, results: Any) -> None:
         """Finish after the forward. `results`: the loss.
@@ -291,7 +287,7 @@ class Recording:
                 )
 
 
-class _UseDetector(WatchingMode):
+class UseDetector(WatchingMode):
     """Tells a recording of operations on offloaded parameters, writes to weights on the device, and tensors set to
     themselves.
     """

@@ -27,7 +27,7 @@ from offload.engine.loss.label_trials import LabelTrials, probe_loss
 from offload.engine.loss.loss import LossFunction, LossRule, Needs, as_loss, run_loss, select_inputs
 from offload.engine.recording.equivalence import isolated
 from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
-from offload.engine.recording.recording import Recording
+from offload.engine.recording.recording import Recording, UseDetector
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
@@ -86,8 +86,7 @@ class TrialRuns:
         unused, self._unused_sample = self._unused_sample, None
         if unused is not None and unused[0] is inputs.batch:
             return unused[1]
-        known = self.known.look_up(inputs.batch, inputs.loss_fn)
-        leader = self.samples.choose_leader(inputs.batch, known.is_new, None)
+        leader = self.samples.choose_leader(inputs.batch, False, None)  # a new batch has recorded rows
         return self.samples.take(inputs.batch, inputs.form, leader, False, as_loss(inputs.loss_fn).group)[0]
 
     def _record_batch(
@@ -192,7 +191,10 @@ class TrialRuns:
         self, batch: Batch, rule: LossRule, head: ChunkedHead | None
     ) -> tuple[LossRule, ChunkedHead | None]:
         """Return the first loss decision for this pattern: fixed for later batches and resumed runs."""
-        names = " ".join(f"{name}:{_num_axes(value)}" for name, value in sorted(batch.items()))
+        names = " ".join(
+            f"{name}:{value.dim() if isinstance(value, torch.Tensor) else type(value).__name__}"
+            for name, value in sorted(batch.items())
+        )
         key = f"{names} {self.known.flags()}"
         decision = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.loss_decisions.setdefault(key, decision)
@@ -266,7 +268,7 @@ class TrialRuns:
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
             try:
-                with self._state.ownership.watched(), recording.watch_reads():
+                with self._state.ownership.watched(), UseDetector(recording):
                     result = run(recording)
             except ConfigError:
                 self._state.runner.weights_changed()
@@ -276,7 +278,11 @@ class TrialRuns:
                     raise
             else:
                 if not recording.outside_readers:
-                    _undo_writes(recording, self._state)
+                    recording.note_writes()
+                    if recording.written:  # copy the weights to the device again
+                        slots, written = self._state.slots, recording.written
+                        slots.refresh([region for unit in written for region in unit.regions], always=True)
+                        slots.compute_after_resident()
                     return result
             self._state.make_resident(recording.outside_readers)
 
@@ -293,21 +299,9 @@ def _call_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return model(*args, **kwargs)
 
 
-def _undo_writes(recording: Recording, state: EngineState) -> None:
-    """Copy weights to the device again after writes by the model."""
-    recording.note_writes()
-    if recording.written:
-        state.slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
-        state.slots.compute_after_resident()
-
-
 def _is_raised_in(function: Any, error: Exception) -> bool:
     """True if the exception comes from the caller's function."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
     return any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
-
-
-def _num_axes(value: Any) -> int | str:
-    return value.dim() if isinstance(value, torch.Tensor) else type(value).__name__
