@@ -137,15 +137,6 @@ def _stored_reader(source: Source | None, info: ParameterInfo) -> ReadRange:
     return source.read
 
 
-def share_buffers(model: nn.Module, comm: Comm) -> None:
-    """Copy rank 0's buffers to all ranks, like the weights."""
-    for name, buffer in model.named_buffers() if comm.size > 1 else ():
-        if buffer.numel():
-            value = buffer.detach().cpu().contiguous().reshape(-1)
-            comm.broadcast(value, 0, f"buffer {name}")
-            buffer.copy_(value.view(buffer.shape))
-
-
 _HOOK_PREFIX = "make_inputs_require_grad"
 """Name prefix of the forward hooks with which transformers and PEFT make embedding outputs require a gradient."""
 
@@ -360,7 +351,11 @@ def assemble(
             "files: build the model from its folder (build_model or read_model, and fill=), or set "
             "--offload.parameters cpu."
         )
-    share_buffers(model, comm)
+    for name, buffer in model.named_buffers() if comm.size > 1 else ():  # rank 0's, like the weights
+        if buffer.numel():
+            value = buffer.detach().cpu().contiguous().reshape(-1)
+            comm.broadcast(value, 0, f"buffer {name}")
+            buffer.copy_(value.view(buffer.shape))
     state = EngineState(
         model,
         prepared.settings,

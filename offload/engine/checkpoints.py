@@ -117,8 +117,7 @@ class PendingCheckpoint:
                 if self._writer.spare_bytes:
                     opened.enter_context(engine.host.reserve_until(_COPY, self._writer.spare_bytes, self._is_on_disk))
                 _write(engine, self._writer, _saved_regions(engine, contents))
-                for name, plane, value in engine.moved_buffers.rank_values(comm.rank, moved):
-                    self._writer.write(name, plane, 0, value)
+                engine.moved_buffers.write(self._writer, comm.rank, moved)
                 self._writer.end()
             self._opened = opened.pop_all()
 

@@ -97,9 +97,8 @@ class Engine(StateAccess):
         self._steps = Steps(self._state, settings)
         self._own_loop = OwnLoop(self._state, self._steps)
         self._parameter_reads = ParameterReads(self._state, self._own_loop)
-        self._recovery.on_give_up(
-            self._steps.trial_runs.discard_incomplete, self._state.spare_memory.give_up, self._own_loop.forget
-        )
+        discard = self._steps.trial_runs.discard_incomplete
+        self._recovery.callbacks += [discard, self._state.spare_memory.give_up, self._own_loop.forget]
         if analysis is not None:
             try:
                 self._steps.adopt(analysis)

@@ -23,19 +23,15 @@ class ForeignWrites:
         No check either if weights are partitioned over ranks or states are on disk: the reads would displace data in
         the rings.
         """
-        self._state, self._was_step = state, False
+        self._state = state
+        self.was_step = False
+        """True if the last pass was a training step. In an evaluation a model may write weights and restore them."""
         is_elsewhere = bool(state.plan.rings) or state.plan.residence.sharding.gathers
         self._num_left = 0 if updates_later or is_elsewhere else _NUM_CHECKS
 
-    def record_pass(self, is_step: bool) -> None:
-        """Record a pass: a training step, or an evaluation. The check compares weights only after a training step: in
-        an evaluation a model may write weights and restore them later.
-        """
-        self._was_step = is_step
-
     def check(self) -> None:
         """Check before a step. Raises ConfigError if weights were written since the previous step."""
-        if not self._num_left or not self._was_step:
+        if not self._num_left or not self.was_step:
             return
         self._num_left -= 1
         with self._state.counters.preserve():

@@ -73,12 +73,12 @@ class Steps:
         self.known.forget_other_modes()
         inputs = self._agree("step", batch, loss_fn, self.method.lr)
         result = self._run_with_retries(self._step, inputs)
-        self._foreign_writes.record_pass(is_step=True)
+        self._foreign_writes.was_step = True
         return result
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
         """Return the batch's loss without side effects."""
-        self._foreign_writes.record_pass(is_step=False)
+        self._foreign_writes.was_step = False
         inputs = self._agree("evaluate", batch, loss_fn)
         return self._run_with_retries(self._evaluate, inputs)
 
@@ -212,7 +212,11 @@ class Steps:
                 inputs, has_chunks=self.losses.chunk_tokens(inputs) > 0
             )
             if is_due or inputs.plan.has_other_values or departed is not None:
-                self._check_equivalence(inputs)
+                state.updates.flush()
+                sample = self.trial_runs.take_sample(inputs)
+                self.method.begin_trial()
+                self.equivalence.check(inputs, sample)
+                self.trial_runs.forget_traffic()
                 form = BatchForm.of(inputs.batch, self.known.rows)  # the trial used another rank's sample
                 inputs = replace(inputs, form=form)
             if is_recorded and state.attention.check(state, inputs):
@@ -249,14 +253,6 @@ class Steps:
                 f"micro_batch_size is {self._micro_rows}, but the batch cannot be split by rows: {obstacle}. From here "
                 f"on {self._state.execution_mode.describe_changes(before)}."
             )
-
-    def _check_equivalence(self, inputs: PassInputs) -> None:
-        """Check this kind of pass on a few rows of the batch."""
-        self._state.updates.flush()
-        sample = self.trial_runs.take_sample(inputs)
-        self.method.begin_trial()
-        self.equivalence.check(inputs, sample)
-        self.trial_runs.forget_traffic()
 
     def _run_with_retries(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:
         """Prepare and run a pass; after an unrecorded unit call, record the call and repeat both with equal draws.
