@@ -364,12 +364,8 @@ def _describe_entry(entry: Entry | None) -> str:
 
 def _saved_regions(engine: EngineState, contents: Contents) -> list[RegionState]:
     """Return the regions with a parameter in the checkpoint."""
-    return [state for state in engine.store.states if any(name in contents for name in _parameter_names(engine, state))]
-
-
-def _parameter_names(engine: EngineState, state: RegionState) -> list[str]:
-    """Return the parameter names in a region."""
-    return [engine.infos[index].name for index in state.region.parameters]
+    indices = {info.index for info in engine.infos if info.name in contents}
+    return [state for state in engine.store.states if not indices.isdisjoint(state.region.parameters)]
 
 
 def _unsaved_planes(is_late: bool) -> set[str]:
@@ -491,13 +487,14 @@ def _names_to_read(engine: EngineState, reader: Reader, state: RegionState, tile
         names += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in names]
     if anew:
         return [name for name in names if name in MASTER]
-    first = next(reader.contents[name] for name in _parameter_names(engine, state) if name in reader.contents)
+    names_of_region = (engine.infos[index].name for index in state.region.parameters)
+    first = next(reader.contents[name] for name in names_of_region if name in reader.contents)
     is_late = STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
     return [name for name in names if name != STALE or is_late]
 
 
 def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, read_names: Collection[str]) -> None:
-    """Read the planes `there` from the checkpoint into a tile and clear the other planes.
+    """Read the planes `read_names` from the checkpoint into a tile and clear the other planes.
 
     Disk planes are written while the tile is read. For a region only partly in the checkpoint the other values stay.
     """

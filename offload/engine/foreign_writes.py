@@ -34,25 +34,20 @@ class ForeignWrites:
         if not self._num_left or not self.was_step:
             return
         self._num_left -= 1
-        with self._state.counters.preserve():
-            written = self._find()
-        if written is not None:
-            self._state.runner.weights_changed()
-            raise ConfigError(
-                f"{written} was changed on the device between steps, and the next update would overwrite the change "
-                "with the engine's own weights. Change weights with engine.edit(), which yields each parameter and "
-                "stores the result."
-            )
-
-    def _find(self) -> str | None:
-        """Return the name of a changed parameter; None: no changes."""
         state = self._state
-        state.updates.flush()
-        state.lanes.drain_updates()
-        state.slots.compute_after_resident()
         # The model itself may write weights it reads outside their unit (RWKV does).
         staying = [unit for unit in state.units if unit.resident and unit.name not in state.read_outside]
-        for index, weight in ((index, weight) for unit in staying for index, weight in unit.live().items()):
-            if not same_bits(weight.detach().cpu(), state.store.values.read_local(index)):
-                return state.infos[index].name
-        return None
+        with state.counters.preserve():
+            state.updates.flush()
+            state.lanes.drain_updates()
+            state.slots.compute_after_resident()
+            resident = ((index, weight.detach().cpu()) for unit in staying for index, weight in unit.live().items())
+            read = state.store.values.read_local
+            written = next((index for index, weight in resident if not same_bits(weight, read(index))), None)
+        if written is not None:
+            state.runner.weights_changed()
+            raise ConfigError(
+                f"{state.infos[written].name} was changed on the device between steps, and the next update would "
+                "overwrite the change with the engine's own weights. Change weights with engine.edit(), which yields "
+                "each parameter and stores the result."
+            )

@@ -106,7 +106,10 @@ class EngineState:
         counters.read_peaks_from(self)
         self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # dtypes of the original model
         self.caches = Caches(model)
-        _put_buffers(model, self.device.torch_device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device.torch_device:
+                    module._buffers[name] = buffer.to(self.device.torch_device)
         self.moved_buffers = MovedBuffers(model)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
@@ -351,11 +354,3 @@ class EngineState:
         self.host.clear()
         self.nvme_ledger.clear()
         self.recovery.close()
-
-
-def _put_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers to the device, in their own dtype."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)

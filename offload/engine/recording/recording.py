@@ -141,7 +141,12 @@ class Recording:
         elif results_without_graph is not None:
             if not mutated and not all(map(same_bits, result.tensors, results_without_graph)):
                 unit.traits.needs_graph = True
-            self._learn_batch(unit)
+            if self.rows != self._before.rows:  # else a call in the caller's own loop: no second row count
+                uses, before = self.uses[unit.name], self._before.uses.get(unit.name, [])
+                use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
+                unit.traits.learn_rows(
+                    use_before, use, (self._before.rows, self.rows), is_first=self._is_first(unit.traits)
+                )
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
@@ -210,19 +215,6 @@ class Recording:
         is_first = id(traits) not in self._variants
         self._variants.add(id(traits))
         return is_first
-
-    def _learn_batch(self, unit: Unit) -> None:
-        """Compare the uses of a unit with those in the previous pass over another number of rows.
-
-        The unit traits receive the growth of each tensor per row, the graph bytes independent of the rows, and whether
-        the batch can be split into micro-batches. The equivalence check later compares micro-batches with the whole.
-        """
-        assert self._before is not None
-        traits, uses, before = unit.traits, self.uses[unit.name], self._before.uses.get(unit.name, [])
-        if self.rows == self._before.rows:  # a call in the caller's own loop: no second row count
-            return
-        use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
-        traits.learn_rows(use_before, uses[-1], (self._before.rows, self.rows), is_first=self._is_first(traits))
 
     def _num_writes(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """Return the number of in-place changes per weight.

@@ -114,7 +114,7 @@ class InterleavedForwards:
             self._open = None
 
     def _switch(self, leaving: int, entering: int) -> None:
-        """Switch passes: save the state for pass `leaves`, restore the state for pass `comes`."""
+        """Switch passes: save the state of pass `leaving`, restore the state of pass `entering`."""
         assert self._begin is not None
         self._states[leaving] = _PausedPass(self._state, self._above, self._last)
         self._last = self._states.get(entering, self._begin)
@@ -141,7 +141,7 @@ class _PausedPass:
         )
 
     def put_back(self, current: _PausedPass) -> None:
-        """Restore this state. `now`: the current state."""
+        """Restore this state in place of the `current` one."""
         state = self._state
         state.device.set_random_state(self._random)
         if self._python_random is not current._python_random:
