@@ -96,9 +96,7 @@ class EquivalenceChecks:
                 self._state.runner.backward(total, None, *own)
             return [total]
 
-        return PassPair(
-            {"": self._state.model, "arguments": own}, loss, run_engine, self._method.install_weights, leaves=own
-        )
+        return PassPair({"arguments": own}, loss, run_engine, self._method.install_weights, leaves=own)
 
     def _choose_mode(self, compare: Callable[[], EquivalenceResult], **uses: bool) -> bool:
         """Find an execution with the same results as the model. Return False if the check had no result. Collective.
@@ -170,7 +168,7 @@ class EquivalenceChecks:
         def plain_loss() -> torch.Tensor:
             return run_loss(model, inputs.batch, inputs.loss_fn, has_backward=has_backward).to(torch.float32)
 
-        roots = {"": model, "batch": inputs.batch, "loss_fn": inputs.loss_fn}
+        roots = {"batch": inputs.batch, "loss_fn": inputs.loss_fn}
         if inputs.is_training:
             run_streamed = partial(method.trial, inputs, chunk_tokens)
             pair = PassPair(roots, plain_loss, run_streamed, method.install_weights, method.num_passes, has_backward)

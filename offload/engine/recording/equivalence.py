@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class PassPair:
     """Passes to check."""
 
     roots: Mapping[str, Any]
-    """Objects within reach of the passes, by name: the model, a batch, a loss function."""
+    """Objects within reach of the passes besides the model, by name: a batch, a loss function."""
     run_plain: Callable[[], torch.Tensor]
     """Runs the model on all rows at once as a plain pass. Returns the loss."""
     run_streamed: Callable[[], Sequence[torch.Tensor]]
@@ -118,12 +119,13 @@ class NoDropoutMode(TorchFunctionMode):
 
 
 @contextmanager
-def isolated(state: EngineState, roots: Mapping[str, Any]) -> Iterator[TrialSnapshot]:
-    """Within the context, the engine calls the model for internal runs. Yield the snapshot of `roots`.
+def isolated(state: EngineState, roots: Mapping[str, Any] = MappingProxyType({})) -> Iterator[TrialSnapshot]:
+    """Within the context, the engine calls the model for internal runs. Yield the snapshot of the model and `roots`.
 
     Restores all state afterwards, also resident weights changed by model code.
     """
-    snapshot, versions = TrialSnapshot(state.device, roots, state.runner.is_weight), state.slots.versions()
+    snapshot = TrialSnapshot(state.device, {"": state.model, **roots}, state.runner.is_weight)
+    versions = state.slots.versions()
     try:
         with state.runner.as_engine_calls(), state.runner.stages.paused():
             yield snapshot

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
@@ -31,7 +30,7 @@ from offload.engine.recording.recording import Recording, UseDetector
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.trial import ENGINE_ERRORS, TrialSnapshot
+from offload.engine.units.trial import ENGINE_ERRORS
 from offload.errors import ConfigError
 from offload.modules import in_eval_mode
 
@@ -162,7 +161,8 @@ class TrialRuns:
         probe = self.samples.probe(form, self.samples.take(batch, form, leader, has_full_length)[0])
         if loss.needs is Needs.LOG_PROBS:  # the model loss decides if the head allows chunks
             probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
-        with self._isolated(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
+        # Dropout would blur the comparisons.
+        with isolated(self._state, self._roots), in_eval_mode(self._model), torch.no_grad():
             # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
             # enough, as slow as a normal run: reads do not depend on the labels.
             trials = LabelTrials(self._model, run, self._recorded_losses)
@@ -216,7 +216,7 @@ class TrialRuns:
         """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
         signature = f"{self.known.signature_of_call(args, kwargs)} {self._model.training}"
         if signature not in self.known.watched_calls:
-            with self._isolated():
+            with isolated(self._state, self._roots):
                 self._run_until_settled(lambda _: _call_on_copies(self._model, args, kwargs))
             self.forget_traffic()
             self.known.watched_calls.add(signature)
@@ -241,17 +241,18 @@ class TrialRuns:
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""
         before: Recording | None = None
+        state = self._state
         for rows, run in runs:
 
             def record(recording: Recording, run: Callable[[], Any] = run) -> Recording:
-                with self._isolated(), self._state.router.trial_mode(recording.call), torch.enable_grad():
+                with isolated(state, self._roots), state.router.trial_mode(recording.call), torch.enable_grad():
                     recording.finish(run())
                 return recording
 
             before = self._run_until_settled(record, rows, before)
             if self._is_training:
                 before.refuse_writes()
-        self._state.runner.stages.check()
+        state.runner.stages.check()
         self.known.update_modes()
         self.forget_traffic()
 
@@ -285,10 +286,6 @@ class TrialRuns:
                         slots.compute_after_resident()
                     return result
             self._state.make_resident(recording.outside_readers)
-
-    def _isolated(self) -> AbstractContextManager[TrialSnapshot]:
-        """Restore modules, batch, loss function and random generators afterwards."""
-        return isolated(self._state, {"": self._model, **self._roots})
 
 
 def _call_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
