@@ -58,7 +58,7 @@ class LentGradients:
 
     def measure_changed(self) -> None:
         """Measure the regions again in which the script has changed gradients."""
-        for state in self._store.states:
+        for state in self._store.states if self._versions else ():
             index, sums = state.region.index, state.sums
             if sums is not None and self._versions.get(index, sums._version) != sums._version:
                 for piece in state.region.pieces:

@@ -120,7 +120,3 @@ class Recovery:
         """Mark the states as sound: all were written again."""
         self._updates.mark_sound()
         self.torn, self._num_forced = None, interrupts.num_forced
-
-    def close(self) -> None:
-        """Mark the states as freed."""
-        self.is_closed = True

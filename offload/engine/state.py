@@ -353,4 +353,4 @@ class EngineState:
         self.device.ledger.clear()
         self.host.clear()
         self.nvme_ledger.clear()
-        self.recovery.close()
+        self.recovery.is_closed = True

@@ -83,7 +83,8 @@ class Forwards(Method):
         self._pending.forget()
 
     def replay(self, measured: ZerothOrderRecord) -> None:
-        num_steps = self._state.runner.step_number
+        state = self._state
+        num_steps = state.runner.step_number
         if measured.step != num_steps + 1:
             raise ConfigError(
                 f"the record is of step {measured.step}, but {num_steps} steps are done and step {num_steps + 1} is "
@@ -91,7 +92,7 @@ class Forwards(Method):
                 f"a skipped step pass its line of metrics.jsonl, or no slopes: ({num_steps + 1}, 0, ())."
             )
         if not measured.slopes:
-            self._state.runner.step_number = measured.step
+            state.runner.step_number = measured.step
             return
         if len(measured.slopes) != self._rule.num_directions:
             raise ConfigError(
@@ -104,7 +105,10 @@ class Forwards(Method):
                 f"step {measured.step} was recorded with other MeZO settings than {self._rule}: replay a run with "
                 "changed settings in parts, each from a checkpoint and with the settings of that part."
             )
-        self.descent.replay(measured if measured.lr is not None else measured._replace(lr=self.lr))
+        measured = measured if measured.lr is not None else measured._replace(lr=self.lr)
+        self.descent.update(measured, {}, lambda region: region.index)
+        state.runner.step_number = measured.step
+        state.updates.start()
 
     def free(self) -> None:
         self._interleaved.free()
