@@ -34,13 +34,12 @@ from offload.planning.plan import Plan, describe_frozen_weights, describe_links,
 from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
 from offload.tiers.host import trim_heap
-from offload.tiers.model_files import ModelFiles
 from offload.tiers.placement import Placement
 
 
 def take_over(state: EngineState, fill: Fill | None) -> None:
     """Move the weights into the store and reroute the units."""
-    state.caches.turn_off()
+    state.caches.turn(on=False)
     try:
         _store_weights(state, fill)
         state.ownership.guard()
@@ -60,7 +59,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
     except BaseException:
         if any(unit.placeholders for unit in state.units):
             state.ownership.invalidate(failed=True)
-        state.caches.restore()
+        state.caches.turn(on=True)
         state.end_lanes()
         state.store.close()
         raise
@@ -68,10 +67,17 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
 
 def _store_weights(state: EngineState, fill: Fill | None) -> None:
     """Move the weights into the store, unit by unit, and replace the parameters by stand-ins."""
+
+    def reopen(file: TensorFile) -> TensorFile:
+        """Open a model file again for the engine: the builder of the model may close the first handle."""
+        if file.path not in reopened:
+            assert files is not None
+            reopened[file.path] = file.reopened_as(files.open(file.path))
+        return reopened[file.path]
+
     # A parent unit with only its direct parameters comes last: filling the parent also fills the children, already
     # taken by then. The ranks take turns at calling `fill`, so each file is read once, and broadcast the weights.
-    sources, files = dict[nn.Parameter, Source](), state.files
-    reopened = _ReopenedFiles(files) if files is not None else None
+    sources, files, reopened = dict[nn.Parameter, Source](), state.files, dict[Path, TensorFile]()
     stored: set[int] = set()
     noncontiguous: list[str] = []
     # The call for a block also fills the experts, and the call for a cut layer the row blocks, which follow directly.
@@ -90,10 +96,14 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
                 if not parameter.is_contiguous():
                     noncontiguous.append(info.name)
                 is_source = source == state.comm.rank
-                if files is not None and reopened is not None and not info.trainable:
-                    files.give(
-                        info.index, _stored_reader(_file_source(parameter_source, info).reopen_files(reopened), info)
-                    )
+                if files is not None and not info.trainable:
+                    if parameter_source is None:
+                        raise ConfigError(
+                            f"offload.parameters is files, but the frozen parameter {info.name} cannot be read "
+                            "directly from the model's files: it combines several of their tensors, or is in none. "
+                            "Set --offload.parameters cpu (or nvme)."
+                        )
+                    files.give(info.index, _stored_reader(parameter_source.reopen_files(reopen), info))
                 else:
                     is_in_memory = not is_source or (parameter_source is None and not info.codec.is_from_files)
                     read = tensor_reader(parameter) if is_in_memory else _stored_reader(parameter_source, info)
@@ -108,29 +118,6 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
             "can differ from plain PyTorch. For equal bits make the parameter contiguous in both (parameter.data = "
             "parameter.data.contiguous())."
         )
-
-
-class _ReopenedFiles:
-    """Opens the model files again for the engine: the builder of the model may close the first handles."""
-
-    def __init__(self, files: ModelFiles) -> None:
-        self._files, self._reopened = files, dict[Path, TensorFile]()
-
-    def __call__(self, file: TensorFile) -> TensorFile:
-        if file.path not in self._reopened:
-            self._reopened[file.path] = file.reopened_as(self._files.open(file.path))
-        return self._reopened[file.path]
-
-
-def _file_source(source: Source | None, info: ParameterInfo) -> Source:
-    """Return the place in the model files that holds a frozen parameter. Raises ConfigError if no file does."""
-    if source is None:
-        raise ConfigError(
-            f"offload.parameters is files, but the frozen parameter {info.name} cannot be read directly from the "
-            "model's files: it combines several of their tensors, or is in none. Set --offload.parameters cpu (or "
-            "nvme)."
-        )
-    return source
 
 
 def _stored_reader(source: Source | None, info: ParameterInfo) -> ReadRange:
@@ -148,15 +135,6 @@ def _stored_reader(source: Source | None, info: ParameterInfo) -> ReadRange:
             "quantized=."
         )
     return source.read
-
-
-def share_buffers(model: nn.Module, comm: Comm) -> None:
-    """Copy rank 0's buffers to all ranks, like the weights."""
-    for name, buffer in model.named_buffers() if comm.size > 1 else ():
-        if buffer.numel():
-            value = buffer.detach().cpu().contiguous().reshape(-1)
-            comm.broadcast(value, 0, f"buffer {name}")
-            buffer.copy_(value.view(buffer.shape))
 
 
 _HOOK_PREFIX = "make_inputs_require_grad"
@@ -373,7 +351,11 @@ def assemble(
             "files: build the model from its folder (build_model or read_model, and fill=), or set "
             "--offload.parameters cpu."
         )
-    share_buffers(model, comm)
+    for name, buffer in model.named_buffers() if comm.size > 1 else ():  # rank 0's, like the weights
+        if buffer.numel():
+            value = buffer.detach().cpu().contiguous().reshape(-1)
+            comm.broadcast(value, 0, f"buffer {name}")
+            buffer.copy_(value.view(buffer.shape))
     state = EngineState(
         model,
         prepared.settings,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,25 +20,18 @@ class Caches:
                 configs[id(config)] = config
         self._original_flags = [(config, config.use_cache) for config in configs.values()]
 
-    def turn_off(self) -> None:
-        """Set all flags to False."""
-        _set_flags((config, False) for config, _ in self._original_flags)
-
-    def restore(self) -> None:
-        """Restore the original flags."""
-        _set_flags(self._original_flags)
+    def turn(self, on: bool) -> None:
+        """Set all flags to False, or with `on` to their original values."""
+        for config, flag in self._original_flags:
+            config.use_cache = flag if on else False
 
     @contextmanager
     def with_original_flags(self) -> Iterator[None]:
         """Context in which the model configurations have the flags (`use_cache`) from before the engine."""
         current_flags = [(config, config.use_cache) for config, _ in self._original_flags]
-        self.restore()
+        self.turn(on=True)
         try:
             yield
         finally:
-            _set_flags(current_flags)
-
-
-def _set_flags(flags: Iterable[tuple[Any, Any]]) -> None:
-    for config, flag in flags:
-        config.use_cache = flag
+            for config, flag in current_flags:
+                config.use_cache = flag

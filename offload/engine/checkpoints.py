@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import count, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -20,18 +21,18 @@ from typing import Any
 import torch
 
 from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, without_moved
+from offload.checkpoint.manifest import ERROR as ERROR_PREFIX
 from offload.checkpoint.reader import CHANGED, Reader, Span
 from offload.checkpoint.spread import broadcast_value, keepers
 from offload.checkpoint.writer import Save, Writer
 from offload.distributed.outcomes import share_failure
-from offload.engine.kept_errors import error_planes, error_spans, fill_error
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
 from offload.files.sources import FORMAT, MODEL_FORMATS
 from offload.lanes.ticket import Fence
 from offload.layout.codecs import EXACT
-from offload.layout.planes import CODES, MASTER, STALE
+from offload.layout.planes import CODES, ERROR, MASTER, STALE
 from offload.layout.regions import Region
 from offload.machine.limits import memory
 from offload.tiers.lease import Lease
@@ -116,8 +117,7 @@ class PendingCheckpoint:
                 if self._writer.spare_bytes:
                     opened.enter_context(engine.host.reserve_until(_COPY, self._writer.spare_bytes, self._is_on_disk))
                 _write(engine, self._writer, _saved_regions(engine, contents))
-                for name, plane, value in engine.moved_buffers.rank_values(comm.rank, moved):
-                    self._writer.write(name, plane, 0, value)
+                engine.moved_buffers.write(self._writer, comm.rank, moved)
                 self._writer.end()
             self._opened = opened.pop_all()
 
@@ -185,7 +185,7 @@ def spans_to_read(engine: EngineState, reader: Reader, *, anew: bool = False) ->
                     yield span
         for _, name, plane, values in () if anew else _factors(engine, state):
             yield name, plane, 0, len(values)
-        for _, span in () if anew else error_spans(engine, reader.contents, state):
+        for _, span in () if anew else _error_spans(engine, reader.contents, state):
             yield span
     for name, buffer in _buffers(engine).items():
         yield name, _BUFFER, 0, buffer.numel()
@@ -205,21 +205,24 @@ def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> t
     Raises CheckpointError for damaged data; the states then belong to no step.
     """
     own, kept = reader.meta["engine"], _saved_regions(engine, reader.contents)
-    plane_names = {
-        tile: _names_to_read(engine, reader, state, tile, anew) for state in kept for tile in state.held_tiles
-    }
     reader.expect(spans_to_read(engine, reader, anew=anew))
     updates = {} if anew else own["updates"]
     for state in kept:
         for tile in state.held_tiles:
-            _fill(engine, reader, state.region, tile, plane_names[tile])
-            tile.stale = Fence("stale weights") if STALE in plane_names[tile] else None
+            names = _names_to_read(engine, reader, state, tile, anew)
+            _fill(engine, reader, state.region, tile, names)
+            tile.stale = Fence("stale weights") if STALE in names else None
         for _, name, plane, values in _factors(engine, state):
             piece = torch.zeros(values.shape, dtype=values.dtype)
             if not anew:
                 reader.read(name, plane, 0, piece)
             values.copy_(piece)
-        fill_error(engine, reader, state, anew)
+        if state.error is not None:  # 0 without a saved error
+            state.error.zero_()
+            for elements, (name, plane, begin, numel) in () if anew else _error_spans(engine, reader.contents, state):
+                error = torch.empty(numel, dtype=ERROR.dtype)
+                reader.read(name, plane, begin, error)
+                state.error[elements] += error.to(state.error.device)
         state.steps[:] = [updates.get(engine.infos[index].name, 0) for index in state.region.parameters]
     for name, buffer in _buffers(engine).items():
         value = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -361,12 +364,8 @@ def _describe_entry(entry: Entry | None) -> str:
 
 def _saved_regions(engine: EngineState, contents: Contents) -> list[RegionState]:
     """Return the regions with a parameter in the checkpoint."""
-    return [state for state in engine.store.states if any(name in contents for name in _parameter_names(engine, state))]
-
-
-def _parameter_names(engine: EngineState, state: RegionState) -> list[str]:
-    """Return the parameter names in a region."""
-    return [engine.infos[index].name for index in state.region.parameters]
+    indices = {info.index for info in engine.infos if info.name in contents}
+    return [state for state in engine.store.states if not indices.isdisjoint(state.region.parameters)]
 
 
 def _unsaved_planes(is_late: bool) -> set[str]:
@@ -391,8 +390,9 @@ def _contents(engine: EngineState, changed: Collection[str] | None = None) -> di
             shape = tuple(engine.infos[index].shape)
             counts = {each.name: each.numel(shape) for each in state.region.factors if each.numel(shape)}
             factors = {each.name: each.dtype for each in state.region.factors if each.name in counts}
-            all_planes = planes | factors | error_planes(engine, state)
-            contents[engine.infos[index].name] = Entry(shape, all_planes, blocks, counts)
+            num_errors = 0 if state.error is None else engine.store.sharding.num_replicas
+            errors = {f"{ERROR_PREFIX}{replica}": ERROR.dtype for replica in range(num_errors)}
+            contents[engine.infos[index].name] = Entry(shape, planes | factors | errors, blocks, counts)
     for name, buffer in _buffers(engine).items():
         contents[name] = Entry(tuple(buffer.shape), {_BUFFER: buffer.dtype})
     return contents
@@ -440,7 +440,7 @@ def _write(engine: EngineState, writer: Writer, kept: Sequence[RegionState]) -> 
         for begin, name, plane, values in _factors(engine, state):
             if shard.start <= begin < shard.stop:
                 writer.write(name, plane, 0, to_host(values))
-        for elements, (name, plane, begin, _) in error_spans(engine, writer.contents, state):
+        for elements, (name, plane, begin, _) in _error_spans(engine, writer.contents, state):
             assert state.error is not None
             writer.write(name, plane, begin, to_host(state.error[elements]))
     with closing(_lease_tiles(engine, kept)) as lent:
@@ -488,13 +488,14 @@ def _names_to_read(engine: EngineState, reader: Reader, state: RegionState, tile
         names += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in names]
     if anew:
         return [name for name in names if name in MASTER]
-    first = next(reader.contents[name] for name in _parameter_names(engine, state) if name in reader.contents)
+    names_of_region = (engine.infos[index].name for index in state.region.parameters)
+    first = next(reader.contents[name] for name in names_of_region if name in reader.contents)
     is_late = STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
     return [name for name in names if name != STALE or is_late]
 
 
 def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, read_names: Collection[str]) -> None:
-    """Read the planes `there` from the checkpoint into a tile and clear the other planes.
+    """Read the planes `read_names` from the checkpoint into a tile and clear the other planes.
 
     Disk planes are written while the tile is read. For a region only partly in the checkpoint the other values stay.
     """
@@ -544,3 +545,24 @@ def _factors(engine: EngineState, state: RegionState) -> Iterator[tuple[int, str
     for position, index in enumerate(state.region.parameters):
         for plane, values in state.factors_of(position).items():
             yield state.span(position).start, engine.infos[index].name, plane, values
+
+
+def _error_spans(engine: EngineState, contents: Contents, state: RegionState) -> Iterator[tuple[slice, Span]]:
+    """Yield (slice in this rank's gradient quantization error, span in the checkpoint), to write or to read.
+
+    A trainable parameter has one plane per replica, `error-REPLICA`. An error is the part a rank left out in a gradient
+    sum. The next sum includes the error, no matter from which rank. With another replica count the planes are
+    distributed round-robin, and each replica adds up the planes received. A run with exact gradients ignores them.
+    """
+    if state.error is None:
+        return
+    sharding = engine.store.sharding
+    shard = sharding.shard(state.region)
+    for position, piece in enumerate(state.region.pieces):
+        span, name = state.span(position), engine.infos[piece.parameter].name
+        begin, end = max(span.start, shard.start), min(span.stop, shard.stop)
+        if begin < end and name in contents:
+            planes = (f"{ERROR_PREFIX}{replica}" for replica in count(sharding.replica, sharding.num_replicas))
+            for plane in takewhile(contents[name].planes.__contains__, planes):
+                elements = slice(begin - shard.start, end - shard.start)
+                yield elements, (name, plane, piece.begin + begin - span.start, end - begin)

@@ -17,7 +17,6 @@ from offload.distributed.joining import open_comm
 from offload.engine.analysis import Analysis
 from offload.engine.assemble import assemble
 from offload.engine.compile_wrappers import remove_compile_wrappers
-from offload.engine.figures import Figures
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.loss.loss import LossFunction
@@ -38,7 +37,7 @@ from offload.tiers.counters import Counters
 from offload.tiers.placement import Placement
 
 
-class Engine(StateAccess, Figures):
+class Engine(StateAccess):
     """Trainer for `model`, with the states on the tiers in `placement`.
 
     `placement` is a Placement or a mapping of Placement fields. The other keywords are `Settings` fields; `settings`
@@ -95,15 +94,13 @@ class Engine(StateAccess, Figures):
             raise
         self.device = self._state.device.torch_device
         self._recovery = self._state.recovery
-        self._steps = Steps(self._state, self.counters, settings)
+        self._steps = Steps(self._state, settings)
         self._own_loop = OwnLoop(self._state, self._steps)
-        self._parameter_reads = ParameterReads(self._state, self.counters, self._own_loop)
-        self._recovery.on_give_up(
-            self._steps.trial_runs.discard_incomplete, self._state.spare_memory.give_up, self._own_loop.forget
-        )
+        self._parameter_reads = ParameterReads(self._state, self._own_loop)
+        discard = self._steps.trial_runs.discard_incomplete
+        self._recovery.callbacks += [discard, self._state.spare_memory.give_up, self._own_loop.forget]
         if analysis is not None:
             try:
-                self._steps.check_analysis(analysis)
                 self._steps.adopt(analysis)
             except BaseException:
                 self.close(restore=True)

@@ -96,9 +96,7 @@ class EquivalenceChecks:
                 self._state.runner.backward(total, None, *own)
             return [total]
 
-        return PassPair(
-            {"": self._state.model, "arguments": own}, loss, run_engine, self._method.install_weights, leaves=own
-        )
+        return PassPair({"arguments": own}, loss, run_engine, self._method.install_weights, leaves=own)
 
     def _choose_mode(self, compare: Callable[[], EquivalenceResult], **uses: bool) -> bool:
         """Find an execution with the same results as the model. Return False if the check had no result. Collective.
@@ -163,28 +161,27 @@ class EquivalenceChecks:
         is_cut, has_chunks = cuts and self._state.execution_mode.cut != "whole", self._losses.chunk_tokens(inputs) > 0
         inputs = inputs.of_sample(sample, as_loss(inputs.loss_fn).group if is_cut else None)
         num_tokens = inputs.plan.num_targets(replace(inputs.rule, counts_rows=False))
-        pair = self._pass_pair(inputs, max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0)
-        with nullcontext() if inputs.is_training else in_eval_mode(self._state.model):
-            return self._comparator.compare(pair, is_exact=not is_cut and not has_chunks)
-
-    def _pass_pair(self, inputs: PassInputs, chunk_tokens: int) -> PassPair:
+        chunk_tokens = max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0
         model, method, losses = self._state.model, self._method, self._losses
         has_backward = inputs.is_training and losses.has_backward
 
         def plain_loss() -> torch.Tensor:
             return run_loss(model, inputs.batch, inputs.loss_fn, has_backward=has_backward).to(torch.float32)
 
-        roots = {"": model, "batch": inputs.batch, "loss_fn": inputs.loss_fn}
+        roots = {"batch": inputs.batch, "loss_fn": inputs.loss_fn}
         if inputs.is_training:
             run_streamed = partial(method.trial, inputs, chunk_tokens)
-            return PassPair(roots, plain_loss, run_streamed, method.install_weights, method.num_passes, has_backward)
-        return PassPair(
-            roots,
-            plain_loss,
-            lambda: [losses.total(inputs, chunk_tokens)],
-            lambda unit, _: unit.install(unit.live()),
-            has_backward=False,
-        )
+            pair = PassPair(roots, plain_loss, run_streamed, method.install_weights, method.num_passes, has_backward)
+        else:
+            pair = PassPair(
+                roots,
+                plain_loss,
+                lambda: [losses.total(inputs, chunk_tokens)],
+                lambda unit, _: unit.install(unit.live()),
+                has_backward=False,
+            )
+        with nullcontext() if inputs.is_training else in_eval_mode(model):
+            return self._comparator.compare(pair, is_exact=not is_cut and not has_chunks)
 
 
 def _weighted_mean(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 
@@ -35,7 +34,15 @@ class LentGradients:
         """
         if not info.trainable:
             return None
-        if why := self._obstacle(info):
+        why = ""
+        if self._store.comm.size > 1:
+            why = f"the gradients are divided over {self._store.comm.size} ranks"
+        elif self._store.values.is_cut(info.index):
+            why = "the engine has cut the parameter into pieces, for a small offload.device_memory"
+        else:
+            self._collect_resident()
+            why = self._refusal
+        if why:
             raise ConfigError(
                 f"the grad of {info.name} was read during a step, but {why}. For clipping, call "
                 "optimizer.clip_grad_norm_(model.parameters(), max_norm) of the optimizer from offload.wrap, or "
@@ -51,7 +58,7 @@ class LentGradients:
 
     def measure_changed(self) -> None:
         """Measure the regions again in which the script has changed gradients."""
-        for state in self._store.states:
+        for state in self._store.states if self._versions else ():
             index, sums = state.region.index, state.sums
             if sums is not None and self._versions.get(index, sums._version) != sums._version:
                 for piece in state.region.pieces:
@@ -70,30 +77,19 @@ class LentGradients:
         self._versions.clear()
         self._resident = None
 
-    def _obstacle(self, info: ParameterInfo) -> str:
-        """Return the reason why a gradient cannot be lent; empty if it can."""
-        if self._store.comm.size > 1:
-            return f"the gradients are divided over {self._store.comm.size} ranks"
-        if self._store.values.is_cut(info.index):
-            return "the engine has cut the parameter into pieces, for a small offload.device_memory"
-        self._collect_resident()
-        return self._refusal
-
     def _collect_resident(self) -> dict[int, torch.nn.Parameter]:
-        """Return the resident Parameters. The first look in a step collects them, once for all parameters."""
+        """Return the resident Parameters. The first look in a step collects them, and a reason to refuse all loans."""
         if self._resident is None:
             units = [unit for unit in self._state.units if unit.resident and unit.trainable]
             self._resident = {i: p for unit in units for i, p in unit.live().items() if self._state.infos[i].trainable}
-            self._refusal = self._resident_obstacle(self._resident)
+            # A resident Parameter is lent its gradient at the first look at another one: a loop has to begin with that.
+            trainable = [each.index for each in self._state.infos if each.trainable]
+            first = next((index for index in trainable if index not in self._resident), 0)
+            is_late = first > min(self._resident, default=math.inf)
+            self._refusal = ""
+            for index, p in self._resident.items():
+                if is_late or not p.is_cpu or p.dtype != torch.float32 or self._store.values.is_cut(index):
+                    name = self._state.infos[index].name
+                    self._refusal = f"{name}, whose weights stay on the device, has its gradient in the engine alone"
+                    break
         return self._resident
-
-    def _resident_obstacle(self, resident: Mapping[int, torch.nn.Parameter]) -> str:
-        """Return the reason why resident Parameters forbid every loan; empty if they do not."""
-        # A resident Parameter is lent its gradient at the first look at another one, so a loop has to begin with that.
-        trainable = [each.index for each in self._state.infos if each.trainable]
-        is_late = next((index for index in trainable if index not in resident), 0) > min(resident, default=math.inf)
-        for index, parameter in resident.items():
-            if is_late or not parameter.is_cpu or parameter.dtype != torch.float32 or self._store.values.is_cut(index):
-                name = self._state.infos[index].name
-                return f"{name}, whose weights stay on the device, has its gradient in the engine alone"
-        return ""

@@ -13,6 +13,7 @@ from torch import nn
 
 from offload.checkpoint.manifest import MOVED, Entry, raw
 from offload.checkpoint.reader import Reader, Span
+from offload.checkpoint.writer import Writer
 from offload.distributed.comm import Comm, digest
 
 
@@ -40,12 +41,12 @@ class MovedBuffers:
                 entries[name] = Entry(tuple(buffer.shape), {f"{MOVED}{rank}": buffer.dtype for rank in ranks})
         return entries
 
-    def rank_values(self, rank: int, entries: Mapping[str, Entry]) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (buffer, plane, value) for this rank to write."""
+    def write(self, writer: Writer, rank: int, entries: Mapping[str, Entry]) -> None:
+        """Write this rank's values of the planes from `find`."""
         plane = f"{MOVED}{rank}"
         for name, buffer in self._model.named_buffers():
             if name in entries and plane in entries[name].planes:
-                yield name, plane, buffer.detach().cpu().contiguous()
+                writer.write(name, plane, 0, buffer.detach().cpu().contiguous())
 
     def spans(self, reader: Reader, rank: int, has_same_ranks: bool) -> Iterator[Span]:
         """Yield the spans `load` reads."""

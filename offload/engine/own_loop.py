@@ -27,7 +27,7 @@ class OwnLoop:
         self._state, self._recovery, self._steps = state, state.recovery, steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
-        self._lent: LentGradients | None = None
+        self._lent = LentGradients(state)
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def holds_gradients(self) -> bool:
@@ -66,8 +66,6 @@ class OwnLoop:
         if not self.holds_gradients():
             return None
         with self._recovery.working():
-            if self._lent is None:
-                self._lent = LentGradients(self._state)
             return self._lent.lend(info)
 
     def grad_norm(self) -> float:
@@ -75,7 +73,7 @@ class OwnLoop:
         self._require_gradients("grad_norm")
         agree_on_pass(self._state.comm, RankBatch("grad_norm"))
         with self._recovery.given_up_on_error():
-            self._measure_changed()
+            self._lent.measure_changed()
             return self._state.updates.measure()
 
     def update(self, max_grad_norm: float | None = None) -> StepResult:
@@ -93,7 +91,7 @@ class OwnLoop:
         state.updates.steer(lr, max_grad_norm)
         with self._recovery.given_up_on_error():
             state.runner.check_writes()
-            self._measure_changed()
+            self._lent.measure_changed()
             result = self._steps.method.own_loop().end(loss, None, "own loop")
             self.forget()
             return result
@@ -102,14 +100,7 @@ class OwnLoop:
         """Reset the loop: the step was completed or given up."""
         self.losses.clear()
         self.is_open = False
-        if self._lent is not None:
-            self._lent.forget()
-            self._lent = None
-
-    def _measure_changed(self) -> None:
-        """Measure gradients again after a change by the script."""
-        if self._lent is not None:
-            self._lent.measure_changed()
+        self._lent.forget()
 
     def _require_gradients(self, operation: str) -> None:
         self._steps.method.own_loop()

@@ -12,14 +12,13 @@ from offload.engine.state import EngineState
 from offload.errors import ConfigError
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo
-from offload.tiers.counters import Counters
 
 
 class ParameterReads:
     """Answers reads of the stand-in parameters in a model, one parameter at a time, with all updates applied."""
 
-    def __init__(self, state: EngineState, counters: Counters, own_loop: OwnLoop) -> None:
-        self._state, self._recovery, self._counters, self._own_loop = state, state.recovery, counters, own_loop
+    def __init__(self, state: EngineState, own_loop: OwnLoop) -> None:
+        self._state, self._recovery, self._own_loop = state, state.recovery, own_loop
         self._answers: Mapping[str, torch.Tensor] = {}
         state.ownership.connect(self)
 
@@ -69,7 +68,7 @@ class ParameterReads:
                 f"{state.comm.size} ranks. Call engine.named_parameters() or engine.export(folder) on all ranks, or "
                 "set --offload.zero_stage to 2 or less, where each rank has all weights."
             )
-        with torch.inference_mode(False), recovery.working(), self._counters.preserve():
+        with torch.inference_mode(False), recovery.working(), state.counters.preserve():
             state.updates.flush()
             state.lanes.drain_updates()  # also raises a failure in another parameter's update
             return state.store.values.read_local(info.index)

@@ -37,12 +37,9 @@ class Recovery:
         self.torn: str | None = None
         self._num_forced = interrupts.num_forced
         self.is_closed = False
-        self._callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []
+        """Called at the end of `give_up`, in this order."""
         self._depth = 0  # nesting of `working`
-
-    def on_give_up(self, *give_up: Callable[[], None]) -> None:
-        """Register callbacks for `give_up`, called in this order."""
-        self._callbacks += give_up
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -82,7 +79,7 @@ class Recovery:
             for unit in self._units:
                 unit.drop_gradients()
                 unit.install_placeholders()
-            for give_up in self._callbacks:
+            for give_up in self.callbacks:
                 give_up()
 
     @property
@@ -123,7 +120,3 @@ class Recovery:
         """Mark the states as sound: all were written again."""
         self._updates.mark_sound()
         self.torn, self._num_forced = None, interrupts.num_forced
-
-    def close(self) -> None:
-        """Mark the states as freed."""
-        self.is_closed = True

@@ -106,7 +106,10 @@ class EngineState:
         counters.read_peaks_from(self)
         self.dtypes = [parameter.dtype for _, parameter in model.named_parameters()]  # dtypes of the original model
         self.caches = Caches(model)
-        _put_buffers(model, self.device.torch_device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device.torch_device:
+                    module._buffers[name] = buffer.to(self.device.torch_device)
         self.moved_buffers = MovedBuffers(model)
 
         self._nvme = self._open_nvme(placement, counters) if plan.rings else None
@@ -147,7 +150,10 @@ class EngineState:
         )
         lookahead = plan.lookahead(settings.prefetch, len(regions))
         self.executor = Executor(self.slots, *lookahead, updates_at_end=self.gradients.lasts)
-        workspace = self._open_workspace()
+        workspace: torch.Tensor | None = None
+        if num_bytes := plan.of(DEVICE, WORKSPACE).num_bytes:  # for updates computed on the device
+            workspace = self.device.allocate(WORKSPACE, num_bytes)
+            self.lanes.wait(self.lanes.mark())  # until cleared: the users run in another stream
         place = self._open_update_place(has_workspace=workspace is not None)
         self.updates = Updates(
             self.store, self.gradients, self.slots, self.deferred_updates, settings, place, workspace
@@ -199,15 +205,6 @@ class EngineState:
         if tier == HOST:
             return HostActivationOffload(self.device, self.lanes, counters, self.host, name, most_bytes)
         return None
-
-    def _open_workspace(self) -> torch.Tensor | None:
-        """Return device memory for updates computed there; None: no such updates."""
-        num_bytes = self.plan.of(DEVICE, WORKSPACE).num_bytes
-        if not num_bytes:
-            return None
-        workspace = self.device.allocate(WORKSPACE, num_bytes)
-        self.lanes.wait(self.lanes.mark())  # until cleared: the users run in another stream
-        return workspace
 
     def _open_update_place(self, has_workspace: bool) -> UpdatePlace:
         """Return the place of the updates: in place, or for streamed regions on the device, through a ring."""
@@ -332,7 +329,7 @@ class EngineState:
                     parameters[index] = nn.Parameter(value, requires_grad=trainable)
                 put_parameters([place], parameters if restore else unit.placeholders)
             unit.forget_live()
-        self.caches.restore()
+        self.caches.turn(on=True)
         self.runner.stages.undo()
         self.attention.undo()
         if restore:
@@ -349,12 +346,4 @@ class EngineState:
         self.device.ledger.clear()
         self.host.clear()
         self.nvme_ledger.clear()
-        self.recovery.close()
-
-
-def _put_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers to the device, in their own dtype."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+        self.recovery.is_closed = True

@@ -12,16 +12,13 @@ import xxhash
 
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.spread import copy_missing_files
-from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.engine.checkpoints import PendingCheckpoint, check_contents, load_states, spans_to_read
 from offload.engine.exporting import DerivedModel, export_model
+from offload.engine.figures import Figures
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.own_loop import OwnLoop
 from offload.engine.parameter_reads import ParameterReads
-from offload.engine.recovery import Recovery
-from offload.engine.state import EngineState
-from offload.engine.steps import Steps
 from offload.errors import ConfigError, nearest, warn
 from offload.files.safetensors_file import tensor_reader
 from offload.files.sources import SHARD_BYTES
@@ -36,17 +33,13 @@ _BLOCK = 1 << 22
 """Elements read at a time when all are read."""
 
 
-class StateAccess:
+class StateAccess(Figures):
     """The part of `Engine` that reads and writes states between steps: copies, edits, moments, exports, checkpoints.
 
     Each call waits for pending updates. None changes the counters.
     """
 
     counters: Counters
-    comm: Comm
-    _state: EngineState
-    _recovery: Recovery
-    _steps: Steps
     _own_loop: OwnLoop
     _parameter_reads: ParameterReads
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch.nn import Module
 
 from offload.accelerators import own_accelerator
 from offload.doors import Door
@@ -25,14 +24,13 @@ from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.recording.known import KnownPasses, TrialResult
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
-from offload.engine.units.snapshots import BufferPlace, PassSnapshot, buffer_places
+from offload.engine.units.snapshots import PassSnapshot, buffer_places
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.modules import in_eval_mode
 from offload.planning.device_updates import forward_seconds, is_small_update, update_seconds
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import LEAST_CHUNK_BYTES, Settings
-from offload.tiers.counters import Counters
 
 _Result = TypeVar("_Result")
 METHODS: Door[type[Method]] = Door("method", {"backward": Backward})
@@ -55,18 +53,17 @@ def _memory_error(error: torch.OutOfMemoryError) -> DoesNotFitError:
 class Steps:
     """Runs steps and evaluations with the update rule's training method."""
 
-    def __init__(self, state: EngineState, counters: Counters, settings: Settings) -> None:
-        self._state, self._recovery, self._counters = state, state.recovery, counters
+    def __init__(self, state: EngineState, settings: Settings) -> None:
+        self._state, self._recovery = state, state.recovery
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
         cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
         self.losses = Losses(state, settings.chunk_bytes(state.plan.device_bytes), has_backward)
         self._chooses_chunks, self._chooses_clip = settings.head_chunk_bytes == "auto", state.updates.clip == "auto"
         self.known = KnownPasses(state, settings.rows)
-        self.trial_runs = TrialRuns(state, counters, self.known, cuts, has_backward)
+        self.trial_runs = TrialRuns(state, self.known, cuts, has_backward)
         self._modules = list(state.model.modules())
-        method = METHODS[self._rule.method]
-        self.method: Method = method(state, counters, settings, self.losses, self._take_snapshot)
-        self._foreign_writes = ForeignWrites(state, counters, updates_later=settings.delay > 0 or not has_backward)
+        self.method: Method = METHODS[self._rule.method](state, settings, self.losses, self._take_snapshot)
+        self._foreign_writes = ForeignWrites(state, updates_later=settings.delay > 0 or not has_backward)
         self.equivalence = EquivalenceChecks(state, self.method, self.losses, self.known, settings.precision)
         self._analyst = Analyst(state, self.known, settings)
 
@@ -76,12 +73,12 @@ class Steps:
         self.known.forget_other_modes()
         inputs = self._agree("step", batch, loss_fn, self.method.lr)
         result = self._run_with_retries(self._step, inputs)
-        self._foreign_writes.record_pass(is_step=True)
+        self._foreign_writes.was_step = True
         return result
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
         """Return the batch's loss without side effects."""
-        self._foreign_writes.record_pass(is_step=False)
+        self._foreign_writes.was_step = False
         inputs = self._agree("evaluate", batch, loss_fn)
         return self._run_with_retries(self._evaluate, inputs)
 
@@ -108,7 +105,7 @@ class Steps:
         random = state.device.random_state()
         with (
             self._recovery.given_up_on_error(),
-            self._counters.preserve(),
+            state.counters.preserve(),
             ExitStack() as undo,
             in_eval_mode(state.model),
             torch.no_grad(),
@@ -155,16 +152,16 @@ class Steps:
         """Results of all trial runs so far."""
         return self._analyst.collect(self.trial_runs.loss_decisions)
 
-    def check_analysis(self, analysis: Analysis) -> None:
-        """Raise ConfigError for the analysis of another model."""
-        if differences := self._analyst.differences(analysis):
+    def adopt(self, analysis: Analysis, *, of_other_models: bool = False) -> None:
+        """Take over another engine's analysis in place of the own recordings.
+
+        Raises ConfigError for the analysis of another model. With `of_other_models` only its decisions are taken over.
+        """
+        if not of_other_models and (differences := self._analyst.differences(analysis)):
             raise ConfigError(
                 f"the analysis given to Engine() belongs to another model: {', '.join(differences)} differ. Leave out "
                 "analysis, so that the first step analyses this model."
             )
-
-    def adopt(self, analysis: Analysis) -> None:
-        """Take over another engine's analysis in place of the own recordings."""
         self.trial_runs.reset(analysis.losses)
         self._analyst.adopt(analysis)
 
@@ -181,7 +178,7 @@ class Steps:
             self._state.updates.decide(decided["clip"], decided.get("unclipped"))
         if self._chooses_chunks:
             self.losses.chunk_bytes = decided.get("chunk_bytes", LEAST_CHUNK_BYTES)  # the value before it was saved
-        self.adopt(Analysis.of_decisions(decided))
+        self.adopt(Analysis.of_decisions(decided), of_other_models=True)
 
     def _agree(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassInputs:
         """Look up the batch, agree with the other ranks on a pass, and copy the batch to the device."""
@@ -215,7 +212,11 @@ class Steps:
                 inputs, has_chunks=self.losses.chunk_tokens(inputs) > 0
             )
             if is_due or inputs.plan.has_other_values or departed is not None:
-                self._check_equivalence(inputs)
+                state.updates.flush()
+                sample = self.trial_runs.take_sample(inputs)
+                self.method.begin_trial()
+                self.equivalence.check(inputs, sample)
+                self.trial_runs.forget_traffic()
                 form = BatchForm.of(inputs.batch, self.known.rows)  # the trial used another rank's sample
                 inputs = replace(inputs, form=form)
             if is_recorded and state.attention.check(state, inputs):
@@ -253,14 +254,6 @@ class Steps:
                 f"on {self._state.execution_mode.describe_changes(before)}."
             )
 
-    def _check_equivalence(self, inputs: PassInputs) -> None:
-        """Check this kind of pass on a few rows of the batch."""
-        self._state.updates.flush()
-        sample = self.trial_runs.take_sample(inputs)
-        self.method.begin_trial()
-        self.equivalence.check(inputs, sample)
-        self.trial_runs.forget_traffic()
-
     def _run_with_retries(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:
         """Prepare and run a pass; after an unrecorded unit call, record the call and repeat both with equal draws.
 
@@ -297,21 +290,16 @@ class Steps:
                     raise
 
     def _take_snapshot(self) -> PassSnapshot:
-        """Return a snapshot of generators and modules."""
+        """Return a snapshot of generators and modules, with all buffers except those in units recorded without a
+        change of a buffer.
+        """
         state = self._state
+        inside = {module for unit in state.units if not unit.resident and unit.variants for module in unit.modules}
+        buffers = buffer_places([module for module in self._modules if module not in inside])
+        for unit in state.units:
+            buffers.update(*(variant.buffers for variant in unit.variants.values()))
         notes = [place for unit in state.units for place in unit.mutable_attributes]
-        return PassSnapshot(state.device, self._modules, self._changeable_buffers(), notes, state.runner.is_weight)
-
-    def _changeable_buffers(self) -> set[BufferPlace]:
-        """Return the buffers a pass may change: all except those in units recorded without buffer changes."""
-        inside: set[Module] = set()
-        moving: set[BufferPlace] = set()
-        for unit in self._state.units:
-            if not unit.resident and unit.variants:
-                inside.update(unit.modules)
-            for variant in unit.variants.values():
-                moving |= variant.buffers
-        return moving | buffer_places([module for module in self._modules if module not in inside])
+        return PassSnapshot(state.device, self._modules, buffers, notes, state.runner.is_weight)
 
     def _give_back_memory(self, error: BaseException) -> bool:
         state = self._state

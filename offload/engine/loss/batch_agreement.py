@@ -215,7 +215,14 @@ def agree_on_pass(comm: Comm, announcement: RankBatch) -> PassPlan:
         ("learning rates", [f"engine.lr={other.lr}" for other in ranks]),
         ("losses", [f"{'a' if other.has_loss_function else 'no'} loss_fn" for other in ranks]),
     ):
-        _refuse_differences(subject, values)
+        if len(set(values)) > 1:
+            listed = "; ".join(f"rank {rank}: {value or 'none'}" for rank, value in enumerate(values))
+            closes = any(value.startswith("close") for value in values)
+            closed = " A rank without more data ends the run for all." if closes else ""
+            raise ConfigError(
+                f"the ranks have different {subject}: {listed}. All ranks must make the same calls in the same order, "
+                f"on batches with the same keys.{closed}"
+            )
     return PassPlan(ranks, comm.rank)
 
 
@@ -227,14 +234,3 @@ def host_labels(batch: Batch) -> torch.Tensor | None:
 
 def _describe_shape(key: str, shape: tuple[int, ...] | str) -> str:
     return f"{key}, {shape}" if isinstance(shape, str) else f"{key} of {len(shape)} axes"
-
-
-def _refuse_differences(subject: str, values: Sequence[str]) -> None:
-    if len(set(values)) > 1:
-        listed = "; ".join(f"rank {rank}: {value or 'none'}" for rank, value in enumerate(values))
-        closes = any(value.startswith("close") for value in values)
-        closed = " A rank without more data ends the run for all." if closes else ""
-        raise ConfigError(
-            f"the ranks have different {subject}: {listed}. All ranks must make the same calls in the same order, on "
-            f"batches with the same keys.{closed}"
-        )

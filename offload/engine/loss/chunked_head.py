@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -233,11 +234,8 @@ def find_chunked_head(
         most = tolerance(OTHER_ORDER, [next(iter(model.parameters()))]).loss * max(1.0, abs(full_loss))
     except Exception:
         return None
-
-    def reproduces(head: ChunkedHead) -> bool:
-        try:
-            return abs(head.trial_loss(HeadInputs(output, batch, chunks), tokens) - full_loss) <= most
-        except Exception:  # e.g. an adapter over a split head adds logits for all rows
-            return False
-
-    return next(filter(reproduces, heads), None)
+    for head in heads:
+        with suppress(Exception):  # e.g. an adapter over a split head adds logits for all rows
+            if abs(head.trial_loss(HeadInputs(output, batch, chunks), tokens) - full_loss) <= most:
+                return head
+    return None

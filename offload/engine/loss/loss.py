@@ -161,11 +161,17 @@ def find_loss(outputs: Any) -> torch.Tensor:
     return loss
 
 
-def check_loss(loss: Any, *, has_backward: bool = True) -> torch.Tensor:
-    """Validate the result of a loss function.
+def run_loss(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, *, has_backward: bool = True, **extra: Any
+) -> torch.Tensor:
+    """Run the model on a batch. Return the loss from `loss_fn`, or the model loss without one.
 
-    Without a gradient, Python and numpy numbers are valid too. Raises ConfigError.
+    Without a backward, a loss function may also return Python and numpy numbers. Raises ConfigError.
     """
+    outputs = model(**select_inputs(model, batch, loss_fn), **extra)
+    if loss_fn is None:
+        return find_loss(outputs)
+    loss: Any = loss_fn(outputs, batch)
     if not has_backward and not isinstance(loss, bool) and isinstance(loss, Real):
         return torch.tensor(float(loss), dtype=torch.float32, device="cpu")
     if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -177,11 +183,3 @@ def check_loss(loss: Any, *, has_backward: bool = True) -> torch.Tensor:
             "batch."
         )
     return loss
-
-
-def run_loss(
-    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, *, has_backward: bool = True, **extra: Any
-) -> torch.Tensor:
-    """Run the model on a batch. Return the loss from `loss_fn`, or the model loss without one."""
-    outputs = model(**select_inputs(model, batch, loss_fn), **extra)
-    return check_loss(loss_fn(outputs, batch), has_backward=has_backward) if loss_fn else find_loss(outputs)

@@ -60,7 +60,7 @@ class Losses:
             return self._total_of_calls(inputs, runs_backward)
         num_parts = plan.num_parts if self._state.execution_mode.cut == "units" else 1
         rows = own.micro_rows if num_parts > 1 else own.rows
-        total = self._zero()
+        total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
         # The backward runs inside `micro_batches` too: units cut the batch there as in the forward.
         with runner.as_engine_calls(), runner.micro_batches(own.rows, rows, num_parts):
             size = self.chunk_tokens(inputs) if chunk_tokens is None else chunk_tokens
@@ -77,7 +77,8 @@ class Losses:
     def _total_of_calls(self, inputs: PassInputs, runs_backward: bool) -> torch.Tensor:
         """Call the model once per micro-batch. All ranks make as many calls as the largest batch needs."""
         plan, rule, batch, loss_fn = inputs.plan, inputs.rule, inputs.batch, inputs.loss_fn
-        tokens, own, total = inputs.num_targets, plan.ranks[plan.rank], self._zero()
+        tokens, own = inputs.num_targets, plan.ranks[plan.rank]
+        total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
         graph_inputs = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         leaves = {id(t): t.detach().requires_grad_() for t in graph_inputs}  # a backward would free the caller's graph
         batch = {key: leaves.get(id(value), value) for key, value in batch.items()}
@@ -108,9 +109,6 @@ class Losses:
         gradients = [(t, leaf.grad) for t in graph_inputs if (leaf := leaves[id(t)]).grad is not None]
         torch.autograd.backward([t for t, _ in gradients], [gradient for _, gradient in gradients])
         return total
-
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
 
     def chunk_tokens(self, inputs: PassInputs) -> int:
         """Return the tokens per head chunk; 0 if the logits are computed at once."""

@@ -21,7 +21,6 @@ from offload.interrupts import interrupts
 from offload.lanes.timeline import Span
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
-from offload.tiers.counters import Counters
 
 
 class Method(ABC):
@@ -42,15 +41,10 @@ class Method(ABC):
     """
 
     def __init__(
-        self,
-        state: EngineState,
-        counters: Counters,
-        settings: Settings,
-        losses: Losses,
-        take_snapshot: Callable[[], PassSnapshot],
+        self, state: EngineState, settings: Settings, losses: Losses, take_snapshot: Callable[[], PassSnapshot]
     ) -> None:
         """`take_snapshot`: takes a snapshot of generators and modules."""
-        self._state, self._counters, self._settings, self._rule = state, counters, settings, settings.optimizer
+        self._state, self._settings, self._rule = state, settings, settings.optimizer
         self.lr = settings.optimizer.lr
         self._losses, self._take_snapshot = losses, take_snapshot
         self.expected: tuple[Hashable, bool] = (None, False)
@@ -185,7 +179,7 @@ class Backward(Method):
             before.put_back()
             state.executor.end()
             self._begin_pass(schedule_key, norm=norm)
-            self._counters.begin_pass()
+            state.counters.begin_pass()
             loss = self._losses.total(inputs, runs_backward=True)
         return self.end(loss, inputs.num_targets, schedule_key)
 
@@ -195,7 +189,7 @@ class Backward(Method):
         `sums_backwards`: gradients come from several backwards. `for_norm`: the next backward is for the norm only.
         """
         self._state.lanes.timeline.begin_step()
-        self._counters.begin_step()
+        self._state.counters.begin_step()
         self._begin_pass(schedule_key, sums_backwards, for_norm)
 
     def _begin_pass(

@@ -51,7 +51,8 @@ class ZerothOrderRecord(NamedTuple):
         original = record
         try:
             if isinstance(record, Mapping):
-                skipped = "seed" not in record and not math.isfinite(_number(record.get("loss")))
+                loss = record.get("loss")  # null in a log: not finite
+                skipped = "seed" not in record and (loss is None or not math.isfinite(float(loss)))
                 seed, slopes = (0, ()) if skipped else (record["seed"], record["projected_grad"])
                 rule, frozen = record.get("rule", ""), tuple(record.get("frozen", ()))
                 record = cls(record["step"], seed, slopes, record.get("lr"), rule=rule, frozen=frozen)
@@ -67,11 +68,6 @@ class ZerothOrderRecord(NamedTuple):
                 f"the record is {original!r}; it must be (step, seed, slopes) with finite numbers, the `measured` of "
                 "an engine.step result, or a line of metrics.jsonl."
             ) from error
-
-
-def _number(value: Any) -> float:
-    """Return a number from a log, where null means not finite."""
-    return math.nan if value is None else float(value)
 
 
 @dataclass(frozen=True)

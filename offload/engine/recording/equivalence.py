@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class PassPair:
     """Passes to check."""
 
     roots: Mapping[str, Any]
-    """Objects within reach of the passes, by name: the model, a batch, a loss function."""
+    """Objects within reach of the passes besides the model, by name: a batch, a loss function."""
     run_plain: Callable[[], torch.Tensor]
     """Runs the model on all rows at once as a plain pass. Returns the loss."""
     run_streamed: Callable[[], Sequence[torch.Tensor]]
@@ -75,7 +76,7 @@ class PassObservations:
     """Unit name and results per unit use."""
     gradients: dict[Piece, Sketch] = field(default_factory=dict)
     """Gradients by parameter piece."""
-    final_state: StateSnapshot | None = None
+    final_state: StateSnapshot = field(init=False)
     """State of modules, batch and loss function afterwards."""
     has_sampled: bool = False
     """True if random numbers were sampled."""
@@ -118,12 +119,13 @@ class NoDropoutMode(TorchFunctionMode):
 
 
 @contextmanager
-def isolated(state: EngineState, roots: Mapping[str, Any]) -> Iterator[TrialSnapshot]:
-    """Within the context, the engine calls the model for internal runs. Yield the snapshot of `roots`.
+def isolated(state: EngineState, roots: Mapping[str, Any] = MappingProxyType({})) -> Iterator[TrialSnapshot]:
+    """Within the context, the engine calls the model for internal runs. Yield the snapshot of the model and `roots`.
 
     Restores all state afterwards, also resident weights changed by model code.
     """
-    snapshot, versions = TrialSnapshot(state.device, roots, state.runner.is_weight), state.slots.versions()
+    snapshot = TrialSnapshot(state.device, {"": state.model, **roots}, state.runner.is_weight)
+    versions = state.slots.versions()
     try:
         with state.runner.as_engine_calls(), state.runner.stages.paused():
             yield snapshot
@@ -257,8 +259,9 @@ class PassComparator:
         difference = self._largest_gradient_difference(plain, streamed, allowed)
         if difference or not is_exact:
             return difference
-        unstable_paths = {path for path, *_ in _state_differences(plain, again)} if again else ()
-        for path, mine, theirs in _state_differences(plain, streamed):
+        state = plain.final_state
+        unstable_paths = {path for path, *_ in state.differences(again.final_state)} if again else ()
+        for path, mine, theirs in state.differences(streamed.final_state):
             # A loss function may store anything.
             is_in_loss_function = path.removeprefix("the length of ").startswith("loss_fn")
             if path not in unstable_paths and not is_in_loss_function:
@@ -308,13 +311,6 @@ def _first_result_difference(plain: PassObservations, streamed: PassObservations
                     f"plain PyTorch and {other.norm:.6g} in the engine, a distance of {one.distance(other):.3g}"
                 )
     return ""
-
-
-def _state_differences(one: PassObservations, other: PassObservations) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences in the state after two passes."""
-    assert one.final_state is not None
-    assert other.final_state is not None
-    return one.final_state.differences(other.final_state)
 
 
 def _describe_value(value: Any) -> str:

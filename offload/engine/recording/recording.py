@@ -30,7 +30,7 @@ from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
 from offload.engine.units.snapshots import ModuleSnapshot, buffer_places
-from offload.engine.units.stages import Forward, Use
+from offload.engine.units.stages import Use
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.trial import SavedBytes, Trial
 from offload.engine.units.unit import Unit
@@ -64,9 +64,7 @@ class Recording:
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
-        self._unit_inputs: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
-        self._unit_outputs: list[tuple[UnitTraits, list[torch.Tensor], list[int]]] = []
-        self._contents: list[tuple[UnitTraits, _Contents]] = []
+        self._exchanges: list[tuple[UnitTraits, _Versions, _Versions, _Contents]] = []  # (inputs, outputs) of the uses
         self._variants: set[int] = set()
         self.streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.placeholders}
         self.num_set_to_itself: Counter[int] = Counter()
@@ -75,10 +73,6 @@ class Recording:
         self.written: dict[Unit, _Contents] = {}
         """Resident units whose weights the model has changed, with the new contents."""
         self.written_addresses: list[int] = []
-
-    def watch_reads(self) -> WatchingMode:
-        """Return a mode that detects reads of offloaded parameters and writes to weights."""
-        return _UseDetector(self)
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one unit use with a separate graph. Return the result detached from this graph."""
@@ -89,7 +83,7 @@ class Recording:
         traits = unit.learn(arguments.structure)
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
-        versions = [t._version for t in inputs]
+        versions = _Versions(inputs)
         saved = _SavedTensors(self.runner, inputs)
         module_snapshot = ModuleSnapshot(unit.modules, buffer_places(unit.modules), (), self.runner.is_weight)
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
@@ -98,7 +92,12 @@ class Recording:
         try:
             rows = self.rows if self._before is None else None
             forward = self.runner.stages.record(unit, self.runner, arguments, rows)
-            results_without_graph = None if self._before is None else self._run_without_graph(unit, arguments, forward)
+            results_without_graph: list[torch.Tensor] | None = None
+            if self._before is not None:  # as in a streamed forward
+                trial = Trial(self.runner, unit, arguments)
+                results_without_graph = [
+                    self.runner.copy_from_slot(t) for t in trial.run(forward, arguments.tensors).results
+                ]
             live = list(unit.live().values())
             self.written_addresses[:] = [
                 address for address in self.written_addresses if not self.runner.slots.streams(address)
@@ -122,7 +121,7 @@ class Recording:
         finally:
             self.runner.leave()
             self._inside = None
-        mutated = _changed_indices(inputs, versions)
+        mutated = versions.changed()
         if saved.contents.is_rewritten():
             traits.rewrites = True
         self._refuse_views(unit, arguments, mutated)
@@ -142,19 +141,18 @@ class Recording:
         elif results_without_graph is not None:
             if not mutated and not all(map(same_bits, result.tensors, results_without_graph)):
                 unit.traits.needs_graph = True
-            self._learn_batch(unit)
+            if self.rows != self._before.rows:  # else a call in the caller's own loop: no second row count
+                uses, before = self.uses[unit.name], self._before.uses.get(unit.name, [])
+                use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
+                unit.traits.learn_rows(
+                    use_before, use, (self._before.rows, self.rows), is_first=self._is_first(unit.traits)
+                )
         with torch.no_grad():
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
-        self._unit_inputs.append((traits, arguments.tensors, [t._version for t in arguments.tensors]))
-        self._unit_outputs.append((traits, outputs, [t._version for t in outputs]))
-        self._contents.append((traits, _Contents([*arguments.tensors, *outputs])))
+        both = _Contents([*arguments.tensors, *outputs])
+        self._exchanges.append((traits, _Versions(arguments.tensors), _Versions(outputs), both))
         return deliver_result(result, outputs, containers)
-
-    def _run_without_graph(self, unit: Unit, arguments: Arguments, forward: Forward) -> list[torch.Tensor]:
-        """Run the unit as in a streamed forward. Restore random generators and modules afterwards."""
-        results = Trial(self.runner, unit, arguments).run(forward, arguments.tensors).results
-        return list(map(self.runner.copy_from_slot, results))
 
     def finish(self, results: Any) -> None:
         """Finish after the forward. `results`: the loss.
@@ -162,21 +160,18 @@ class Recording:
         Records inputs and outputs changed later, refuses a loss that depends on the inside of a unit, and runs the
         backward between units to detect weight reads.
         """
-        for traits, tensors, versions in self._unit_inputs:
-            traits.stale.update(_changed_indices(tensors, versions))
-        for traits, tensors, versions in self._unit_outputs:
-            traits.changed.update(_changed_indices(tensors, versions))
-        for traits, contents in self._contents:
+        received = [t for _, inputs, _, _ in self._exchanges for t in inputs.tensors]
+        receivers = Counter(map(id, received))
+        for traits, inputs, outputs, contents in self._exchanges:
+            traits.stale.update(inputs.changed())
+            traits.changed.update(outputs.changed())
+            traits.shared.update(i for i, t in enumerate(inputs.tensors) if receivers[id(t)] > 1)
             if contents.is_rewritten():
                 traits.rewrites = True
-        receivers = Counter(id(t) for _, tensors, _ in self._unit_inputs for t in tensors)
-        for traits, tensors, _ in self._unit_inputs:
-            traits.shared.update(i for i, t in enumerate(tensors) if receivers[id(t)] > 1)
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
         # The backward outside the units may read unit weights too (a reversible layer runs the units there). Tensors
         # trained beside the model are excluded.
         loss = results if isinstance(results, torch.Tensor) else getattr(results, "loss", None)
-        received = [t for _, tensors, _ in self._unit_inputs for t in tensors]
         _refuse_reentrant("the model", [t for t in (loss, *received) if isinstance(t, torch.Tensor)])
         for tensor in [t for t in [loss, *received] if isinstance(t, torch.Tensor) and t.grad_fn is not None]:
             leaves = [
@@ -220,19 +215,6 @@ class Recording:
         is_first = id(traits) not in self._variants
         self._variants.add(id(traits))
         return is_first
-
-    def _learn_batch(self, unit: Unit) -> None:
-        """Compare the uses of a unit with those in the previous pass over another number of rows.
-
-        The unit traits receive the growth of each tensor per row, the graph bytes independent of the rows, and whether
-        the batch can be split into micro-batches. The equivalence check later compares micro-batches with the whole.
-        """
-        assert self._before is not None
-        traits, uses, before = unit.traits, self.uses[unit.name], self._before.uses.get(unit.name, [])
-        if self.rows == self._before.rows:  # a call in the caller's own loop: no second row count
-            return
-        use_before = before[len(uses) - 1] if len(before) >= len(uses) else None
-        traits.learn_rows(use_before, uses[-1], (self._before.rows, self.rows), is_first=self._is_first(traits))
 
     def _num_writes(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """Return the number of in-place changes per weight.
@@ -297,7 +279,7 @@ class Recording:
                 )
 
 
-class _UseDetector(WatchingMode):
+class UseDetector(WatchingMode):
     """Tells a recording of operations on offloaded parameters, writes to weights on the device, and tensors set to
     themselves.
     """
@@ -382,8 +364,15 @@ class _SavedTensors(SavedBytes):
             super().add(tensor)
 
 
-def _changed_indices(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> set[int]:
-    return {i for i, (t, version) in enumerate(zip(tensors, versions, strict=True)) if t._version != version}
+class _Versions:
+    """Version counters of tensors at one moment."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors, self._versions = tensors, [t._version for t in tensors]
+
+    def changed(self) -> set[int]:
+        """Return the indices of tensors changed in place since then."""
+        return {i for i, t in enumerate(self.tensors) if t._version != self._versions[i]}
 
 
 def _refuse_reentrant(where: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
@@ -27,14 +26,13 @@ from offload.engine.loss.label_trials import LabelTrials, probe_loss
 from offload.engine.loss.loss import LossFunction, LossRule, Needs, as_loss, run_loss, select_inputs
 from offload.engine.recording.equivalence import isolated
 from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
-from offload.engine.recording.recording import Recording
+from offload.engine.recording.recording import Recording, UseDetector
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.trial import ENGINE_ERRORS, TrialSnapshot
+from offload.engine.units.trial import ENGINE_ERRORS
 from offload.errors import ConfigError
 from offload.modules import in_eval_mode
-from offload.tiers.counters import Counters
 
 _Result = TypeVar("_Result")
 
@@ -46,11 +44,9 @@ class TrialRuns:
     Every pass restores weights, buffers, random generators and counters.
     """
 
-    def __init__(
-        self, state: EngineState, counters: Counters, known: KnownPasses, may_cut_rows: bool, has_backward: bool
-    ) -> None:
+    def __init__(self, state: EngineState, known: KnownPasses, may_cut_rows: bool, has_backward: bool) -> None:
         self._has_backward, self.known, self.samples = has_backward, known, Samples(state, known.rows)
-        self._model, self._state, self._counters, self._may_cut_rows = state.model, state, counters, may_cut_rows
+        self._model, self._state, self._may_cut_rows = state.model, state, may_cut_rows
         self._unused_sample: tuple[Batch, Batch] | None = None  # (batch, recorded rows of the batch)
         self._recorded_losses: list[float] = []
         self._is_training = False
@@ -89,8 +85,7 @@ class TrialRuns:
         unused, self._unused_sample = self._unused_sample, None
         if unused is not None and unused[0] is inputs.batch:
             return unused[1]
-        known = self.known.look_up(inputs.batch, inputs.loss_fn)
-        leader = self.samples.choose_leader(inputs.batch, known.is_new, None)
+        leader = self.samples.choose_leader(inputs.batch, False, None)  # a new batch has recorded rows
         return self.samples.take(inputs.batch, inputs.form, leader, False, as_loss(inputs.loss_fn).group)[0]
 
     def _record_batch(
@@ -166,7 +161,8 @@ class TrialRuns:
         probe = self.samples.probe(form, self.samples.take(batch, form, leader, has_full_length)[0])
         if loss.needs is Needs.LOG_PROBS:  # the model loss decides if the head allows chunks
             probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
-        with self._isolated(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
+        # Dropout would blur the comparisons.
+        with isolated(self._state, self._roots), in_eval_mode(self._model), torch.no_grad():
             # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
             # enough, as slow as a normal run: reads do not depend on the labels.
             trials = LabelTrials(self._model, run, self._recorded_losses)
@@ -195,7 +191,10 @@ class TrialRuns:
         self, batch: Batch, rule: LossRule, head: ChunkedHead | None
     ) -> tuple[LossRule, ChunkedHead | None]:
         """Return the first loss decision for this pattern: fixed for later batches and resumed runs."""
-        names = " ".join(f"{name}:{_num_axes(value)}" for name, value in sorted(batch.items()))
+        names = " ".join(
+            f"{name}:{value.dim() if isinstance(value, torch.Tensor) else type(value).__name__}"
+            for name, value in sorted(batch.items())
+        )
         key = f"{names} {self.known.flags()}"
         decision = [int(rule.shifts), int(rule.takes_count), head.vocabulary if head else 0]
         shifts, takes_count, vocabulary = self.loss_decisions.setdefault(key, decision)
@@ -217,7 +216,7 @@ class TrialRuns:
         """Find weights read from outside units, e.g. by the loss, at the first call of a pattern. Collective."""
         signature = f"{self.known.signature_of_call(args, kwargs)} {self._model.training}"
         if signature not in self.known.watched_calls:
-            with self._isolated():
+            with isolated(self._state, self._roots):
                 self._run_until_settled(lambda _: _call_on_copies(self._model, args, kwargs))
             self.forget_traffic()
             self.known.watched_calls.add(signature)
@@ -242,17 +241,18 @@ class TrialRuns:
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""
         before: Recording | None = None
+        state = self._state
         for rows, run in runs:
 
             def record(recording: Recording, run: Callable[[], Any] = run) -> Recording:
-                with self._isolated(), self._state.router.trial_mode(recording.call), torch.enable_grad():
+                with isolated(state, self._roots), state.router.trial_mode(recording.call), torch.enable_grad():
                     recording.finish(run())
                 return recording
 
             before = self._run_until_settled(record, rows, before)
             if self._is_training:
                 before.refuse_writes()
-        self._state.runner.stages.check()
+        state.runner.stages.check()
         self.known.update_modes()
         self.forget_traffic()
 
@@ -260,7 +260,7 @@ class TrialRuns:
         """Discard fetched weights and transfer counters, so that the first step fetches and counts all weights."""
         self._state.executor.forget()
         self._state.lanes.timeline.discount("h2d", "nvme_read")
-        self._counters.clear()
+        self._state.counters.clear()
 
     def _run_until_settled(
         self, run: Callable[[Recording], _Result], rows: int = 0, before: Recording | None = None
@@ -269,7 +269,7 @@ class TrialRuns:
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
             try:
-                with self._state.ownership.watched(), recording.watch_reads():
+                with self._state.ownership.watched(), UseDetector(recording):
                     result = run(recording)
             except ConfigError:
                 self._state.runner.weights_changed()
@@ -279,13 +279,13 @@ class TrialRuns:
                     raise
             else:
                 if not recording.outside_readers:
-                    _undo_writes(recording, self._state)
+                    recording.note_writes()
+                    if recording.written:  # copy the weights to the device again
+                        slots, written = self._state.slots, recording.written
+                        slots.refresh([region for unit in written for region in unit.regions], always=True)
+                        slots.compute_after_resident()
                     return result
             self._state.make_resident(recording.outside_readers)
-
-    def _isolated(self) -> AbstractContextManager[TrialSnapshot]:
-        """Restore modules, batch, loss function and random generators afterwards."""
-        return isolated(self._state, {"": self._model, **self._roots})
 
 
 def _call_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,21 +296,9 @@ def _call_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return model(*args, **kwargs)
 
 
-def _undo_writes(recording: Recording, state: EngineState) -> None:
-    """Copy weights to the device again after writes by the model."""
-    recording.note_writes()
-    if recording.written:
-        state.slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
-        state.slots.compute_after_resident()
-
-
 def _is_raised_in(function: Any, error: Exception) -> bool:
     """True if the exception comes from the caller's function."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
     return any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
-
-
-def _num_axes(value: Any) -> int | str:
-    return value.dim() if isinstance(value, torch.Tensor) else type(value).__name__

@@ -102,7 +102,7 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workloa
     micro_rows = min(batch.rows, settings.micro_batch_size or batch.rows)
     num_micro_batches = -(-batch.rows // micro_rows)
     caches, modes = Caches(model), [(module, module.training) for module in model.modules()]
-    caches.turn_off()
+    caches.turn(on=False)
     model.train()
     try:
         tiles = _find_tiles(model, batch, prepared)
@@ -117,7 +117,7 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workloa
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise CannotMeasureError(f"{type(model).__name__} on meta: {type(error).__name__}: {error}") from error
     finally:
-        caches.restore()
+        caches.turn(on=True)
         for module, mode in modes:
             module.training = mode
     return replace(

@@ -33,13 +33,16 @@ class Forwards(Method):
     def step(self, inputs: PassInputs) -> StepResult:
         state, schedule_key = self._state, inputs.plan.schedule_key
         state.lanes.timeline.begin_step()
-        self._counters.begin_step()
+        state.counters.begin_step()
         state.runner.begin_step()
         number = state.runner.step_number
         state.updates.begin_step(self.lr, True, number)
         state.executor.begin(schedule_key)
         self.begin_trial()
-        losses = self._measure(inputs)
+        passes = torch.stack(self.trial(inputs))
+        self._pending.check()
+        values = self.sum(*state.device.copy_to_host(passes)().tolist())
+        losses = list(zip(values[::2], values[1::2], strict=True))  # on both sides of the weights, by direction
         slopes = self._rule.slopes(losses)
         measured = ZerothOrderRecord(
             number + 1, self._settings.seed, tuple(slopes), self.lr, tuple(losses), self._rule.mark, self.descent.frozen
@@ -50,9 +53,8 @@ class Forwards(Method):
                 "Lower --optimizer.lr or --optimizer.eps, or check the data of this step; --train.on_nonfinite skip "
                 "skips such steps."
             )
-            raise NonFiniteError(
-                f"the losses of step {number + 1} at the two perturbed weights are {_format_losses(losses)}. {advice}"
-            )
+            pairs = ", ".join(f"{plus:g} and {minus:g}" for plus, minus in losses)
+            raise NonFiniteError(f"the losses of step {number + 1} at the two perturbed weights are {pairs}. {advice}")
         self.expected = schedule_key, False
         if skipped:
             self._start_fetches(is_batch=True)
@@ -63,8 +65,8 @@ class Forwards(Method):
         slope = math.sqrt(sum(slope * slope for slope in slopes) / len(slopes))
         return self._finish(mean, slope, inputs.num_targets, skipped=skipped, measured=None if skipped else measured)
 
-    def trial(self, inputs: PassInputs, chunk_tokens: int) -> list[torch.Tensor]:
-        return self._losses_of(inputs, chunk_tokens)
+    def trial(self, inputs: PassInputs, chunk_tokens: int | None = None) -> list[torch.Tensor]:
+        return self._interleaved.run(lambda: self._losses.total(inputs, chunk_tokens), self.num_passes)
 
     def begin_trial(self) -> None:
         number = self._state.runner.step_number + 1
@@ -81,7 +83,8 @@ class Forwards(Method):
         self._pending.forget()
 
     def replay(self, measured: ZerothOrderRecord) -> None:
-        num_steps = self._state.runner.step_number
+        state = self._state
+        num_steps = state.runner.step_number
         if measured.step != num_steps + 1:
             raise ConfigError(
                 f"the record is of step {measured.step}, but {num_steps} steps are done and step {num_steps + 1} is "
@@ -89,7 +92,7 @@ class Forwards(Method):
                 f"a skipped step pass its line of metrics.jsonl, or no slopes: ({num_steps + 1}, 0, ())."
             )
         if not measured.slopes:
-            self._state.runner.step_number = measured.step
+            state.runner.step_number = measured.step
             return
         if len(measured.slopes) != self._rule.num_directions:
             raise ConfigError(
@@ -102,23 +105,11 @@ class Forwards(Method):
                 f"step {measured.step} was recorded with other MeZO settings than {self._rule}: replay a run with "
                 "changed settings in parts, each from a checkpoint and with the settings of that part."
             )
-        self.descent.replay(measured if measured.lr is not None else measured._replace(lr=self.lr))
+        measured = measured if measured.lr is not None else measured._replace(lr=self.lr)
+        self.descent.update(measured, {}, lambda region: region.index)
+        state.runner.step_number = measured.step
+        state.updates.start()
 
     def free(self) -> None:
         self._interleaved.free()
         self._perturbed.free()
-
-    def _measure(self, inputs: PassInputs) -> list[tuple[float, float]]:
-        """Return the losses on both sides of the weights for each direction, summed over all ranks."""
-        losses = self._losses_of(inputs)
-        self._pending.check()
-        values = self.sum(*self._state.device.copy_to_host(torch.stack(losses))().tolist())
-        return list(zip(values[::2], values[1::2], strict=True))
-
-    def _losses_of(self, inputs: PassInputs, chunk_tokens: int | None = None) -> list[torch.Tensor]:
-        """Return the losses from all passes over this rank's rows."""
-        return self._interleaved.run(lambda: self._losses.total(inputs, chunk_tokens), self.num_passes)
-
-
-def _format_losses(losses: list[tuple[float, float]]) -> str:
-    return ", ".join(f"{plus:g} and {minus:g}" for plus, minus in losses)

@@ -31,11 +31,9 @@ class InterleavedForwards:
         self._residents: list[Unit] = []
         self._above: list[nn.Module] = []
         self._states: dict[int, _PausedPass] = {}
-        self._begin: _PausedPass | None = None
         self._last: _PausedPass | None = None  # the state restored last
         self._open: Unit | None = None  # the unit with fetched weights
         self._finished: set[int] = set()
-        self._num_passes = 0
 
     def run(self, function: Callable[[], torch.Tensor], num_passes: int) -> list[torch.Tensor]:
         """Return each pass's result, in order."""
@@ -43,8 +41,8 @@ class InterleavedForwards:
         self._residents = [unit for unit in state.units if unit.resident]
         inside = {module for unit in state.units if not unit.resident for module in unit.modules}
         self._above = [module for module in state.model.modules() if module not in inside]
-        self._num_passes, self._open, self._states = num_passes, None, {}
-        self._begin = self._last = _PausedPass(state, self._above)
+        self._open, self._last = None, _PausedPass(state, self._above)
+        self._states = dict.fromkeys(range(num_passes), self._last)
         passes = [self._pass(function) for _ in range(num_passes)]
         with state.router.diverted(self._call):
             self._move_residents(0)
@@ -52,7 +50,7 @@ class InterleavedForwards:
                 results = self._lockstep.run(passes)
                 self._leave()
             finally:
-                self._states, self._begin, self._last = {}, None, None
+                self._states, self._last = {}, None
                 for unit in self._residents:
                     unit.install(unit.live())
         return results
@@ -92,7 +90,7 @@ class InterleavedForwards:
             unit.install(unit.placeholders)
         delivered = deliver_result(results[0], runner.join(unit, results), containers)
         del results  # the other passes run next and need the memory
-        if len(self._finished) == self._num_passes:
+        if len(self._finished) == len(self._states):
             self._leave()
         if self._state.execution_mode.interleaves:
             self._lockstep.turn()
@@ -114,10 +112,9 @@ class InterleavedForwards:
             self._open = None
 
     def _switch(self, leaving: int, entering: int) -> None:
-        """Switch passes: save the state for pass `leaves`, restore the state for pass `comes`."""
-        assert self._begin is not None
+        """Switch passes: save the state of pass `leaving`, restore the state of pass `entering`."""
         self._states[leaving] = _PausedPass(self._state, self._above, self._last)
-        self._last = self._states.get(entering, self._begin)
+        self._last = self._states[entering]
         self._last.put_back(self._states[leaving])
         self._move_residents(entering)
 
@@ -141,7 +138,7 @@ class _PausedPass:
         )
 
     def put_back(self, current: _PausedPass) -> None:
-        """Restore this state. `now`: the current state."""
+        """Restore this state in place of the `current` one."""
         state = self._state
         state.device.set_random_state(self._random)
         if self._python_random is not current._python_random:

@@ -129,9 +129,3 @@ class ZerothOrderUpdate:
                     else:
                         weights = state.store.values.read_local(index).flatten()
                     thresholds[index] = self.rule.threshold(weights)
-
-    def replay(self, measured: ZerothOrderRecord) -> None:
-        """Repeat a step's update from the record, at the weights before that step. Collective."""
-        self.update(measured, {}, lambda region: region.index)
-        self._state.runner.step_number = measured.step
-        self._state.updates.start()
