@@ -115,7 +115,7 @@ def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float)
         step = found.step
         assert step is not None
         held = {tier: sum(a.num_bytes for a in step.plan.allocations if a.tier == tier) for tier in ("device", "cpu")}
-        assert step.device_bytes <= device_kib * KIB
+        assert step.memory.device_bytes <= device_kib * KIB
         waiting = step.waiting_bytes("cpu")
         assert held["cpu"] + waiting <= host_kib * KIB
         assert held["device"] <= device_kib * KIB

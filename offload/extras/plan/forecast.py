@@ -112,7 +112,7 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """True if planning succeeds and no tier exceeds the budget."""
-        return not self.refusal and self.memory.fits
+        return not self.refusal and not self.memory.shortfalls
 
     @property
     def shortage(self) -> str:
