@@ -263,10 +263,6 @@ class PlacementSearch:
         num_machines = self.hardware.num_machines
         return SimulatedRanks(self.num_ranks * num_machines, num_machines)
 
-    def evaluate(self, settings: Settings) -> PlacementCandidate:
-        """Return the estimates for a candidate."""
-        return PlacementCandidate(settings, self)
-
     def choose(self, settings: Settings, *, cuts: bool = False, times: bool = True) -> Settings:
         """Return settings with every "auto" replaced by the search result.
 
@@ -280,7 +276,7 @@ class PlacementSearch:
         choices = placements(settings, num_ranks=ranks.size if cuts else 1, num_machines=ranks.num_machines)
         if self.hardware.device == "cpu" and settings.update == "auto":  # one lane makes all updates
             choices = (each for each in choices if each.update != "both")
-        candidates = map(self.evaluate, choices)
+        candidates = (PlacementCandidate(each, self) for each in choices)
         with without_garbage_collector():
             chosen = search(list(candidates)) if times else next((each for each in candidates if each.fits), None)
         return settings if chosen is None else chosen.settings
