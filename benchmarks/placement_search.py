@@ -137,7 +137,7 @@ def run(machine: Machine, folder: str, num_rounds: int) -> Result:
     settings, its = wanted(machine, folder), planned(CASE.model(), Settings())
 
     placer = PlacementSearch(its, work(), hardware(machine), ThisMachine(None))
-    every = [placer.evaluate(each) for each in placements(settings)]
+    every = [PlacementCandidate(each, placer) for each in placements(settings)]
     chosen = search(every)
     assert chosen is not None, "nothing fits"
     # Different settings may mean the same (saved graphs need no place for inputs): only one of them runs.

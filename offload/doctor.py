@@ -56,18 +56,15 @@ def _show(diagnosis: dict[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in (*_machine(diagnosis["environment"]), *_live(diagnosis)):
-        table.add_row(name, text)
+    rows: list[tuple[str, ...]] = [*_machine(diagnosis["environment"]), *_live(diagnosis)]
     if not diagnosis["nvme"]:
-        table.add_row("nvme dir", "none examined; name directories with --nvme-dir")
+        rows.append(("nvme dir", "none examined; name directories with --nvme-dir"))
     for each in diagnosis["nvme"]:
-        table.add_row()
-        for name, text in _directory(each):
-            table.add_row(name, text)
+        rows += [(), *_directory(each)]
     if "probe" in diagnosis:
-        table.add_row()
-        for name, text in (*_rates(diagnosis["probe"]), *_limits(diagnosis["probe"])):
-            table.add_row(name, text)
+        rows += [(), *_rates(diagnosis["probe"]), *_limits(diagnosis["probe"])]
+    for row in rows:
+        table.add_row(*row)
     Console(highlight=False, markup=False).print(table)
 
 

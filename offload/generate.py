@@ -78,28 +78,21 @@ def main(words: list[str]) -> int:
     with Sampler(
         path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, accelerator=own, adapter=adapter
     ) as sampler:
-        generation = sampler.write(sampler.encode(prompt, chat=options.chat), choices, _show)
+        prompt_ids = sampler.encode(prompt, chat=options.chat)
+        generation = sampler.write(prompt_ids, choices, lambda text: print(text, end="", flush=True))
         total = sampler.stream.total_bytes
         text = sampler.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         has_template = bool(sampler.tokenizer.chat_template)
     print()
     if not text.strip():
-        say(_no_text(lacks_template=has_template and not options.chat))
+        advice = " The folder has a chat template, and a chat model expects a prompt in it: add --chat."
+        say(f"note: the model returned no text.{advice if has_template and not options.chat else ''}")
     num_tokens = len(generation.token_ids)
     say(
         f"{counted(num_tokens, 'token')} in {generation.seconds:.1f} s, {num_tokens / generation.seconds:.3g} a "
         f"second; {format_bytes(total)} of weights, {format_bytes(generation.bytes_read)} read while writing"
     )
     return 0
-
-
-def _no_text(*, lacks_template: bool) -> str:
-    if not lacks_template:
-        return "note: the model returned no text."
-    return (
-        "note: the model returned no text. The folder has a chat template, and a chat model expects a prompt in it: "
-        "add --chat."
-    )
 
 
 def _check(options: Options) -> None:
@@ -112,10 +105,6 @@ def _check(options: Options) -> None:
     ):
         if not is_right:
             raise ConfigError(f"--{name} is {value}; it should be {allowed}.")
-
-
-def _show(text: str) -> None:
-    print(text, end="", flush=True)
 
 
 if __name__ == "__main__":

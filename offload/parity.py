@@ -172,16 +172,9 @@ def show(result: ParityResult) -> None:
         )
     if not result.is_equal and not result.in_same_order:
         print("if a layer uses an input in several places, --same-order sums in the engine's order.")
-    print(f"parity: {_summary(result)}")
-
-
-def _summary(result: ParityResult) -> str:
-    steps = f"over {counted(len(result.steps), 'step')}"
-    if not result.is_equal:
-        return f"offloaded and resident training differ {steps}"
-    if result.is_bit_equal:
-        return f"offloaded and resident training are equal bit for bit {steps}"
-    return f"offloaded and resident training are equal within the order of sums {steps}"
+    equal = "are equal bit for bit" if result.is_bit_equal else "are equal within the order of sums"
+    verdict = equal if result.is_equal else "differ"
+    print(f"parity: offloaded and resident training {verdict} over {counted(len(result.steps), 'step')}")
 
 
 def _steps(text: str | None) -> int:

@@ -12,7 +12,7 @@ from offload.app.config.command_line import CommandOption, importing, is_on, par
 from offload.errors import ConfigError, DoesNotFitError, allocation_name, counted, format_bytes
 
 if TYPE_CHECKING:
-    from offload.extras.plan.forecast import Alternative, Forecast
+    from offload.extras.plan.forecast import Forecast
     from offload.machine.hardware import Hardware
 
 DESCRIPTION = (
@@ -145,12 +145,10 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
             f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
         )
         yield f"busy, in seconds: {'; '.join(filter(None, (busy, describe_hiding(timing))))}"
-    if update_note := prediction.prepared.plan.describe_updates(prediction.prepared.structure.regions):
-        yield update_note
     prepared = prediction.prepared
-    yield from filter(
-        None, (prepared.frozen_weights_text, prepared.links_text, prepared.structure.splitting.description)
-    )
+    updates = prepared.plan.describe_updates(prepared.structure.regions)
+    splitting = prepared.structure.splitting.description
+    yield from filter(None, (updates, prepared.frozen_weights_text, prepared.links_text, splitting))
     if prediction.network_bytes:
         yield f"network: {format_bytes(prediction.network_bytes)} a step from each machine to the others"
     if prediction.written_bytes:
@@ -158,16 +156,11 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
         day, days = document["nvme_written_bytes_per_day"], document["nvme_endurance_days"]
         lasts = f"; its rated endurance is used up in {days:,.0f} days" if days else ""
         yield f"disk: {format_bytes(prediction.written_bytes)} written a step, {format_bytes(day)} a day{lasts}"
-    yield from (f"instead: {_alternative(prediction, each)}" for each in prediction.alternatives)
-
-
-def _alternative(prediction: Forecast, other: Alternative) -> str:
-    if not other.fits:
-        return f"{other.change}: does not fit"
-    if not prediction.fits or prediction.timing is None or other.tokens_per_second is None:
-        return f"{other.change}: fits"
-    ratio = other.tokens_per_second / prediction.timing.tokens_per_second
-    return f"{other.change}: {ratio:.3g}x"
+    for other in prediction.alternatives:
+        effect = "fits" if other.fits else "does not fit"
+        if other.fits and prediction.fits and timing is not None and other.tokens_per_second is not None:
+            effect = f"{other.tokens_per_second / timing.tokens_per_second:.3g}x"
+        yield f"instead: {other.change}: {effect}"
 
 
 def describe_fit(prediction: Forecast) -> Iterator[str]:

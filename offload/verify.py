@@ -35,55 +35,37 @@ def main(words: list[str]) -> int:
     path = Path(options.path).expanduser()
     if not path.is_dir():
         raise ConfigError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; give a folder to verify.")
-    from offload.app.checkpoint_folder import checkpoints_of, is_checkpoint  # imports torch
+    from offload.app.checkpoint_folder import checkpoints_of, is_checkpoint, verify_with_progress  # imports torch
     from offload.app.hf.models import quiet_transformers
+    from offload.app.hf.verify import verify_folder
 
     quiet_transformers()
-    report = _Report(options.json)
+    report: dict[str, Any] = {}
+    show: Callable[[str], object] = (lambda _text: None) if options.json else print
     if is_checkpoint(path):
-        report.check(path, is_stored=True)
+        report["checked"] = [_check(path, verify_with_progress, show)]
     elif (checkpoints := checkpoints_of(path)) is not None:
-        for folder in reversed(checkpoints.folders()):
-            report.check(folder, is_stored=True)
-        undamaged = [each["path"] for each in report.checked if each["whole"]]
-        report.end(undamaged[-1] if undamaged else None)
+        report["checked"] = [_check(each, verify_with_progress, show) for each in reversed(checkpoints.folders())]
+        undamaged = [each["path"] for each in report["checked"] if each["whole"]]
+        report["newest_whole"] = undamaged[-1] if undamaged else None  # the run would resume from here
+        show(f"the newest undamaged one: {undamaged[-1]}" if undamaged else "all are damaged")
     elif (path / "config.json").exists() or any(path.glob("*.safetensors*")):
-        report.check(path, is_stored=False)
+        report["checked"] = [_check(path, verify_folder, show)]
     else:
         raise ConfigError(f"{path} holds neither checkpoints nor a Hugging Face model; see --help for the formats.")
     if options.json:
-        print(json.dumps(report.content(), indent=2))
-    return 0 if all(each["whole"] for each in report.checked) else 1
+        print(json.dumps(report, indent=2))
+    return 0 if all(each["whole"] for each in report["checked"]) else 1
 
 
-class _Report:
-    """Check results, printed line by line or collected into one object."""
-
-    def __init__(self, as_json: bool) -> None:
-        self._say: Callable[[str], object] = (lambda _text: None) if as_json else print
-        self.checked: list[dict[str, Any]] = []
-        self._ends: dict[str, Any] = {}
-
-    def check(self, folder: Path, is_stored: bool) -> None:
-        """Check one folder."""
-        from offload.app.checkpoint_folder import verify_with_progress
-        from offload.app.hf.verify import verify_folder
-
-        try:
-            description, is_whole = verify_with_progress(folder) if is_stored else verify_folder(folder), True
-        except OffloadError as error:
-            description, is_whole = " ".join(str(error).split()), False
-        self._say(f"{folder}: {'OK' if is_whole else 'DAMAGED'}: {description}")
-        self.checked.append({"path": str(folder), "whole": is_whole, "found": description})
-
-    def end(self, newest_whole: str | None) -> None:
-        """Record the checkpoint from which the run would resume."""
-        self._say(f"the newest undamaged one: {newest_whole}" if newest_whole else "all are damaged")
-        self._ends = {"newest_whole": newest_whole}
-
-    def content(self) -> dict[str, Any]:
-        """Return the object for --json."""
-        return {"checked": self.checked, **self._ends}
+def _check(folder: Path, verify: Callable[[Path], str], show: Callable[[str], object]) -> dict[str, Any]:
+    """Check one folder with `verify`, show the result and return a JSON object."""
+    try:
+        description, is_whole = verify(folder), True
+    except OffloadError as error:
+        description, is_whole = " ".join(str(error).split()), False
+    show(f"{folder}: {'OK' if is_whole else 'DAMAGED'}: {description}")
+    return {"path": str(folder), "whole": is_whole, "found": description}
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def test_what_cannot_be_chosen_is_not_played(fakes: list[Fake], chosen: int, pla
 )
 def test_no_placement_that_fits_is_faster(placement: dict[str, Any]) -> None:
     place = placer()
-    every = [place.evaluate(each) for each in placements(wanted(**placement))]
+    every = [PlacementCandidate(each, place) for each in placements(wanted(**placement))]
     found = search(every)
     fastest = min(each.step_seconds for each in every if each.fits)
     assert found is not None
@@ -110,19 +110,19 @@ def test_no_placement_that_fits_is_faster(placement: dict[str, Any]) -> None:
 def test_no_budget_is_ever_exceeded(device_kib: int, host_kib: int, link: float) -> None:
     settings = wanted(device_memory=device_kib * KIB, host_memory=host_kib * KIB)
     place = placer(replace(RATES, h2d_bytes_per_s=link, d2h_bytes_per_s=link))
-    found = search([place.evaluate(each) for each in placements(settings)])
+    found = search([PlacementCandidate(each, place) for each in placements(settings)])
     if found is not None:
         step = found.step
         assert step is not None
         held = {tier: sum(a.num_bytes for a in step.plan.allocations if a.tier == tier) for tier in ("device", "cpu")}
-        assert step.device_bytes <= device_kib * KIB
+        assert step.memory.device_bytes <= device_kib * KIB
         waiting = step.waiting_bytes("cpu")
         assert held["cpu"] + waiting <= host_kib * KIB
         assert held["device"] <= device_kib * KIB
 
 
 def best(place: PlacementSearch, settings: Settings) -> PlacementCandidate:
-    found = search([place.evaluate(each) for each in placements(settings)])
+    found = search([PlacementCandidate(each, place) for each in placements(settings)])
     assert found is not None
     return found
 
@@ -162,8 +162,8 @@ def test_what_is_chosen_says_where_everything_is_and_what_does_not_fit_is_left_a
 def test_a_machine_without_a_disk_has_nothing_on_it() -> None:
     place = placer(replace(RATES, nvme_read_bytes_per_s=None, nvme_write_bytes_per_s=None))
     on_disk = replace(wanted().placement, parameters="nvme", optimizer="nvme", device_memory=150 * KIB)
-    assert placer().evaluate(replace(wanted(), placement=on_disk, update="cpu")).fits
-    assert not place.evaluate(replace(wanted(), placement=on_disk, update="cpu")).fits
+    assert PlacementCandidate(replace(wanted(), placement=on_disk, update="cpu"), placer()).fits
+    assert not PlacementCandidate(replace(wanted(), placement=on_disk, update="cpu"), place).fits
 
 
 def test_settings_that_say_what_they_want_are_left_alone() -> None:

@@ -115,8 +115,8 @@ def test_a_step_moves_the_bytes_that_an_engine_moves(name: str, tmp_path: Path) 
 def test_what_runs_once_over_all_micro_batches_counts_once(is_cut: bool, runs: int) -> None:
     cost, gpu = Cost(2.0, 0.0, 3), MACHINE.with_(device="cuda", rates=replace(RATES, launch_s=0.5))
     use = replace(work("x", 0.0, 0.0), is_cut=is_cut)
-    assert compute_seconds(use, [cost], 4, "fp32", gpu, fuses=False) == (2.0 * runs * 1.03, 1.5 * runs)
-    assert compute_seconds(use, [cost], 4, "fp32", replace(gpu, device="cpu"), fuses=False) == (2.0 * runs, 0.0)
+    assert compute_seconds(use, [cost], 4, Settings(), gpu) == (2.0 * runs * 1.03, 1.5 * runs)
+    assert compute_seconds(use, [cost], 4, Settings(), replace(gpu, device="cpu")) == (2.0 * runs, 0.0)
 
 
 @pytest.mark.parametrize(("precision", "rows"), [("fp32", 8), ("fp32", 2), ("bf16", 2)])
@@ -141,10 +141,12 @@ def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, 
     gpu = machine.with_(device="cuda")
     use = replace(work("x", 0.0, 0.0), is_block=is_block)
     cost = Cost(flops=2.0, num_bytes=4.0, num_operations=0, moved_bytes=8.0)
-    assert compute_seconds(use, [cost], 1, "fp32", machine, fuses=False)[0] == 2.0 + 2.0
-    assert compute_seconds(use, [cost], 1, "fp32", machine, fuses=True)[0] == pytest.approx(2.0 + 2.0 * share)
+    assert compute_seconds(use, [cost], 1, Settings(), machine)[0] == 2.0 + 2.0
+    assert compute_seconds(use, [cost], 1, Settings(compile="auto"), machine)[0] == pytest.approx(2.0 + 2.0 * share)
     gaps = 1.0 if is_block else 1.03
-    assert compute_seconds(use, [cost], 1, "fp32", gpu, fuses=True)[0] == pytest.approx((2.0 + 2.0 * share) * gaps)
+    assert compute_seconds(use, [cost], 1, Settings(compile="auto"), gpu)[0] == pytest.approx(
+        (2.0 + 2.0 * share) * gaps
+    )
     attention = replace(cost, flops=4.0, attention_flops=2.0)  # 0.63 of the rate of products, unless measured
     assert kernel_seconds(attention, "fp32", machine.rates) == pytest.approx((2.0, 2.0 / 0.63, 2.0))
     measured = replace(machine.rates, attention_flops_per_s={"fp32": 0.5})

@@ -121,18 +121,22 @@ def alternatives(forecaster: Forecaster, initial: Forecast, prediction: Forecast
 
     initial: forecast before the placement search. prediction: forecast after the search.
     """
+    found = list[tuple[str, Forecast]]()
     if prediction.memory.total("nvme") or "cpu" in prediction.memory.shortfalls or prediction.refusal:
         more_bytes, more = _more_host_memory(forecaster, initial)
-        if _is_different(prediction, more):
-            yield _alternative(more, f"{format_bytes(more_bytes)} more host memory")
+        found.append((f"{format_bytes(more_bytes)} more host memory", more))
     for change in _changes(prediction):
         other = None if to_flags(change) == prediction.fix else _try_change(forecaster, prediction, change)
         # First with the current placement; if that does not fit, or smaller micro-batches free memory, with a new
         # search.
         if other is not None and (not other.fits or "train.micro_batch_size" in change):
             other = place(forecaster, _try_change(forecaster, initial, change) or other)
-        if other is not None and _is_different(prediction, other):
-            yield _alternative(other, to_flags(change))
+        if other is not None:
+            found.append((to_flags(change), other))
+    for text, other in found:
+        if _is_different(prediction, other):
+            seconds, tokens = (getattr(other.timing, name, None) for name in ("step_seconds", "tokens_per_second"))
+            yield Alternative(text, seconds, tokens, other.fits)
 
 
 def has_open_placement(prediction: Forecast) -> bool:
@@ -267,11 +271,6 @@ def _try_change(
         return None
 
 
-def _alternative(other: Forecast, change: str) -> Alternative:
-    seconds, tokens = (getattr(other.timing, name, None) for name in ("step_seconds", "tokens_per_second"))
-    return Alternative(change, seconds, tokens, other.fits)
-
-
 def find_fix(forecaster: Forecaster, prediction: Forecast, ends: float = math.inf) -> dict[str, Any]:
     """Return the smallest change needed to fit: no key can be dropped. Empty: nothing found.
 
@@ -348,11 +347,7 @@ def _larger_budgets(forecaster: Forecaster, prediction: Forecast, ends: float) -
                 change[key] = middle
             else:
                 too_small = middle
-    return {key: _whole_size(num_bytes) for key, num_bytes in change.items()}
-
-
-def _whole_size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20}MiB" if num_bytes % (1 << 20) == 0 else f"{num_bytes >> 10}KiB"
+    return {key: f"{n >> 10}KiB" if n % (1 << 20) else f"{n >> 20}MiB" for key, n in change.items()}
 
 
 def apply_change(config: Config, change: Mapping[str, Any]) -> Config:
@@ -364,13 +359,12 @@ def apply_change(config: Config, change: Mapping[str, Any]) -> Config:
 
 def to_flags(change: Mapping[str, Any]) -> str:
     """Return a change as command-line flags."""
-    return " ".join(f"--{key} {_as_flag(key, value)}" for key, value in change.items())
-
-
-def _as_flag(key: str, value: Any) -> Any:
-    if isinstance(value, int) and key.endswith("_memory"):
-        return written_size(value)
-    return "none" if value is None else value[0] if isinstance(value, tuple) else value
+    flags = []
+    for key, value in change.items():
+        if isinstance(value, int) and key.endswith("_memory"):
+            value = written_size(value)
+        flags.append(f"--{key} {'none' if value is None else value[0] if isinstance(value, tuple) else value}")
+    return " ".join(flags)
 
 
 def _more_host_memory(forecaster: Forecaster, initial: Forecast) -> tuple[int, Forecast]:
@@ -394,7 +388,8 @@ def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     config = prediction.config
     if "states" in RULE_SETTINGS[config.optimizer.name].keys:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if width != config.optimizer.states)
-    yield from _shorter_masters(config)
+    if _can_shorten_masters(config):
+        yield {"optimizer.master": "bf16"}
     yield from wider_precision(prediction)
     if prediction.hardware.device != "cpu":
         if prediction.prepared.plan.residence.common != DEVICE:
@@ -439,8 +434,8 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
         yield {"train.precision": "bf16"}
     if on_host and "states" in RULE_SETTINGS[config.optimizer.name].keys:
         yield from ({"optimizer.states": width} for width in ("bf16", "int8") if config.optimizer.states == "fp32")
-    if on_host:
-        yield from _shorter_masters(config)
+    if on_host and _can_shorten_masters(config):
+        yield {"optimizer.master": "bf16"}
     if on_host and (config.offload.nvme_dir or prediction.hardware.rates.has_disk):
         folder: dict[str, Any] = {} if config.offload.nvme_dir else {"offload.nvme_dir": (_FOLDER,)}
         if folder:
@@ -464,9 +459,8 @@ def _tile_rows(config: Config) -> int:
     return tile_rows(int(config.data.sequence_length or 0) // config.train.sequence_parallel)
 
 
-def _shorter_masters(config: Config) -> Iterator[dict[str, Any]]:
-    if "master" in RULE_SETTINGS[config.optimizer.name].keys and config.optimizer.master == "fp32":
-        yield {"optimizer.master": "bf16"}
+def _can_shorten_masters(config: Config) -> bool:
+    return "master" in RULE_SETTINGS[config.optimizer.name].keys and config.optimizer.master == "fp32"
 
 
 def wider_precision(prediction: Forecast) -> Iterator[dict[str, Any]]:

@@ -112,7 +112,7 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """True if planning succeeds and no tier exceeds the budget."""
-        return not self.refusal and self.memory.fits
+        return not self.refusal and not self.memory.shortfalls
 
     @property
     def shortage(self) -> str:
@@ -286,8 +286,8 @@ class Forecaster:
         if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
             notes.append(f"the network rate of {hardware.name} is unknown: the step time does not include the network.")
         workload = None if isinstance(work, str) else work
-        if workload is not None:
-            notes += describe_experts(prepared.structure, workload)
+        if workload is not None and (text := describe_experts(prepared.structure, workload)):
+            notes.append(text)
         memory, timing = footprint(prepared, workload, hardware, self.num_ranks), None
         if not hardware.rates.has_disk and any(each.tier == DISK for each in memory.allocations):
             notes.append(f"the disk rate of {hardware.name} is unknown, so there is no step time.")

@@ -135,15 +135,12 @@ def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Til
     if not isinstance(size, int) or batch.length <= size:
         return None
     tiles, few = TiledUses(size), replace(batch, length=_FEW_TOKENS, shared_by=1)
-    probe = _WorkloadProbe(prepared, tiles, records_uses=True)
-    probe.run(model, ROWS, None, few)
+    _WorkloadProbe(prepared, tiles).run(model, ROWS, None, few)
     tiles.find()
     return tiles
 
 
-def _run(
-    model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None = None
-) -> Workload:
+def _run(model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None) -> Workload:
     """Return the workload for one micro-batch with `rows` rows."""
     probe = _WorkloadProbe(prepared, tiles)
     num_chunks = probe.run(model, rows, prepared.chunk_bytes, batch)
@@ -177,17 +174,13 @@ class _UseRecord:
 class _WorkloadProbe:
     """Intercepts unit calls and counts compute between units."""
 
-    def __init__(self, prepared: EnginePlan, tiles: TiledUses | None = None, *, records_uses: bool = False) -> None:
-        """Create a probe. `tiles`: modules to run over sequence tiles.
-
-        `records_uses`: record uses for the tile search instead.
-        """
+    def __init__(self, prepared: EnginePlan, tiles: TiledUses | None) -> None:
         is_cpu = torch.device(prepared.settings.device or "cpu").type == "cpu"
         self.counter, self.last_result_bytes = OpCounter(fuses_dropout=not is_cpu), 0
         self._prepared = prepared
         self._entries: list[_UseRecord] = []
-        self._chunk: list[_UseRecord] = []
-        self._uses = UnitMeasurements(self.counter, tiles, records_uses=records_uses)
+        self._chunk: list[UnitWork] = []
+        self._uses = UnitMeasurements(self.counter, tiles)
         self._kept: dict[int, int] = {}
         self._inputs: set[int] = set()
         self._movable: dict[int, _UseRecord] = {}  # storage -> first user, if no other unit shares the input
@@ -260,7 +253,8 @@ class _WorkloadProbe:
             try:
                 output = head.base_output(lambda: model(**select_inputs(model, tensors, None)))
             except TypeError:  # the head has an unexpected call pattern
-                self._reset()
+                self._entries, self._kept, self._inputs, self._movable = [], {}, set(), {}
+                self.begin()
                 return self._run_whole(model, tensors)
             hidden = output["last_hidden_state"]
             self._end_stretch()
@@ -287,7 +281,6 @@ class _WorkloadProbe:
     def _run_whole(self, model: nn.Module, tensors: Batch) -> int:
         loss = find_loss(model(**select_inputs(model, tensors, None)))
         self._end_stretch()
-        self.counter.begin()
         loss.backward()
         self._end_backward(0)
         return 1
@@ -303,7 +296,7 @@ class _WorkloadProbe:
         loss.backward()
         peak_bytes = max(peak_bytes, self.counter.peak_bytes)
         self._end_backward(0)
-        works = [replace(e.work, saved_bytes=0, forward_temporary_bytes=0) for e in self._entries]
+        works = [replace(entry.work, saved_bytes=0, forward_temporary_bytes=0) for entry in self._entries]
         unit = next((work for work in works if work.name is not None), None)
         stretches = [work for work in works if work is not unit]
         stretch = replace(
@@ -311,12 +304,11 @@ class _WorkloadProbe:
             forward=sum((w.forward for w in stretches), NO_COST),
             backward=sum((w.backward for w in stretches), NO_COST),
         )
-        most_bytes = peak_bytes - kept_bytes
-        self._chunk = [_UseRecord(replace(stretch, forward_temporary_bytes=most_bytes, is_cut=False), kept_bytes)]
+        self._chunk = [replace(stretch, forward_temporary_bytes=peak_bytes - kept_bytes, is_cut=False)]
         if unit is not None:
             # The input is a copy of some hidden states, with the shape of their gradient.
             unit = replace(unit, input_bytes=unit.gradient_bytes, stretch_bytes=0, is_cut=False)
-            self._chunk.insert(0, _UseRecord(unit, kept_bytes))
+            self._chunk.insert(0, unit)
         self._entries, self._kept = before, kept
 
     def _repeat_chunk(self, blocks: RowBlocks, num_chunks: int) -> None:
@@ -325,23 +317,20 @@ class _WorkloadProbe:
         Each runs forward once without a graph and again in the backward.
         """
         names = {unit.module: unit.name for unit in self._prepared.structure.candidates}
-        records = []
-        for entry in self._chunk:
-            costs = [sum([cost] * num_chunks, NO_COST) for cost in (entry.work.forward, entry.work.backward)]
-            work = replace(entry.work, forward=costs[0], backward=costs[1] + costs[0])
+        works = []
+        for work in self._chunk:
+            forward, backward = (sum([cost] * num_chunks, NO_COST) for cost in (work.forward, work.backward))
             # The backward follows at once, so the input stays on the device.
-            records.append(_UseRecord(replace(work, staying_bytes=work.input_bytes), entry.kept_bytes))
+            works.append(replace(work, forward=forward, backward=backward + forward, staying_bytes=work.input_bytes))
         self._chunk = [
-            _UseRecord(replace(entry.work, name=names[block], keeps_graph=False, reads_weights=True), entry.kept_bytes)
-            if entry.work.name is not None
-            else entry
+            work if work.name is None else replace(work, name=names[block], keeps_graph=False, reads_weights=True)
             for block in blocks.blocks
-            for entry in records
+            for work in works
         ]
 
     def works(self, num_chunks: int) -> tuple[UnitWork, ...]:
         """Return all uses, and all stretches with work."""
-        works = [entry.work for entry in (*self._entries, *self._chunk * num_chunks)]
+        works = [*(entry.work for entry in self._entries), *self._chunk * num_chunks]
         return tuple(w for w in works if w.name is not None or w.forward.num_operations or w.backward.num_operations)
 
     # -- between units ---------------------------------------------------------------------------------------
@@ -371,10 +360,6 @@ class _WorkloadProbe:
         entry = self._entries[number]
         peak = max(0, self.counter.peak_bytes - entry.kept_bytes)
         entry.work = replace(entry.work, backward=self.counter.cost - self._start_cost, backward_temporary_bytes=peak)
-        self.begin()
-
-    def _reset(self) -> None:
-        self._entries, self._kept, self._inputs, self._movable = [], {}, set(), {}
         self.begin()
 
     # -- a unit ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,14 +16,12 @@ from offload.engine.units.recompute_policy import spread
 from offload.extras.plan.workload import UnitWork, Workload
 from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import Hardware
-from offload.planning.memory import Allocation, bytes_on, gradient_lasts, resident_regions
+from offload.planning.memory import LASTING, Allocation, bytes_on, gradient_lasts, resident_regions
 from offload.planning.plan import Plan, budget_bytes
-from offload.planning.settings import Settings
 from offload.tiers.placement import OFFLOADED
 
 INPUTS, KEPT = "unit inputs", "kept tensors"
 """Allocation names, as in the engine ledgers."""
-LASTING = "accumulated gradients"
 OPERATIONS = "operations"
 """Peak bytes held by operations beyond all named allocations."""
 
@@ -67,11 +65,6 @@ class Footprint:
         excess["cpu"] = max(excess.get("cpu", 0), used_bytes - self.host_bytes)
         return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
 
-    @property
-    def fits(self) -> bool:
-        """True if every tier stays within budget."""
-        return not self.shortfalls
-
 
 def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
     """Return the memory use on one rank. `workload` None: unknown; the result then covers planned allocations only."""
@@ -84,12 +77,18 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
     tiered = (
         replace(a, tier="pinned") if pins and a.tier == "cpu" and a.name not in resting else a for a in allocations
     )
+    host, disk = (prepared.settings.placement.budget(tier) for tier in OFFLOADED)
+    if disk is None and hardware.disk_bytes is not None:
+        disk = hardware.disk_bytes // num_ranks
+    infos = prepared.structure.infos
+    # Without a checkpoint, weights are initialized in fp32, one unit at a time.
+    units = (sum(infos[index].numel for index in unit.parameters) for unit in prepared.structure.candidates)
     return Footprint(
         allocations=tuple(a for a in tiered if a.num_bytes),
-        budgets=_budgets(prepared.settings, prepared.plan, hardware, num_ranks),
+        budgets={DEVICE: device_budget(prepared.plan, hardware), HOST: host, DISK: disk},
         host_bytes=hardware.host_bytes // num_ranks,
         is_one_memory=hardware.shares_memory or hardware.device == "cpu",
-        loading_bytes=_loading_bytes(prepared),
+        loading_bytes=4 * max(units),
         kept=kept,
     )
 
@@ -100,19 +99,6 @@ def device_budget(plan: Plan, hardware: Hardware) -> int | None:
     return min((each for each in (plan.device_bytes, capacity) if each is not None), default=None)
 
 
-def _budgets(settings: Settings, plan: Plan, hardware: Hardware, num_ranks: int) -> dict[str, int | None]:
-    host, disk = (settings.placement.budget(tier) for tier in OFFLOADED)
-    if disk is None and hardware.disk_bytes is not None:
-        disk = hardware.disk_bytes // num_ranks
-    return {DEVICE: device_budget(plan, hardware), HOST: host, DISK: disk}
-
-
-def _loading_bytes(prepared: EnginePlan) -> int:
-    """Return the fp32 size of the largest unit. Without a checkpoint, weights are initialized one unit at a time."""
-    infos = prepared.structure.infos
-    return max(4 * sum(infos[index].numel for index in unit.parameters) for unit in prepared.structure.candidates)
-
-
 class StepMemory:
     """Memory use on one rank during a step: planned allocations, tensors kept for the backward, and operation peaks."""
 
@@ -120,6 +106,7 @@ class StepMemory:
         self.settings, self.plan, self.workload, self.hardware = prepared.settings, prepared.plan, workload, hardware
         self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
         self._has_backward = prepared.settings.optimizer.has_gradients
+        self.budget = device_budget(self.plan, hardware)
         # Row blocks add gradients to the gradient buffer or on the host.
         in_layers = [unit for unit in prepared.structure.units if unit.num_layers]
         self._in_row_blocks = {region for unit in in_layers for region in unit.regions}
@@ -127,8 +114,10 @@ class StepMemory:
     @property
     def allocations(self) -> list[Allocation]:
         """All allocations by tier and name; host allocations have the names from the plan."""
-        planned = _add_bytes(self.plan.allocations, "device", LASTING, self._lasting_bytes)
-        return [*planned, *self._largest_step]
+        lasting = self.plan.of(DEVICE, LASTING)
+        planned = [a for a in self.plan.allocations if a is not lasting]
+        grown = replace(lasting, num_bytes=lasting.num_bytes + self._lasting_bytes)
+        return [*planned, grown, *self._largest_step]
 
     @cached_property
     def device_bytes(self) -> int:
@@ -160,16 +149,20 @@ class StepMemory:
     def kept(self) -> frozenset[int]:
         """Call indices with the graph saved on the device, with the same choice as `RecomputePolicy`."""
         calls, mode = self.workload.calls, self.settings.recompute
-        budget = device_budget(self.plan, self.hardware)
         if not self._has_backward:
             return frozenset()
         always = self._always_kept
-        if mode == "always" or (mode == "never" and self._offloads_graphs):
+        if mode == "always" or (mode == "never" and self.settings.placement.graphs in OFFLOADED):
             return always
-        if mode == "never" or budget is None:
+        if mode == "never" or self.budget is None:
             return frozenset(range(len(calls)))
-        room = budget - self._planned_bytes
-        more = sorted(self._latest_graphs(always, room - self._on_device(always)))
+        room = self.budget - self._planned_bytes
+        left, more = room - self._on_device(always), list[int]()
+        for number in reversed(range(len(calls))):  # late graphs are held for less time
+            size = calls[number].saved_bytes * self.workload.num_micro_batches
+            if number not in always and size <= left:
+                more.insert(0, number)
+                left -= size
         # The engine notices operation memory beside saved graphs only during a run and then saves fewer graphs.
         fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
         return always.union(more[fewer:])
@@ -186,31 +179,21 @@ class StepMemory:
 
     def _choose_offloaded(self, kept: frozenset[int]) -> frozenset[int]:
         """Return the calls with offloaded graphs: as many calls outside `kept` as the tier has room for."""
-        if not self._offloads_graphs or not self._has_backward:
+        calls, placement = self.workload.calls, self.settings.placement
+        tier = placement.graphs
+        if tier not in OFFLOADED or not self._has_backward:
             return frozenset()
-        calls = self.workload.calls
-        numbers = [number for number, call in enumerate(calls) if number not in kept and call.is_cut]
+        numbers = [number for number, call in reversed(list(enumerate(calls))) if number not in kept and call.is_cut]
         if self.settings.recompute == "never":
             return frozenset(numbers)
-        numbers.reverse()
-        chosen = spread([self._graph_bytes(calls[number]) for number in numbers], self._graph_room)
-        return frozenset(numbers[place] for place in chosen)
-
-    @property
-    def _offloads_graphs(self) -> bool:
-        return self.settings.placement.graphs in OFFLOADED
-
-    @property
-    def _graph_room(self) -> int:
-        tier, placement = self.settings.placement.graphs, self.settings.placement
-        budget = placement.budget(tier)
-        capacity = self.hardware.host_bytes if tier == "cpu" else self.hardware.disk_bytes
         used = bytes_on(tier, self.plan.allocations)
         if placement.activations == tier:
-            used += sum(map(self._first_offloaded_bytes, self.workload.calls))
-        rooms = [each - used for each in (budget, capacity) if each is not None]
+            used += sum(map(self._first_offloaded_bytes, calls))
+        capacity = self.hardware.host_bytes if tier == HOST else self.hardware.disk_bytes
+        rooms = [each - used for each in (placement.budget(tier), capacity) if each is not None]
         limit = budget_bytes(placement.graphs_memory)
-        return min(rooms if limit is None else [*rooms, limit], default=sys.maxsize)
+        room = min(rooms if limit is None else [*rooms, limit], default=sys.maxsize)
+        return frozenset(numbers[place] for place in spread([self._graph_bytes(calls[n]) for n in numbers], room))
 
     def _graph_bytes(self, call: UnitWork) -> int:
         """Return the offloaded graph bytes of a use, inputs included."""
@@ -314,17 +297,12 @@ class StepMemory:
                 backward += call.input_bytes + self._graph_bytes(call) // parts
             elif self._place_inputs(call, is_kept)[1]:  # fetched per micro-batch, double-buffered
                 backward += min(2, parts) * call.input_bytes
-            backward += self._gradient_bytes(call)
+            if self.settings.compile != "never" and call.is_block:  # a compiled backward creates all gradients at once
+                regions = [region for region in self._regions if region.trainable and call.name in region.units]
+                backward += sum(region.weight_bytes for region in regions)
             backward = 2 * hidden + parts * call.result_bytes + max(backward, joined * call.gradient_bytes)
             peak_bytes = max(peak_bytes, kept_bytes + max(forward, backward))
         return max(0, peak_bytes - waiting_bytes)
-
-    def _gradient_bytes(self, call: UnitWork) -> int:
-        """Return parameter gradient bytes for a compiled unit, whose backward creates all gradients at once."""
-        if self.settings.compile == "never" or not call.is_block:
-            return 0
-        regions = [region for region in self._regions if region.trainable and call.name in region.units]
-        return sum(region.weight_bytes for region in regions)
 
     def _forward_only_bytes(self) -> int:
         """Return the peak operation memory for a forward-only step (MeZO).
@@ -354,17 +332,6 @@ class StepMemory:
             result_bytes = call.result_bytes
         return peak_bytes + passes * staying_bytes
 
-    def _latest_graphs(self, excluded: frozenset[int], room: int) -> Iterator[int]:
-        """Yield the uses outside `excluded` with room for a saved graph.
-
-        Late uses come first: their graphs are held for less time.
-        """
-        for number, call in reversed(list(enumerate(self.workload.calls))):
-            size = call.saved_bytes * self.workload.num_micro_batches
-            if number not in excluded and size <= room:
-                yield number
-                room -= size
-
     @cached_property
     def _lasting_bytes(self) -> int:
         """Device bytes for fp32 gradient sums across several uses of a unit.
@@ -388,9 +355,3 @@ class StepMemory:
 def _total_bytes(call: UnitWork, num_bytes: int, work: Workload) -> int:
     """Return the total over all micro-batches, given bytes per micro-batch. Shared input bytes count once."""
     return num_bytes * work.num_micro_batches - call.shared_bytes * (work.num_micro_batches - 1)
-
-
-def _add_bytes(allocations: Sequence[Allocation], tier: str, name: str, num_bytes: int) -> list[Allocation]:
-    """Return the list with `num_bytes` added to one allocation."""
-    previous = next((a for a in allocations if (a.tier, a.name) == (tier, name)), Allocation(tier, name, 0))
-    return [*(a for a in allocations if a is not previous), replace(previous, num_bytes=previous.num_bytes + num_bytes)]

@@ -86,25 +86,23 @@ def _merge_regions(regions: Iterable[Region]) -> Iterator[Region]:
         )
 
 
-def describe_experts(structure: Structure, workload: Workload) -> list[str]:
-    """Describe the benefit from streamed experts in one sentence. Empty without streamed experts."""
+def describe_experts(structure: Structure, workload: Workload) -> str:
+    """Describe the benefit from streamed experts. Empty without streamed experts."""
     experts = next((unit for unit in structure.candidates if unit.records), None)
     if experts is None:
-        return []
+        return ""
     plan = next(unit for unit in structure.units if unit.name == experts.name)
     layer_bytes, num_experts = sum(region.weight_bytes for region in plan.regions), _num_experts(experts)
-    tokens, hit = round(_tokens(workload)), num_experts * (1 - _miss_probability(experts) ** _tokens(workload))
-    min_tokens = (
-        math.ceil(math.log(1 - _SURE) / math.log(_miss_probability(experts))) if _miss_probability(experts) else 1
-    )
+    tokens, miss = round(_tokens(workload)), _miss_probability(experts)
+    hit = num_experts * (1 - miss ** _tokens(workload))
+    min_tokens = math.ceil(math.log(1 - _SURE) / math.log(miss)) if miss else 1
     saves = "no bytes are saved" if tokens >= min_tokens else f"{1 - hit / num_experts:.0%} of their bytes are saved"
-    message = (
+    return (
         f"experts are streamed: those of a layer ({format_bytes(layer_bytes)}) need not be on the device at once. For "
         f"{tokens} tokens in a micro-batch about {hit:.0f} of {num_experts} are copied to the device, so {saves}. "
         f"Streaming saves bytes below {min_tokens} tokens if the router spreads tokens evenly, and below several times "
         "as many if not."
     )
-    return [message]
 
 
 def _num_experts(experts: UnitCandidate) -> int:

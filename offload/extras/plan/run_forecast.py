@@ -123,9 +123,8 @@ def describe_misfit(prediction: Forecast) -> str:
 
 def describe_forecast(prediction: Forecast) -> str:
     """Return the forecast in one line: peak bytes per tier, step time and bottleneck."""
-    parts = []
-    for tier, total in prediction.tiers.items():
-        parts.append(f"{tier} {format_bytes(total['bytes'])}{describe_budget(prediction.tiers, tier)}")
+    tiers = prediction.tiers
+    parts = [f"{tier} {format_bytes(tiers[tier]['bytes'])}{describe_budget(tiers, tier)}" for tier in tiers]
     if prediction.timing is not None:
         parts.append(f"{prediction.timing.step_seconds:.3g} s a step, {prediction.timing.bound_by}-bound")
         if prediction.timing.bound_by != "compute" and (hidden := describe_hiding(prediction.timing)):

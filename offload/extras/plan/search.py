@@ -27,7 +27,7 @@ from offload.planning.machines import Machine
 from offload.planning.memory import bytes_on
 from offload.planning.plan import Plan, make_plan, sharding_of
 from offload.planning.settings import Settings
-from offload.tiers.placement import OFFLOADED, Placement
+from offload.tiers.placement import OFFLOADED
 
 STATES = (
     (DEVICE, DEVICE),
@@ -88,7 +88,8 @@ def placements(settings: Settings, *, num_ranks: int = 1, num_machines: int = 1)
     several ranks, also every ZeRO stage up to the configured one; with several machines, one replica per machine or one
     over all. Clipping changes the numerical result, so `clip` is left to the engine.
     """
-    placement = settings.placement
+    placement, has_disk = settings.placement, settings.placement.nvme_dir is not None
+    activation_tiers = ("auto", HOST, DISK) if has_disk else ("auto", HOST)
     replica_counts: Sequence[int | str] = (settings.replicas,)
     if settings.replicas == "auto" and num_machines > 1:
         is_plain = settings.link_gradients == EXACT.name and settings.replica_states == "whole"
@@ -105,8 +106,9 @@ def placements(settings: Settings, *, num_ranks: int = 1, num_machines: int = 1)
         if placement.parameters not in ("auto", parameters) or placement.optimizer not in ("auto", states):
             continue
         for gradients, activations, update, recompute in itertools.product(
-            _gradients(placement, states),
-            _activations(placement),
+            # Gradients can follow optimizer states to disk. The activation tier "auto" is the device.
+            (HOST, DISK) if has_disk and states == DISK and placement.gradients == "auto" else (placement.gradients,),
+            activation_tiers if placement.activations == "auto" else (placement.activations,),
             _updates(settings, parameters, states),
             _RECOMPUTE if settings.recompute == "auto" else (settings.recompute,),
         ):
@@ -119,19 +121,6 @@ def placements(settings: Settings, *, num_ranks: int = 1, num_machines: int = 1)
             if repr(candidate) not in seen:
                 seen.add(repr(candidate))
                 yield candidate
-
-
-def _gradients(placement: Placement, states: str) -> Sequence[str]:
-    """Return the gradient tiers to try: the configured tier, and disk if optimizer states are on disk."""
-    on_disk = states == DISK and placement.gradients == "auto" and placement.nvme_dir is not None
-    return (HOST, DISK) if on_disk else (placement.gradients,)
-
-
-def _activations(placement: Placement) -> Sequence[str]:
-    """Return the activation tiers to try. "auto" is the device."""
-    if placement.activations != "auto":
-        return (placement.activations,)
-    return ("auto", HOST, DISK) if placement.nvme_dir is not None else ("auto", HOST)
 
 
 def _updates(settings: Settings, parameters: str, states: str) -> Sequence[str]:
@@ -194,15 +183,16 @@ class PlacementCandidate:
         needs = {tier: bytes_on(tier, step.plan.allocations) + step.waiting_bytes(tier) for tier in OFFLOADED}
         if needs[DISK] and not hardware.rates.has_disk:
             return False
-        budgets = {tier: self.settings.placement.budget(tier) for tier in OFFLOADED}
-        own = {HOST: hardware.host_bytes, DISK: hardware.disk_bytes}
-        for tier, num_bytes in own.items():
-            room = num_bytes // num_ranks if budgets[tier] is None and num_bytes is not None else budgets[tier]
+        for tier, own in ((HOST, hardware.host_bytes), (DISK, hardware.disk_bytes)):
+            room = self.settings.placement.budget(tier)
+            if room is None and own is not None:
+                room = own // num_ranks
             if room is not None and needs[tier] > room:
                 return False
-        if hardware.shares_memory and step.device_bytes + needs[HOST] > hardware.host_bytes // num_ranks:
+        device_bytes, budget = step.memory.device_bytes, step.memory.budget
+        if hardware.shares_memory and device_bytes + needs[HOST] > hardware.host_bytes // num_ranks:
             return False
-        return step.budget_bytes is None or step.device_bytes <= step.budget_bytes
+        return budget is None or device_bytes <= budget
 
     @cached_property
     def bound_seconds(self) -> float:
@@ -216,17 +206,17 @@ class PlacementCandidate:
         forward = sum(max(call.forward_s, call.forward_host_s) for call in calls)
         backward = sum(max(call.backward_s, call.backward_host_s) for call in calls)
         sharding, trainable = self._sharding, [region for region in self._regions if region.trainable]
-        ranges = sharding.num_ranges
         if residence.common == DEVICE:
             return forward + backward + seconds["here"](update_bytes(trainable, sharding))
         weights = sum(sharding.plane_bytes(r, r.travelling) for r in trainable)
-        gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // ranges
+        gradients = sum(r.plane("gradients").num_bytes(r.numel) for r in trainable) // sharding.num_ranges
         waiting, streamed = self.step.waiting_bytes(*OFFLOADED), streamed_bytes(trainable, residence)
         up, down = weights + waiting + streamed[0], gradients + waiting + streamed[1]
-        on_disk = self.step.waiting_bytes(DISK)
-        for region in trainable:
-            names = residence.planes_on(DISK, region)
-            on_disk += sum(region.plane(name).num_bytes(region.numel // ranges) for name in names)
+        on_disk = self.step.waiting_bytes(DISK) + sum(
+            region.plane(name).num_bytes(region.numel // sharding.num_ranges)
+            for region in trainable
+            for name in residence.planes_on(DISK, region)
+        )
         return max(
             forward + backward,
             forward + _rate(seconds["d2h"], gradients),
@@ -273,10 +263,6 @@ class PlacementSearch:
         num_machines = self.hardware.num_machines
         return SimulatedRanks(self.num_ranks * num_machines, num_machines)
 
-    def evaluate(self, settings: Settings) -> PlacementCandidate:
-        """Return the estimates for a candidate."""
-        return PlacementCandidate(settings, self)
-
     def choose(self, settings: Settings, *, cuts: bool = False, times: bool = True) -> Settings:
         """Return settings with every "auto" replaced by the search result.
 
@@ -290,7 +276,7 @@ class PlacementSearch:
         choices = placements(settings, num_ranks=ranks.size if cuts else 1, num_machines=ranks.num_machines)
         if self.hardware.device == "cpu" and settings.update == "auto":  # one lane makes all updates
             choices = (each for each in choices if each.update != "both")
-        candidates = map(self.evaluate, choices)
+        candidates = (PlacementCandidate(each, self) for each in choices)
         with without_garbage_collector():
             chosen = search(list(candidates)) if times else next((each for each in candidates if each.fits), None)
         return settings if chosen is None else chosen.settings
@@ -298,10 +284,9 @@ class PlacementSearch:
     @cached_property
     def compute_s(self) -> float:
         """Seconds of forward and backward compute, independent of placement."""
-        work, settings = self.workload, self.prepared.settings
-        parts, fuses = work.num_micro_batches, settings.compile == "auto"
+        work = self.workload
         return sum(
-            max(compute_seconds(call, [cost], parts, settings.precision, self.hardware, fuses=fuses))
+            max(compute_seconds(call, [cost], work.num_micro_batches, self.prepared.settings, self.hardware))
             for call in work.calls
             for cost in (call.forward, call.backward)
         )

@@ -221,7 +221,6 @@ class _TimedUpdatePlace(UpdatePlace):
         self._place, self._lanes, self._tile_host_s = place, lanes, tile_host_s
 
     def submit(self, tile: TileUpdate) -> Ticket:
-        """Submit a tile update."""
         ticket = self._place.submit(tile)
         self._lanes.spend(self._tile_host_s)
         return ticket
@@ -318,11 +317,9 @@ class SimulatedEngine:
         return counts, self.lanes.busy_s, dict(self.lanes.exposed_s)
 
     def close(self) -> None:
-        """Release the memory."""
         self._store.close()
 
     def step(self) -> None:
-        """Simulate one step."""
         self._slots.compute_after_resident()
         if self._plan.settings.optimizer.has_gradients:
             self._step_of_backward()
@@ -346,14 +343,13 @@ class SimulatedEngine:
         self._passes()
         first_use, loss = self._first_use(), self.lanes.mark()
         self._flow.send_rest()
+        if not updates.is_immediate:
+            updates.clip_gradients(first_use)
+        updates.update_resident()
+        self._expect_next(fetches_next=updates.is_immediate and not updates.measures_first)
         if updates.is_immediate:
-            updates.update_resident()
-            self._expect_next(fetches_next=not updates.measures_first)
             updates.clip_gradients(first_use)
-            updates.start_rest()
-        else:
-            updates.clip_gradients(first_use)
-            self._start_updates()
+        updates.start_rest()
         self.lanes.wait(loss)
 
     def _begin_pass(self, for_norm: bool = False, norm: float | None = None) -> None:
@@ -375,16 +371,12 @@ class SimulatedEngine:
         self._updates.flush()
         self._pending.defer({region: updates.pop(region) for region in trainable if self._pending.can_defer(region)})
         self._updates.defer(updates)
-        self._start_updates()
-
-    def _first_use(self) -> Callable[[Region], float]:
-        return self._executor.first_use(lambda region: self._users[region.index])
-
-    def _start_updates(self) -> None:
-        """Same call order as `Method._start_updates`."""
         self._updates.update_resident()
         self._expect_next(fetches_next=False)
         self._updates.start_rest()
+
+    def _first_use(self) -> Callable[[Region], float]:
+        return self._executor.first_use(lambda region: self._users[region.index])
 
     def _expect_next(self, fetches_next: bool) -> None:
         """Same call order as `Method._start_fetches`."""

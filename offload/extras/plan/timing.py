@@ -9,7 +9,7 @@ from math import ceil
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.spare_memory import divide_memory
-from offload.extras.plan.memory import StepMemory, device_budget
+from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.routed import RoutedExperts, routed_experts
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate_shortened
@@ -115,29 +115,46 @@ class PlannedStep:
     def __post_init__(self) -> None:
         self.settings, self.plan = self.prepared.settings, self.prepared.plan
         self.regions, self.units = self.prepared.structure.regions, self.prepared.structure.units
+        self.memory = StepMemory(self.prepared, self.workload, self.hardware)
+        self._has_backward, self._in_stream = self.settings.optimizer.has_gradients, self.hardware.device != "cpu"
+        self._inline = not self.plan.overlap and not self._in_stream  # compute itself makes the copies and updates
+        self._experts = routed_experts(self.prepared.structure, self.workload)
 
     def simulate(self, num_steps: int = 6) -> Timing:
         """Simulate `num_steps` steps and return the timing after warm-up.
 
         Long rows of identical blocks are shortened.
         """
-        return self._to_timing(simulate_shortened(self.calls, self.simulated_plan(), self.seconds(), num_steps))
+        step = simulate_shortened(self.calls, self.simulated_plan(), self.seconds(), num_steps)
+        rates, ranks, work = self.hardware.rates, self.plan.residence.sharding.num_ranks, self.workload
+        seconds = step.seconds
+        if not {"h2d", "d2h"} & self.settings.throttles.keys():  # H2D and D2H copies may share bandwidth
+            moved = step.busy_s["h2d"] * rates.h2d_bytes_per_s + step.busy_s["d2h"] * rates.d2h_bytes_per_s
+            seconds = max(seconds, moved / rates.both_ways_bytes_per_s)
+        passes = 2 * self.settings.optimizer.num_directions
+        flops = sum(
+            each.num_runs(work.num_micro_batches)
+            * (each.forward.flops + each.backward.flops if self._has_backward else passes * each.forward.flops)
+            for each in work.calls
+        )
+        return Timing(
+            step_seconds=seconds,
+            lane_seconds={name: busy for name, busy in step.busy_s.items() if busy or name == "compute"},
+            bound_by=max(step.busy_s, key=lambda name: step.busy_s[name]),
+            tokens_per_second=work.num_tokens * ranks / seconds,
+            mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
+            nvme_written_bytes=round(step.nvme_written_bytes),
+            network_bytes=round(step.network_bytes),
+            exposed={name: waited for name, waited in step.exposed_s.items() if waited},
+            hides_from_tokens=self._hiding_tokens(step),
+        )
 
     # -- compute ---------------------------------------------------------------------------------------------
-
-    @property
-    def _in_stream(self) -> bool:
-        return self.hardware.device != "cpu"
-
-    @property
-    def inline(self) -> bool:
-        """True if compute itself makes the copies and updates."""
-        return not self.plan.overlap and not self._in_stream
 
     @cached_property
     def calls(self) -> list[SimulatedCall]:
         """Unit uses in a step, in forward order."""
-        memory, parts = self._memory, self.workload.num_micro_batches
+        memory, parts = self.memory, self.workload.num_micro_batches
         in_graphs = memory.kept | memory.offloaded
         unit_regions = {unit.name: unit.regions for unit in self.units if not unit.resident}
         if not self._has_backward:
@@ -168,11 +185,6 @@ class PlannedStep:
             )
         return calls
 
-    @cached_property
-    def _experts(self) -> dict[str, RoutedExperts]:
-        """Streamed experts by block name."""
-        return routed_experts(self.prepared.structure, self.workload)
-
     def _exposed_expert_seconds(self, experts: RoutedExperts) -> tuple[float, float]:
         """Return the minimum (forward, backward) wait for the experts of a layer, in seconds.
 
@@ -182,17 +194,6 @@ class PlannedStep:
         seconds, num_repeats = self.seconds(), self.workload.num_micro_batches - 1
         up = seconds["h2d"](experts.record_bytes) + num_repeats * seconds["h2d"](experts.travelling_bytes)
         return up, up + num_repeats * seconds["d2h"](experts.gradient_bytes())
-
-    @cached_property
-    def _merged_regions(self) -> list[Region]:
-        """All regions, with experts merged."""
-        expert_regions = {r.index for unit in self.units if unit.in_records for r in unit.regions}
-        merged = [region for experts in self._experts.values() for region in (*experts.hit, *experts.missed)]
-        return [*(region for region in self.regions if region.index not in expert_regions), *merged]
-
-    @property
-    def _has_backward(self) -> bool:
-        return self.settings.optimizer.has_gradients
 
     def _forward_only_calls(self, unit_regions: Mapping[str, tuple[Region, ...]]) -> Iterator[SimulatedCall]:
         """Yield the uses of a forward-only step (MeZO), each with all passes and the weight perturbation.
@@ -236,37 +237,15 @@ class PlannedStep:
         return num_runs * moved / self.hardware.rates.elementwise
 
     def _compute(self, work: UnitWork, costs: Sequence[Cost]) -> tuple[float, float]:
-        parts, fuses = self.workload.num_micro_batches, self.settings.compile == "auto"
-        return compute_seconds(work, costs, parts, self.settings.precision, self.hardware, fuses=fuses)
+        return compute_seconds(work, costs, self.workload.num_micro_batches, self.settings, self.hardware)
 
     # -- memory ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _memory(self) -> StepMemory:
-        return StepMemory(self.prepared, self.workload, self.hardware)
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """Device memory limit for the engine in bytes; None: no limit."""
-        return device_budget(self.plan, self.hardware)
 
     def waiting_bytes(self, *tiers: str) -> int:
         """Return the peak bytes of offloaded unit inputs and graphs on some tiers."""
         placement = self.settings.placement
         inputs = sum(call.saved_bytes for call in self.calls) if placement.activations in tiers else 0
         return inputs + (sum(call.graph_bytes for call in self.calls) if placement.graphs in tiers else 0)
-
-    @property
-    def device_bytes(self) -> int:
-        """Peak device bytes, with minimum sizes for slots and gradient buffer."""
-        return self._memory.device_bytes
-
-    def _room(self) -> tuple[int, int]:
-        """Return the bytes for slots and gradient buffer after spare memory is distributed."""
-        slots, buffer = self.plan.range(SLOT), self.plan.range(BUFFER)
-        if self.budget_bytes is None:
-            return slots[0], buffer[0]
-        return divide_memory(self.budget_bytes - (self.device_bytes - slots[0] - buffer[0]), slots, buffer)
 
     # -- the engine ------------------------------------------------------------------------------------------
 
@@ -278,9 +257,16 @@ class PlannedStep:
         often = {name for name in names if name is not None and names.count(name) > 1}
         used_often = {r.index for unit in self.units if unit.name in often for r in unit.regions}
         lasting = {r.index for r in self.regions if gradient_lasts(r, resident)} | used_often
-        regions, experts, sharding = self._merged_regions, list(self._experts.values()), plan.residence.sharding
+        experts, sharding = list(self._experts.values()), plan.residence.sharding
+        expert_regions = {r.index for unit in self.units if unit.in_records for r in unit.regions}
+        regions = [region for region in self.regions if region.index not in expert_regions]
+        regions += [region for each in experts for region in (*each.hit, *each.missed)]
         residence, factor = _coarsen(plan.residence, regions)
-        slots, buffer = self._room()
+        slots_range, buffer_range = plan.range(SLOT), plan.range(BUFFER)
+        slots, buffer = slots_range[0], buffer_range[0]
+        if self.memory.budget is not None:  # spare memory is distributed
+            room = self.memory.budget - (self.memory.device_bytes - slots - buffer)
+            slots, buffer = divide_memory(room, slots_range, buffer_range)
         staging = plan.of(residence.common, STAGING).num_bytes
         shards = plan.of("device", SHARDS).num_bytes
         if experts:  # merged experts are larger than one record
@@ -288,8 +274,9 @@ class PlannedStep:
         lookahead, max_cargoes = plan.lookahead(settings.prefetch, len(self.regions))
         waiting = {key: getattr(settings.placement, key).replace("auto", "device") for key in ("activations", "graphs")}
         rings = {name: num_bytes * factor for name, num_bytes in plan.rings.items()}
-        if ACTIVATION_RING in rings:
-            rings[ACTIVATION_RING] = self._activation_ring(plan.rings[ACTIVATION_RING])
+        if ring_bytes := plan.rings.get(ACTIVATION_RING):  # enlarged where activations would exceed the tile limit
+            largest = max((max(call.saved_bytes, call.graph_bytes) // call.num_parts for call in self.calls), default=0)
+            rings[ACTIVATION_RING] = max(ring_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES))
         return SimulatedPlan(
             regions=tuple(regions),
             settings=replace(settings, clip=self._clip(), placement=replace(settings.placement, **waiting)),
@@ -306,17 +293,12 @@ class PlannedStep:
             lasting=frozenset(lasting),
             num_machines=self.hardware.num_machines,
             in_stream=self._in_stream,
-            inline=self.inline,
+            inline=self._inline,
             corrects=self.clips,
             wide=settings.splits and self.workload.num_micro_batches > 1,
             step_host_s=STEP_HOST_S,
             tile_host_s=TILE_HOST_S / factor,
         )
-
-    def _activation_ring(self, num_bytes: int) -> int:
-        """Return the activation ring size in bytes, enlarged if activations would exceed the simulated tile limit."""
-        largest = max((max(call.saved_bytes, call.graph_bytes) // call.num_parts for call in self.calls), default=0)
-        return max(num_bytes, RING_TILES * (largest // _MOST_TILES + 3 * PAGE_BYTES)) if num_bytes else 0
 
     def _clip(self) -> str:
         """Return the time of updates, "deferred" or "speculative".
@@ -329,7 +311,7 @@ class PlannedStep:
             return "deferred"
         if settings.resolved_clip != "auto":
             return settings.resolved_clip
-        if self.inline or not plan.corrects_cheaply or self.clips:
+        if self._inline or not plan.corrects_cheaply or self.clips:
             return "deferred"
         seconds, residence, sharding = self.seconds(), plan.residence, plan.residence.sharding
         on_host, (up, down) = host_update_bytes(self.regions, residence), streamed_bytes(self.regions, residence)
@@ -353,34 +335,12 @@ class PlannedStep:
             functions["nvme_read"] = Throttle(self.hardware.rates.host_bytes_per_s / 2).seconds
         return functions
 
-    def _to_timing(self, step: SimulatedStep) -> Timing:
-        """Convert a simulated step to a `Timing`."""
-        rates, ranks, work = self.hardware.rates, self.plan.residence.sharding.num_ranks, self.workload
-        seconds = max(step.seconds, self._two_way_seconds(step))
-        passes = 2 * self.settings.optimizer.num_directions
-        flops = sum(
-            each.num_runs(work.num_micro_batches)
-            * (each.forward.flops + each.backward.flops if self._has_backward else passes * each.forward.flops)
-            for each in work.calls
-        )
-        return Timing(
-            step_seconds=seconds,
-            lane_seconds={name: busy for name, busy in step.busy_s.items() if busy or name == "compute"},
-            bound_by=max(step.busy_s, key=lambda name: step.busy_s[name]),
-            tokens_per_second=work.num_tokens * ranks / seconds,
-            mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
-            nvme_written_bytes=round(step.nvme_written_bytes),
-            network_bytes=round(step.network_bytes),
-            exposed={name: waited for name, waited in step.exposed_s.items() if waited},
-            hides_from_tokens=self._hiding_tokens(step),
-        )
-
     def _hiding_tokens(self, step: SimulatedStep) -> int | None:
         """Return `Timing.hides_from_tokens`.
 
         Compute and offloaded activations grow with the token count; all other traffic is constant.
         """
-        if step.busy_s["network"] and (self.inline or self.plan.residence.common == DEVICE):
+        if step.busy_s["network"] and (self._inline or self.plan.residence.common == DEVICE):
             return None  # compute itself sends
         seconds, share = self.seconds(), 0.0
         compute_s = sum(call.forward_s + call.backward_s for call in self.calls)
@@ -396,14 +356,6 @@ class PlannedStep:
             share = max(share, (busy - growing_s - host_s) / (compute_s - growing_s))
         return ceil(share * self.workload.num_tokens * self.plan.residence.sharding.num_ranks)
 
-    def _two_way_seconds(self, step: SimulatedStep) -> float:
-        """Return the seconds for traffic in both directions, if H2D and D2H copies share bandwidth."""
-        rates = self.hardware.rates
-        if {"h2d", "d2h"} & self.settings.throttles.keys():
-            return 0.0
-        moved = step.busy_s["h2d"] * rates.h2d_bytes_per_s + step.busy_s["d2h"] * rates.d2h_bytes_per_s
-        return moved / rates.both_ways_bytes_per_s
-
 
 def _limit_chunks(work: Workload) -> list[tuple[UnitWork, float]]:
     """Return the uses in a step as (use, multiplier), with the head cut into at most `_MOST_PIECES` chunks."""
@@ -417,18 +369,18 @@ def _limit_chunks(work: Workload) -> list[tuple[UnitWork, float]]:
 
 
 def compute_seconds(
-    work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, precision: str, hardware: Hardware, *, fuses: bool
+    work: UnitWork, costs: Sequence[Cost], num_micro_batches: int, settings: Settings, hardware: Hardware
 ) -> tuple[float, float]:
     """Return (device seconds, host launch seconds) for the costs of a use, over all micro-batches.
 
     Products take the longer of compute time and memory time. All other operations run one after the other at the rate
     of elementwise kernels. An accelerator idles between kernels launched one by one. A CPU does both jobs, so there the
-    result is (the larger, 0). `fuses`: blocks are compiled.
+    result is (the larger, 0).
     """
-    rates, is_cpu, is_compiled = hardware.rates, hardware.device == "cpu", fuses and work.is_block
+    rates, is_cpu, is_compiled = hardware.rates, hardware.device == "cpu", settings.compile == "auto" and work.is_block
     exchange = Throttle(rates.collective_bytes_per_s)
     num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if is_compiled else 1.0
-    kernels = sum(sum(kernel_seconds(cost, precision, rates, share)) for cost in costs)
+    kernels = sum(sum(kernel_seconds(cost, settings.precision, rates, share)) for cost in costs)
     device = num_runs * kernels * (1.0 if is_cpu or is_compiled else 1 + _EAGER_GAPS)
     device += num_runs * sum(exchange.seconds(round(cost.exchanged_bytes)) for cost in costs)
     host = num_runs * sum(cost.num_operations for cost in costs) * rates.launch_s
@@ -448,36 +400,28 @@ def kernel_seconds(cost: Cost, precision: str, rates: Rates, share: float = 1.0)
 
 def link_seconds(settings: Settings, hardware: Hardware, sharding: Sharding) -> dict[str, Seconds]:
     """Return the transfer time function for every link: from its throttle, or from the machine rate."""
-    rates, throttles = hardware.rates, settings.throttles
+    rates, throttles, num_machines = hardware.rates, settings.throttles, hardware.num_machines
     device = Throttle(rates.elementwise)
+    # Collective bytes count the shard of one rank, copied to every other rank of the replica. Network bytes count the
+    # data one rank sends.
+    num_far = max(0, sharding.size - sharding.num_ranks // num_machines)
+    near, far = Throttle(rates.collective_bytes_per_s), Throttle(rates.network_bytes_per_s, rates.network_latency_s)
+    exchanges = [(near, sharding.size - 1 - num_far), (far, num_far)]
+    rate = min((each.bytes_per_second / n for each, n in exchanges if n and each.bytes_per_second), default=None)
     links = {
         "h2d": Throttle(rates.h2d_bytes_per_s),
         "d2h": Throttle(rates.d2h_bytes_per_s),
         "update": Throttle(rates.host_bytes_per_s),
         "nvme_read": Throttle(rates.nvme_read_bytes_per_s),
         "nvme_write": Throttle(rates.nvme_write_bytes_per_s),
-        **_exchanges(hardware, sharding),
+        "collective": Throttle(rate, far.latency_s if num_far else 0.0),
+        "network": far if num_machines > 1 else near,
         **throttles,
         "update_on_device": throttles.get("update", device),
         "here": device,
         DECODING: device,
     }
     return {link: each.seconds for link, each in links.items()}
-
-
-def _exchanges(hardware: Hardware, sharding: Sharding) -> dict[str, Throttle]:
-    """Return throttles for "collective" (within a replica) and "network" (between replicas).
-
-    Collective bytes count the shard of one rank, copied to every other rank. Network bytes count the data one rank
-    sends.
-    """
-    rates, local_ranks = hardware.rates, sharding.num_ranks // hardware.num_machines
-    num_far = max(0, sharding.size - local_ranks)
-    near, far = Throttle(rates.collective_bytes_per_s), Throttle(rates.network_bytes_per_s, rates.network_latency_s)
-    links = [(near, sharding.size - 1 - num_far), (far, num_far)]
-    rate = min((each.bytes_per_second / n for each, n in links if n and each.bytes_per_second), default=None)
-    within = Throttle(rate, far.latency_s if num_far else 0.0)
-    return {"collective": within, "network": far if hardware.num_machines > 1 else near}
 
 
 def _coarsen(residence: Residence, regions: Sequence[Region]) -> tuple[Residence, int]:

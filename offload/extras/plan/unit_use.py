@@ -6,7 +6,7 @@ Modules able to run over sequence tiles are found by trial runs with small CPU c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,17 +33,15 @@ ROWS = 2
 
 
 class TiledUses:
-    """Finds tileable modules in blocks with the engine's trial runs, and runs uses over tiles of `size` tokens."""
+    """Finds tileable modules in blocks with the engine's trial runs, and runs uses over tiles of `size` tokens.
+
+    Until `find`, uses run untiled, on a few rows and tokens, and the first of each kind is recorded for the search.
+    """
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self._size, self._is_searched = size, False
         self._samples: dict[Hashable, tuple[nn.Module, Arguments]] = {}
         self._tiles: dict[Hashable, Tiles] = {}
-
-    def record(self, signature: Hashable, unit: UnitCandidate, arguments: Arguments) -> None:
-        """Record the first use for each kind. Inputs have only a few rows and tokens."""
-        if unit.is_block and signature not in self._samples:
-            self._samples[signature] = _build_stand_in(unit.module), arguments
 
     def find(self) -> None:
         """Run the tile search for every recorded kind. A block unable to run on a few rows has no tiles.
@@ -57,9 +55,14 @@ class TiledUses:
                 trials = RowTrials(Trial(stand_in, stand_in, arguments))
                 self._tiles[signature] = trials.find(block.forward, tensors, ROWS)
         self._samples.clear()
+        self._is_searched = True
 
-    def forward(self, signature: Hashable, unit: UnitCandidate, own: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(
+        self, signature: Hashable, unit: UnitCandidate, arguments: Arguments, own: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Return the forward function for a use: tiled if the search was successful, else `own`."""
+        if not self._is_searched and unit.is_block and signature not in self._samples:
+            self._samples[signature] = _build_stand_in(unit.module), arguments
         modules, tiles = dict(unit.module.named_modules()), self._tiles.get(signature, Tiles(()))
         tiled_modules = [replace(rows, module=modules[rows.name]) for rows in tiles.modules]
         return TiledForward(own, tiled_modules, self._size, "cpu") if tiled_modules else own
@@ -139,24 +142,19 @@ class UnitMeasurement:
 class UnitMeasurements:
     """Cache of `UnitMeasurement`. A use with a new signature runs once under the `OpCounter`."""
 
-    def __init__(self, counter: OpCounter, tiles: TiledUses | None = None, *, records_uses: bool = False) -> None:
-        """Create an empty cache.
-
-        tiles: modules to run over sequence tiles; None: no tiling.
-        records_uses: record uses in `tiles` for a later tile search. The inputs then have only a few rows and tokens.
-        """
-        self._counter, self._tiles, self._records_uses = counter, tiles, records_uses
+    def __init__(self, counter: OpCounter, tiles: TiledUses | None) -> None:
+        """Create an empty cache. `tiles`: modules to run over sequence tiles; None: no tiling."""
+        self._counter, self._tiles = counter, tiles
         self._measurements: dict[Hashable, UnitMeasurement] = {}
 
     def measure(self, unit: UnitCandidate, forward: Callable[..., Any], arguments: Arguments) -> UnitMeasurement:
         """Return the `UnitMeasurement` for a unit with these arguments, from the cache or by running the unit."""
         signature = _signature(unit), arguments.structure
-        key = signature, _shapes(arguments.tensors), repr(arguments.others)
+        shapes = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in arguments.tensors)
+        key = signature, shapes, repr(arguments.others)
         if key not in self._measurements:
-            if self._tiles is not None and self._records_uses:
-                self._tiles.record(signature, unit, arguments)
-            elif self._tiles is not None:
-                forward = self._tiles.forward(signature, unit, forward)
+            if self._tiles is not None:
+                forward = self._tiles.forward(signature, unit, arguments, forward)
             self._measurements[key] = self._measure(unit, forward, arguments)
         return self._measurements[key]
 
@@ -195,12 +193,10 @@ class UnitMeasurements:
         before = counter.begin()
         cost = counter.cost
         with torch.enable_grad(), saved_tensors_watched(watch):
-            if isinstance(forward, TiledForward):  # work moves to the backward: subtract one forward instead
-                recomputed = run_over_copies(forward.for_recomputation(), arguments, leaves, arguments.others).tensors
-                cost += forward_cost
-            else:
-                recomputed = run_over_copies(forward, arguments, leaves, arguments.others).tensors
-                cost = counter.cost
+            again: Callable[..., Any] = forward.for_recomputation() if isinstance(forward, TiledForward) else forward
+            recomputed = run_over_copies(again, arguments, leaves, arguments.others).tensors
+            # Tiles move work to the backward: subtract one forward instead.
+            cost = cost + forward_cost if isinstance(forward, TiledForward) else counter.cost
         pairs = [(t, g) for t, g in zip(recomputed, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in recomputed]
         keeps_graph = not saved and has_only_torch_nodes(recomputed)
@@ -228,10 +224,6 @@ class UnitMeasurements:
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None  # already added to the gradient buffer
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> Hashable:
-    return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
 
 
 def _signature(unit: UnitCandidate) -> Hashable:

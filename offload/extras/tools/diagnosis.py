@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def diagnose(nvme_dirs: Sequence[str], *, probes: bool = False, refresh: bool = 
 def _describe_machine(machine: Hardware) -> dict[str, Any]:
     """Return hardware figures, limits and expected bottleneck in JSON form."""
     limits, lockable, gpus = memory_limits(), lockable_bytes(), nvml_gpus()
-    report: dict[str, Any] = {"hardware": asdict(machine), "bounds": asdict(find_bounds(machine))}
+    report: dict[str, Any] = {"hardware": asdict(machine), "bounds": find_bounds(machine)}
     report["limits"] = [{**asdict(limit), "text": str(limit)} for limit in limits]
     report["bound_by"] = str(tightest_limit(limits))
     report |= {"lockable_bytes": lockable, "node_bytes": node_bytes(), "nvml": gpus, "notes": []}
@@ -73,14 +73,8 @@ def _describe_machine(machine: Hardware) -> dict[str, Any]:
 
 def _describe_dir(directory: str, engine: IoEngine) -> dict[str, Any]:
     """Test a folder with the disk operations of a run, on a small scale."""
-    report: dict[str, Any] = {
-        "dir": directory,
-        "file_system": None,
-        "free_bytes": None,
-        "usable": False,
-        "refusal": None,
-    }
-    report |= {"direct": None, "why_buffered": None}
+    fields = ("dir", "file_system", "free_bytes", "usable", "refusal", "direct", "why_buffered")
+    report: dict[str, Any] = dict.fromkeys(fields) | {"dir": directory, "usable": False}
     path = Path(directory)
     if path.is_dir():
         report |= {"file_system": file_system(path.resolve()), "free_bytes": free_bytes(path)}
@@ -128,17 +122,14 @@ def nvml_gpus() -> list[dict[str, Any]]:
         import pynvml
     except ImportError:
         return []
-    try:
+    with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        return [_describe(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+        try:
+            return [_describe(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        finally:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+    return []
 
 
 def _describe(nvml: Any, index: int) -> dict[str, Any]:
@@ -178,24 +169,14 @@ nvme_read, nvme_write: with weights and optimizer states on disk.
 """
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Expected bottleneck for a step with NUM_PARAMETERS parameters.
+def find_bounds(machine: Hardware) -> dict[str, Any]:
+    """Return the expected bottleneck of a step with NUM_PARAMETERS parameters and full offloading, in JSON form.
 
     precision: compute precision.
     seconds: seconds per lane.
     lane: the slowest lane.
     num_tokens: tokens per step needed for compute to hide the slowest lane.
     """
-
-    precision: str
-    seconds: Mapping[str, float]
-    lane: str
-    num_tokens: int
-
-
-def find_bounds(machine: Hardware) -> Bounds:
-    """Return the expected bottleneck with full offloading. Pure function."""
     precision = "fp32" if machine.device == "cpu" else "bf16"
     rates = asdict(machine.rates) | {"update_bytes_per_s": machine.rates.host_bytes_per_s}
     seconds = {
@@ -205,4 +186,4 @@ def find_bounds(machine: Hardware) -> Bounds:
     }
     lane = max(seconds, key=seconds.__getitem__)
     num_tokens = seconds[lane] * machine.rates.flops_per_s[precision] / (_FLOPS * NUM_PARAMETERS)
-    return Bounds(precision, seconds, lane, round(num_tokens))
+    return {"precision": precision, "seconds": seconds, "lane": lane, "num_tokens": round(num_tokens)}

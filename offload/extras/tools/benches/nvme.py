@@ -90,17 +90,16 @@ def run(arguments: argparse.Namespace) -> list[Result]:
     size, block = _sizes(arguments)
     folder = Path(arguments.dir)
     with _two_files(folder, size) as paths, contextlib.ExitStack() as stack:
-        benches = [
-            Bench(
-                stack.enter_context(_engines(engine_name, arguments.depth, block)), paths, size, arguments.depth * block
-            )
-            for engine_name in arguments.engine or _engines_in_cpp()
-        ]
-        for bench in benches:
-            bench.open()
+        benches = []
+        for name in arguments.engine or _engines_in_cpp():
+            engines = stack.enter_context(_engines(name, arguments.depth, block))
+            benches.append(Bench(engines, paths, size, arguments.depth * block))
+            benches[-1].open()
         say(f"writing two files of {format_bytes(size)} in {folder}")
         benches[0].fill()
-        fio = None if arguments.no_fio else _find_fio()
+        fio = None if arguments.no_fio else shutil.which("fio")
+        if fio is None and not arguments.no_fio:
+            say("fio is not installed: there is nothing to compare with (on Debian and Ubuntu: apt-get install fio)")
         registered = any(bench.is_registered for bench in benches)
         results: list[Result] = []
         for pattern in arguments.pattern:
@@ -245,13 +244,9 @@ def summarise(contenders: list[IoContender], arguments: argparse.Namespace, size
         rate_ratio = cpu_ratio = cpu_reference = None
         if contender.reference:
             other = by_name[contender.reference]
-            ratios = sorted(
-                own_value / other_value for own_value, other_value in zip(rates, other.rates(), strict=True)
-            )
-            details |= {"lowest_ratio": round(ratios[0], 4), "highest_ratio": round(ratios[-1], 4)}
-            cpu_ratios = [
-                other_value / own_value for own_value, other_value in zip(cpu, other.cpu_per_gib(), strict=True)
-            ]
+            ratios = [own / others for own, others in zip(rates, other.rates(), strict=True)]
+            cpu_ratios = [others / own for own, others in zip(cpu, other.cpu_per_gib(), strict=True)]
+            details |= {"lowest_ratio": round(min(ratios), 4), "highest_ratio": round(max(ratios), 4)}
             rate_ratio, cpu_ratio = (round(statistics.median(each), 4) for each in (ratios, cpu_ratios))
             cpu_reference = f"{contender.reference}, CPU"
         details |= _round_statistics(rates, max(rates), 3)
@@ -341,10 +336,3 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
     if arguments.pairs < 1:
         raise ConfigError(f"--pairs is {arguments.pairs}; it must be at least 1.")
     return size, block
-
-
-def _find_fio() -> str | None:
-    path = shutil.which("fio")
-    if path is None:
-        say("fio is not installed: there is nothing to compare with (on Debian and Ubuntu: apt-get install fio)")
-    return path

@@ -29,7 +29,10 @@ def curves(series: Sequence[Sequence[CurvePoint]], *, with_dots: bool = False) -
 
     with_dots: mark each point, for the few evaluations.
     """
-    drawable = [_drawable(points) for points in series]
+    drawable = [
+        thin([(step, None if value is None or abs(value) > _BEYOND else value) for step, value in points])
+        for points in series
+    ]
     finite_points = [(step, value) for points in drawable for step, value in points if value is not None]
     if not finite_points:
         return None
@@ -70,10 +73,6 @@ def thin(points: Sequence[CurvePoint]) -> list[CurvePoint]:
         ends = {min(finite_points, key=lambda point: point[1]), max(finite_points, key=lambda point: point[1])}
         kept_points += sorted(ends)
     return kept_points
-
-
-def _drawable(points: Sequence[CurvePoint]) -> list[CurvePoint]:
-    return thin([(step, None if value is None or abs(value) > _BEYOND else value) for step, value in points])
 
 
 class ValueAxis(leather.Linear):

@@ -113,7 +113,14 @@ class Figures:
             num_steps=run.steps[-1]["step"] if run.steps else 0,
             num_asked=None if requested_steps is None else int(requested_steps),
             num_tokens=int(sum(number(fields, "tokens") or 0 for fields in run.steps)),
-            series={name: _series(name, run.steps, first_warm) for name in SERIES},
+            series={
+                name: tuple(
+                    (fields["step"], number(fields, name))
+                    for fields in run.steps
+                    if name in fields and (name not in _OF_WARM or fields["step"] >= first_warm)
+                )
+                for name in SERIES
+            },
             tokens_per_second=statistics.median(rates) if rates else None,
             median=_step_figure(by_seconds[(len(by_seconds) - 1) // 2], run.traced_steps) if by_seconds else None,
             slowest=_step_figure(by_seconds[-1], run.traced_steps) if by_seconds else None,
@@ -130,13 +137,6 @@ def warm_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]
     The first three are the recording pass, a step with fetches on demand, and the step distributing spare memory.
     """
     return steps[min(FIRST_STEPS, max(0, len(steps) - 1)) :]
-
-
-def _series(name: str, steps: Sequence[Mapping[str, Any]], first_warm: int) -> tuple[tuple[int, float | None], ...]:
-    begin = first_warm if name in _OF_WARM else 0
-    return tuple(
-        (fields["step"], number(fields, name)) for fields in steps if name in fields and fields["step"] >= begin
-    )
 
 
 def lane_shares(fields: Mapping[str, Any]) -> tuple[LaneShare, ...]:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from offload.errors import ConfigError, counted, format_bytes
 from offload.extras.tools.reporting.advice import Advice, advise
 from offload.extras.tools.reporting.charts import curves
-from offload.extras.tools.reporting.figures import COMPUTE, SERIES, Binding, Figures, StepFigure
+from offload.extras.tools.reporting.figures import COMPUTE, SERIES, Figures, StepFigure
 from offload.extras.tools.reporting.html import check_path, fill, write_html
 from offload.extras.tools.reporting.run_record import RunRecord, count_text, number, seconds_text
 from offload.extras.tools.reporting.timeline import Row, rows
@@ -55,7 +55,18 @@ class RunView:
     @property
     def about(self) -> str:
         """Model and hardware."""
-        return ", ".join(_about(self.run))
+        run = self.run
+        properties = [Path(str(run.setting("model.path") or run.setting("model.preset") or "model unknown")).name]
+        if precision := run.setting("train.precision"):
+            properties.append(str(precision))
+        ranks, gpus = number(run.env, "world_size"), run.env.get("gpus")
+        if isinstance(gpus, list) and gpus and isinstance(gpus[0], Mapping):
+            properties.append(f"{int(ranks or 1)} x {gpus[0].get('name', 'GPU')}")
+        elif isinstance(cpu := run.env.get("cpu"), Mapping):
+            properties.append(f"{cpu.get('name') or cpu.get('machine') or 'CPU'}, {cpu.get('num_cores', '?')} cores")
+            if ranks and ranks > 1:
+                properties.append(f"{int(ranks)} ranks")
+        return ", ".join(properties)
 
     @property
     def state(self) -> str:
@@ -85,7 +96,16 @@ class RunView:
     @property
     def binds(self) -> str:
         """Sentence about the bottleneck and the distance to its limit."""
-        return "" if self.figures.binding is None else _binds(self.figures.binding)
+        binding = self.figures.binding
+        if binding is None:
+            return ""
+        step, limit = seconds_text(binding.step_s), seconds_text(binding.limit_s)
+        if binding.is_serial:
+            return f"One thread does all work in turn; of a step of {step}, {binding.lane} takes {limit}."
+        return (
+            f"The bottleneck is {binding.lane}, busy for {limit} of a median step of {step}: a step takes "
+            f"{binding.times_limit:.2f} times as long as {binding.lane} alone."
+        )
 
 
 def read_views(folders: Sequence[Path], *, is_over: bool = False) -> list[RunView]:
@@ -185,21 +205,6 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _about(run: RunRecord) -> list[str]:
-    properties = [str(run.setting("model.path") or run.setting("model.preset") or "model unknown")]
-    properties[0] = Path(properties[0]).name
-    if precision := run.setting("train.precision"):
-        properties.append(str(precision))
-    ranks, gpus = number(run.env, "world_size"), run.env.get("gpus")
-    if isinstance(gpus, list) and gpus and isinstance(gpus[0], Mapping):
-        properties.append(f"{int(ranks or 1)} x {gpus[0].get('name', 'GPU')}")
-    elif isinstance(cpu := run.env.get("cpu"), Mapping):
-        properties.append(f"{cpu.get('name') or cpu.get('machine') or 'CPU'}, {cpu.get('num_cores', '?')} cores")
-        if ranks and ranks > 1:
-            properties.append(f"{int(ranks)} ranks")
-    return properties
-
-
 def _step_view(title: str, step: StepFigure | None, median: StepFigure | None = None) -> StepView | None:
     if step is None:
         return None
@@ -233,16 +238,6 @@ def _parts(step: StepFigure) -> dict[str, float]:
         for lane in step.lanes
     }
     return parts | {"outside the engine": max(0.0, step.seconds - sum(parts.values()))}
-
-
-def _binds(binding: Binding) -> str:
-    step, limit = seconds_text(binding.step_s), seconds_text(binding.limit_s)
-    if binding.is_serial:
-        return f"One thread does all work in turn; of a step of {step}, {binding.lane} takes {limit}."
-    return (
-        f"The bottleneck is {binding.lane}, busy for {limit} of a median step of {step}: a step takes "
-        f"{binding.times_limit:.2f} times as long as {binding.lane} alone."
-    )
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -162,16 +162,13 @@ def _traced_steps(path: Path, notes: list[str]) -> dict[int, TracedStep]:
     for step in work:
         word, _, number = step.name.partition(" ")
         if step.lane == _STEPS and word == "step" and number.isdigit() and step.end > step.begin:
-            traced_steps[int(number)] = TracedStep(int(number), step.end - step.begin, _within(step, work))
+            spans = tuple(
+                span._replace(begin=max(span.begin, step.begin) - step.begin, end=min(span.end, step.end) - step.begin)
+                for span in work
+                if span.lane != _STEPS and span.begin < step.end and span.end > step.begin
+            )
+            traced_steps[int(number)] = TracedStep(int(number), step.end - step.begin, spans)
     return traced_steps
-
-
-def _within(step: TraceSpan, work: list[TraceSpan]) -> tuple[TraceSpan, ...]:
-    return tuple(
-        span._replace(begin=max(span.begin, step.begin) - step.begin, end=min(span.end, step.end) - step.begin)
-        for span in work
-        if span.lane != _STEPS and span.begin < step.end and span.end > step.begin
-    )
 
 
 def _runs(env: Mapping[str, Any], path: Path) -> bool:
