@@ -10,76 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from offload.extras.data.order import rows_at
-from offload.extras.data.packing import Layout, total_bytes
+from offload.extras.data.packing import Layout, Rows, total_bytes
 from offload.extras.data.pictures import PictureDocument
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 
 
-class RowSet(Protocol):
-    """Row source for a data set: `Rows` from one source, or a `Mixture`."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows per epoch."""
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens per row."""
-
-    @property
-    def packing(self) -> Layout:
-        """Row layout."""
-
-    @property
-    def group(self) -> int:
-        """Neighbouring rows that stay side by side."""
-
-    @property
-    def num_distinct(self) -> int:
-        """Distinct rows, regardless of repetition within an epoch."""
-
-    @property
-    def identity(self) -> str:
-        """A text equal only for the same rows."""
-
-    def at(self, start: int, count: int, seed: int) -> np.ndarray:
-        """Return the row indices at positions [start, start + count) in the endless sequence, int64 [count]."""
-
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of tokens without padding per row, int64 [n]."""
-
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return input ids and labels, both int64 [n, sequence_length], for row indices [n]."""
-
-    def num_bytes(self, rows: np.ndarray) -> int | None:
-        """Return the number of UTF-8 bytes of text that the target tokens in these rows stand for; None if unknown."""
-
-    def positions(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return token positions within the document, int64 [n, sequence_length]. None: each row is one sequence."""
-
-    def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
-        """Return the rendered text and pictures of each row. None: no pictures."""
-
-    def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the document starts (or continuations) within each row, int64 [documents]; the first is 0."""
-
-
 @dataclass(frozen=True)
 class Mixture:
-    """Rows from several parts. Row r in part i has the index (total rows in earlier parts) + r."""
+    """Rows from several parts, read like `Rows`. Row r in part i has the index (total rows in earlier parts) + r."""
 
-    parts: tuple[RowSet, ...]
+    parts: tuple[Rows, ...]
     quotas: tuple[int, ...]
     """Rows per epoch from each part."""
 
     @classmethod
-    def of(cls, parts: Sequence[RowSet], quotas: Sequence[int] | None = None) -> RowSet:
+    def of(cls, parts: Sequence[Rows], quotas: Sequence[int] | None = None) -> RowSet:
         """Return the parts as one row set; a single part is returned unchanged.
 
         `quotas` None: each row once per epoch.
@@ -154,7 +105,7 @@ class Mixture:
         """Return the part index of each row, int64 [n]."""
         return np.searchsorted(np.cumsum([part.num_rows for part in self.parts]), rows, "right")
 
-    def _each(self, rows: np.ndarray, read: Callable[[RowSet, np.ndarray], Any]) -> list[Any] | None:
+    def _each(self, rows: np.ndarray, read: Callable[[Rows, np.ndarray], Any]) -> list[Any] | None:
         """Return `read(part, rows within the part)` in the order of `rows`. None: a part has nothing to read.
 
         All parts have the same layout and the same preparation, so either all of them or none has.
@@ -166,7 +117,7 @@ class Mixture:
             values |= zip(np.flatnonzero(mask).tolist(), part_values, strict=True)
         return [values[index] for index in range(len(rows))]
 
-    def _by_part(self, rows: np.ndarray) -> list[tuple[RowSet, np.ndarray, np.ndarray]]:
+    def _by_part(self, rows: np.ndarray) -> list[tuple[Rows, np.ndarray, np.ndarray]]:
         """Return for each part with rows here: the part, a mask bool [n], and the row indices within the part."""
         ends = np.cumsum([part.num_rows for part in self.parts])
         owners = self.owners(rows)
@@ -176,6 +127,9 @@ class Mixture:
             for part, mask, end in zip(self.parts, masks, ends, strict=True)
             if mask.any()
         ]
+
+
+RowSet = Rows | Mixture
 
 
 def _begin(epochs: np.ndarray, quota: int, num_rows: int) -> np.ndarray:

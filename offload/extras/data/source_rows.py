@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from offload.errors import ConfigError, counted, ratio
-from offload.extras.data.packing import Layout, StoreRows, lay_out
+from offload.extras.data.packing import Layout, Rows
 from offload.extras.data.prepare import SourceFiles, TokenizedData
 from offload.extras.data.sources import STDLIB_CHAT, Source
 from offload.extras.data.storage import decompressed_name
@@ -42,11 +42,11 @@ class SourceRows:
     """Files and settings."""
     tokens: TokenizedData
     """All tokens from the source."""
-    train: StoreRows
+    train: Rows
     """Training rows; for an eval source, the eval rows."""
-    eval: StoreRows
+    eval: Rows
     """Held-out rows."""
-    layouts: tuple[StoreRows, StoreRows]
+    layouts: tuple[Rows, Rows]
     """Layouts of training and eval documents, before rows are held out from one layout."""
 
     @classmethod
@@ -69,8 +69,8 @@ class SourceRows:
                 "data.packing=true and data.packing_isolated=false, or store the ids as .npy [documents, tokens]."
             )
         group = 2 if source_files.has_pairs else 1
-        train = lay_out(tokens.train, sequence_length, layout, pad_id, group)
-        held_out = lay_out(tokens.eval, sequence_length, layout, pad_id, group)
+        train = Rows.over(tokens.train, sequence_length, layout, pad_id, group)
+        held_out = Rows.over(tokens.eval, sequence_length, layout, pad_id, group)
         layouts = train, held_out
         if source_files.eval_share > 0 and not (train.num_rows and held_out.num_rows):
             train, held_out = _split_rows(train if train.num_rows else held_out, source_files.eval_share)
@@ -193,7 +193,7 @@ def _describe_format(data_format: str, container: str) -> str:
     return f"{'text' if data_format == 'jsonl' else data_format} in {container}"
 
 
-def _split_rows(whole: StoreRows, eval_share: float) -> tuple[StoreRows, StoreRows]:
+def _split_rows(whole: Rows, eval_share: float) -> tuple[Rows, Rows]:
     """Hold out the last rows, for data with too few documents to split by document."""
     number = whole.num_rows // whole.group
     num_eval = min(max(round(number * eval_share), 1), number - 1) if number > 1 else 0
