@@ -11,8 +11,7 @@ import numpy as np
 
 from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
-from offload.extras.data.groups import LengthBatching, MixedBatching
-from offload.extras.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
+from offload.extras.data.mixture import LengthBatching, MixedBatching, Mixture, RowSet, StoppingStrategy, quotas
 from offload.extras.data.packing import IGNORE, Layout
 from offload.extras.data.picture_encoder import PictureInputs
 from offload.extras.data.prepare import Preparation, SourceFiles

@@ -3,6 +3,9 @@
 An epoch has a fixed number of rows from each part, the quota, in one shuffled order. If the quota differs from the row
 count, the part also has a separate order. A large part then continues with unseen rows from epoch to epoch, and never
 repeats a row within an epoch. A small part repeats within an epoch, and row counts differ by at most one.
+
+The sequence is cut into batches. Batches of padded rows join rows with similar length: as for `group_by_length` in
+transformers, megabatches from the shuffled epoch are sorted by length. A batch remains a function of the step number.
 """
 
 from __future__ import annotations
@@ -10,15 +13,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from offload.extras.data.order import rows_at
+from offload.extras.data.order import rows_at, shuffled
 from offload.extras.data.packing import Layout, Rows, total_bytes
 from offload.extras.data.pictures import PictureDocument
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
+_MOST_BATCHES = 50
+_FEWEST_GROUPS = 4
+"""Minimum megabatches per epoch. Sorting a whole epoch would give the same batches in every epoch."""
+_MULTIPLE = 8
+_PER_DOUBLING = 4
+_SEED = 1 << 48
+"""Seed offset: separates the batch order from the row order."""
 
 
 @dataclass(frozen=True)
@@ -157,3 +167,58 @@ def quotas(num_rows: Sequence[int], weights: Sequence[float | None], strategy: S
     if strategy == "all_exhausted":
         return [max(1, math.ceil(max(lengths) * share - slack)) for share in shares]
     return [max(1, math.floor(min(lengths) * share + slack)) for share in shares]
+
+
+@dataclass(frozen=True)
+class MixedBatching:
+    """Cuts the endless row sequence into batches: in shuffled order, all with the same width."""
+
+    by_length: ClassVar[bool] = False
+    """True if the rows in a batch have similar length."""
+
+    def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
+        """Return the rows for `step` (from 0), int64 [batch_size]."""
+        return rows.at(step * batch_size, batch_size, seed)
+
+    def width(self, _lengths: np.ndarray, sequence_length: int, /) -> int:
+        """Return the padded width in tokens for rows with these lengths [n]."""
+        return sequence_length
+
+
+@dataclass(frozen=True)
+class LengthBatching(MixedBatching):
+    """Batches with rows of similar length, padded to the longest.
+
+    An epoch still has each row once. A batch across an epoch border has the longest rows from both epochs, within its
+    megabatch.
+    """
+
+    by_length: ClassVar[bool] = True
+
+    def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
+        in_group = min(_MOST_BATCHES, max(rows.num_rows // (_FEWEST_GROUPS * batch_size), 1))
+        group, place = divmod(step, in_group)
+        size = in_group * batch_size
+        mixed = rows.at(group * size, size, seed)
+        lengths = rows.lengths(mixed)
+        epochs = (group * size + np.arange(size)) // rows.num_rows
+        ordered = np.empty(size, np.int64)
+        for epoch in np.unique(epochs):
+            in_epoch = np.flatnonzero(epochs == epoch)
+            batches = in_epoch // batch_size
+            whole = np.flatnonzero(np.bincount(batches) == batch_size)
+            slots = np.arange(size).reshape(in_group, batch_size)
+            order = whole[shuffled(np.arange(len(whole)), len(whole), seed + _SEED, group)]
+            places = np.concatenate([in_epoch[~np.isin(batches, whole)], slots[order].ravel()])
+            ordered[places] = mixed[in_epoch[np.argsort(-lengths[in_epoch], kind="stable")]]
+        return ordered[place * batch_size :][:batch_size]
+
+    def width(self, lengths: np.ndarray, sequence_length: int, /) -> int:
+        """Round up to one of few distinct widths: four per doubling, all divisible by 8.
+
+        Each distinct width costs cached memory and a kernel selection.
+        """
+        longest = int(lengths.max())
+        exponent = np.floor(_PER_DOUBLING * np.log2(sequence_length / longest) + 1e-9)
+        width = np.ceil(sequence_length / 2 ** (exponent / _PER_DOUBLING) / _MULTIPLE - 1e-9) * _MULTIPLE
+        return min(int(width), sequence_length)

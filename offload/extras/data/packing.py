@@ -55,7 +55,6 @@ class Rows:
     group: int = 1
     """Neighbouring rows that stay side by side. A group remains only if each row has a target (unpacked only)."""
     num_rows: int = 0
-    """Rows per epoch."""
     num_targets: int = 0
     """Trained tokens with a token before them, over all rows of the layout."""
     num_without_target: int = 0

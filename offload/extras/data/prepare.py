@@ -65,9 +65,7 @@ class TokenizedData:
     """Tokens from one source, with counts from the pass."""
 
     train: TokenStore
-    """Training documents."""
     eval: TokenStore
-    """Held-out documents."""
     num_empty: int
     """Skipped documents without text."""
     num_split: int

@@ -39,13 +39,10 @@ class SourceRows:
     name: str
     """Source name in logs."""
     source_files: SourceFiles
-    """Files and settings."""
     tokens: TokenizedData
-    """All tokens from the source."""
     train: Rows
     """Training rows; for an eval source, the eval rows."""
     eval: Rows
-    """Held-out rows."""
     layouts: tuple[Rows, Rows]
     """Layouts of training and eval documents, before rows are held out from one layout."""
 
