@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset, build_dataset
-from offload.extras.data.groups import LengthBatching, MixedBatching
+from offload.extras.data.mixture import LengthBatching, MixedBatching
 from offload.extras.data.packing import Rows
 from tests.data.asked import source_of
 from tests.data.test_data_packing import PAD, stored

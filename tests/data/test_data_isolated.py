@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.extras.data.packing import IGNORE, IsolatedRows, best_fit
+from offload.extras.data.packing import IGNORE, Rows, best_fit
 from tests.data.test_data_packing import PAD, documents_strategy, stored
 from tests.matrix import examples
 
@@ -27,7 +27,7 @@ def test_each_document_lies_in_one_row_with_positions_of_its_own(
             expected += [(piece, trained)] if trained else []
         position += len(mask)
     with stored(documents, masked) as store:
-        rows = IsolatedRows.over(store, length, PAD)
+        rows = Rows.over(store, length, "isolated", PAD)
         which = np.arange(rows.num_rows)
         (ids, labels), positions, lengths = rows.read(which), rows.positions(which), rows.lengths(which)
     found = []

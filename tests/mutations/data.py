@@ -12,7 +12,7 @@ from offload.app.training.objectives import MaskedTokens
 from offload.extras.data import dataset, order
 from offload.extras.data.chat import ChatRenderer
 from offload.extras.data.dataset import Dataset
-from offload.extras.data.packing import IGNORE, IsolatedRows, Rows
+from offload.extras.data.packing import IGNORE, Rows
 from offload.extras.prefs.losses import DPO
 from tests.mutations import mutation
 
@@ -54,23 +54,21 @@ def mask_of_the_loss_ignored(patch: pytest.MonkeyPatch) -> None:
 @mutation("tests/data/test_data_isolated.py")
 def documents_of_a_row_not_apart(patch: pytest.MonkeyPatch) -> None:
     """Positions continue across documents, so attention does not separate the documents."""
-    patch.setattr(
-        IsolatedRows, "positions", lambda self, rows: np.tile(np.arange(self.sequence_length), (len(rows), 1))
-    )
+    patch.setattr(Rows, "positions", lambda self, rows: np.tile(np.arange(self.sequence_length), (len(rows), 1)))
 
 
 @mutation("tests/data/test_data_isolated.py")
 def first_token_of_a_document_is_a_target(patch: pytest.MonkeyPatch) -> None:
     """The previous document's last token gets a target."""
-    read = IsolatedRows.read
+    read = Rows.read
 
-    def targeted(self: IsolatedRows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def targeted(self: Rows, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ids, labels = read(self, rows)
-        for place, _, _ in self._piece_spans(rows):
-            labels[place][:1] = ids[place][:1]
+        for row, at, *_ in zip(*self._spans(rows), strict=True):
+            labels[row, at] = ids[row, at]
         return ids, labels
 
-    patch.setattr(IsolatedRows, "read", targeted)
+    patch.setattr(Rows, "read", targeted)
 
 
 @mutation("tests/training/test_resume.py::test_a_resumed_run_is_one_that_never_stopped")

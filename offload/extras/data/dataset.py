@@ -12,8 +12,7 @@ import numpy as np
 from offload.app.user_cache import default_cache_dir
 from offload.distributed.share import share
 from offload.errors import ConfigError, counted, too_few_rows
-from offload.extras.data.groups import LengthBatching, MixedBatching
-from offload.extras.data.mixture import Mixture, RowSet, StoppingStrategy, quotas
+from offload.extras.data.mixture import LengthBatching, MixedBatching, Mixture, RowSet, StoppingStrategy, quotas
 from offload.extras.data.packing import IGNORE, Layout
 from offload.extras.data.picture_encoder import PictureInputs
 from offload.extras.data.prepare import Preparation, SourceFiles
@@ -408,34 +407,22 @@ def build_dataset(
             f"{with_answers.source.setting} {with_answers.source} has the format {formats}, and {no_answers}"
         )
     cache_folder = cache_dir if cache_dir is not None else default_cache_dir()
-    preparation = Preparation(
-        [*training_files, *eval_files],
-        vocab_size,
-        cache_folder,
-        progress or (lambda *_: None),
-        num_workers,
-        key_settings,
-    )
+    report = progress or (lambda *_: None)
+    all_files = [*training_files, *eval_files]
+    preparation = Preparation(all_files, vocab_size, cache_folder, report, num_workers, key_settings)
     loaded = preparation.open_tokenizer(tokenizer, model_path, is_pretrained)
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0
     )
-    names = names_of([each.source for each in (*training_files, *eval_files)])
     if isolated is None:
         isolated = any(each.has_chats for each in training_files)
     layout: Layout = False if with_pictures else "isolated" if packing and isolated else packing
-    source_rows = {}
-    for name, each in zip(names, [*training_files, *eval_files], strict=True):
+    source_rows = []
+    for name, each in zip(names_of([each.source for each in all_files]), all_files, strict=True):
         tokens = preparation.tokenize(each, loaded, train_on_prompt)
-        source_rows[name] = SourceRows.of(name, each, tokens, sequence_length, layout, pad_id)
-    training, evaluated = (
-        list(source_rows.values())[: len(training_files)],
-        list(source_rows.values())[len(training_files) :],
-    )
-    notes = [
-        *preparation.notes,
-        *(note for each in source_rows.values() for note in each.notes(with_name=len(source_rows) > 1)),
-    ]
+        source_rows.append(SourceRows.of(name, each, tokens, sequence_length, layout, pad_id))
+    training, evaluated = source_rows[: len(training_files)], source_rows[len(training_files) :]
+    notes = [*preparation.notes, *(note for each in source_rows for note in each.notes(len(source_rows) > 1))]
     if getattr(loaded, "unk_token", None) == UNKNOWN:
         notes.append(f"A vocabulary of {vocab_size} has no room for every byte: rare characters are read as {UNKNOWN}.")
     parts = [each.train for each in training]

@@ -100,7 +100,10 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
         raise pointer_error(label, "the folder of this file")
     if file_type == _TOKENS or data_format == "tokens":
         return
-    if document := _describe_document(place, start):
+    document = next((description for magic, description in _DOCUMENTS.items() if start.startswith(magic)), None)
+    if suffix in _OFFICE:
+        document = "an office document or a book: save its text first, such as by `pandoc IN -t plain -o OUT.txt`"
+    if document is not None:
         raise ConfigError(f"{label} is {document}.")
     content_type = _type_by_first_bytes(start)
     if content_type and content_type.startswith(_UTF16):
@@ -124,7 +127,8 @@ def check_file(place: Place, data_format: str, setting: str = "data.source") -> 
         raise ConfigError(
             f"{label} does not begin as a {suffix} file: correct the ending of its name, or compress it again."
         )
-    if data_format == "preference" and file_type == "text" and not _may_be_records(start):
+    first = start[: max(map(len, _FIRST_BYTES))].lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if data_format == "preference" and file_type == "text" and first not in (b"{", b"[", b""):
         raise ConfigError(
             f"{label} is a text, and train.method dpo, orpo and reward train on pairs of answers: give rows with the "
             "keys prompt, chosen and rejected (.jsonl, .json, .csv, .parquet), or set --train.method sft."
@@ -229,16 +233,6 @@ def _file_type(path: PurePath) -> str:
     """Return the file type for the ending, or an empty string."""
     suffix = suffix_of(path)
     return next((file_type for file_type, suffixes in _SUFFIXES_BY_TYPE.items() if suffix in suffixes), "")
-
-
-def _may_be_records(start: bytes) -> bool:
-    return start[: max(map(len, _FIRST_BYTES))].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
-
-
-def _describe_document(place: Place, start: bytes) -> str | None:
-    if place.name.suffix.lower() in _OFFICE:
-        return "an office document or a book: save its text first, such as by `pandoc IN -t plain -o OUT.txt`"
-    return next((description for magic, description in _DOCUMENTS.items() if start.startswith(magic)), None)
 
 
 def _type_by_first_bytes(start: bytes) -> str | None:

@@ -3,6 +3,9 @@
 An epoch has a fixed number of rows from each part, the quota, in one shuffled order. If the quota differs from the row
 count, the part also has a separate order. A large part then continues with unseen rows from epoch to epoch, and never
 repeats a row within an epoch. A small part repeats within an epoch, and row counts differ by at most one.
+
+The sequence is cut into batches. Batches of padded rows join rows with similar length: as for `group_by_length` in
+transformers, megabatches from the shuffled epoch are sorted by length. A batch remains a function of the step number.
 """
 
 from __future__ import annotations
@@ -10,76 +13,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from offload.extras.data.order import rows_at
-from offload.extras.data.packing import Layout, total_bytes
+from offload.extras.data.order import rows_at, shuffled
+from offload.extras.data.packing import Layout, Rows, total_bytes
 from offload.extras.data.pictures import PictureDocument
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
-
-
-class RowSet(Protocol):
-    """Row source for a data set: `Rows` from one source, or a `Mixture`."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows per epoch."""
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens per row."""
-
-    @property
-    def packing(self) -> Layout:
-        """Row layout."""
-
-    @property
-    def group(self) -> int:
-        """Neighbouring rows that stay side by side."""
-
-    @property
-    def num_distinct(self) -> int:
-        """Distinct rows, regardless of repetition within an epoch."""
-
-    @property
-    def identity(self) -> str:
-        """A text equal only for the same rows."""
-
-    def at(self, start: int, count: int, seed: int) -> np.ndarray:
-        """Return the row indices at positions [start, start + count) in the endless sequence, int64 [count]."""
-
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of tokens without padding per row, int64 [n]."""
-
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return input ids and labels, both int64 [n, sequence_length], for row indices [n]."""
-
-    def num_bytes(self, rows: np.ndarray) -> int | None:
-        """Return the number of UTF-8 bytes of text that the target tokens in these rows stand for; None if unknown."""
-
-    def positions(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return token positions within the document, int64 [n, sequence_length]. None: each row is one sequence."""
-
-    def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
-        """Return the rendered text and pictures of each row. None: no pictures."""
-
-    def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the document starts (or continuations) within each row, int64 [documents]; the first is 0."""
+_MOST_BATCHES = 50
+_FEWEST_GROUPS = 4
+"""Minimum megabatches per epoch. Sorting a whole epoch would give the same batches in every epoch."""
+_MULTIPLE = 8
+_PER_DOUBLING = 4
+_SEED = 1 << 48
+"""Seed offset: separates the batch order from the row order."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Rows from several parts. Row r in part i has the index (total rows in earlier parts) + r."""
+    """Rows from several parts, read like `Rows`. Row r in part i has the index (total rows in earlier parts) + r."""
 
-    parts: tuple[RowSet, ...]
+    parts: tuple[Rows, ...]
     quotas: tuple[int, ...]
     """Rows per epoch from each part."""
 
     @classmethod
-    def of(cls, parts: Sequence[RowSet], quotas: Sequence[int] | None = None) -> RowSet:
+    def of(cls, parts: Sequence[Rows], quotas: Sequence[int] | None = None) -> RowSet:
         """Return the parts as one row set; a single part is returned unchanged.
 
         `quotas` None: each row once per epoch.
@@ -154,7 +115,7 @@ class Mixture:
         """Return the part index of each row, int64 [n]."""
         return np.searchsorted(np.cumsum([part.num_rows for part in self.parts]), rows, "right")
 
-    def _each(self, rows: np.ndarray, read: Callable[[RowSet, np.ndarray], Any]) -> list[Any] | None:
+    def _each(self, rows: np.ndarray, read: Callable[[Rows, np.ndarray], Any]) -> list[Any] | None:
         """Return `read(part, rows within the part)` in the order of `rows`. None: a part has nothing to read.
 
         All parts have the same layout and the same preparation, so either all of them or none has.
@@ -166,7 +127,7 @@ class Mixture:
             values |= zip(np.flatnonzero(mask).tolist(), part_values, strict=True)
         return [values[index] for index in range(len(rows))]
 
-    def _by_part(self, rows: np.ndarray) -> list[tuple[RowSet, np.ndarray, np.ndarray]]:
+    def _by_part(self, rows: np.ndarray) -> list[tuple[Rows, np.ndarray, np.ndarray]]:
         """Return for each part with rows here: the part, a mask bool [n], and the row indices within the part."""
         ends = np.cumsum([part.num_rows for part in self.parts])
         owners = self.owners(rows)
@@ -176,6 +137,9 @@ class Mixture:
             for part, mask, end in zip(self.parts, masks, ends, strict=True)
             if mask.any()
         ]
+
+
+RowSet = Rows | Mixture
 
 
 def _begin(epochs: np.ndarray, quota: int, num_rows: int) -> np.ndarray:
@@ -203,3 +167,58 @@ def quotas(num_rows: Sequence[int], weights: Sequence[float | None], strategy: S
     if strategy == "all_exhausted":
         return [max(1, math.ceil(max(lengths) * share - slack)) for share in shares]
     return [max(1, math.floor(min(lengths) * share + slack)) for share in shares]
+
+
+@dataclass(frozen=True)
+class MixedBatching:
+    """Cuts the endless row sequence into batches: in shuffled order, all with the same width."""
+
+    by_length: ClassVar[bool] = False
+    """True if the rows in a batch have similar length."""
+
+    def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
+        """Return the rows for `step` (from 0), int64 [batch_size]."""
+        return rows.at(step * batch_size, batch_size, seed)
+
+    def width(self, _lengths: np.ndarray, sequence_length: int, /) -> int:
+        """Return the padded width in tokens for rows with these lengths [n]."""
+        return sequence_length
+
+
+@dataclass(frozen=True)
+class LengthBatching(MixedBatching):
+    """Batches with rows of similar length, padded to the longest.
+
+    An epoch still has each row once. A batch across an epoch border has the longest rows from both epochs, within its
+    megabatch.
+    """
+
+    by_length: ClassVar[bool] = True
+
+    def at(self, rows: RowSet, step: int, batch_size: int, seed: int) -> np.ndarray:
+        in_group = min(_MOST_BATCHES, max(rows.num_rows // (_FEWEST_GROUPS * batch_size), 1))
+        group, place = divmod(step, in_group)
+        size = in_group * batch_size
+        mixed = rows.at(group * size, size, seed)
+        lengths = rows.lengths(mixed)
+        epochs = (group * size + np.arange(size)) // rows.num_rows
+        ordered = np.empty(size, np.int64)
+        for epoch in np.unique(epochs):
+            in_epoch = np.flatnonzero(epochs == epoch)
+            batches = in_epoch // batch_size
+            whole = np.flatnonzero(np.bincount(batches) == batch_size)
+            slots = np.arange(size).reshape(in_group, batch_size)
+            order = whole[shuffled(np.arange(len(whole)), len(whole), seed + _SEED, group)]
+            places = np.concatenate([in_epoch[~np.isin(batches, whole)], slots[order].ravel()])
+            ordered[places] = mixed[in_epoch[np.argsort(-lengths[in_epoch], kind="stable")]]
+        return ordered[place * batch_size :][:batch_size]
+
+    def width(self, lengths: np.ndarray, sequence_length: int, /) -> int:
+        """Round up to one of few distinct widths: four per doubling, all divisible by 8.
+
+        Each distinct width costs cached memory and a kernel selection.
+        """
+        longest = int(lengths.max())
+        exponent = np.floor(_PER_DOUBLING * np.log2(sequence_length / longest) + 1e-9)
+        width = np.ceil(sequence_length / 2 ** (exponent / _PER_DOUBLING) / _MULTIPLE - 1e-9) * _MULTIPLE
+        return min(int(width), sequence_length)

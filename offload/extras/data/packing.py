@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -43,34 +43,41 @@ def total_bytes(parts: Iterable[int | None]) -> int | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """`mixture.RowSet` over a store, with rows [sequence_length].
+    """Rows [sequence_length] over a store, in one layout.
 
-    `kept` int64 [num_rows]: remaining layout rows. None: all.
+    Row indices and counts are int64 [n]. `kept` int64 [num_rows]: remaining layout rows. None: all.
     """
 
     store: TokenStore
     sequence_length: int
-    packing: bool
+    packing: Layout
     pad_id: int
-    num_rows: int
-    num_targets: int
-    num_without_target: int
-    kept: np.ndarray | None
-    first: int = 0
     group: int = 1
     """Neighbouring rows that stay side by side. A group remains only if each row has a target (unpacked only)."""
+    num_rows: int = 0
+    num_targets: int = 0
+    """Trained tokens with a token before them, over all rows of the layout."""
+    num_without_target: int = 0
+    """Skipped rows or documents without a trained token."""
     num_too_long: int = 0
     """Skipped documents with pictures, longer than a row."""
+    kept: np.ndarray | None = None
+    pieces: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    """Isolated rows: start and end of each piece in the store, int64 [pieces], and the first piece of each row, int64
+    [rows + 1]. Pieces in one row are adjacent.
+    """
+    first: int = 0
+    """For a part: first row in the whole layout."""
 
     @classmethod
-    def over(cls, store: TokenStore, sequence_length: int, packing: bool, pad_id: int, group: int = 1) -> Rows:
+    def over(cls, store: TokenStore, sequence_length: int, layout: Layout, pad_id: int, group: int = 1) -> Rows:
         """Lay out all rows in `store` and count the targets."""
-        layout = cls(store, sequence_length, packing, pad_id, 0, 0, 0, None, group=group)
-        num_rows = -(-store.num_tokens // sequence_length) if packing else store.num_documents
+        rows = cls(store, sequence_length, layout, pad_id, group)
+        num_rows = -(-store.num_tokens // sequence_length) if layout is True else store.num_documents
         kept, num_targets, num_too_long, begin = [], 0, 0, 0
         while begin < num_rows:
-            end = layout._group_end(begin, num_rows)
-            targets = layout._count_targets(np.arange(begin, end))
+            end = rows._group_end(begin, num_rows)
+            targets = rows._count_targets(np.arange(begin, end))
             targets *= (targets > 0).reshape(-1, group).all(1).repeat(group)
             if store.picture_store is not None:
                 is_too_long = np.diff(store.documents[begin : end + 1]) > sequence_length
@@ -80,83 +87,132 @@ class Rows:
             num_targets += int(targets.sum())
             begin = end
         num_kept = sum(map(len, kept))
-        indices = None if num_kept == num_rows else np.concatenate(kept)
-        return replace(
-            layout,
+        rows = replace(
+            rows,
             num_rows=num_kept,
             num_targets=num_targets,
             num_without_target=num_rows - num_kept - num_too_long,
-            kept=indices,
+            kept=None if num_kept == num_rows else np.concatenate(kept),
             num_too_long=num_too_long,
         )
+        return rows._isolated() if layout == "isolated" else rows
+
+    def _isolated(self) -> Rows:
+        """Return rows with several pieces each, from rows with one document each."""
+        documents, length, num_targets = self.store.documents, self.sequence_length, self.num_targets
+        if self.store.trained is None:
+            starts, ends = _pieces(documents, length)
+            has_context = ends - starts > 1  # a single token has no context
+            starts, ends = starts[has_context], ends[has_context]
+            num_targets = int((ends - starts - 1).sum())
+        else:
+            kept = np.arange(self.num_rows) if self.kept is None else self.kept
+            starts = documents[kept]
+            ends = np.minimum(documents[kept + 1], starts + length)
+        rows = best_fit(ends - starts, length)
+        order = np.argsort(rows, kind="stable")
+        borders = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+        pieces = starts[order], ends[order], borders
+        return replace(self, num_rows=len(borders) - 1, num_targets=num_targets, kept=None, pieces=pieces)
 
     @property
     def num_distinct(self) -> int:
+        """Distinct rows, regardless of repetition within an epoch."""
         return self.num_rows
-
-    def part(self, begin: int, end: int) -> Rows:
-        """Return rows [begin, end) as a separate set. The target counts still describe the whole."""
-        return replace(self, first=self.first + begin, num_rows=end - begin)
 
     @property
     def identity(self) -> str:
         """A text equal only for the same tokens and the same row range."""
         return f"{self.store.content_hash}/{self.first}+{self.num_rows}"
 
-    def at(self, start: int, count: int, seed: int) -> np.ndarray:
-        return rows_at(np.arange(start, start + count), self.num_rows, seed, self.group)
-
     @property
     def num_truncated_tokens(self) -> int:
-        """Tokens cut off beyond the row end, in the whole store (unpacked only)."""
-        if self.packing or not self.num_rows or self.store.picture_store is not None:
+        """Tokens cut off beyond the row end, in the whole store. Isolated rows cut off only documents with a prompt."""
+        cuts = not self.packing or (self.packing == "isolated" and self.store.trained is not None)
+        if not cuts or not self.num_rows or self.store.picture_store is not None:
             return 0
         lengths = np.diff(self.store.documents)
         return int(np.maximum(lengths - self.sequence_length, 0).sum())
 
+    def part(self, begin: int, end: int) -> Rows:
+        """Return rows [begin, end) as a separate set. The target counts still describe the whole."""
+        return replace(self, first=self.first + begin, num_rows=end - begin)
+
+    def at(self, start: int, count: int, seed: int) -> np.ndarray:
+        """Return the row indices at positions [start, start + count) in the endless sequence."""
+        return rows_at(np.arange(start, start + count), self.num_rows, seed, self.group)
+
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        start, end, _ = self._spans(rows)
-        return np.asarray(end - start)
+        """Return the number of tokens without padding per row."""
+        row, _, start, end, _ = self._spans(rows)
+        return np.bincount(row, end - start, len(rows)).astype(np.int64)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return input ids and labels, both int64 [n, sequence_length]."""
         ids = np.full((len(rows), self.sequence_length), self.pad_id, np.int64)
         labels = np.full_like(ids, IGNORE)
         store = self.store
-        for i, (start, end, fresh) in enumerate(zip(*self._spans(rows), strict=True)):
-            ids[i, : end - start] = store.tokens[start:end]
-            labels[i, fresh - start : end - start] = store.tokens[fresh:end]
+        for row, at, start, end, fresh in zip(*self._spans(rows), strict=True):
+            place = row, slice(at, at + end - start)
+            ids[place] = store.tokens[start:end]
+            labels[place][fresh - start :] = store.tokens[fresh:end]
             if store.trained is not None:
-                labels[i, : end - start][~store.trained[start:end]] = IGNORE
+                labels[place][~store.trained[start:end]] = IGNORE
         return ids, labels
 
     def num_bytes(self, rows: np.ndarray) -> int | None:
+        """Return the number of UTF-8 bytes of text that the target tokens in these rows stand for; None if unknown."""
         spans = zip(*self._spans(rows), strict=True)
-        return total_bytes(self.store.trained_bytes(max(start + 1, fresh), end) for start, end, fresh in spans)
+        return total_bytes(self.store.trained_bytes(max(start + 1, fresh), end) for _, _, start, end, fresh in spans)
 
-    def positions(self, rows: np.ndarray) -> None:
-        """Return None: each row is one sequence."""
+    def positions(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return token positions within the document or the padding, int64 [n, sequence_length].
+
+        None: each row is one sequence.
+        """
+        if self.pieces is None:
+            return None
+        positions = np.arange(self.sequence_length) - self.lengths(rows)[:, None]
+        for row, at, start, end, _ in zip(*self._spans(rows), strict=True):
+            positions[row, at : at + end - start] = np.arange(end - start)
+        return positions
 
     def picture_documents(self, rows: np.ndarray) -> list[PictureDocument] | None:
+        """Return the rendered text and pictures of each row. None: no pictures."""
         if self.store.picture_store is None:
             return None
         rows = self.first + rows
         return [self.store.picture_store.at(int(row)) for row in (rows if self.kept is None else self.kept[rows])]
 
     def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        starts = []
-        for start, end, _ in zip(*self._spans(rows), strict=True):
+        """Return the document starts (or continuations) within each row, int64 [documents]; the first is 0."""
+        starts: list[list[np.ndarray]] = [[] for _ in rows]
+        for row, at, start, end, _ in zip(*self._spans(rows), strict=True):
             first, last = np.searchsorted(self.store.documents, [start + 1, end])
-            starts.append(np.concatenate([[0], np.unique(self.store.documents[first:last]) - start]))
-        return starts
+            starts[row].append(np.concatenate([[at], at - start + np.unique(self.store.documents[first:last])]))
+        return [np.concatenate(each) for each in starts]
 
-    def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _spans(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return the token ranges of rows in order, five arrays int64 [ranges].
+
+        The index in `rows`, the place within the row, start and end in the store, and the first possible target.
+        """
         rows = self.first + rows
-        return self._layout_spans(rows if self.kept is None else self.kept[rows])
+        if self.pieces is None:
+            start, end, fresh = self._layout_spans(rows if self.kept is None else self.kept[rows])
+            return np.arange(len(rows)), np.zeros_like(start), start, end, fresh
+        starts, ends, borders = self.pieces
+        counts = borders[rows + 1] - borders[rows]
+        row, piece = _ranges(borders[rows], counts)
+        start, end = starts[piece], ends[piece]
+        at = np.cumsum(end - start) - (end - start)
+        at -= np.repeat(at[np.cumsum(counts) - counts], counts)
+        return row, at, start, end, start + 1  # the first token of a document has no context
 
     def _layout_spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (row start, row end, first trained token) in the store, int64 [n] each."""
         length, num_tokens = self.sequence_length, self.store.num_tokens
-        if self.packing:
+        if self.packing is True:
             fresh = rows * length
             start = np.minimum(fresh, max(num_tokens - length, 0))
             return start, np.minimum(start + length, num_tokens), fresh
@@ -175,156 +231,23 @@ class Rows:
 
     def _group_end(self, begin: int, num_rows: int) -> int:
         """Return the end of a row block from `begin` with about _GROUP_TOKENS tokens."""
-        if self.packing:
+        if self.packing is True:
             return min(begin + max(_GROUP_TOKENS // self.sequence_length, 1), num_rows)
         documents = self.store.documents
         end = int(np.searchsorted(documents, documents[begin] + _GROUP_TOKENS, "right")) - 1
         return max(end - (end - begin) % self.group, begin + self.group)
 
 
-@dataclass(frozen=True)
-class IsolatedRows:
-    """`mixture.RowSet` over a store, with rows [sequence_length] from several pieces side by side."""
-
-    store: TokenStore
-    """Token store."""
-    sequence_length: int
-    """Tokens per row, padding included."""
-    pad_id: int
-    """Padding token id."""
-    starts: np.ndarray
-    """Start of each piece in the store, int64 [pieces]. Pieces in one row are adjacent."""
-    ends: np.ndarray
-    """End of each piece in the store, int64 [pieces]."""
-    borders: np.ndarray
-    """First piece of each row, int64 [num_rows + 1]. The last entry is the number of pieces."""
-    num_targets: int
-    """Trained tokens with a token before them, over all rows."""
-    num_without_target: int
-    """Skipped documents without a trained token."""
-    num_truncated_tokens: int
-    """Tokens cut off from long documents with a prompt."""
-    num_too_long: ClassVar[int] = 0
-    """Skipped long documents with pictures. Always 0: isolated rows have no pictures."""
-    packing: ClassVar[Layout] = "isolated"
-    """Layout name, as stored in checkpoints."""
-    group: ClassVar[int] = 1
-    first: int = 0
-    """For a part: first row in the whole layout."""
-
-    @classmethod
-    def over(cls, store: TokenStore, sequence_length: int, pad_id: int) -> IsolatedRows:
-        """Lay out all documents in `store` and count the targets."""
-        whole = Rows.over(store, sequence_length, False, pad_id)
-        if store.trained is None:
-            starts, ends = _pieces(store.documents, sequence_length)
-            has_context = ends - starts > 1  # a single token has no context
-            starts, ends = starts[has_context], ends[has_context]
-            num_targets = int((ends - starts - 1).sum())
-        else:
-            kept = np.arange(whole.num_rows) if whole.kept is None else whole.kept
-            starts = store.documents[kept]
-            ends = np.minimum(store.documents[kept + 1], starts + sequence_length)
-            num_targets = whole.num_targets
-        rows = best_fit(ends - starts, sequence_length)
-        order = np.argsort(rows, kind="stable")
-        counts = np.bincount(rows)
-        return cls(
-            store,
-            sequence_length,
-            pad_id,
-            starts[order],
-            ends[order],
-            np.concatenate([[0], np.cumsum(counts)]),
-            num_targets,
-            whole.num_without_target,
-            0 if store.trained is None else whole.num_truncated_tokens,
-        )
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.borders) - 1
-
-    @property
-    def num_distinct(self) -> int:
-        return self.num_rows
-
-    def part(self, begin: int, end: int) -> IsolatedRows:
-        """Return rows [begin, end) as a separate set. The target counts still describe the whole."""
-        return replace(self, borders=self.borders[begin : end + 1], first=self.first + begin)
-
-    @property
-    def identity(self) -> str:
-        """A text equal only for the same tokens and the same row range."""
-        return f"{self.store.content_hash}/{self.first}+{self.num_rows}"
-
-    def at(self, start: int, count: int, seed: int) -> np.ndarray:
-        return rows_at(np.arange(start, start + count), self.num_rows, seed)
-
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        spans = [slice(self.borders[row], self.borders[row + 1]) for row in rows]
-        return np.asarray([(self.ends[span] - self.starts[span]).sum() for span in spans], np.int64)
-
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return input ids and labels as `RowSet.read` does. The first token in a document is not a target."""
-        ids = np.full((len(rows), self.sequence_length), self.pad_id, np.int64)
-        labels = np.full_like(ids, IGNORE)
-        for place, begin, end in self._piece_spans(rows):
-            ids[place] = labels[place] = self.store.tokens[begin:end]
-            if self.store.trained is not None:
-                labels[place][~self.store.trained[begin:end]] = IGNORE
-            labels[place][:1] = IGNORE
-        return ids, labels
-
-    def num_bytes(self, rows: np.ndarray) -> int | None:
-        return total_bytes(self.store.trained_bytes(begin + 1, end) for _, begin, end in self._piece_spans(rows))
-
-    def positions(self, rows: np.ndarray) -> np.ndarray:
-        """Return token positions within the document or the padding, int64 [n, sequence_length]."""
-        length = self.sequence_length
-        positions = np.arange(length) - self.lengths(rows)[:, None]
-        for place, begin, end in self._piece_spans(rows):
-            positions[place] = np.arange(end - begin)
-        return positions
-
-    def picture_documents(self, rows: np.ndarray) -> None:
-        """Return None: isolated rows have no pictures."""
-
-    def document_starts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the document starts within each row, int64 [documents]; the first is 0."""
-        return [
-            np.flatnonzero(positions[:length] == 0)
-            for positions, length in zip(self.positions(rows), self.lengths(rows), strict=True)
-        ]
-
-    def _piece_spans(self, rows: np.ndarray) -> list[tuple[tuple[int, slice], int, int]]:
-        """Return for each piece: the index into the row array, and the token range in the store."""
-        spans = []
-        for number, row in enumerate(rows):
-            at = 0
-            for piece in range(self.borders[row], self.borders[row + 1]):
-                begin, end = int(self.starts[piece]), int(self.ends[piece])
-                spans.append(((number, slice(at, at + end - begin)), begin, end))
-                at += end - begin
-        return spans
-
-
-StoreRows = Rows | IsolatedRows
-
-
-def lay_out(store: TokenStore, sequence_length: int, layout: Layout, pad_id: int, group: int) -> StoreRows:
-    """Return all rows of `store` in the given layout. `group`: as in `Rows`."""
-    if layout == "isolated":
-        return IsolatedRows.over(store, sequence_length, pad_id)
-    return Rows.over(store, sequence_length, layout, pad_id, group)
+def _ranges(begins: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `counts[i]` consecutive numbers from `begins[i]` for each i: (i, number), int64 [total] each."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners, np.arange(len(owners)) + np.repeat(begins - np.cumsum(counts) + counts, counts)
 
 
 def _pieces(documents: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the starts and ends of pieces with at most `length` tokens, int64 [pieces] each."""
-    sizes = np.diff(documents)
-    counts = -(-sizes // length)
-    owner = np.repeat(np.arange(len(sizes)), counts)
-    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    counts = -(-np.diff(documents) // length)
+    owner, number = _ranges(np.zeros_like(counts), counts)
     starts = documents[owner] + number * length
     return starts, np.minimum(starts + length, documents[owner + 1])
 

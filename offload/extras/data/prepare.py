@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -65,9 +65,7 @@ class TokenizedData:
     """Tokens from one source, with counts from the pass."""
 
     train: TokenStore
-    """Training documents."""
     eval: TokenStore
-    """Held-out documents."""
     num_empty: int
     """Skipped documents without text."""
     num_split: int
@@ -142,33 +140,23 @@ class SourceFiles:
                 yield held_out, name, record
 
 
+@dataclass
 class Preparation:
     """Sources with a common tokenizer, and their tokens."""
 
-    def __init__(
-        self,
-        sources: Sequence[SourceFiles],
-        vocab_size: int,
-        cache_dir: Path,
-        progress: Progress,
-        num_workers: int | None = None,
-        key_settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`num_workers`: processes for tokenization; None: as many as save time.
+    sources: Sequence[SourceFiles]
+    vocab_size: int
+    cache_dir: Path
+    progress: Progress
+    num_workers: int | None = None
+    """Processes for tokenization. None: as many as save time."""
+    key_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Other settings in the cache key."""
+    processor: Any = None
+    """The model's processor for pictures, set by `open_tokenizer`. None: no pictures."""
 
-        `key_settings`: other settings in the cache key.
-        """
-        self.notes = [note for each in sources for note in each.notes]
-        self.processor: Any = None
-        """The model's processor for pictures, set by `open_tokenizer`. None: no pictures."""
-        self._sources = sources
-        self._formats = set[str]().union(*(each.formats for each in sources))
-        self._num_bytes = sum(each.num_bytes for each in sources)
-        self._vocab_size = vocab_size
-        self._cache_dir = cache_dir
-        self._progress = progress
-        self._num_workers = num_workers
-        self._key_settings = sorted((key_settings or {}).items())
+    def __post_init__(self) -> None:
+        self.notes = [note for each in self.sources for note in each.notes]
 
     def open_tokenizer(self, tokenizer: str | None, model_path: str | None, is_pretrained: bool) -> Any:
         """Load `tokenizer` or the model's tokenizer, or train one on the data for a model without pretrained weights.
@@ -177,26 +165,30 @@ class Preparation:
         needed. Raises ConfigError.
         """
         path = tokenizer or tokenizer_folder(model_path)
-        if any(each.has_pictures for each in self._sources):
-            self._check_picture_sources()
+        formats = set[str]().union(*(each.formats for each in self.sources))
+        if any(each.has_pictures for each in self.sources):
+            for each in self.sources:
+                if others := each.formats - RENDERED_FORMATS:
+                    raise ConfigError(
+                        f"{each.source.setting} {each.source} has the format {', '.join(sorted(others))}, but other "
+                        "sources have pictures, and sources with pictures can only be mixed with conversations. Write "
+                        "these rows as messages."
+                    )
             self.processor = load_processor(path)
         if path is not None:
             loaded = load_tokenizer(path) if self.processor is None else self.processor.tokenizer
-            check_vocabulary(loaded, self._vocab_size, path)
-            if (
-                not loaded.chat_template
-                and self.processor is None
-                and any(each.uses_template for each in self._sources)
-            ):
+            check_vocabulary(loaded, self.vocab_size, path)
+            without = not loaded.chat_template and self.processor is None
+            if without and any(each.uses_template for each in self.sources):
                 loaded.chat_template = BUILTIN_TEMPLATE  # set here, so it is saved with the model
                 self.notes.append(
                     f"The tokenizer {path} has no chat template: conversations are written with {ROLE_MARKERS[1]} and "
                     f"{ROLE_MARKERS[2]} before the turns, and this template is saved with the model."
                 )
             return loaded
-        if self._formats == {"tokens"}:
+        if formats == {"tokens"}:
             return None
-        if "tokens" in self._formats:
+        if "tokens" in formats:
             raise ConfigError(
                 "data.source mixes token ids with text: name the tokenizer that made the ids, as data.tokenizer."
             )
@@ -207,19 +199,9 @@ class Preparation:
                 "--data.tokenizer to a folder or hub name with the model's own tokenizer, or set --model.init random "
                 "to train from random weights."
             )
-        hashes = [each.files_hash for each in self._sources]
+        hashes = [each.files_hash for each in self.sources]
         key = hashes[0] if len(hashes) == 1 else hash_text(" ".join(hashes))
-        return load_or_train_tokenizer(self._texts, self._vocab_size, key, self._cache_dir, self._progress)
-
-    def _check_picture_sources(self) -> None:
-        """Raise ConfigError if some source has pictures and another is not of conversations."""
-        for each in self._sources:
-            if others := each.formats - RENDERED_FORMATS:
-                raise ConfigError(
-                    f"{each.source.setting} {each.source} has the format {', '.join(sorted(others))}, but other "
-                    "sources have pictures, and sources with pictures can only be mixed with conversations. Write "
-                    "these rows as messages."
-                )
+        return load_or_train_tokenizer(self._texts, self.vocab_size, key, self.cache_dir, self.progress)
 
     def _check_ends(self, source_files: SourceFiles, tokenizer: Any) -> None:
         """Raise ConfigError for text pairs without an end token; add a note for plain texts."""
@@ -247,18 +229,18 @@ class Preparation:
             places = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in places_read]
         rules = None if encoder is None else hash_tokenizer(encoder)
         source = source_files.files_hash, source_files.eval_share, source_files.on_bad_row, source_files.is_evaluated
-        settings = self._key_settings, self._vocab_size, train_on_prompt
+        settings = sorted(self.key_settings.items()), self.vocab_size, train_on_prompt
         name = hash_text(repr((code_hash("data"), versions(), source, settings, rules, places)))
         return load_or_build(
-            self._cache_dir / "tokens",
+            self.cache_dir / "tokens",
             name,
             lambda folder: self._build(folder, source_files, tokenizer, train_on_prompt),
             _load,
         )
 
     def _texts(self) -> Iterator[str]:
-        rate = sampling_rate(self._num_bytes)
-        for source_files in self._sources:
+        rate = sampling_rate(sum(each.num_bytes for each in self.sources))
+        for source_files in self.sources:
             for _, name, record in source_files.records(BadRows(source_files.on_bad_row)):
                 if rate < 1 and split_hash(f"sample {name}") >= rate:
                     continue
@@ -269,11 +251,11 @@ class Preparation:
         picture_encoder = None if self.processor is None else PictureEncoder(self.processor, train_on_prompt)
         masked = picture_encoder is not None or (not train_on_prompt and source_files.may_mask)
         writers = {
-            in_eval: TokenWriter(folder / name, self._vocab_size, masked, has_pictures=picture_encoder is not None)
+            in_eval: TokenWriter(folder / name, self.vocab_size, masked, has_pictures=picture_encoder is not None)
             for name, in_eval in (("train", False), ("eval", True))
         }
         bad = BadRows(source_files.on_bad_row)
-        workers = _num_useful_workers(source_files) if self._num_workers is None else self._num_workers
+        workers = _num_useful_workers(source_files) if self.num_workers is None else self.num_workers
         encoder = None
         if tokenizer is not None:
             byte_count_scope: ByteCountScope = (
@@ -291,7 +273,7 @@ class Preparation:
                 done += picture_bytes(record)
                 if done - reported >= num_bytes / 100:
                     reported = done
-                    self._progress("tokenizing", min(done / num_bytes, 0.99))
+                    self.progress("tokenizing", min(done / num_bytes, 0.99))
                 streams |= isinstance(record, Ids) and record.stream
                 yield in_eval, record
 
@@ -308,14 +290,14 @@ class Preparation:
             "bad": bad.examples,
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-        self._progress("tokenizing", 1.0)
+        self.progress("tokenizing", 1.0)
 
     def _check_ids(self, part: EncodedDocument, tokenizer: Any) -> None:
-        if len(part.ids) and not 0 <= int(part.ids.min()) <= (highest := int(part.ids.max())) < self._vocab_size:
-            wrong = highest if highest >= self._vocab_size else int(part.ids.min())
+        if len(part.ids) and not 0 <= int(part.ids.min()) <= (highest := int(part.ids.max())) < self.vocab_size:
+            wrong = highest if highest >= self.vocab_size else int(part.ids.min())
             token = f" ({tokenizer.convert_ids_to_tokens(wrong)!r})" if tokenizer is not None and wrong >= 0 else ""
             raise ConfigError(
-                f"{part.where} holds the token id {wrong}{token}, but the model's vocabulary has {self._vocab_size}. "
+                f"{part.where} holds the token id {wrong}{token}, but the model's vocabulary has {self.vocab_size}. "
                 "Use the model's own tokenizer (data.tokenizer), or a model with a larger vocab_size."
             )
 

@@ -1,8 +1,8 @@
 """Iterators over row files: JSON lines and arrays, csv, tsv, parquet, Arrow, and data sets from `datasets`.
 
-Files are read in pieces, so memory use is independent of the file size. An unreadable row becomes a `BadRow` in the
-same place, and reading continues if the next row can be located. Otherwise (an open quote, a damaged row group) reading
-stops with an error.
+Files are read in pieces, so memory use is independent of the file size; only a JSON array is read as a whole. An
+unreadable row becomes a `BadRow` in the same place, and reading continues if the next row can be located. Otherwise (an
+open quote, a truncated array, a damaged row group) reading stops with an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,9 +25,7 @@ _MAX_ROW_BYTES = 64 << 20
 """A larger row means a file without line ends, or a quote that never closes."""
 _PIECE_BYTES = 8 << 20  # decoded table bytes at once
 _MAX_PIECE_ROWS = 1024
-_BLOCK_CHARS = 1 << 20
 _NUM_EXAMPLES = 3
-_BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class BadRow(ConfigError):
@@ -56,14 +53,16 @@ class BadRows:
 
 def columns_of(file: SourceFile) -> list[str] | None:
     """Return a table's column names. None: each row has separate keys (JSON). Raises ConfigError."""
+    if file.container == "json":
+        return None
     if file.container in ("csv", "tsv"):
-        with _csv_reader(file) as reader:
-            return _header(file, reader)
+        with _open_csv(file) as (names, _):
+            return names
     if file.container == "parquet":
         return list(_open_parquet(file).schema_arrow.names)
     if file.container == "arrow":
-        return list(_arrow_batches(file)[0].names)
-    return list(file.place.rows.column_names) if file.container == "data set" else None  # type: ignore[union-attr]
+        return list(_open_arrow(file)[0].names)
+    return list(file.place.rows.column_names)  # type: ignore[union-attr]
 
 
 def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[Row]:
@@ -72,10 +71,7 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
         return _json_rows(file)
     if file.container in ("csv", "tsv"):
         return _csv_rows(file)
-    names = columns if columns is not None else columns_of(file) or ()
-    if file.container == "parquet":
-        return _parquet_rows(file, names)
-    return _arrow_rows(file, names) if file.container == "arrow" else _data_set_rows(file, names)
+    return _table_rows(file, list(columns_of(file) or ()) if columns is None else list(columns))
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -84,8 +80,8 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
 def _json_rows(file: SourceFile) -> Iterator[Row]:
     with open_decompressed(file.place) as stream:
         if stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
-                yield from _json_array(text, file.place)
+            for number, row in enumerate(_parse_array(stream.read(), file.place), 1):
+                yield f"{file.place}, record {number}", row
             return
         number = 0
         while line := stream.readline(_MAX_ROW_BYTES):
@@ -106,92 +102,44 @@ def _parse_line(data: bytes, where: str) -> Any:
         return BadRow(f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records.")
 
 
-def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
-    """Yield the elements in a JSON array. The array may be larger than memory."""
-    decode = json.JSONDecoder().raw_decode
-    buffer, at, number = "", 0, 0
-
-    def refill() -> bool:
-        """Read on; the block doubles for each retry on an incomplete element."""
-        nonlocal buffer, at
-        try:
-            block = text.read(max(_BLOCK_CHARS, len(buffer) - at))
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{path} is not UTF-8 text ({first_bad_byte(path)}: {error.reason}). Convert it, such as by `iconv -f "
-                "LATIN1 -t UTF-8 IN > OUT`."
-            ) from error
-        buffer, at = buffer[at:] + block, 0
-        return bool(block)
-
-    def next_character() -> str:
-        """Return the next character after blanks, or an empty string at the file end."""
-        nonlocal at
-        while True:
-            at = _BLANK.match(buffer, at).end()  # type: ignore[union-attr]
-            if at < len(buffer) or not refill():
-                return buffer[at : at + 1]
-
-    next_character()
-    at += 1  # the bracket
-    while (character := next_character()) != "]":
-        if number:
-            if character != ",":
-                raise ConfigError(
-                    f"{path} is not valid JSON: after record {number} a comma or a bracket is expected, not "
-                    f"{character or 'the end of the file'!r}. One record a line is expected, or one array of records."
-                )
-            at += 1
-            next_character()
-        number += 1
-        where = f"{path}, record {number}"
-        while True:
-            try:
-                value, end = decode(buffer, at)
-            except (ValueError, RecursionError) as error:
-                if len(buffer) - at < _MAX_ROW_BYTES and refill():
-                    continue
-                raise ConfigError(
-                    f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
-                ) from error
-            if end < len(buffer) or not refill():  # a number may continue in the next block
-                break
-        length, at = end - at, end
-        yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if length > _MAX_ROW_BYTES else value
-    at += 1
-    if next_character():
+def _parse_array(data: bytes, place: Place) -> list[Any]:
+    try:
+        rows: list[Any] = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path} is not valid JSON: there is more text after the array. One record a line is expected, or one "
-            "array of records."
-        )
+            f"{place} is not UTF-8 text ({first_bad_byte(place)}: {error.reason}). Convert it, such as by `iconv -f "
+            "LATIN1 -t UTF-8 IN > OUT`."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{place} is not valid JSON: {error}. One record a line is expected, or one array of records."
+        ) from error
+    return rows
 
 
 # -- csv, tsv --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _csv_reader(file: SourceFile) -> Iterator[Any]:
+def _open_csv(file: SourceFile) -> Iterator[tuple[list[str], Any]]:
+    """Open a table: column names, and a reader for the other rows."""
     csv.field_size_limit(_MAX_ROW_BYTES)  # process-wide; the default of 131,072 characters is too small
     # Invalid UTF-8 becomes lone surrogates, so the error can name the row.
     options: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     with open_decompressed(file.place) as stream, io.TextIOWrapper(stream, **options) as text:
-        yield csv.reader(text, delimiter="\t" if file.container == "tsv" else ",", strict=True)
-
-
-def _header(file: SourceFile, reader: Any) -> list[str]:
-    try:
-        names: list[str] = next((fields for fields in reader if fields), [])
-    except csv.Error as error:
-        raise ConfigError(f"{file.place}:1 is not a valid header of a {file.container} file: {error}.") from error
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ConfigError(f"{file.place}:1 names the column {repeated[0]!r} twice: rename one of them.")
-    return names
+        reader = csv.reader(text, delimiter="\t" if file.container == "tsv" else ",", strict=True)
+        try:
+            names: list[str] = next((fields for fields in reader if fields), [])
+        except csv.Error as error:
+            raise ConfigError(f"{file.place}:1 is not a valid header of a {file.container} file: {error}.") from error
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ConfigError(f"{file.place}:1 names the column {repeated[0]!r} twice: rename one of them.")
+        yield names, reader
 
 
 def _csv_rows(file: SourceFile) -> Iterator[Row]:
-    with _csv_reader(file) as reader:
-        names = _header(file, reader)
+    with _open_csv(file) as (names, reader):
         while True:
             where = f"{file.place}:{reader.line_num + 1}"
             try:
@@ -212,13 +160,8 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
             if not fields:
                 continue
             if len(fields) != len(names):
-                yield (
-                    where,
-                    BadRow(
-                        f"{where} has {counted(len(fields), 'field')}, but the header has "
-                        f"{counted(len(names), 'column')} ({', '.join(names[:8])})."
-                    ),
-                )
+                columns = f"{counted(len(names), 'column')} ({', '.join(names[:8])})"
+                yield where, BadRow(f"{where} has {counted(len(fields), 'field')}, but the header has {columns}.")
                 continue
             try:
                 for text in fields:
@@ -247,25 +190,7 @@ def _open_parquet(file: SourceFile) -> Any:
         raise ConfigError(f"{place} is not a readable parquet file, or is truncated: {error}.") from error
 
 
-def _parquet_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
-    parquet = _open_parquet(file)
-    meta = parquet.metadata
-    first = 0
-    for group in range(meta.num_row_groups):
-        row_group = meta.row_group(group)
-        batches = parquet.iter_batches(
-            batch_size=_piece_rows(row_group.total_byte_size, row_group.num_rows),
-            row_groups=[group],
-            columns=list(names),
-            use_threads=False,
-        )
-        last = first + row_group.num_rows - 1
-        damaged = f"{file.place}: row group {group} (rows {first:,} to {last:,}) is damaged,"
-        yield from _rows_of_each(batches, str(file.place), first, damaged)
-        first += row_group.num_rows
-
-
-def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:
+def _open_arrow(file: SourceFile) -> tuple[Any, Iterator[Any]]:
     """Return the schema and the record batches in an Arrow file (IPC file or stream format)."""
     arrow, place = library("pyarrow", f"{file.place}, an Arrow file,"), file.place
     try:
@@ -281,45 +206,40 @@ def _arrow_batches(file: SourceFile) -> tuple[Any, Iterator[Any]]:
         raise ConfigError(f"{place} is not a readable Arrow file (IPC, as a file or a stream): {error}.") from error
 
 
-def _arrow_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
-    _, batches = _arrow_batches(file)
-    selected = (batch.select(list(names)) for batch in batches)
-    return _rows_of_each(selected, str(file.place), 0, f"{file.place} is damaged")
+def _table_batches(file: SourceFile, names: list[str]) -> Iterator[Any]:
+    """Yield the rows of a table in order, as pyarrow tables or record batches."""
+    if file.container == "parquet":
+        parquet = _open_parquet(file)
+        for group in range(parquet.num_row_groups):
+            row_group = parquet.metadata.row_group(group)
+            step = _piece_rows(row_group.total_byte_size, row_group.num_rows)
+            yield from parquet.iter_batches(step, [group], names, use_threads=False)
+    elif file.container == "arrow":
+        yield from (batch.select(names) for batch in _open_arrow(file)[1])
+    else:
+        rows = file.place.rows.select_columns(names).with_format("arrow")  # type: ignore[union-attr]
+        step = _piece_rows(file.num_bytes, len(rows))
+        yield from (rows[first : first + step] for first in range(0, len(rows), step))
 
 
-def _rows_of_each(batches: Iterator[Any], where: str, row: int, damaged: str) -> Iterator[Row]:
-    """Yield the rows of consecutive batches, numbered from `row`. A read error raises ConfigError with `damaged`."""
+def _table_rows(file: SourceFile, names: list[str]) -> Iterator[Row]:
+    """Yield the rows of a table, numbered from 0 as in `datasets`. A read error raises ConfigError."""
+    batches, row = _table_batches(file, names), 0
     while True:
         try:
             batch = next(batches, None)
         except Exception as error:  # see _open_parquet
             raise ConfigError(
-                f"{damaged} from row {row:,} on: {' '.join(str(error).split())[:200]}. Write the file again, or leave "
-                "it out."
+                f"{file.place} is damaged from row {row:,} on: {' '.join(str(error).split())[:200]}. Write it again, "
+                "or leave it out."
             ) from error
         if batch is None:
             return
-        yield from _rows_of(batch, where, row)
-        row += batch.num_rows
-
-
-def _data_set_rows(file: SourceFile, names: Sequence[str]) -> Iterator[Row]:
-    rows = file.place.rows.select_columns(list(names)).with_format("arrow")  # type: ignore[union-attr]
-    step = _piece_rows(file.num_bytes, len(rows))
-    for first in range(0, len(rows), step):
-        try:
-            piece = rows[first : first + step]
-        except Exception as error:  # see _open_parquet
-            raise ConfigError(f"{file.place} is damaged from row {first:,} on: {error}. Save it again.") from error
-        yield from _rows_of(piece, str(file.place), first)
-
-
-def _rows_of(table: Any, where: str, first: int) -> Iterator[Row]:
-    """Yield the rows in a pyarrow.Table or RecordBatch, numbered from 0 as in `datasets`."""
-    step = _piece_rows(table.nbytes, table.num_rows)
-    for begin in range(0, table.num_rows, step):
-        for index, row in enumerate(table.slice(begin, step).to_pylist(), first + begin):
-            yield f"{where}, row {index}", _without_nulls(row)
+        step = _piece_rows(batch.nbytes, batch.num_rows)
+        for begin in range(0, batch.num_rows, step):
+            for content in batch.slice(begin, step).to_pylist():
+                yield f"{file.place}, row {row}", _without_nulls(content)
+                row += 1
 
 
 def _without_nulls(value: Any) -> Any:

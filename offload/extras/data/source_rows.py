@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from offload.errors import ConfigError, counted, ratio
-from offload.extras.data.packing import Layout, StoreRows, lay_out
+from offload.extras.data.packing import Layout, Rows
 from offload.extras.data.prepare import SourceFiles, TokenizedData
 from offload.extras.data.sources import STDLIB_CHAT, Source
 from offload.extras.data.storage import decompressed_name
@@ -39,14 +39,11 @@ class SourceRows:
     name: str
     """Source name in logs."""
     source_files: SourceFiles
-    """Files and settings."""
     tokens: TokenizedData
-    """All tokens from the source."""
-    train: StoreRows
+    train: Rows
     """Training rows; for an eval source, the eval rows."""
-    eval: StoreRows
-    """Held-out rows."""
-    layouts: tuple[StoreRows, StoreRows]
+    eval: Rows
+    layouts: tuple[Rows, Rows]
     """Layouts of training and eval documents, before rows are held out from one layout."""
 
     @classmethod
@@ -69,26 +66,22 @@ class SourceRows:
                 "data.packing=true and data.packing_isolated=false, or store the ids as .npy [documents, tokens]."
             )
         group = 2 if source_files.has_pairs else 1
-        train = lay_out(tokens.train, sequence_length, layout, pad_id, group)
-        held_out = lay_out(tokens.eval, sequence_length, layout, pad_id, group)
+        train = Rows.over(tokens.train, sequence_length, layout, pad_id, group)
+        held_out = Rows.over(tokens.eval, sequence_length, layout, pad_id, group)
         layouts = train, held_out
         if source_files.eval_share > 0 and not (train.num_rows and held_out.num_rows):
             train, held_out = _split_rows(train if train.num_rows else held_out, source_files.eval_share)
         rows = cls(name, source_files, tokens, train, held_out, layouts)
         if not train.num_rows:
-            raise ConfigError(rows._no_target_message(sequence_length))
+            source, enough = source_files.source, rows.num_tokens > 1
+            fix = "Raise --data.sequence_length, or set data.train_on_prompt." if enough else "Give more data."
+            more = [fix, *(f"{text}." for text in rows._skipped()), *tokens.bad[:1]]
+            raise ConfigError(
+                f"{source.setting}={list(source.paths)!r} has {counted(rows.num_tokens, 'token')} but none to train "
+                f"on: a row needs a trained token after another token within data.sequence_length={sequence_length}. "
+                + " ".join(more)
+            )
         return rows
-
-    def _no_target_message(self, sequence_length: int) -> str:
-        source, num_tokens = self.source_files.source, self.num_tokens
-        skipped = "".join(f" {text}." for text in self._skipped())
-        return (
-            f"{source.setting}={list(source.paths)!r} has {counted(num_tokens, 'token')} but none to train on: a row "
-            f"needs a trained token after another token within data.sequence_length={sequence_length}. "
-            + ("Give more data." if num_tokens < 2 else "Raise --data.sequence_length, or set data.train_on_prompt.")
-            + skipped
-            + "".join(f" {example}" for example in self.tokens.bad[:1])
-        )
 
     @property
     def num_tokens(self) -> int:
@@ -127,18 +120,13 @@ class SourceRows:
             passes = "" if quota == self.train.num_rows else f", {often} times its own rows"
             more.append(f"{100 * quota / num_rows:.3g}% of the rows of an epoch{passes}")
         targets = sum(rows.num_targets for rows in self.layouts)
-        return SourceSummary(self.name, self._describe_contents(), targets / self.num_tokens, tuple(more))
-
-    def _describe_contents(self) -> str:
-        """Return the contents in words, e.g. `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
-        files, tokens = self.source_files.files, self.tokens
+        files, tokens = self.source_files, self.tokens
         num_documents = (tokens.train.num_documents + tokens.eval.num_documents) // self.train.group
-        pairs, chats = self.source_files.has_pairs, self.source_files.has_chats
-        documents = counted(num_documents, "pair" if pairs else "conversation" if chats else "document")
-        in_files = f" ({counted(len(files), 'file')})" if len(files) > 1 else ""
-        return (
-            f"{self.format} of {self.source_files.source}{in_files}: {documents}, {counted(self.num_tokens, 'token')}"
-        )
+        kind = "pair" if files.has_pairs else "conversation" if files.has_chats else "document"
+        in_files = f" ({counted(len(files.files), 'file')})" if len(files.files) > 1 else ""
+        amount = f"{counted(num_documents, kind)}, {counted(self.num_tokens, 'token')}"
+        contents = f"{self.format} of {files.source}{in_files}: {amount}"
+        return SourceSummary(self.name, contents, targets / self.num_tokens, tuple(more))
 
     @property
     def format(self) -> str:
@@ -155,7 +143,7 @@ class SourceRows:
         }
         return [f"{count:,} {label}" for label, count in counts.items() if count]
 
-    def notes(self, *, with_name: bool) -> list[str]:
+    def notes(self, with_name: bool) -> list[str]:
         """Return messages for the user. `with_name`: one among several sources, so messages begin with the name."""
         tokens, notes = self.tokens, []
         if tokens.num_bad:
@@ -193,7 +181,7 @@ def _describe_format(data_format: str, container: str) -> str:
     return f"{'text' if data_format == 'jsonl' else data_format} in {container}"
 
 
-def _split_rows(whole: StoreRows, eval_share: float) -> tuple[StoreRows, StoreRows]:
+def _split_rows(whole: Rows, eval_share: float) -> tuple[Rows, Rows]:
     """Hold out the last rows, for data with too few documents to split by document."""
     number = whole.num_rows // whole.group
     num_eval = min(max(round(number * eval_share), 1), number - 1) if number > 1 else 0

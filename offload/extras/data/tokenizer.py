@@ -156,18 +156,13 @@ def hash_tokenizer(tokenizer: Any) -> str:
 
     Includes the files (without `LEFT_OUT` items), the class code, and the library versions.
     """
-    return hash_text(repr((_hashed_contents(as_files(tokenizer)), class_hash({type(tokenizer)}), versions())))
-
-
-def _hashed_contents(files: Mapping[str, bytes]) -> list[Any]:
-    """Return the contents of tokenizer files, without `LEFT_OUT` items."""
     contents = []
-    for name, data in files.items():
+    for name, data in as_files(tokenizer).items():
         content: Any = data
         if name.endswith("_config.json") and isinstance(settings := json.loads(data), dict):
             content = sorted((key, repr(value)) for key, value in settings.items() if key not in LEFT_OUT)
         contents.append((name, content))
-    return contents
+    return hash_text(repr((contents, class_hash({type(tokenizer)}), versions())))
 
 
 def versions() -> dict[str, str | None]:

@@ -44,11 +44,9 @@ class Piece:
     kind: PieceKind
     """trained: targets; context: input only; padding: no tokens."""
     is_special: bool
-    """True for special tokens."""
     begins_document: bool
     """True if another document begins here in the row."""
     num_tokens: int
-    """Token count."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +60,13 @@ class Sample:
     answer: str
     """chosen or rejected, in a pair; empty for other rows."""
     source: str
-    """Source name."""
     num_trained: int
-    """Target count."""
     num_padding: int
-    """Padding token count."""
     num_documents: int
     """Documents with a part in the row."""
     pictures: tuple[str, ...]
     """Picture names in order."""
     pieces: tuple[Piece, ...]
-    """The row in order."""
 
     @property
     def title(self) -> str:
@@ -92,7 +86,6 @@ class SourceView:
     """One training source."""
 
     name: str
-    """Source name in logs."""
     path: str
     """Source as configured."""
     format: str
@@ -100,17 +93,13 @@ class SourceView:
     num_documents: int
     """Documents, also held-out ones."""
     num_tokens: int
-    """Tokens in all documents."""
     trained_share: float
     """Approximate share of targets among all tokens."""
     num_bad_rows: int
-    """Skipped unreadable rows."""
     num_empty: int
     """Skipped documents without text."""
     num_rows: int
-    """Training rows."""
     padding_share: float
-    """Padding share in these rows."""
     num_longer: int
     """Documents longer than a row."""
     num_cut_off: int
@@ -124,7 +113,6 @@ class DataView:
     """Data preview for a run."""
 
     sources: tuple[SourceView, ...]
-    """Training sources."""
     told: tuple[str, ...]
     """Messages about the data: notes, one line per source, rows."""
     packing: bool | Literal["isolated"]
@@ -132,21 +120,16 @@ class DataView:
     layout: str
     """Row layout, in words."""
     objective: str
-    """Training objective by name."""
     sequence_length: int
-    """Tokens per row."""
     batch_size: int
-    """Rows per step."""
     group: int
     """Rows that stay together: 2 for preference pairs."""
     num_train_rows: int
     """Rows per epoch."""
     num_eval_rows: int
-    """Rows to evaluate."""
     padding_share: float
     """Padding share in one epoch's rows."""
     num_steps: int
-    """Steps in the run."""
     epochs: float
     """Passes over the data in these steps."""
     samples: tuple[Sample, ...]
@@ -309,18 +292,14 @@ def _pieces(tokenizer: Any, ids: np.ndarray, kind_indices: np.ndarray, borders: 
         if kind == "padding":
             text = f"{_name(tokenizer, int(ids[begin]))} x {end - begin:,}"
         elif is_special:
-            text = "".join(
-                _repeated(_name(tokenizer, token), len(list(same))) for token, same in groupby(ids[begin:end].tolist())
-            )
+            text = ""
+            for token, same in groupby(ids[begin:end].tolist()):  # a picture may take a thousand equal tokens
+                name, number = _name(tokenizer, token), len(list(same))
+                text += name * number if number < _MANY else f"{name} x {number:,} "
         else:
             text = _text(tokenizer, ids.tolist(), begin, end)
         pieces.append(Piece(text, kind, is_special, begin > 0 and begin in borders, end - begin))
     return pieces
-
-
-def _repeated(name: str, number: int) -> str:
-    """Return a repeated token, abbreviated for many repetitions (a picture may take a thousand tokens)."""
-    return name * number if number < _MANY else f"{name} x {number:,} "
 
 
 def _special(tokenizer: Any) -> list[int]:
