@@ -202,20 +202,13 @@ def test_what_is_not_in_codes_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_have_what_is_trained_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_has_what_is_trained_and_belongs_to_its_codes(tmp_path: Path) -> None:
     engine = Engine(build(adapted), frozen_weights="nf4")
     engine.step(tokens(0))
     with pytest.raises(ConfigError, match="frozen_weights is nf4.*trained_only=True"):
         engine.save_checkpoint(tmp_path / "whole")
-    engine.save_checkpoint(tmp_path / "trained", trained_only=True)
-    with engine.begin_checkpoint(tmp_path / "early", trained_only=True) as saving:
+    with engine.begin_checkpoint(tmp_path / "trained", trained_only=True) as saving:
         saving.finish()
-    engine.step(tokens(1))
-    for folder in ("trained", "early"):
-        other = Engine(build(adapted), frozen_weights="nf4", micro_batch_size=4)
-        other.load_checkpoint(tmp_path / folder)
-        other.step(tokens(1))
-        assert_same(weights(other), weights(engine))
     for width in ("exact", "int8"):
         with pytest.raises(
             ConfigError, match=f"stored as nf4, but offload.frozen_weights is {width}.*--offload.frozen_weights nf4"
