@@ -81,6 +81,7 @@ _OWN = "tests/engine/{}: the reference of the feature"
 _COARSE = {"ranks_are_one": _ORDER}
 _MASKS = "parts of a batch draw dropout masks of their own"
 _DROPOUT = {"ranks_are_one": _MASKS, "micro_batches_add_up": _MASKS}
+_MEZO = MeZO(lr=1e-3, eps=1e-2, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5, weight_decay=0.1)
 _LINKS = {"hidden_size": 64, "intermediate_size": 90, "num_key_value_heads": 4}
 
 CASES: dict[str, Case] = {
@@ -136,7 +137,7 @@ CASES: dict[str, Case] = {
         without={"equals_reference": _OWN.format("test_delay.py")},
     ),
     "mezo": Case(
-        settings={"optimizer": MeZO(lr=1e-3), "max_grad_norm": None},
+        settings={"optimizer": _MEZO, "max_grad_norm": None},
         reference=None,
         without={
             "equals_reference": _OWN.format("test_zeroth_order.py"),

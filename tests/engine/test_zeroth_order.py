@@ -130,7 +130,7 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
 @pytest.mark.parametrize(
     ("place", "width"),
     quick(
-        [("cpu", "bf16"), ("cpu", "fp32"), ("lanes", "alone"), ("stays", "bf16"), ("throttled", "fp32")],
+        [("cpu", "bf16"), ("lanes", "alone"), ("throttled", "fp32")],
         [("cpu", "bf16")],
     ),
 )
@@ -624,8 +624,8 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
 
 @pytest.mark.slow
 @RULE_ONLY
-@pytest.mark.parametrize("width", ["fp32", "bf16", "alone"])
-def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", ["fp32", "alone"])
+def test_a_run_is_replayed(width: str) -> None:
     rule, precision = of(
         width,
         MeZO(lr=1e-3, eps=1e-2, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5, weight_decay=0.1),
@@ -633,20 +633,10 @@ def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
     settings = {**PLACES["cpu"], "precision": precision, "seed": 5}
     engine, records = Engine(make_model(), rule, **settings), []
     for number, batch in enumerate(batches(5)):
-        if number == 3:
-            engine.save_checkpoint(tmp_path / "saved")
         engine.lr = 1e-3 / (1 + number)
         records.append(engine.step(batch).measured)
     wanted = weights(engine)
     engine.close()
-
-    resumed = Engine(make_model(), rule, **settings | PLACES["device"])
-    resumed.load_checkpoint(tmp_path / "saved")
-    for number, batch in list(enumerate(batches(5)))[3:]:
-        resumed.lr = 1e-3 / (1 + number)
-        assert resumed.step(batch).measured == records[number]
-    assert_same(weights(resumed), wanted)
-    resumed.close()
 
     again = Engine(make_model(), rule, **settings | {"seed": 0})
     again.replay(records[:2])
