@@ -320,15 +320,22 @@ def _disturbed(cell: Cell, kind: type[BaseException]) -> None:
 
 
 def evaluation_leaves_no_trace(cell: Cell) -> None:
-    """Evaluations between steps change no bits and no generator state. Two evaluations give the same loss."""
+    """Evaluations before and between steps change no bits, counters, modes and generator state. Two evaluations give
+    the same loss.
+    """
     with cell.engine() as engine:
+        modes = [module.training for module in engine.model.modules()]
         numbers: list[float] = []
         for seed in range(NUM_STEPS):
-            numbers += cell.step(engine, seed)
-            before = torch.get_rng_state()
-            losses = [float(engine.evaluate(cell.batch(9), cell.case.loss_fn)) for _ in range(2)]
-            assert losses[0] == losses[1]
+            before, moved = torch.get_rng_state(), (engine.counters.h2d_bytes, engine.counters.d2h_bytes)
+            losses = [engine.evaluate(cell.batch(9), cell.case.loss_fn) for _ in range(2)]
+            assert [(loss.dtype, loss.dim(), loss.device.type) for loss in losses] == [(torch.float32, 0, "cpu")] * 2
+            assert float(losses[0]) == float(losses[1])
+            assert not losses[0].requires_grad
             assert torch.equal(before, torch.get_rng_state())
+            assert (engine.counters.h2d_bytes, engine.counters.d2h_bytes) == moved
+            assert [module.training for module in engine.model.modules()] == modes
+            numbers += cell.step(engine, seed)
         assert_equal(cell.concluded(engine, numbers), cell.undisturbed)
 
 
