@@ -23,7 +23,8 @@ from offload.app.hf.models import quiet_transformers
 from offload.extras.plan.alternatives import apply_change
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.timing import PlannedStep
-from offload.layout.regions import Region, Sharding
+from offload.layout.regions import Region
+from offload.layout.sharding import Sharding
 from offload.machine.hardware import Hardware
 from offload.planning.device_updates import update_bytes
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import AdamW, Engine, Placement
 from offload.extras.tools.benches.report import BenchmarkOutput, Result
-from offload.layout.regions import Sharding
+from offload.layout.sharding import Sharding
 from offload.planning.device_updates import update_bytes
 from tests.engine.inside import parts_of
 

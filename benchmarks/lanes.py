@@ -154,7 +154,7 @@ def best_schedule(engine: Any, blocks: Sequence[Block], compute_s: float | None 
 def mode_of(engine: Any) -> str:
     """Return the engine's clipping mode in the terms of the ideal."""
     updates = parts_of(engine).updates
-    return "deferred" if updates.waits else "speculative" if updates.clip == "speculative" else "none"
+    return "deferred" if updates.needs_norm else "speculative" if updates.clip == "speculative" else "none"
 
 
 def num_parameters(engine: Any) -> int:

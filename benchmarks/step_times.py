@@ -25,7 +25,7 @@ from offload import LOMO, SGD, AdamW, Engine, Lion, Placement
 from offload.extras.plan.measure import BatchSpec, measure
 from offload.extras.plan.timing import PlannedStep, Timing
 from offload.extras.plan.workload import UnitWork, Workload
-from offload.layout.regions import Sharding
+from offload.layout.sharding import Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import update_bytes
 from offload.planning.settings import Settings

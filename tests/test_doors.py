@@ -55,3 +55,10 @@ def test_another_package_registers_an_object() -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no method 'forward' \(did you mean forwards\?\)"):
         METHODS["forward"]
+
+
+def test_names_keep_their_order_whatever_is_imported_first() -> None:
+    before = list(Door[object]("codec", {"exact": None}))
+    door = Door[object]("codec", {"exact": None})
+    assert door["nf4"]
+    assert list(door) == before == ["exact", *ENTRIES["codec"]]

@@ -19,7 +19,8 @@ import torch
 
 from offload.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Manifest, checksum, raw
 from offload.checkpoint.reader import Reader
-from offload.distributed.comm import Comm, share_failure
+from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
 from offload.errors import CheckpointError, common
 from offload.files.atomic_folder import as_disk_errors, make_partial, remove, replace_folder
 from offload.native.io import sync_path

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 import xxhash
 
-from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, OffloadError, RankLostError, common
+from offload.errors import ConfigError, RankLostError
 
 LOOK_S = 0.2
 """Seconds between two checks for a lost rank during a wait on gloo. A gloo wait cannot be interrupted."""
@@ -249,93 +248,3 @@ def digest(value: Any) -> int:
     """Hash `value` (dicts, lists, numbers, strings, bytes) to a signed 64-bit number."""
     data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode()
     return xxhash.xxh64_intdigest(data) - (1 << 63)
-
-
-def difference(name: str, digests: Sequence[int], values: Sequence[Any]) -> str:
-    """Return an error message with the ranks and keys that differ from the majority value (in a draw, from rank 0)."""
-    most = max(digests, key=digests.count)  # in a draw the first one
-    reference = digests.index(most)
-    same = _names([rank for rank, digest in enumerate(digests) if digest == most])
-    parts = []
-    for digest in dict.fromkeys(digests):
-        if digest != most:
-            ranks = [rank for rank, other in enumerate(digests) if other == digest]
-            own, expected = _flatten(values[ranks[0]]), _flatten(values[reference])
-            keys = [key for key in {**expected, **own} if own.get(key, _UNSET) != expected.get(key, _UNSET)]
-            listed = "; ".join(f"{key}{_show(own, key)} instead of {_show(expected, key).strip()}" for key in keys[:8])
-            more = f"; and {len(keys) - 8} more" if len(keys) > 8 else ""
-            parts.append(f"{_names(ranks)}: {listed}{more}")
-    return f"{name} must be the same on all ranks, but differs from {same} on {', and on '.join(parts)}."
-
-
-_UNSET = object()
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _show(values: Mapping[str, Any], key: str) -> str:
-    text = repr(values[key]) if key in values else "nothing"
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return f" {text}" if key else text
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a nested dict as a flat dict with dotted keys. Any other value gets the empty key."""
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
-_Outcome = TypeVar("_Outcome")
-
-
-def share_outcome(comm: Comm, value: _Outcome, failure: Exception | None, operation: str) -> list[_Outcome]:
-    """Return all ranks' results, or raise the lowest failed rank's error on all ranks, marked `common`. Collective.
-
-    Raises ConfigError, DoesNotFitError, CheckpointError, DiskError, or OffloadError for any other error, with the same
-    text on all ranks.
-    """
-    outcomes = comm.gather_objects((value, None if failure is None else _describe(failure)), f"outcome of {operation}")
-    for rank, (_, error) in enumerate(outcomes):
-        if error is not None:
-            error_class, text, *rest = error
-            raise common(error_class(f"[rank {rank}] {text}" if rank else text, *rest)) from failure
-    return [value for value, _ in outcomes]
-
-
-@contextmanager
-def share_failure(comm: Comm, operation: str) -> Iterator[None]:
-    """Turn a failure in the block on one rank into the same error on all ranks. The block must not contain collectives.
-
-    With one rank the original error is raised; otherwise see `share_outcome`.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except RankLostError:
-        raise
-    except Exception as error:
-        if comm.size == 1:
-            raise
-        failure = error
-    share_outcome(comm, None, failure, operation)
-
-
-def _describe(failure: Exception) -> tuple[Any, ...]:
-    """Return (class, message, extra arguments), so that `share_outcome` can build the same error on another rank."""
-    text = str(failure)
-    if isinstance(failure, DiskError):
-        return DiskError, text, failure.errno, failure.path, failure.offset, failure.num_bytes
-    if isinstance(failure, CheckpointError):
-        return CheckpointError, text, failure.path
-    if isinstance(failure, DoesNotFitError):
-        return DoesNotFitError, failure.reason, failure.advice
-    for error_class in (ConfigError, OffloadError):
-        if isinstance(failure, error_class):
-            return error_class, text
-    return OffloadError, f"failed: {type(failure).__name__}: {text}; run with --debug for the traceback"

@@ -36,10 +36,10 @@ from offload.distributed.comm import (
     _check,
     _place,
     _Value,
-    difference,
     digest,
     pieces_of,
 )
+from offload.distributed.outcomes import difference
 from offload.distributed.watchdog import Position, Watchdog, WatchdogLimits, connect
 from offload.errors import ConfigError, RankLostError, common
 from offload.interrupts import interrupts

@@ -1,6 +1,6 @@
 """One training step over streamed units.
 
-Reading order for the main path (twelve files, about 4,300 lines):
+Reading order for the main path (twelve files, about 3,800 lines):
 
     engine/engine.py               Engine.step: the public call
     engine/steps.py                Steps.step: agree with the other ranks, record new calls, make the step
@@ -13,8 +13,8 @@ Reading order for the main path (twelve files, about 4,300 lines):
     schedule/execute.py            Executor.enter: choose the next fetches
     tiers/slots.py                 Slots.fetch: copy weights to the device (H2D copy)
     engine/gradients/flow.py       GradientFlow.take: take a gradient out of autograd
-    engine/gradients/transfer.py   GradientTransfer.send: choose the memory of a gradient until the update
-    engine/gradients/exchange.py   Exchange.reduce, land: sum over ranks, copy to the host (D2H copy)
+    engine/gradients/transfer.py   GradientTransfer.send: choose the memory of a gradient until the update;
+                                   Exchange.reduce, land: sum over ranks, copy to the host (D2H copy)
     engine/gradients/updates.py    Updates.clip_gradients, start_rest: norm, clipping, update
 
 Helpers of the main path:
@@ -29,7 +29,7 @@ Helpers of the main path:
     engine/units/saved_graph.py, offloaded_graph.py   and how
     tiers/store.py, tile.py, lease.py   state storage; leases on tiles and their lifetime
     tiers/nvme.py                  states on disk
-    lanes/ticket.py, lanes.py      dependencies between work items; work queues beside compute
+    lanes/ticket.py, lanes.py, threads.py   dependencies between work items; work queues beside compute
     engine/gradients/norms.py      global gradient norm
     engine/gradients/policies.py   update timing: at once, deferred, speculative, delayed
     engine/gradients/tile_updates.py   tile updates, and their place

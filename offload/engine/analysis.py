@@ -25,8 +25,9 @@ from offload.errors import ConfigError
 from offload.planning.settings import Settings
 
 _INDICES = ("mutated", "stale", "shared", "changed")
-_OPTIONS = {bool, int, float, str, list, tuple, dict, type(None)}
-_NO_OPTIONS = ("name_or_path", "training")
+_OPTIONS = (bool, int, float, str)
+_CONFIG_OPTIONS = (*_OPTIONS, list, tuple, dict, type(None))
+_NO_OPTIONS = ("name_or_path", "_name_or_path", "training")  # the training mode is a part of the kinds of batches
 _PLAIN = ("rewrites", "needs_graph", "inputs", "others", "outputs", "is_compared", "splits", "copied_bytes")
 
 
@@ -81,7 +82,7 @@ class Analyst:
 
     def __init__(self, state: EngineState, known: KnownPasses, settings: Settings) -> None:
         self._state, self._known = state, known
-        self._model = _describe_model(state, known.configs, settings)
+        self._model = _describe_model(state, known.configs, settings)  # now: a forward may change attributes
 
     def collect(self, losses: Mapping[str, Sequence[int]]) -> Analysis:
         """Return everything known so far. `losses`: loss decisions."""
@@ -154,7 +155,7 @@ def _decode(unit: Unit, value: Mapping[str, Any]) -> UnitTraits:
 def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settings) -> dict[str, Any]:
     """Return hashes of the model, the versions and the settings that the results of trial runs depend on."""
     model, device = state.model, state.device.torch_device
-    modules = [(name, _hash_class(each.__class__), _describe_attributes(each)) for name, each in model.named_modules()]
+    modules = [(name, _hash_class(each.__class__), _options(each)) for name, each in model.named_modules()]
     parameters = [(i.name, *i.shape, str(i.compute), i.trainable, i.codec.name) for i in state.infos]
     buffers = [(name, *buffer.shape, str(buffer.dtype)) for name, buffer in model.named_buffers()]
     units = [(unit.name, unit.is_block, [region.name for region in unit.regions]) for unit in state.units]
@@ -166,7 +167,7 @@ def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settin
         "parameters": digest(parameters),
         "buffers": digest(buffers),
         "units": digest(units),
-        "config": digest(repr([_describe_config(config) for config in configs]).encode()),
+        "config": digest(repr([_options(config, _CONFIG_OPTIONS) for config in configs]).encode()),
         "versions": {name: getattr(sys.modules.get(name), "__version__", "") for name in sorted(packages)},
         "settings": {
             "ranks": [state.comm.size, settings.sequence_parallel],
@@ -181,15 +182,9 @@ def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settin
     }
 
 
-def _describe_config(config: Any) -> list[tuple[str, Any]]:
-    values = sorted(vars(config).items())
-    return [(key, value) for key, value in values if type(value) in _OPTIONS and key != "_name_or_path"]
-
-
-def _describe_attributes(module: nn.Module) -> list[tuple[str, bool | int | float | str]]:
-    """Return the numbers and texts of a module, without the training mode, a part of the kinds of batches."""
-    values = sorted(vars(module).items())
-    return [(k, v) for k, v in values if isinstance(v, bool | int | float | str) and k not in _NO_OPTIONS]
+def _options(owner: Any, types: tuple[type, ...] = _OPTIONS) -> list[tuple[str, Any]]:
+    """Return the attributes of a module or a configuration with values of these types."""
+    return [(k, v) for k, v in sorted(vars(owner).items()) if isinstance(v, types) and k not in _NO_OPTIONS]
 
 
 def _stage_names(stage: Stage) -> Iterator[str]:

@@ -23,9 +23,9 @@ from offload.checkpoint.manifest import CHUNK_BYTES, Contents, Entry, name_of, w
 from offload.checkpoint.reader import CHANGED, Reader, Span
 from offload.checkpoint.spread import broadcast_value, keepers
 from offload.checkpoint.writer import Save, Writer
-from offload.distributed.comm import share_failure
+from offload.distributed.outcomes import share_failure
 from offload.engine.kept_errors import error_planes, error_spans, fill_error
-from offload.engine.loss.batch_agreement import agree_on_pass
+from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.state import EngineState
 from offload.errors import CheckpointError, ConfigError
 from offload.files.sources import FORMAT, MODEL_FORMATS
@@ -137,7 +137,7 @@ class PendingCheckpoint:
         """Wait until all data are on disk, then publish the checkpoint. Collective. Raises like `__init__`."""
         comm = self._comm
         with self._opened:
-            agree_on_pass(comm, "finish of a checkpoint")
+            agree_on_pass(comm, RankBatch("finish of a checkpoint"))
             with share_failure(comm, "writing of the checkpoint"):
                 written = self._writer.finish()
             parts_by_rank = comm.gather_objects((written, self._random), "parts of the checkpoint")

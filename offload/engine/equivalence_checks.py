@@ -14,20 +14,24 @@ from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
 from offload.engine.loss.batch_agreement import PassInputs
-from offload.engine.loss.group_loss import as_loss
-from offload.engine.loss.loss import run_loss
+from offload.engine.loss.loss import as_loss, run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
 from offload.engine.recording.equivalence import EquivalenceResult, PassComparator, PassPair
 from offload.engine.recording.known import KnownPasses
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
-from offload.errors import ConfigError, OffloadError, warn
+from offload.engine.units.trial import ENGINE_ERRORS
+from offload.errors import ConfigError, warn
 from offload.modules import in_eval_mode
 from offload.tiers.host import trim_heap
 
 _CHUNKS = 2
 """Head chunks in a trial run on a few tokens."""
+_UNSTEADY = (
+    "; the model also gives other results in each run, because of state that the engine cannot restore and that its "
+    "trial runs have changed"
+)
 
 
 class EquivalenceChecks:
@@ -68,7 +72,7 @@ class EquivalenceChecks:
                 self._choose_mode(
                     partial(self._comparator.compare, self._call_pair(call, args, kwargs)), recomputes=True
                 )
-            except (OffloadError, torch.OutOfMemoryError):
+            except ENGINE_ERRORS:
                 raise
             except Exception as error:
                 failure = error
@@ -121,14 +125,7 @@ class EquivalenceChecks:
                     "everything it computes as results, or train this model without an engine."
                 )
             mode.adopt(replace(before, recomputes=before.recomputes and not uses["recomputes"]))
-        unsteady = (
-            ""
-            if first.is_repeatable
-            else (
-                "; the model also gives other results in each run, because of state that the engine cannot restore "
-                "and that its trial runs have changed"
-            )
-        )
+        unsteady = "" if first.is_repeatable else _UNSTEADY
         changes = mode.describe_changes(before)
         warn(
             "the engine and plain PyTorch give different results: "

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from offload.distributed.comm import share_outcome
+from offload.distributed.outcomes import share_outcome
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 from offload.files.sources import FORMAT, MODEL_FORMATS, ReadValues

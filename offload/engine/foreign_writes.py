@@ -29,8 +29,8 @@ class ForeignWrites:
         self._num_left = 0 if updates_later or is_elsewhere else _NUM_CHECKS
 
     def record_pass(self, is_step: bool) -> None:
-        """Record the end of a pass. The next look compares weights only after a training step: in an evaluation a model
-        may write weights and restore them later.
+        """Record a pass: a training step, or an evaluation. The check compares weights only after a training step: in
+        an evaluation a model may write weights and restore them later.
         """
         self._was_step = is_step
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload.engine.lent_gradients import LentGradients
-from offload.engine.loss.batch_agreement import agree_on_pass
+from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
 from offload.engine.methods.result import StepResult
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
@@ -37,7 +37,7 @@ class OwnLoop:
     def zero_grad(self) -> None:
         """Drop the gradients, if any, and restart the step."""
         if self.holds_gradients():
-            agree_on_pass(self._state.comm, "zero_grad")
+            agree_on_pass(self._state.comm, RankBatch("zero_grad"))
             self._recovery.give_up()
 
     def refuse_during_step(self, operation: str) -> None:
@@ -73,7 +73,7 @@ class OwnLoop:
     def grad_norm(self) -> float:
         """Wait until all gradients are summed over the ranks, and return the global norm."""
         self._require_gradients("grad_norm")
-        agree_on_pass(self._state.comm, "grad_norm")
+        agree_on_pass(self._state.comm, RankBatch("grad_norm"))
         with self._recovery.given_up_on_error():
             self._measure_changed()
             return self._state.updates.measure()
@@ -86,9 +86,8 @@ class OwnLoop:
         self._require_gradients("update")
         check_max_grad_norm(max_grad_norm)
         state, lr = self._state, self._steps.method.lr
-        agree_on_pass(
-            state.comm, "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})", lr=lr
-        )
+        operation = "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})"
+        agree_on_pass(state.comm, RankBatch(operation, lr=lr))
         unknown = torch.full((), math.nan, device=state.device.torch_device)
         loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
         state.updates.steer(lr, max_grad_norm)
@@ -157,9 +156,8 @@ class OwnLoop:
             state.attention.refuse_own_loop()
             self._steps.method.own_loop()
             trial_runs.known.forget_other_modes()
-            if agree_on_pass(
-                state.comm, "own loop", recording_status=lambda: (trial_runs.known.is_new_call(args, kwargs), False)
-            ).is_new:
+            own = RankBatch("own loop", is_new=trial_runs.known.is_new_call(args, kwargs))
+            if agree_on_pass(state.comm, own).is_new:
                 samples = trial_runs.samples.call_samples(args, kwargs)
                 trial_runs.on_call(args, kwargs, partial(self._steps.equivalence.check_call, module, samples))
             self._open_step()
@@ -169,5 +167,5 @@ class OwnLoop:
         method.make_room()
         if not self.is_open:
             self._state.spare_memory.give_back()
-            method.begin("own loop", waits=True)
+            method.begin("own loop", sums_backwards=True)
             self.is_open = True

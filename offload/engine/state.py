@@ -309,7 +309,7 @@ class EngineState:
                 "offload.gradients is nvme."
             )
         self.lanes.drain_updates()  # they read memory about to be freed
-        self.store.hold_gradients(accumulates, waits=self._keeps_gradients)
+        self.store.hold_gradients(accumulates, keeps_gradients=self._keeps_gradients)
         self.gradients.accumulate(
             accumulates, self._stage(self.regions if accumulates else self._staged_regions, accumulates=accumulates)
         )

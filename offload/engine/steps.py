@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,14 +16,13 @@ from offload.doors import Door
 from offload.engine.analysis import Analysis, Analyst
 from offload.engine.equivalence_checks import EquivalenceChecks
 from offload.engine.foreign_writes import ForeignWrites
-from offload.engine.loss.batch import IGNORED, Batch, BatchForm, check_batch, map_tensors
-from offload.engine.loss.batch_agreement import PassInputs, agree_on_pass, host_labels
-from offload.engine.loss.group_loss import as_loss
-from offload.engine.loss.loss import LossFunction
+from offload.engine.loss.batch import IGNORED, Batch, BatchForm, map_tensors
+from offload.engine.loss.batch_agreement import PassInputs, RankBatch, agree_on_pass, host_labels
+from offload.engine.loss.loss import LossFunction, as_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Backward, Method
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
-from offload.engine.recording.known import KnownPasses
+from offload.engine.recording.known import KnownPasses, TrialResult
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
 from offload.engine.units.snapshots import BufferPlace, PassSnapshot, buffer_places
@@ -68,22 +66,22 @@ class Steps:
         self._modules = list(state.model.modules())
         method = METHODS[self._rule.method]
         self.method: Method = method(state, counters, settings, self.losses, self._take_snapshot)
-        self._writes = ForeignWrites(state, counters, updates_later=settings.delay > 0 or not has_backward)
+        self._foreign_writes = ForeignWrites(state, counters, updates_later=settings.delay > 0 or not has_backward)
         self.equivalence = EquivalenceChecks(state, self.method, self.losses, self.known, settings.precision)
         self._analyst = Analyst(state, self.known, settings)
 
     def step(self, batch: Batch, loss_fn: LossFunction | None) -> StepResult:
         """Train on a batch in host memory."""
-        self._writes.check()
+        self._foreign_writes.check()
         self.known.forget_other_modes()
         inputs = self._agree("step", batch, loss_fn, self.method.lr)
         result = self._run_with_retries(self._step, inputs)
-        self._writes.record_pass(is_step=True)
+        self._foreign_writes.record_pass(is_step=True)
         return result
 
     def evaluate(self, batch: Batch, loss_fn: LossFunction | None) -> torch.Tensor:
         """Return the batch's loss without side effects."""
-        self._writes.record_pass(is_step=False)
+        self._foreign_writes.record_pass(is_step=False)
         inputs = self._agree("evaluate", batch, loss_fn)
         return self._run_with_retries(self._evaluate, inputs)
 
@@ -186,35 +184,33 @@ class Steps:
         self.adopt(Analysis.of_decisions(decided))
 
     def _agree(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassInputs:
-        """Agree with the other ranks on a pass, and copy the batch to the device."""
-        batch, shared = self._state.attention.share(batch, loss_fn)
-        recording_status = partial(self.known.recording_status, batch, loss_fn)
-        comm, modes = self._state.comm, self.known.modes
-        if (loss := as_loss(loss_fn)).group > 1:
-            loss.check(check_batch(batch), self._micro_rows)
-        plan = agree_on_pass(
-            comm, operation, batch, self._micro_rows, loss_fn is not None, recording_status, lr, modes, shared
-        )
-        self._state.attention.begin_pass(plan.needs_mask)
+        """Look up the batch, agree with the other ranks on a pass, and copy the batch to the device."""
+        comm, attention = self._state.comm, self._state.attention
+        batch, shared = attention.share(batch, loss_fn)
+        try:
+            known = self.known.look_up(batch, loss_fn)
+            as_loss(loss_fn).check(known.rows, self._micro_rows)
+        except ConfigError as error:
+            agree_on_pass(comm, RankBatch(operation, error_message=str(error)))  # raises on all ranks
+            raise
+        own = RankBatch.of(operation, batch, known.rows, self._micro_rows, loss_fn is not None, shared)
+        is_known, modes = known.result is not None, self.known.modes
+        plan = agree_on_pass(comm, replace(own, is_new=known.is_new, is_known=is_known, modes=modes, lr=lr))
+        attention.begin_pass(plan.needs_mask)
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
         device_batch = map_tensors(self._state.device.copy_to_device, batch)
-        return PassInputs(plan, device_batch, loss_fn, host_labels(batch), shared=shared)
+        labels, result = host_labels(batch), known.result or TrialResult()
+        return PassInputs(plan, device_batch, loss_fn, labels, result.rule, result.head, known.form, shared)
 
-    def _rehearse(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
-        """Record and check new calls on a few rows of the batch; return the updated inputs."""
+    def _prepare(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
+        """Return the inputs for a pass, after the recording and the checks of a new kind of batch."""
+        state = self._state
         with self._recovery.given_up_on_error():
             is_recorded = inputs.plan.is_new or departed is not None
             if is_recorded:
-                self._state.updates.flush()
-            self._state.slots.compute_after_resident()
-            needs_mask = inputs.plan.needs_mask
-            self._state.attention.begin_pass(needs_mask or departed is not None)  # a trial may drop masks
-            inputs = self.trial_runs.on_batch(inputs, departed) if is_recorded else self.known.complete(inputs)
-            mode = self._state.execution_mode
-            if is_recorded and mode.cut == "units" and self._state.comm.any(not self.splits, "splitting of batches"):
-                mode.change(cut="calls")
-            if is_recorded and inputs.form.is_whole and self._micro_rows is not None:
-                self._stay_whole(inputs.form.obstacle)
+                inputs = self._record(inputs, departed)
+            else:
+                state.slots.compute_after_resident()
             is_due = (is_recorded or inputs.is_training) and not self.known.has_checked(
                 inputs, has_chunks=self.losses.chunk_tokens(inputs) > 0
             )
@@ -222,10 +218,23 @@ class Steps:
                 self._check_equivalence(inputs)
                 form = BatchForm.of(inputs.batch, self.known.rows)  # the trial used another rank's sample
                 inputs = replace(inputs, form=form)
-            if is_recorded and self._state.attention.check(self._state, inputs):
+            if is_recorded and state.attention.check(state, inputs):
                 self.trial_runs.forget_traffic()
-            self._state.attention.begin_pass(needs_mask)
+            state.attention.begin_pass(inputs.plan.needs_mask)
             self.trial_runs.is_complete = True
+        return inputs
+
+    def _record(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
+        """Record calls on a few rows of the batch; return the inputs with the trial results."""
+        state, mode = self._state, self._state.execution_mode
+        state.updates.flush()
+        state.slots.compute_after_resident()
+        state.attention.begin_pass(inputs.plan.needs_mask or departed is not None)  # a trial may drop masks
+        inputs = self.trial_runs.on_batch(inputs, departed)
+        if mode.cut == "units" and state.comm.any(not self.splits, "splitting of batches"):
+            mode.change(cut="calls")
+        if inputs.form.is_whole and self._micro_rows is not None:
+            self._stay_whole(inputs.form.obstacle)
         return inputs
 
     @property
@@ -253,7 +262,7 @@ class Steps:
         self.trial_runs.forget_traffic()
 
     def _run_with_retries(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:
-        """Rehearse and run a pass; after an unrecorded unit call, record the call and repeat both with equal draws.
+        """Prepare and run a pass; after an unrecorded unit call, record the call and repeat both with equal draws.
 
         Examples of new calls: the first batch with a padding mask, a longer sequence that fills a window. The recording
         uses full-length rows of the batch, from one rank or several. If no few rows show the new call, batches are no
@@ -266,7 +275,7 @@ class Steps:
 
         while True:
             try:
-                result = run(self._rehearse(inputs, departed))
+                result = run(self._prepare(inputs, departed))
                 if isinstance(result, StepResult) and result.skipped:
                     before.modules.put_back()
                 return result

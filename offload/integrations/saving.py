@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.distributed.comm import share_failure
+from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.errors import DiskError, OffloadError
 from offload.native.io import disk_error

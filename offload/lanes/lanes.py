@@ -1,296 +1,16 @@
-"""All lanes of one engine, their threads and links, and the waits of compute for them."""
+"""All lanes of one engine, lanes without a thread, and the waits of compute for lanes."""
 
 from __future__ import annotations
 
-import atexit
-import math
 import random
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
-from offload.lanes.ticket import Bell, CancelledError, Countdown, Lane, Run, Ticket, Tickets, wait_until_done
+from offload.lanes.threads import Link, ThreadLane
+from offload.lanes.ticket import Lane, Run, Ticket, Tickets, wait_until_done
 from offload.lanes.timeline import LANES, LaneTime, Span, Throttle, Timeline
-
-_LONGEST_DELAY_S = 0.004
-_serving: set[weakref.ref[ThreadLane]] = set()
-_END_S = 10.0
-
-
-@dataclass(eq=False)
-class Work:
-    """Work item in a lane queue."""
-
-    run: Run
-    """Function to run. On a lane with a stream, the function puts the work into the stream."""
-    reads: Tickets
-    """Tickets to wait for first. If one has an error, this work fails with the same error."""
-    fills: Tickets
-    """Tickets to wait for first, failed or not: their work used the memory filled by this work."""
-    name: str
-    """Name in the timeline and in error messages."""
-    num_bytes: int
-    """Number of transferred bytes, from which a throttled link computes the duration."""
-    ticket: Ticket
-    """Ticket returned to the submitter."""
-    waits: Countdown
-    """Countdown over the unfinished tickets in `reads` and `fills`."""
-    submitted: float
-    """Submission time, `time.perf_counter` seconds."""
-    has_begun: bool = False
-    """True after the lane thread has taken the work."""
-    is_cancelled: bool = False
-    """True after a cancellation together with the step."""
-
-
-def _cancellation(work: Work) -> CancelledError:
-    return CancelledError(f"{work.name} was cancelled with its step")
-
-
-@atexit.register
-def _end_all() -> None:
-    """End all lane threads before the interpreter exits. A later return from C++ in a thread would abort
-    the process.
-    """
-    lanes = [lane for lane in [serving() for serving in list(_serving)] if lane is not None]
-    for lane in lanes:
-        lane.abandon()
-    for lane in lanes:
-        lane.join(_END_S)
-
-
-class ThreadLane(Lane):
-    """Lane with a queue and a thread, over a link. `delays` adds random waits, to reveal a missing wait in tests.
-
-    With `overtakes`, ready work passes waiting work: only the tickets define the order.
-
-    The clock of throttled work starts when the work could have begun, so a late thread wake-up does not slow the link.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        lock: threading.Lock,
-        link: Link,
-        delays: random.Random | None = None,
-        overtakes: bool = False,
-        enter: Callable[[], object] | None = None,
-        abort: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        """`enter` runs in the thread before the first work item and selects the GPU for this thread. If `enter` fails,
-        the item fails too. The thread calls `abort` after failed work, and after work stopped by a failed ticket.
-        """
-        self.name, self._overtakes, self._enter = name, overtakes, enter
-        self._lock, self._link, self._delays = lock, link, delays
-        self._queue: deque[Work] = deque()
-        self._bell = Bell()
-        self._is_idle = False  # True while the thread waits for work or is about to wait
-        self._is_closed = False
-        self._abort = abort
-        self._failed_at = 0  # position of the failed work
-        self._thread: threading.Thread | None = None  # started by the first submission
-
-    def submit(
-        self, work: Run, *, reads: Tickets = (), fills: Tickets = (), name: str = "", num_bytes: int = 0
-    ) -> Ticket:
-        ticket = self._ticket()
-        with self._lock:
-            assert not self._is_closed, f"the lane {self.name} is closed"
-            self.position += 1
-            ticket.position = self.position
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"offload {self.name}", daemon=True)
-                _serving.add(weakref.ref(self, _serving.discard))
-                self._thread.start()
-            waits = Countdown((*reads, *fills), self._wake)
-            self._queue.append(Work(work, reads, fills, name, num_bytes, ticket, waits, time.perf_counter()))
-            self._wake()
-        return ticket
-
-    def revoke(self, since: int = 0) -> None:
-        with self._lock:
-            for work in self._queue:
-                if work.ticket.position > since:
-                    work.is_cancelled = True
-                    if not work.has_begun:  # the caller may query a fence at once, before the thread sees the flag
-                        work.ticket.error = _cancellation(work)
-        self._bell.ring()  # wake the thread from a sleep, or from a wait for cancelled work
-
-    def cancel(self, since: int = 0) -> None:
-        self.revoke(since)
-        with self._lock:
-            running = [work.ticket for work in self._queue if work.has_begun and work.ticket.position > since]
-        wait_until_done(self._lock, running)
-        if self._failed_at > since:
-            self.error, self._failed_at = None, 0
-
-    def finish(self) -> None:
-        while self._queue:
-            with self._lock:
-                tickets = [work.ticket for work in self._queue]
-            wait_until_done(self._lock, tickets)
-
-    def drain(self) -> None:
-        self.finish()
-        if self.error is not None:
-            raise self.error
-
-    def abandon(self) -> None:
-        # No lock: a finalizer may call this in a thread with the lock held. The lane thread does the rest.
-        self._is_closed = True
-        self._bell.ring()  # after the flag: the woken thread must see the flag
-
-    def close(self) -> None:
-        self.abandon()
-        self.join()
-
-    def join(self, patience_s: float | None = None) -> None:
-        """Wait until the thread of an abandoned lane ends, at most `patience_s` (None: no limit)."""
-        if self._thread is not None and threading.current_thread() is not self._thread:
-            self._thread.join(patience_s)
-
-    def _wake(self) -> None:
-        """Wake the thread if any work can begin now. Call under the lock."""
-        if self._is_idle and self._next() is not None:
-            self._is_idle = False
-            self._bell.ring()
-
-    # -- lane thread --------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        while (work := self._take()) is not None:
-            error = self._execute(work)
-            if error is not None and self._abort is not None and not isinstance(error, CancelledError):
-                self._abort(error)
-            with self._lock:
-                self._queue.remove(work)
-                if error is not None and self.error is None and not isinstance(error, CancelledError):
-                    self.error, self._failed_at = error, work.ticket.position
-                work.ticket.finish(error)
-            del work, error  # free the objects used by finished work now, not when the next work arrives
-
-    def _take(self) -> Work | None:
-        """Wait for work and for the tickets before it. Returns None when the lane ends."""
-        while True:
-            with self._lock:
-                self._is_idle = False
-                work = self._next()
-                if work is not None:
-                    work.has_begun = not (work.is_cancelled or self._is_closed)
-                    return work
-                if self._is_closed and not self._queue:
-                    return None
-                self._is_idle = True
-            self._bell.wait()  # any change since the lock release has rung the bell
-
-    def _next(self) -> Work | None:
-        """Return the first work item ready to begin: the queue head, or with `overtakes` any item."""
-        for work in self._queue:
-            if not work.waits.left or self._is_cancelled(work):
-                return work
-            if not self._overtakes:
-                break
-        return None
-
-    def _is_cancelled(self, work: Work) -> bool:
-        return work.is_cancelled or self._is_closed
-
-    def _execute(self, work: Work) -> BaseException | None:
-        if not work.has_begun:
-            return _cancellation(work)
-        for ticket in work.reads:
-            if ticket.error is not None:
-                return ticket.error
-        try:
-            if self._enter is not None:
-                self._enter()
-                self._enter = None
-            tickets = (*work.reads, *work.fills)
-            is_late = self._link.throttle is not None and not all(ticket.is_over for ticket in tickets)
-            for ticket in tickets:
-                if ticket.event is not None:
-                    self._order(ticket.event)
-            if self._delays is not None:
-                time.sleep(self._delays.random() * _LONGEST_DELAY_S)
-            self._run(work, time.perf_counter() if is_late else 0.0)
-        except BaseException as error:
-            return error
-        return None
-
-    def _ticket(self) -> Ticket:
-        return Ticket(self._link.name)
-
-    def _start(self, work: Work) -> None:
-        """Do the work, or put it into the GPU stream."""
-        work.run()
-
-    def _order(self, event: Any) -> None:
-        """Order the next work of this lane after an event in a GPU stream."""
-        event.synchronize()
-
-    def _run(self, work: Work, ordered: float) -> None:
-        """Do the work, then sleep until the throttled duration ends or the work is cancelled.
-
-        `ordered` is the time after the wait for GPU events (0.0: no wait): a stream ticket is done on the host before
-        the event fires.
-        """
-        ticket, link = work.ticket, self._link
-        last = max((*work.reads, *work.fills), key=attrgetter("end"), default=None)
-        ready = max(work.submitted, ordered, last.end if last is not None else 0.0)
-        with self._lock:
-            if last is not None and last.end == ready > link.free_at:
-                ticket.delayed_by = last.lane
-            link.begin(ticket, ready, work.num_bytes)
-        end = math.inf
-        try:
-            self._start(work)
-            end = max(ticket.end, time.perf_counter())
-            while not self._is_cancelled(work) and (left := end - time.perf_counter()) > 0:
-                self._bell.wait(left)
-        finally:
-            with self._lock:
-                link.end(ticket, work.name, min(end, time.perf_counter()))
-
-
-class Link:
-    """Clock for one resource, and one timeline row. Call all methods under the lock of the lanes.
-
-    A throttled link does one work item at a time: each gets the time after all earlier ones, and the lane sleeps until
-    then. Without a throttle, several lanes may use the link at the same time. Spans on the timeline never overlap:
-    shared time belongs to the item that ends first.
-    """
-
-    def __init__(self, name: str, timeline: Timeline, throttle: Throttle | None = None) -> None:
-        self.name, self.throttle, self._timeline = name, throttle, timeline
-        self._under_way: list[Ticket] = []
-        self._last_shown = self._last_end = 0.0
-        self.free_at = 0.0
-
-    def begin(self, ticket: Ticket, ready: float, num_bytes: int) -> None:
-        """Set the start time of `ticket`: now, or on a throttled link when the work is `ready` and the link is free."""
-        if self.throttle is None:
-            ticket.begin = ticket.end = time.perf_counter()
-        else:
-            begin = max(ready, self.free_at)
-            ticket.begin, ticket.end = begin, begin + self.throttle.seconds(num_bytes)
-        self._under_way.append(ticket)
-        self.free_at = max(self.free_at, ticket.end)
-
-    def end(self, ticket: Ticket, name: str, end: float) -> None:
-        """Record the end of work: earlier than planned for cancelled work, later for slow work."""
-        begin = max(self._last_shown, min(map(attrgetter("begin"), self._under_way)))
-        self._under_way.remove(ticket)
-        ticket.begin, ticket.end = min(ticket.begin, end), end
-        self._last_end = max(self._last_end, end)  # later work may have ended earlier
-        self.free_at = max([self._last_end, *map(attrgetter("end"), self._under_way)])
-        if ticket.event is None and begin <= end:  # events show GPU stream work
-            self._timeline.add(self.name, name, begin, end)
-            self._last_shown = end
 
 
 class InlineLane(Lane):
@@ -306,12 +26,12 @@ class InlineLane(Lane):
         work: Run,
         *,
         reads: Tickets = (),
-        fills: Tickets = (),
+        users: Tickets = (),
         name: str = "",
         num_bytes: int = 0,  # noqa: ARG002
     ) -> Ticket:
         self.position += 1
-        self._lanes.compute_after(reads, fills=fills)
+        self._lanes.compute_after(reads, users=users)
         return self._run(work, name)
 
     def _run(self, work: Run, name: str) -> Ticket:
@@ -391,7 +111,7 @@ class Lanes:
         copying = (self.fetch_read, self.activation_read, self.h2d, self.returning, self.d2h)
         exchanging = self.collective, self.network
         self._all = tuple(dict.fromkeys((*copying, *exchanging, self.decoding, self.activation_write, *self._updating)))
-        self._settled = dict.fromkeys(self._all, 0)
+        self._closed_at = dict.fromkeys(self._all, 0)
 
     def _open(self, name: str) -> Lane:
         return self._thread(name, name) if self.overlap else self._inline(name)
@@ -435,22 +155,22 @@ class Lanes:
         self.timeline.add("compute", name, begin, time.perf_counter())
         return ()
 
-    def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        """Order the next compute work after `tickets`, and raise their errors. Also wait until the `fills` tickets,
+    def compute_after(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
+        """Order the next compute work after `tickets`, and raise their errors. Also wait until the `users` tickets,
         readers of a buffer to overwrite, are over.
         """
-        self.wait(tickets, fills=fills)
+        self.wait(tickets, users=users)
 
-    def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        """Block this thread until `tickets` are done, and raise their errors. Also wait until `fills` are over.
+    def wait(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
+        """Block this thread until `tickets` are done, and raise their errors. Also wait until `users` are over.
 
         The time counts as exposed for the lane of the last ticket. Time before the start of its work counts for the
         lane that held up this start.
         """
         begin = time.perf_counter()
-        late = [ticket for ticket in (*tickets, *fills) if not ticket.is_done]
+        late = [ticket for ticket in (*tickets, *users) if not ticket.is_done]
         try:
-            self._await(tickets, fills)
+            self._await(tickets, users)
         finally:
             if late:
                 last, end = max(late, key=lambda ticket: ticket.end), time.perf_counter()
@@ -458,9 +178,9 @@ class Lanes:
                 self.timeline.expose(last.delayed_by, worked - begin)
                 self.timeline.expose(last.lane, end - worked)
 
-    def _await(self, tickets: Sequence[Ticket], fills: Sequence[Ticket]) -> None:
-        """Block until all tickets are done. Raises the first error among `tickets`; errors of `fills` do not count."""
-        wait_until_done(self.lock, (*tickets, *fills))
+    def _await(self, tickets: Sequence[Ticket], users: Sequence[Ticket]) -> None:
+        """Block until all tickets are done. Raises the first error among `tickets`; errors of `users` do not count."""
+        wait_until_done(self.lock, (*tickets, *users))
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error
@@ -492,13 +212,14 @@ class Lanes:
     def finish(self) -> None:
         """Wait until every lane has finished all submitted work, with or without errors."""
         for lane in self._all:
-            lane.finish()
+            if lane.position:
+                lane.finish()
 
     def close_step(self) -> None:
         """Record the present positions of the update lanes. Work up to there belongs to a finished step, and `give_up`
         does not cancel this work.
         """
-        self._settled.update((lane, lane.position) for lane in self._updating)
+        self._closed_at.update((lane, lane.position) for lane in self._updating)
 
     def give_up(self) -> None:
         """Cancel all copies, and all updates submitted since `close_step`. With other ranks, finish all work instead:
@@ -506,9 +227,9 @@ class Lanes:
         """
         if self.abort is not None:
             self.finish()
-        for lane, since in self._settled.items():
+        for lane, since in self._closed_at.items():
             lane.revoke(since)  # first on all lanes: otherwise one lane begins work while another ends
-        for lane, since in self._settled.items():
+        for lane, since in self._closed_at.items():
             lane.cancel(since)
 
     def abandon(self) -> None:

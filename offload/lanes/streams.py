@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from offload.accelerators import Accelerator
-from offload.lanes.lanes import Lanes, ThreadLane, Work
+from offload.lanes.lanes import Lanes
+from offload.lanes.threads import ThreadLane, Work
 from offload.lanes.ticket import Lane, Ticket
 from offload.lanes.timeline import LaneTime, Span, Throttle
 
@@ -163,10 +164,10 @@ class StreamLanes(Lanes):
             self._show()
         return (end,)
 
-    def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        self._await(tickets, fills)  # until the work is in the streams
+    def compute_after(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
+        self._await(tickets, users)  # until the work is in the streams
         late = []
-        for ticket in (*tickets, *fills):
+        for ticket in (*tickets, *users):
             if ticket.event is not None and not ticket.event.query():
                 late.append(ticket)  # noqa: PERF401 (a comprehension is a call)
         if not late:
@@ -176,10 +177,10 @@ class StreamLanes(Lanes):
             stream.wait_event(ticket.event)
         self.timed.append(StreamSpan(late[-1].lane, "", begin, self.now(), is_wait=True))
 
-    def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        self._await(tickets, fills)
+    def wait(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
+        self._await(tickets, users)
         # last ticket first: the earlier ones of the stream are over then
-        for ticket in (*reversed(tickets), *fills):
+        for ticket in (*reversed(tickets), *users):
             if not ticket.is_over:
                 begin = time.perf_counter()
                 ticket.event.synchronize()

@@ -81,10 +81,11 @@ class Lane:
     """Number of submissions so far."""
 
     def submit(
-        self, work: Run, *, reads: Tickets = (), fills: Tickets = (), name: str = "", num_bytes: int = 0
+        self, work: Run, *, reads: Tickets = (), users: Tickets = (), name: str = "", num_bytes: int = 0
     ) -> Ticket:
         """Queue `work`, a transfer of `num_bytes`. Work starts when all `reads` tickets are done, and fails with any
-        error among them. The `fills` tickets guard the buffer to overwrite: they must be over, failed or not.
+        error among them. `users`: tickets of earlier users of the memory to overwrite; they must be over, failed or
+        not.
         """
         raise NotImplementedError
 

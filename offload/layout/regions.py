@@ -16,11 +16,8 @@ import torch
 from offload.layout.codecs import EXACT, Codec
 from offload.layout.planes import (
     CODES,
-    CUT_FROM,
     DTYPES,
-    ERROR,
     MASTER,
-    OF_A_REPLICA,
     STALE,
     Factor,
     Plane,
@@ -31,8 +28,6 @@ SHARD_MULTIPLE = 2048
 
 SCRATCH_BYTES = 32 << 20
 """Maximum device memory per rank for gradient pieces during their reduction."""
-CHUNK_BYTES = 1 << 19
-"""Stripe size: bytes in one file before the next file gets its turn. Small beside a tile, so each disk gets a share."""
 
 
 @dataclass(frozen=True)
@@ -241,136 +236,3 @@ class Region:
 def align(size: int, multiple: int) -> int:
     """Round `size` up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Region partition over `size` ranks, as seen from `rank` (ZeRO, arXiv:1910.02054, section 5).
-
-    A region has one range per rank, all equally long, and each rank updates one range. Stage 1 partitions the optimizer
-    states, stage 2 also the stored gradients, stage 3 also the weights. In stage 0 every rank holds and updates
-    everything.
-
-    With one rank the stage is 0. Each replica has `size` ranks and the complete region; ranks at the same position in
-    all replicas hold and update the same elements (unless `spreads`).
-    """
-
-    rank: int = 0
-    """Rank number in the replica."""
-    size: int = 1
-    """Ranks per replica."""
-    stage: int = 0
-    """ZeRO stage, 0 to 3."""
-    replica: int = 0
-    """Replica number."""
-    num_replicas: int = 1
-    """Number of replicas."""
-    gradients: Codec = EXACT
-    """Format for gradients between replicas."""
-    spreads: bool = False
-    """True if each optimizer state is on one rank among all replicas. This rank updates the weights and sends them to
-    the other ranks that hold them (hpZ: arXiv:2306.10209, section 3.2). Stage 3 only.
-    """
-
-    def __post_init__(self) -> None:
-        if self.size == 1:
-            object.__setattr__(self, "stage", 0)
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks in all replicas."""
-        return self.size * self.num_replicas
-
-    @property
-    def owner(self) -> int:
-        """Index in `ranges`: the update range for this rank."""
-        if self.gathers:
-            return self.partners[self.replica if self.spreads else 0]
-        return self.rank if self.stage else 0
-
-    @property
-    def num_ranges(self) -> int:
-        """Number of update ranges per region."""
-        return (self.num_ranks if self.spreads else self.size) if self.stage else 1
-
-    @property
-    def partners(self) -> range:
-        """Indices in `ranges`: the weights on this rank."""
-        if not self.gathers:
-            return range(self.num_ranges)
-        num = self.num_ranges // self.size
-        return range(self.rank * num, (self.rank + 1) * num)
-
-    @property
-    def gathers(self) -> bool:
-        """True if every fetch gathers weights from all ranks."""
-        return self.stage >= CUT_FROM["parameters"]
-
-    @property
-    def publishes(self) -> bool:
-        """True if each rank sends updated weights to the other ranks with the same weights."""
-        return len(self.partners) > 1
-
-    def is_cut(self, plane: Plane) -> bool:
-        """True if a replica partitions `plane` over ranks."""
-        return self.stage >= CUT_FROM[plane.state]
-
-    def is_own(self, plane: Plane) -> bool:
-        """True if a rank holds only its update range in `plane`."""
-        return self.is_cut(plane) and not (self.spreads and plane.state in OF_A_REPLICA)
-
-    def shard(self, region: Region) -> slice:
-        """Return the elements that this rank reduces over the replica's gradients."""
-        step = region.numel // self.size
-        return slice(self.rank * step, (self.rank + 1) * step)
-
-    def piece(self, region: Region) -> slice:
-        """Return the elements, within the shard, for which this rank reduces the gradients over all replicas."""
-        start, step = self.shard(region).start, region.numel // self.num_ranks
-        return slice(start + self.replica * step, start + (self.replica + 1) * step)
-
-    def ranges(self, region: Region) -> list[tuple[int, int]]:
-        """Return (begin, end) elements for each update range. In stage 0 one range covers the region."""
-        step = region.numel // self.num_ranges
-        return [(number * step, (number + 1) * step) for number in range(self.num_ranges)]
-
-    def own(self, region: Region) -> slice:
-        """Return the elements updated by this rank."""
-        return slice(*self.ranges(region)[self.owner])
-
-    def held_range(self, region: Region, plane: Plane) -> slice:
-        """Return the `plane` elements on this rank."""
-        if not self.is_cut(plane):
-            return slice(0, region.numel)
-        return self.own(region) if self.is_own(plane) else self.shard(region)
-
-    def error_bytes(self, region: Region) -> int:
-        """Return the bytes for gradient quantization errors on this rank."""
-        return ERROR.num_bytes(region.numel // self.size) if region.trainable and self.gradients.decodes else 0
-
-    def plane_bytes(self, region: Region, plane: Plane) -> int:
-        """Return the bytes of a plane on this rank."""
-        num_shares = self.num_ranges if self.is_own(plane) else self.size if self.is_cut(plane) else 1
-        return plane.num_bytes(region.numel) // num_shares
-
-
-def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:
-    """Return (file, offset in the file, bytes) for each stretch in a byte range striped over `num_files` files, in
-    order. Chunks have `CHUNK_BYTES`.
-    """
-    if num_files == 1:
-        return [(0, offset, num_bytes)]
-    pieces, end = [], offset + num_bytes
-    while offset < end:
-        chunk, within = divmod(offset, CHUNK_BYTES)
-        size = min(CHUNK_BYTES - within, end - offset)
-        pieces.append((chunk % num_files, chunk // num_files * CHUNK_BYTES + within, size))
-        offset += size
-    return pieces
-
-
-def stripe_bytes(num_bytes: int, num_files: int) -> list[int]:
-    """Return the bytes per file for `num_bytes` striped over `num_files` files."""
-    chunks, rest = divmod(num_bytes, CHUNK_BYTES)
-    rounds, extra = divmod(chunks, num_files)
-    return [CHUNK_BYTES * (rounds + (number < extra)) + (rest if number == extra else 0) for number in range(num_files)]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offload.layout.planes import ERROR, Plane
-from offload.layout.regions import Region, Sharding, align
+from offload.layout.regions import Region, align
+from offload.layout.sharding import Sharding
 
 DEVICE, HOST, DISK, FILES = "device", "cpu", "nvme", "files"
 """Tiers: device memory, host memory, records on disk, and model files, which are only read."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from offload.lanes.timeline import Throttle
 from offload.layout.planes import CODES, STALE
-from offload.layout.regions import SHARD_MULTIPLE, ParameterInfo, Region, Sharding, align
+from offload.layout.regions import SHARD_MULTIPLE, ParameterInfo, Region, align
 from offload.layout.residence import DEVICE, Residence, Row
+from offload.layout.sharding import Sharding
 from offload.planning.machines import Speeds
 from offload.tiers.nvme import RING_TILES
 

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offload.layout.planes import Plane
-from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding, align
+from offload.layout.regions import SHARD_MULTIPLE, Region, align
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence, Row
+from offload.layout.sharding import Sharding
 from offload.planning.device_updates import fit_tile, trainable_indices
 from offload.tiers.model_files import staging_bytes
 from offload.tiers.nvme import ACTIVATION_RING, FETCH_RING, RING_TILES, UPDATE_RING

@@ -8,15 +8,16 @@ from itertools import groupby
 
 from offload.errors import DoesNotFitError, allocation_name, format_bytes
 from offload.layout.planes import CODES, ERROR, summed
-from offload.layout.regions import SCRATCH_BYTES, Region, Sharding
+from offload.layout.regions import SCRATCH_BYTES, Region
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
+from offload.layout.sharding import Sharding
 from offload.planning.device_updates import UPDATE_RING
 from offload.planning.device_updates import ring_bytes as update_ring_bytes
 from offload.planning.disk import read_ring
 from offload.schedule.build import window_bytes
+from offload.tiers.decoder import DECODING, decoding_bytes
 from offload.tiers.model_files import READ_RING, READ_STAGING
 from offload.tiers.placement import TIERS
-from offload.tiers.slots import DECODING, decoding_bytes
 
 BUDGETS = {tier: f"offload.{field}" for tier, field in TIERS.items()}
 """Config key of the budget for each tier."""

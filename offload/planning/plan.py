@@ -12,8 +12,9 @@ from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.lanes.streams import overlaps
 from offload.layout.codecs import EXACT, GRADIENT_CODECS, LEAST_NUMEL, Codec
 from offload.layout.planes import summed
-from offload.layout.regions import ParameterInfo, Region, Sharding
+from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, SLOT, Residence
+from offload.layout.sharding import Sharding
 from offload.planning import device_updates
 from offload.planning.device_updates import is_small_update
 from offload.planning.disk import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Use(NamedTuple):
+class CargoUse(NamedTuple):
     """One cargo use by compute: a unit forward or backward."""
 
     cargo: int
@@ -47,7 +47,7 @@ class Schedule:
     fetch of its cargo.
     """
 
-    uses: tuple[Use, ...]
+    uses: tuple[CargoUse, ...]
     """Uses in order."""
     before: tuple[tuple[Fetch, ...], ...]
     """For each use, the fetches issued after the previous use ends (for the first use: immediately), in order."""
@@ -102,14 +102,14 @@ class SlotMemory:
 
 
 def build(
-    uses: Sequence[Use],
+    uses: Sequence[CargoUse],
     room: SlotMemory,
     lookahead: int,
     *,
     valid_offsets: Mapping[int, int],
     homes: Mapping[int, int],
     trained: Iterable[int],
-    wraps: bool = False,
+    fetches_next: bool = False,
     late: Iterable[int] = (),
 ) -> Schedule:
     """Schedule one pass over `uses`, assuming the next pass is the same.
@@ -118,12 +118,12 @@ def build(
     valid_offsets: offsets for cargoes already on the device.
     homes: previous offsets. The same place is preferred, because unit parameters are created once per place.
     trained: cargoes made stale by a backward, since an update follows.
-    wraps: the update follows immediately, so updated cargoes can be fetched for the next pass during this one.
-    late: cargoes exempt from `wraps`, with an update after the pass.
+    fetches_next: the update follows immediately, so updated cargoes can be fetched for the next pass during this one.
+    late: cargoes exempt from `fetches_next`, with an update after the pass.
     """
     calendar = _Calendar(uses, set(trained))
     offsets, homes, not_yet = dict(valid_offsets), dict(homes), set(late)
-    end = 2 * len(uses) if wraps else len(uses)
+    end = 2 * len(uses) if fetches_next else len(uses)
     before: list[tuple[Fetch, ...]] = []
     for now, use in enumerate(uses):
         fetches = []
@@ -163,7 +163,7 @@ def build(
 class _Calendar:
     """Next use for each cargo."""
 
-    def __init__(self, uses: Sequence[Use], trained: set[int]) -> None:
+    def __init__(self, uses: Sequence[CargoUse], trained: set[int]) -> None:
         self._length = len(uses)
         self._times: dict[int, list[int]] = {}
         self._last = {use.cargo: time for time, use in enumerate(uses)}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 from offload.lanes.ticket import Ticket
 from offload.layout.regions import Region
-from offload.schedule.build import Schedule, SlotMemory, Use, build
+from offload.schedule.build import CargoUse, Schedule, SlotMemory, build
 from offload.tiers.slots import Slots
 
 _MOST_SCHEDULES, _MOST_PASS_KEYS = 256, 64
@@ -37,32 +37,32 @@ class Executor:
             max_cargoes,
             updates_at_end,
         )
-        self._orders: dict[Hashable, list[Use]] = {}
+        self._orders: dict[Hashable, list[CargoUse]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._homes: dict[int, int] = {}
         self._pass_key: Hashable = None
-        self._is_open = self._wraps = False
+        self._is_open = self._fetches_next = False
         self._schedule: Schedule | None = None
         self._next = self._entered = 0
-        self._recorded_uses: list[Use] = []
+        self._recorded_uses: list[CargoUse] = []
         self.num_departures = 0
 
     # -- a pass ----------------------------------------------------------------------------------------------
 
-    def begin(self, pass_key: Hashable, wraps: bool = False) -> None:
-        """Start a pass. wraps: each unit is updated right after its backward.
+    def begin(self, pass_key: Hashable, fetches_next: bool = False) -> None:
+        """Start a pass. fetches_next: each unit is updated right after its backward.
 
-        With `wraps`, weights for the next pass can be fetched during this one.
+        With `fetches_next`, weights for the next pass can be fetched during this one.
         """
-        if self._schedule is None or self._next or (pass_key, wraps) != (self._pass_key, self._wraps):
-            self.begin_fetches(pass_key, wraps)
+        if self._schedule is None or self._next or (pass_key, fetches_next) != (self._pass_key, self._fetches_next):
+            self.begin_fetches(pass_key, fetches_next)
         self._pass_key, self._is_open = pass_key, True
         self._recorded_uses = []
 
     def enter(self, regions: Sequence[Region], backward: bool, reads: bool = True) -> None:
         """Make compute wait for unit weights. No fetch if `reads` is False."""
         cargo = self._slots.cargo_of(regions)
-        use = Use(cargo, backward, reads)
+        use = CargoUse(cargo, backward, reads)
         if self._is_open:
             self._recorded_uses.append(use)
             if self._schedule is not None and self._schedule.uses[self._next : self._next + 1] != (use,):
@@ -97,7 +97,7 @@ class Executor:
 
         Cargoes alternate between both memory ends, so the free room stays contiguous.
         """
-        uses = [Use(self._slots.cargo_of(regions), False) for regions in order]
+        uses = [CargoUse(self._slots.cargo_of(regions), False) for regions in order]
         self._orders.setdefault(pass_key, uses)
         for number, use in enumerate(uses):
             top = self._slots.capacity_bytes - self._slots.cargo_bytes(use.cargo)
@@ -117,7 +117,7 @@ class Executor:
         self._schedules.clear()
         self._homes.clear()
 
-    def order(self, users: Callable[[Region], Iterable[Sequence[Region]]]) -> Callable[[Region], float]:
+    def first_use(self, users: Callable[[Region], Iterable[Sequence[Region]]]) -> Callable[[Region], float]:
         """Return a sort key for regions: the first use in the next pass, assuming the same order as in the ending pass.
 
         users: returns the region tuples for all units with a given region.
@@ -134,12 +134,12 @@ class Executor:
 
     # -- fetches ---------------------------------------------------------------------------------------------
 
-    def begin_fetches(self, pass_key: Hashable, wraps: bool) -> None:
+    def begin_fetches(self, pass_key: Hashable, fetches_next: bool) -> None:
         """Prepare the schedule for the next pass from the current device contents and issue the first fetches.
 
         A fetch waits for the pending update of the cargo.
         """
-        self._pass_key, self._wraps, self._next, self._schedule = pass_key, wraps, 0, None
+        self._pass_key, self._fetches_next, self._next, self._schedule = pass_key, fetches_next, 0, None
         if len(self._schedules) > _MOST_SCHEDULES:
             self._schedules.clear()
         order = self._orders.get(pass_key) or self._orders.get(_family(pass_key))
@@ -148,7 +148,7 @@ class Executor:
         valid_offsets, late = self._slots.valid_offsets(), self._with_any(self._updates_at_end)
         key = (
             pass_key,
-            wraps,
+            fetches_next,
             *(tuple(sorted(part.items())) for part in (valid_offsets, self._homes)),
             tuple(sorted(late)),
         )
@@ -160,7 +160,7 @@ class Executor:
                 valid_offsets=valid_offsets,
                 homes=self._homes,
                 trained=self._with_any(lambda region: region.trainable),
-                wraps=wraps,
+                fetches_next=fetches_next,
                 late=late,
             )
         self._schedule = self._schedules[key]

@@ -21,7 +21,7 @@ class RingSlice:
     """First byte in the ring."""
     end: int
     """End byte (exclusive)."""
-    fills: list[Ticket]
+    users: list[Ticket]
     """Tickets to wait for before a write."""
     fence: Fence
     """Slice writers and readers."""
@@ -56,8 +56,8 @@ class Ring:
         if span is None:
             return None
         begin, end, overlapped = span
-        fills = [ticket for other in overlapped for ticket in other.fence.before_fill()]
-        ring_slice = RingSlice(self.memory[begin:end], begin, end, fills, Fence(self.buffer_type))
+        users = [ticket for other in overlapped for ticket in other.fence.before_fill()]
+        ring_slice = RingSlice(self.memory[begin:end], begin, end, users, Fence(self.buffer_type))
         for other in overlapped:
             other.begin, other.is_whole = end, False  # the next user of the rest waits for the same tickets
         self._slices = [other for other in self._slices if other.begin < other.end] + [ring_slice]
@@ -89,7 +89,7 @@ class Lease:
     """Planes by name."""
     reads: Sequence[Ticket]
     """Tickets to wait for before a read."""
-    fills: Sequence[Ticket]
+    users: Sequence[Ticket]
     """Additional tickets to wait for before a write."""
     done_reading: Callable[[Ticket], None]
     """Call this if the work only reads the planes."""
@@ -97,10 +97,10 @@ class Lease:
     """Call this if the work changes the planes. Changes are written back."""
 
     @classmethod
-    def of(cls, planes: dict[str, torch.Tensor], fence: Fence, fills: Sequence[Ticket] | None = None) -> Lease:
-        """Return a lease on memory behind a fence. `fills`: replaces the tickets of the fence."""
-        fills = fence.before_fill() if fills is None else fills
-        return cls(planes, fence.before_read(), fills, fence.record_reader, fence.record_writer)
+    def of(cls, planes: dict[str, torch.Tensor], fence: Fence, users: Sequence[Ticket] | None = None) -> Lease:
+        """Return a lease on memory behind a fence. `users`: replaces the tickets of the fence."""
+        users = fence.before_fill() if users is None else users
+        return cls(planes, fence.before_read(), users, fence.record_reader, fence.record_writer)
 
     def beside(self, fence: Fence, planes: Mapping[str, torch.Tensor] = {}) -> Lease:
         """Return a lease that also reads `planes` in the buffer behind `fence`."""
@@ -123,7 +123,7 @@ class Lease:
         write_back: Callable[[Ticket], object],
         *,
         reads: Sequence[Ticket] = (),
-        fills: Sequence[Ticket] = (),
+        users: Sequence[Ticket] = (),
     ) -> Lease:
         """Return a lease with further planes in ring memory, after further tickets. The ring memory is free again with
         the end of the lease. `write_back`: called with the ticket of the work, if the work changes the planes.
@@ -140,7 +140,7 @@ class Lease:
             ring_slice.close()
             self.done_writing(ticket)
 
-        return Lease({**self.planes, **planes}, (*self.reads, *reads), (*self.fills, *fills), read, write)
+        return Lease({**self.planes, **planes}, (*self.reads, *reads), (*self.users, *users), read, write)
 
     @contextmanager
     def opened(self, wait: Callable[..., None], changes: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -149,7 +149,7 @@ class Lease:
         """
         end = self.done_reading
         try:
-            wait(self.reads, fills=self.fills if changes else ())
+            wait(self.reads, users=self.users if changes else ())
             yield self.planes
             end = self.done_writing if changes else self.done_reading
         finally:

@@ -239,7 +239,7 @@ class ModelFiles:
         parts = zip(names, ring_slice.flat.split(sizes), strict=True)
         planes = {name: part.view(record.planes[name].dtype) for name, part in parts}
         reading = self._lanes.fetch_read.submit(
-            lambda: self._fill(record, planes), fills=ring_slice.fills, name=record.region.name, num_bytes=sum(sizes)
+            lambda: self._fill(record, planes), users=ring_slice.users, name=record.region.name, num_bytes=sum(sizes)
         )
         ring_slice.fence.record_writer(reading)
         self._counters.count("nvme_read_bytes", sum(sizes), is_ahead)

@@ -15,13 +15,15 @@ from offload.files.directories import check_dirs, check_space, open_nameless
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Lane, Ticket
 from offload.layout.planes import Plane
-from offload.layout.regions import Region, stripe, stripe_bytes
+from offload.layout.regions import Region
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.tiers.counters import Counters
 from offload.tiers.host import Arena, Pinning
 from offload.tiers.lease import Lease, Ring, RingSlice
 from offload.tiers.ledger import Ledger
 
+CHUNK_BYTES = 1 << 19
+"""Stripe size: bytes in one file before the next file gets its turn. Small beside a tile, so each disk gets a share."""
 FETCH_RING, UPDATE_RING, ACTIVATION_RING = "nvme fetch ring", "nvme update ring", "nvme activation ring"
 RING_TILES = 4
 """Tiles per ring: one in read, one in update, one in write, one spare."""
@@ -91,7 +93,7 @@ class Channel:
         ticket = self._reads.submit(
             lambda: file.read(offset, ring_slice.flat),
             reads=reads,
-            fills=ring_slice.fills,
+            users=ring_slice.users,
             name=name,
             num_bytes=num_bytes,
         )
@@ -107,14 +109,14 @@ class Channel:
         num_bytes: int,
         *,
         reads: Sequence[Ticket],
-        fills: Sequence[Ticket],
+        users: Sequence[Ticket],
         name: str,
     ) -> Ticket:
         """Write the first `num_bytes` in a slice to a file."""
         ticket = self._writes.submit(
             lambda: file.write(offset, ring_slice.flat[:num_bytes]),
             reads=reads,
-            fills=fills,
+            users=users,
             name=name,
             num_bytes=num_bytes,
         )
@@ -195,7 +197,7 @@ class Record:
             ring_slice,
             self._views(names, ring_slice),
             lambda ticket: self._write_back(names, channel, ring_slice, ticket),
-            fills=ring_slice.fills,
+            users=ring_slice.users,
         )
 
     def _at_hand(self, names: Sequence[str], lease: Lease) -> Lease | None:
@@ -222,7 +224,7 @@ class Record:
             ring_slice,
             last - first,
             reads=(changed,),
-            fills=fence.before_fill(),
+            users=fence.before_fill(),
             name=f"{'gradients of' if fence is self.landing else 'update'} {self.name}",
         )
         fence.record_writer(writing)
@@ -339,3 +341,25 @@ class Nvme:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def stripe(offset: int, num_bytes: int, num_files: int) -> list[tuple[int, int, int]]:
+    """Return (file, offset in the file, bytes) for each stretch in a byte range striped over `num_files` files, in
+    order. Chunks have `CHUNK_BYTES`.
+    """
+    if num_files == 1:
+        return [(0, offset, num_bytes)]
+    pieces, end = [], offset + num_bytes
+    while offset < end:
+        chunk, within = divmod(offset, CHUNK_BYTES)
+        size = min(CHUNK_BYTES - within, end - offset)
+        pieces.append((chunk % num_files, chunk // num_files * CHUNK_BYTES + within, size))
+        offset += size
+    return pieces
+
+
+def stripe_bytes(num_bytes: int, num_files: int) -> list[int]:
+    """Return the bytes per file for `num_bytes` striped over `num_files` files."""
+    chunks, rest = divmod(num_bytes, CHUNK_BYTES)
+    rounds, extra = divmod(chunks, num_files)
+    return [CHUNK_BYTES * (rounds + (number < extra)) + (rest if number == extra else 0) for number in range(num_files)]

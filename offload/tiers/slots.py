@@ -1,4 +1,4 @@
-"""Device memory for weights: streaming slots with copies, decoding of quantized weights, and resident regions."""
+"""Device memory for weights: streaming slots with copies, and resident regions."""
 
 from __future__ import annotations
 
@@ -11,58 +11,13 @@ from torch import nn
 
 from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.codecs import QuantizedCodec
 from offload.layout.regions import Piece, Region
 from offload.layout.residence import SLOT
 from offload.tiers.counters import Counters
+from offload.tiers.decoder import Decoder
 from offload.tiers.device import Device, copy_planes
 from offload.tiers.store import Store
 from offload.tiers.tile import DeferredUpdates
-
-DECODING = "decoding"
-"""Ledger name for the workspace: device memory for decoding one piece at a time."""
-
-
-def decoding_bytes(regions: Iterable[Region]) -> int:
-    """Return the decoding workspace bytes for these regions."""
-    needs = [(region.travels.tables.nbytes, region.travels.workspace_bytes(region.numel)) for region in regions]
-    table_bytes = max((tables for tables, _ in needs), default=0)
-    return table_bytes + max((num_bytes - tables for tables, num_bytes in needs), default=0)
-
-
-class Decoder:
-    """Decodes records at the position from `Region.stored_view`. For one lane at a time."""
-
-    def __init__(self, regions: Iterable[Region], device: Device, lanes: Lanes) -> None:
-        regions = list(regions)
-        self._device, num_bytes = device, decoding_bytes(regions)
-        nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
-        self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else nothing
-        # codecs without tables may share the workspace with another codec
-        tables = max((region.travels.tables for region in regions), key=len, default=self._workspace[:0])
-        self._table_bytes = len(tables)
-        if len(tables):
-            device.copy(self._workspace[: len(tables)], tables)
-            lanes.wait(lanes.mark())  # another stream reads the tables
-
-    def decode(self, region: Region, weights: torch.Tensor) -> None:
-        """Decode a region's flat weights."""
-        assert isinstance(region.travels, QuantizedCodec)
-        begin = 0 if len(region.travels.tables) else self._table_bytes  # keep another codec's tables
-        region.travels.decode(region.stored_view(weights), weights, self._workspace[begin:])
-        for used in (weights, self._workspace):
-            self._device.lend(used)
-
-    def moved_bytes(self, region: Region) -> int:
-        """Return the device memory traffic during decoding, in bytes."""
-        assert isinstance(region.travels, QuantizedCodec)
-        between = 0 if self._device.decodes_at_once else region.travels.between_bytes * region.numel
-        return region.travelling_bytes + region.weight_bytes + between
-
-    def close(self) -> None:
-        """Free the workspace."""
-        self._workspace = torch.empty(0, dtype=torch.uint8)
-
 
 _SLOT_ALIGNMENT_BYTES = 512
 _POISON = 0x7FC07FC0  # NaN in bf16 and in fp32
@@ -181,14 +136,14 @@ class Slots:
         end = offset + self._sizes[cargo]
         evicted = set(map(self._valid_slots.get, evicts))
         slots, overwritten = [], []
-        fills: list[Ticket] = []
+        users: list[Ticket] = []
         slot = Slot(cargo, offset, end, is_whole=not self._deferred.in_slot.keys().isdisjoint(self.cargoes[cargo]))
         for other in self._slots:
             if other not in evicted and not (other.begin < end and offset < other.end):
                 slots.append(other)
                 continue
             overwritten.append(other)
-            fills += other.fence.before_fill()
+            users += other.fence.before_fill()
             if self._valid_slots.get(other.cargo) is other:
                 del self._valid_slots[other.cargo]
             # The rest of an evicted slot keeps the same fence: the next cargo there waits for the same readers.
@@ -196,7 +151,7 @@ class Slots:
                 if part[0] < part[1]:
                     slots.append(Slot(other.cargo, *part, fence=other.fence))  # noqa: PERF401
         self._slots = [*slots, slot]
-        slot.fence.record_writer(*self._fill(slot, overwritten, fills, is_ahead))
+        slot.fence.record_writer(*self._fill(slot, overwritten, users, is_ahead))
         self._valid_slots[cargo] = slot  # only now: all copies are submitted
 
     def use(self, cargo: int, regions: Sequence[Region]) -> None:
@@ -429,15 +384,15 @@ class Slots:
         fence.record_reader(*self._lanes.mark())
         return fence
 
-    def _fill(self, slot: Slot, overwritten: Sequence[Slot], fills: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
-        """Copy the slot's cargo to the device, after `fills` (tickets from users of the slots `overwritten`). Return
+    def _fill(self, slot: Slot, overwritten: Sequence[Slot], users: Sequence[Ticket], is_ahead: bool) -> list[Ticket]:
+        """Copy the slot's cargo to the device, after `users` (tickets of the users of the slots `overwritten`). Return
         the copy tickets.
 
         Each region's pending update starts right before the copy: with several regions on disk, a later update would
         take the ring memory from which the first region is copied without another read.
         """
         if self._debug:
-            fills = [*fills, self._poison(overwritten, fills)]
+            users = [*users, self._poison(overwritten, users)]
         tickets: list[Ticket] = []
         begin = slot.begin
         for region in self.cargoes[slot.cargo]:
@@ -445,14 +400,14 @@ class Slots:
             flat = planes.pop("weights")
             begin += self._slot_bytes(region)
             self._deferred.start(region)
-            tickets += self._copy_to_device(region, flat, fills, is_ahead, planes if slot.is_whole else {})
+            tickets += self._copy_to_device(region, flat, users, is_ahead, planes if slot.is_whole else {})
         return tickets
 
     def _copy_to_device(
         self,
         region: Region,
         flat: torch.Tensor,
-        fills: Sequence[Ticket],
+        users: Sequence[Ticket],
         is_ahead: bool,
         co_fetched: Mapping[str, torch.Tensor] = {},
     ) -> list[Ticket]:
@@ -462,7 +417,7 @@ class Slots:
         """
         if not self._store.is_below_device and region.is_stored_as_used:
             own_range = self._store[region].planes["weights"]
-            return self._gather_ranges(region, flat, own_range, fills, is_ahead)
+            return self._gather_ranges(region, flat, own_range, users, is_ahead)
         tickets, is_link = [], self._copy_lane is self._lanes.h2d
         stored, name = region.stored_view(flat), region.travelling.name
         for tile in self._store[region].held_tiles:
@@ -475,7 +430,7 @@ class Slots:
             ticket = self._copy_lane.submit(
                 partial(copy_planes, self._device, targets, lease.planes),
                 reads=lease.reads,
-                fills=fills,
+                users=users,
                 name=region.name,
                 num_bytes=num_bytes,
             )
@@ -510,7 +465,7 @@ class Slots:
             )
         ]
 
-    def _poison(self, overwritten: Sequence[Slot], fills: Sequence[Ticket]) -> Ticket:
+    def _poison(self, overwritten: Sequence[Slot], users: Sequence[Ticket]) -> Ticket:
         """Fill slots with NaN."""
         stretches = [self._memory[slot.begin : slot.end].data.view(torch.int32) for slot in overwritten]
 
@@ -519,7 +474,7 @@ class Slots:
                 stretch.fill_(_POISON)
                 self._device.lend(stretch)
 
-        ticket = self._lanes.h2d.submit(poison, fills=fills, name="poison")
+        ticket = self._lanes.h2d.submit(poison, users=users, name="poison")
         for slot in overwritten:
             slot.fence.record_writer(ticket)
         return ticket

@@ -32,6 +32,8 @@ _RESTING, _STAYING = "resting states", "states on the device"
 class Store:
     """Planes for all regions, each kind of state on one tier. Host memory is byte-exact, in pinned arenas for copied
     planes and unpinned arenas for others.
+
+    `publishes`: each rank sends updated weights to the other ranks with the same weights.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Store:
         self._infos, self._nvme, self._files = infos, nvme, files
         self._rings = [each for each in (nvme, files) if each is not None]
         self.comm, self.sharding = comm or Comm(), self.residence.sharding
+        self.publishes = self.sharding.publishes
         self.within, self.between = self.comm.split(self.sharding.num_replicas)
         self._counters = counters or Counters()
         # on the device only compute would wait for a lane
@@ -124,7 +127,7 @@ class Store:
         """True if states can be lent before their gradients exist: no record holds both."""
         return not any(state.has_room_on_disk for state in self.states)
 
-    def hold_gradients(self, accumulates: bool, waits: bool = True) -> None:
+    def hold_gradients(self, accumulates: bool, keeps_gradients: bool = True) -> None:
         """Allocate gradient planes for all trainable regions: fp32 to accumulate several passes, otherwise in the
         weight dtype. No planes for gradients that do not wait in memory.
         """
@@ -132,7 +135,7 @@ class Store:
         planes_by_region = {
             s.region: [summed(plane) if accumulates else plane]
             for s in trained
-            if accumulates or (waits and not s.has_room_on_disk)
+            if accumulates or (keeps_gradients and not s.has_room_on_disk)
             for plane in [s.region.plane("gradients")]
         }
         current = {s.region: s.sums is not None for s in trained if s.gradients is not None}
@@ -213,7 +216,7 @@ class Store:
         ticket = lane.submit(
             partial(comm.all_to_all, received, [own_weights] * comm.size, f"{operation}, tile {number}"),
             reads=reads,
-            fills=[ticket for lease in others.values() for ticket in lease.fills],
+            users=[ticket for lease in others.values() for ticket in lease.users],
             name=operation,
             # The link counts bytes per rank within a replica, and sent bytes between replicas.
             num_bytes=own_weights.nbytes * (comm.size - 1 if self.sharding.spreads else 1),

@@ -87,7 +87,7 @@ class Tile:
     def renew_lease(self, lease: Lease) -> Lease:
         """Return an early lease with the tickets to wait for now."""
         return replace(
-            lease, reads=(*self.fence.before_read(), *lease.reads), fills=(*self.fence.before_fill(), *lease.fills)
+            lease, reads=(*self.fence.before_read(), *lease.reads), users=(*self.fence.before_fill(), *lease.users)
         )
 
     def lend(self, *names: str, lands: bool = False, fetches: bool = False, is_ahead: bool = False) -> Lease:
@@ -206,7 +206,7 @@ class PendingUpdate(Protocol):
     def submit(self) -> None:
         """Submit the update of all tiles to a lane."""
 
-    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+    def update_tile(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
         """Update a tile's planes, with gradients if the update has any. Return the number of non-finite weights."""
 
     def refuse(self, num_wrong: int) -> NoReturn:

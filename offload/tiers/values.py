@@ -12,7 +12,8 @@ from offload.distributed.comm import Comm
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
 from offload.layout.planes import CODES, MASTER, Plane
-from offload.layout.regions import ParameterInfo, Piece, Region, Sharding, align
+from offload.layout.regions import ParameterInfo, Piece, Region, align
+from offload.layout.sharding import Sharding
 from offload.native import kernels
 from offload.tiers.tile import RegionState
 

@@ -22,8 +22,9 @@ from offload import Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.engine.analysis import Analysis
 from offload.engine.gradients.tile_updates import RegionUpdate
-from offload.lanes.lanes import Lanes, ThreadLane
+from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLane, StreamLanes, StreamTicket
+from offload.lanes.threads import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.tiers.accelerator_device import AcceleratorDevice, _Staging
 from offload.tiers.host import HostMapping, Pinning
@@ -338,7 +339,7 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def compute_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StreamLanes, "compute_after", lambda self, tickets, *, fills=(): self._await(tickets, fills))
+    patch.setattr(StreamLanes, "compute_after", lambda self, tickets, *, users=(): self._await(tickets, users))
 
 
 def streams_do_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -363,7 +364,7 @@ def memory_is_freed_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def the_caller_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     """The caller waits neither for the norm nor for other values."""
-    patch.setattr(StreamLanes, "wait", lambda self, tickets, *, fills=(): self._await(tickets, fills))
+    patch.setattr(StreamLanes, "wait", lambda self, tickets, *, users=(): self._await(tickets, users))
 
 
 def without(method: str, *callers: str) -> Change:
@@ -375,11 +376,11 @@ def without(method: str, *callers: str) -> Change:
     def none(self: StreamLanes) -> Any:
         return () if sys._getframe(1).f_code.co_qualname in callers else original(self)
 
-    def early(self: StreamLanes, tickets: Any, *, fills: Any = ()) -> None:
+    def early(self: StreamLanes, tickets: Any, *, users: Any = ()) -> None:
         if sys._getframe(1).f_code.co_qualname in callers:
-            self._await(tickets, fills)
+            self._await(tickets, users)
         else:
-            original(self, tickets, fills=fills)
+            original(self, tickets, users=users)
 
     return lambda patch: patch.setattr(StreamLanes, method, none if method == "mark" else early)
 

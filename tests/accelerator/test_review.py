@@ -305,7 +305,7 @@ def test_activations_come_back_past_a_fetch_whose_slot_is_not_free(sim, lanes):
     with sim.held(reader):
         with torch.sim.stream(reader):
             reads = lanes.mark()  # pending reads of the slot
-        fetch = lanes.h2d.submit(lambda: device.copy(slot, weights), fills=reads)
+        fetch = lanes.h2d.submit(lambda: device.copy(slot, weights), users=reads)
         wait_until_done(lanes.lock, [fetch])
         found, tickets, _ = offload.get(away)
         assert eventually(lambda: all(ticket.is_over for ticket in tickets)), "they wait behind the fetch"

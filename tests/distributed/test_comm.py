@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload.distributed.comm import Comm, difference, digest
+from offload.distributed.comm import Comm, digest
 from offload.distributed.joining import open_comm
+from offload.distributed.outcomes import difference
 from offload.distributed.ranks import _Chunks
 from offload.errors import ConfigError
 from tests.distributed.ranks import ranks

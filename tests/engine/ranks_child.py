@@ -32,8 +32,8 @@ from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.distributed.watchdog import WatchdogLimits
 from offload.errors import ConfigError, OffloadError, RankLostError
-from offload.lanes.lanes import ThreadLane
 from offload.lanes.streams import StreamLanes
+from offload.lanes.threads import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.planning import disk
 from tests import accelerator

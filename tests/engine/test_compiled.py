@@ -238,14 +238,14 @@ def test_a_trial_leaves_buffers_alone_that_no_recording_has_seen_move() -> None:
 @pytest.mark.slow
 def test_a_trial_that_ran_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the unit would silently run uncompiled from then on."""
-    full, distance = [True], forwards._relative_distance
+    full, distance = [True], forwards.relative_distance
 
     def measured(*tensors: Any) -> float:
         if full.pop() if full else False:
             raise torch.OutOfMemoryError("no room")
         return distance(*tensors)
 
-    monkeypatch.setattr(forwards, "_relative_distance", measured)
+    monkeypatch.setattr(forwards, "relative_distance", measured)
     model = build(llama)
     reference = Reference(model, group=partial(compile_layers, llama))
     engine = Engine(model, compile="auto", recompute="always")

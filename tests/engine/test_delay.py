@@ -116,7 +116,7 @@ def test_what_was_shown_is_written_once_it_was_read(again):
     reading = Ticket("h2d")
     tile.fetch(is_ahead=False).done_reading(reading)
     tile.show(again)
-    assert reading in tile.lend("weights", STALE).fills
+    assert reading in tile.lend("weights", STALE).users
 
 
 @pytest.mark.slow

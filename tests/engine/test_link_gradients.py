@@ -22,7 +22,8 @@ from offload.engine.assemble import Structure
 from offload.errors import ConfigError
 from offload.layout.codecs import GRADIENT_CODECS
 from offload.layout.planes import ERROR
-from offload.layout.regions import Region, Sharding
+from offload.layout.regions import Region
+from offload.layout.sharding import Sharding
 from offload.planning.plan import describe_links
 from offload.planning.settings import Settings
 from tests.engine.compare import assert_same

@@ -170,3 +170,16 @@ def test_a_base_model_runs_again_only_where_it_sees_the_labels(feeds: bool) -> N
     assert rule == probe_loss(model, batch, LabelTrials(model, run), None) == LossRule(shifts=True, takes_count=True)
     assert (trials.output is None) == feeds
     assert runs > 6 if feeds else runs == 2, "once to learn, once with other labels"
+    recorded = LabelTrials(model, run, [float(run(batch)["loss"])])
+    model.base_model.count = 0
+    recorded.learn(batch)
+    assert rule == probe_loss(model, batch, recorded, None)
+    assert (recorded.output is None) == feeds
+    assert feeds or model.base_model.count == 1, "a recording has run the model with the own labels"
+
+
+def test_a_model_without_a_base_model_runs_on_its_own_labels() -> None:
+    """It may have fewer classes than the other labels name, and nothing is to be learned."""
+    batch, seen = right(), list[Tensor]()
+    LabelTrials(Told(1.0, shifts=True), lambda inputs: seen.append(inputs["labels"])).learn(batch)
+    assert torch.equal(seen[0], batch["labels"])

@@ -11,7 +11,7 @@ import torch
 from offload import LOMO, Adafactor, AdamW, Engine, Muon, Placement
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DoesNotFitError
-from offload.layout import regions
+from offload.layout import build_regions
 from offload.planning import disk
 from tests.engine.compare import assert_same, step_by_step, train_both, weights
 from tests.engine.device import LEDGER, own_device, twin
@@ -105,7 +105,7 @@ def test_what_is_kept_is_planned_to_the_byte() -> None:
 
 def refused_padding() -> str:
     """Build an engine with ranges of mostly padding. Return the error message."""
-    regions._MOST_PADDING = 0
+    build_regions._MOST_PADDING = 0
     try:
         with open_comm() as comm:
             try:
@@ -113,7 +113,7 @@ def refused_padding() -> str:
             except ConfigError as error:  # an uncaught error would end the other ranks' processes
                 return str(error)
     finally:
-        regions._MOST_PADDING = 1 << 21
+        build_regions._MOST_PADDING = 1 << 21
     return ""
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import ConfigError, DoesNotFitError
-from offload.layout import regions as layout
-from offload.layout.regions import Sharding
+from offload.layout.sharding import Sharding
 from offload.native.io import IoEngine
 from offload.planning import disk
 from offload.tiers import nvme
@@ -47,7 +46,7 @@ def deeper() -> nn.Module:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", TILE)
-    monkeypatch.setattr(layout, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(nvme, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture
@@ -233,7 +232,7 @@ def test_an_interrupt_ends_the_wait_of_finish(folder: Path, monkeypatch: pytest.
     gate = threading.Event()
     parts_of(engine).lanes.update_write.submit(gate.wait)
     with monkeypatch.context() as patched:
-        patched.setattr("offload.lanes.lanes.wait_until_done", interrupted)
+        patched.setattr("offload.lanes.threads.wait_until_done", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.finish()
     gate.set()

@@ -23,8 +23,9 @@ from offload import AdamW, Engine, Placement
 from offload.engine.gradients.tile_updates import RegionUpdate
 from offload.engine.recording.equivalence import PassComparator
 from offload.engine.units.saved_inputs import SavedInputs
-from offload.lanes.lanes import Lanes, ThreadLane
+from offload.lanes.lanes import Lanes
 from offload.lanes.streams import StreamLanes
+from offload.lanes.threads import ThreadLane
 from offload.lanes.ticket import Fence, Ticket
 from offload.planning import device_updates, disk
 from offload.planning.device_updates import UPDATE_RING as DEVICE_RING
@@ -62,7 +63,7 @@ def reused_at_once(kind: str, link: str | None = None) -> Change:
         def take(self: Ring, num_bytes: int) -> Any:
             stretch = original(self, num_bytes)
             if stretch is not None and self.buffer_type == kind:
-                stretch.fills[:] = [ticket for ticket in stretch.fills if link not in (None, ticket.lane)]
+                stretch.users[:] = [ticket for ticket in stretch.users if link not in (None, ticket.lane)]
             return stretch
 
         patch.setattr(Ring, "take", take)
@@ -138,7 +139,7 @@ def fetched_before_the_place_is_free(patch: pytest.MonkeyPatch) -> None:
 def norm_before_the_sums(patch: pytest.MonkeyPatch) -> None:
     """Do not wait for arriving gradients before the norm."""
     for kind in (Lanes, StreamLanes):
-        patch.setattr(kind, "wait", lambda self, tickets, fills=(): None)
+        patch.setattr(kind, "wait", lambda self, tickets, users=(): None)
     patch.setattr(Lanes, "compute_after", _WAIT)
 
 

@@ -15,9 +15,11 @@ from torch.nn import functional
 from offload import Engine, Placement
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.units.arguments import Arguments
+from offload.engine.units.trial import Trial
 from offload.errors import ConfigError
 from offload.extras.large import compiled_forwards as forwards
 from offload.extras.large.tiles import RowModule, TiledForward
+from offload.extras.plan.unit_use import _StandIn
 from offload.layout.regions import Piece
 from tests.engine.compare import PROPORTIONAL, train_both
 from tests.engine.families import build, gemma2, gpt2, gpt_neox, llama, mamba, mixtral, qwen3, tokens
@@ -416,3 +418,11 @@ def test_compiled_blocks_and_tiles_go_together(monkeypatch: pytest.MonkeyPatch) 
         assert (engine.compiled_graphs > 0, engine.told_tiles) == (True, "")
         engine.step(tokens(0, 2, LENGTH + 8))
         assert f"over tiles of {LENGTH} tokens" in engine.told_tiles
+
+
+def test_a_trial_restores_statistics_that_torch_writes_without_a_new_version() -> None:
+    block: Any = _StandIn(nn.BatchNorm1d(WIDTH))
+    before, rows = [buffer.clone() for buffer in block.module.buffers()], torch.randn(4, WIDTH)
+    evidence = Trial(block, block, Arguments(((rows,), {}))).run(block.module.forward, [rows])
+    assert evidence.changed == "its buffers"
+    assert all(map(torch.equal, block.module.buffers(), before))

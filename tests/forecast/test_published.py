@@ -24,8 +24,9 @@ from offload.extras.plan.workload import UnitWork
 from offload.lanes.timeline import Throttle
 from offload.layout.build_regions import build_regions
 from offload.layout.planes import Plane
-from offload.layout.regions import ParameterInfo, Region, Sharding
+from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import DEVICE, HOST, Residence
+from offload.layout.sharding import Sharding
 from offload.machine.hardware import Hardware
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.memory import BUFFER, SLOT, UnitPlan, plan_memory

@@ -240,7 +240,7 @@ def reused_at_once(take: Callable[..., RingSlice | None]) -> Callable[..., RingS
     def changed(self: Ring, num_bytes: int) -> RingSlice | None:
         stretch = take(self, num_bytes)
         if stretch is not None:
-            stretch.fills.clear()
+            stretch.users.clear()
         return stretch
 
     return changed

@@ -144,14 +144,14 @@ def prepare() -> None:
     import torch
     import transformers
 
-    from offload.lanes import lanes
+    from offload.lanes import threads
 
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # the progress thread would stay
     logging.getLogger("torch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    lanes._LONGEST_DELAY_S = 0.001  # longer than the work in tiny models
+    threads._LONGEST_DELAY_S = 0.001  # longer than the work in tiny models
     gc.collect()
     gc.freeze()
 

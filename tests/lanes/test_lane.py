@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from offload.lanes.lanes import Lanes, Link, ThreadLane
+from offload.lanes.lanes import Lanes
 from offload.lanes.streams import open_lanes, overlaps
+from offload.lanes.threads import Link, ThreadLane
 from offload.lanes.ticket import CancelledError, Fence, Ticket
 from offload.lanes.timeline import LANES, LaneTime, Throttle, Timeline
 from tests.lanes.patience import FOREVER_S, MOMENT_S, PATIENCE_S, Gate, eventually, fail, nothing, start, within
@@ -40,13 +41,13 @@ def test_what_names_no_tickets_waits_for_nobody(open_threads):
 
 def test_compute_waits_for_reads_and_fills(open_threads):
     lanes = open_threads()
-    for kind in ("reads", "fills"):
+    for kind in ("reads", "users"):
         gate = Gate()
         ticket = lanes.h2d.submit(gate)
         if kind == "reads":
             thread, _ = start(lambda ticket=ticket: lanes.compute_after([ticket]))
         else:
-            thread, _ = start(lambda ticket=ticket: lanes.compute_after((), fills=[ticket]))
+            thread, _ = start(lambda ticket=ticket: lanes.compute_after((), users=[ticket]))
         gate.wait_begun()
         time.sleep(MOMENT_S)
         assert thread.is_alive()
@@ -77,8 +78,8 @@ def test_an_error_travels_through_after(open_threads):
 def test_an_error_does_not_travel_through_behind(open_threads):
     lanes, ran = open_threads(), []
     failed = lanes.h2d.submit(fail(ValueError("of h2d")))
-    ticket = lanes.update.submit(lambda: ran.append("update"), fills=[failed])
-    within(lambda: lanes.wait([ticket], fills=[failed]))
+    ticket = lanes.update.submit(lambda: ran.append("update"), users=[failed])
+    within(lambda: lanes.wait([ticket], users=[failed]))
     within(lanes.update.drain)
     assert ran == ["update"]
     assert ticket.error is None
@@ -234,7 +235,7 @@ def test_who_waits_for_what_is_given_up_gets_cancelled_too(open_threads):
     ticket = lanes.h2d.submit(nothing)
     waiting, result = start(lambda: lanes.wait([ticket]))
     after = lanes.update.submit(lambda: ran.append("after"), reads=[ticket])
-    behind = lanes.d2h.submit(lambda: ran.append("behind"), fills=[ticket])
+    behind = lanes.d2h.submit(lambda: ran.append("behind"), users=[ticket])
     lanes.h2d.revoke()  # before the piece can begin
     giving_up, _ = start(lanes.h2d.cancel)
     gate.open()
@@ -389,7 +390,7 @@ def test_a_throttle_counts_from_when_the_work_could_have_begun(open_threads):
     lanes.update.submit(gate)  # submit everything before any work can begin
     updated = lanes.update.submit(nothing)
     fetched = lanes.h2d.submit(nothing, reads=[updated])
-    behind = lanes.d2h.submit(nothing, fills=[updated])
+    behind = lanes.d2h.submit(nothing, users=[updated])
     gate.open()
     within(lambda: lanes.wait([fetched, behind]))
     assert fetched.begin == behind.begin == updated.end
@@ -484,7 +485,7 @@ def test_of_several_the_one_that_came_last_was_waited_for(open_threads):
     lanes = open_threads({"h2d": Throttle(latency_s=0.02), "d2h": Throttle(latency_s=0.3)})
     lanes.timeline.begin_step()
     tickets = [lanes.d2h.submit(nothing), lanes.h2d.submit(nothing)]
-    within(lambda: lanes.wait(tickets[1:], fills=tickets[:1]))
+    within(lambda: lanes.wait(tickets[1:], users=tickets[:1]))
     _, times, _ = lanes.end_step()
     assert times["h2d"].exposed_seconds == 0.0
     assert times["d2h"].exposed_seconds > 0.1

@@ -10,7 +10,8 @@ from collections import defaultdict
 
 import pytest
 
-from offload.lanes.lanes import Lanes, Link
+from offload.lanes.lanes import Lanes
+from offload.lanes.threads import Link
 from offload.lanes.ticket import CancelledError, Ticket
 from offload.lanes.timeline import LANES, Span, Throttle, Timeline
 from tests.lanes.patience import FOREVER_S, MOMENT_S, PATIENCE_S, Gate, eventually, fail, nothing, start, within
@@ -66,7 +67,7 @@ def test_fetches_from_the_disk_do_not_overtake(open_threads):
     assert not ran
 
 
-@pytest.mark.parametrize("kind", ["reads", "fills"])
+@pytest.mark.parametrize("kind", ["reads", "users"])
 def test_compute_that_does_a_lanes_work_itself_waits_for_the_disk(kind):
     lanes, gate, ran = Lanes(overlap=False, throttle={}), Gate(), []
     lanes.timeline.begin_step()
@@ -87,7 +88,7 @@ def test_compute_that_does_a_lanes_work_itself_waits_for_the_disk(kind):
             lanes.h2d.submit(lambda: ran.append("never"), reads=[failed])
         assert ran == [True]
     else:
-        lanes.h2d.submit(lambda: ran.append("whatever became of it"), fills=[failed])
+        lanes.h2d.submit(lambda: ran.append("whatever became of it"), users=[failed])
     within(lanes.close)
 
 
@@ -153,7 +154,7 @@ def test_a_link_is_busy_while_anything_goes_on_over_it(monkeypatch):
     timeline, chance = Timeline(LANES), random.Random(5)
     for throttle in (None, Throttle(latency_s=0.5)):
         link, now, under_way, busy = Link("nvme_read", timeline, throttle), 0.0, [], []
-        monkeypatch.setattr("offload.lanes.lanes.time.perf_counter", lambda: now)  # noqa: B023
+        monkeypatch.setattr("offload.lanes.threads.time.perf_counter", lambda: now)  # noqa: B023
         timeline.end_step()
         for _ in range(400):
             now += chance.random()

@@ -71,7 +71,7 @@ def test_random_work_keeps_a_topological_order(open_threads, seed, slow):
                 before = [
                     ticket for _, ticket, _ in chance.sample(tickets[-60:], min(len(tickets), chance.randrange(4)))
                 ]
-                ticket = getattr(lanes, name).submit(lambda key=key: work(key), reads=before[:1], fills=before[1:])
+                ticket = getattr(lanes, name).submit(lambda key=key: work(key), reads=before[:1], users=before[1:])
                 tickets.append((name, ticket, before))
             if chance.random() < 0.05:
                 lanes.wait([ticket])
@@ -102,7 +102,7 @@ def test_random_work_that_is_given_up_or_closed_ends_all_the_same(seed):
         tickets: list[Ticket] = []
         for _ in range(400):
             before = chance.sample(tickets[-30:], min(len(tickets), chance.randrange(3)))
-            tickets.append(getattr(lanes, chance.choice(NAMES)).submit(nothing, fills=before))
+            tickets.append(getattr(lanes, chance.choice(NAMES)).submit(nothing, users=before))
         waiting = [start(lambda ticket=ticket: lanes.wait([ticket])) for ticket in chance.sample(tickets, 4)]
         within(end, STUCK_S)
         for thread, result in waiting:

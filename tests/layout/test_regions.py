@@ -13,8 +13,9 @@ from offload.extras.quant.codecs import INT8
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import EXACT
 from offload.layout.planes import Factor
-from offload.layout.regions import ParameterInfo, Sharding, align
+from offload.layout.regions import ParameterInfo, align
 from offload.layout.residence import DISK, Residence, Row
+from offload.layout.sharding import Sharding
 from offload.optim.adamw import AdamW
 
 MOMENTS = [AdamW().moments]

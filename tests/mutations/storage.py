@@ -13,7 +13,7 @@ import torch
 
 from offload.checkpoint import reader, writer
 from offload.checkpoint.reader import Reader
-from offload.engine import engine as engine_module
+from offload.engine import state_access
 from offload.tiers.nvme import Stripes
 from tests.mutations import mutation
 
@@ -103,7 +103,7 @@ def slices_of_another_rank_read(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("tests/contracts/test_contracts.py")
 def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
-    load_states = engine_module.load_states
+    load_states = state_access.load_states
 
     def without(engine: Any, *how: Any, **more: Any) -> Any:
         found = load_states(engine, *how, **more)
@@ -111,12 +111,12 @@ def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
             state.steps[:] = [0] * len(state.steps)
         return found
 
-    patch.setattr(engine_module, "load_states", without)
+    patch.setattr(state_access, "load_states", without)
 
 
 @mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
-    load_states = engine_module.load_states
+    load_states = state_access.load_states
 
     def without(engine: Any, *how: Any, **more: Any) -> Any:
         before = engine.device.random_state()
@@ -124,13 +124,13 @@ def generators_not_loaded(patch: pytest.MonkeyPatch) -> None:
         engine.device.set_random_state(before)
         return found
 
-    patch.setattr(engine_module, "load_states", without)
+    patch.setattr(state_access, "load_states", without)
 
 
 @mutation("tests/engine/test_saving.py::test_dropout_goes_on_where_it_was")
 def number_of_the_step_not_loaded(patch: pytest.MonkeyPatch) -> None:
     """The step number seeds random numbers in micro-batches and units."""
-    load_states = engine_module.load_states
+    load_states = state_access.load_states
 
     def without(engine: Any, *how: Any, **more: Any) -> Any:
         before = engine.runner.step_number
@@ -138,4 +138,4 @@ def number_of_the_step_not_loaded(patch: pytest.MonkeyPatch) -> None:
         engine.runner.step_number = before
         return found
 
-    patch.setattr(engine_module, "load_states", without)
+    patch.setattr(state_access, "load_states", without)

@@ -46,7 +46,7 @@ def ring_given_back_early(patch: pytest.MonkeyPatch) -> None:
     def taken(self: Ring, num_bytes: int) -> Any:
         stretch = take(self, num_bytes)
         if stretch is not None:
-            stretch.fills.clear()
+            stretch.users.clear()
         return stretch
 
     patch.setattr(Ring, "take", taken)

@@ -15,8 +15,9 @@ from offload import Placement
 from offload.distributed.comm import Comm
 from offload.engine.assemble import prepare
 from offload.lanes.timeline import Throttle
-from offload.layout.regions import SHARD_MULTIPLE, Region, Sharding
+from offload.layout.regions import SHARD_MULTIPLE, Region
 from offload.layout.residence import DEVICE, Residence
+from offload.layout.sharding import Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning import device_updates
 from offload.planning.device_updates import all_on_device, estimate_seconds, ring_bytes, tile_numel

@@ -14,12 +14,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from offload.layout.planes import table
-from offload.layout.regions import CHUNK_BYTES, SHARD_MULTIPLE, Piece, Region, stripe, stripe_bytes
+from offload.layout.regions import SHARD_MULTIPLE, Piece, Region
 from offload.layout.residence import DISK, Residence, Row
 from offload.optim.adamw import AdamW
 from offload.planning import device_updates, disk
 from offload.planning.disk import _spread, activation_ring_bytes, lay_out, ring_bytes
 from offload.planning.memory import UnitPlan, plan_memory, staging_bytes
+from offload.tiers.nvme import CHUNK_BYTES, stripe, stripe_bytes
 
 PAGE_BYTES = 4096
 KINDS = {"parameters": ("weights",), "gradients": ("gradients",), "optimizer": ("low", "exp_avg", "exp_avg_sq")}

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from offload.schedule.build import Fetch, Schedule, SlotMemory, Use, build, window_bytes
+from offload.schedule.build import CargoUse, Fetch, Schedule, SlotMemory, build, window_bytes
 from tests.matrix import examples, matrix
 
 SIZE = 512
@@ -25,7 +25,7 @@ SIZE = 512
 class Pass:
     """Arguments for `build`."""
 
-    uses: tuple[Use, ...]
+    uses: tuple[CargoUse, ...]
     room: SlotMemory
     lookahead: int
     held: Mapping[int, int] = field(default_factory=dict)
@@ -106,10 +106,10 @@ def needed(asked: Pass, cargo: int, now: int) -> float:
     return math.inf if stale or not times else len(asked.uses) + times[0]
 
 
-def uses_of(cargoes: st.SearchStrategy[int]) -> st.SearchStrategy[Use]:
+def uses_of(cargoes: st.SearchStrategy[int]) -> st.SearchStrategy[CargoUse]:
     """Forwards, backwards, and backwards without weight reads."""
     kinds = st.sampled_from([(False, True), (True, True), (True, False)])
-    return st.builds(lambda cargo, kind: Use(cargo, *kind), cargoes, kinds)
+    return st.builds(lambda cargo, kind: CargoUse(cargo, *kind), cargoes, kinds)
 
 
 @st.composite
@@ -246,7 +246,7 @@ def test_what_holds_everything_fetches_everything_once(asked):
 
 @given(roomy_passes())
 def test_what_holds_everything_fetches_later_what_an_update_changed_to_where_it_was(asked):
-    forward = tuple(Use(cargo, False) for cargo in dict.fromkeys(use.cargo for use in asked.uses))
+    forward = tuple(CargoUse(cargo, False) for cargo in dict.fromkeys(use.cargo for use in asked.uses))
     asked = replace(asked, uses=forward + forward + asked.uses)  # load all cargoes before any has its last read
     first = asked.build()
     asked = replace(asked, held=replay(asked, first), homes=dict(offsets(first)))
@@ -259,10 +259,10 @@ def test_what_holds_everything_fetches_later_what_an_update_changed_to_where_it_
 # -- repeated passes ---------------------------------------------------------------------------------------------
 
 
-def sweep(num_units: int) -> tuple[Use, ...]:
+def sweep(num_units: int) -> tuple[CargoUse, ...]:
     """Return a step over units with separate cargoes: forward in order, backward in reverse."""
     units = range(1, num_units + 1)
-    return (*(Use(unit, False) for unit in units), *(Use(unit, True) for unit in reversed(units)))
+    return (*(CargoUse(unit, False) for unit in units), *(CargoUse(unit, True) for unit in reversed(units)))
 
 
 def rooms(num_units: int, num_places: int) -> list[SlotMemory]:
@@ -382,10 +382,10 @@ def test_what_a_backward_does_not_read_is_not_fetched_for_it():
     """Three units, the first an embedding, each updated right after the backward. The third unit replaces the
     embedding, since no use needs the embedding weights any more.
     """
-    uses = (*sweep(3)[:-1], Use(1, True, reads=False))
+    uses = (*sweep(3)[:-1], CargoUse(1, True, reads=False))
     for places in (2, 4):
         room = rooms(3, places)[0]
-        first = build(uses, room, 2, valid_offsets={}, homes={}, trained={1, 2, 3}, wraps=True)
+        first = build(uses, room, 2, valid_offsets={}, homes={}, trained={1, 2, 3}, fetches_next=True)
         served = [(fetch.cargo, fetch.serves) for fetch in fetches(first)]
         assert served[:3] == [(1, 0), (2, 1), (3, 2)]
         assert served[3:]

@@ -35,14 +35,14 @@ def test_one_after_the_other_and_from_the_beginning_again():
     tickets = [used(stretch) for stretch in stretches]
     stretches.append(taken(buffer, 4))
     assert [(s.begin, s.end) for s in stretches[1:]] == [(4, 8), (0, 4)], "4 bytes do not fit behind the second"
-    assert stretches[0].fills == stretches[1].fills == []
-    assert stretches[2].fills == tickets[0]
+    assert stretches[0].users == stretches[1].users == []
+    assert stretches[2].users == tickets[0]
     tickets.append(used(stretches[2]))
     last = taken(buffer, 6)
     assert (last.begin, last.end) == (4, 10), "up to the last byte"
-    assert last.fills == tickets[1]
+    assert last.users == tickets[1]
     used(last)
-    assert taken(buffer, 1).fills == tickets[2]
+    assert taken(buffer, 1).users == tickets[2]
 
 
 def test_a_stretch_is_its_part_of_the_memory():
@@ -63,7 +63,7 @@ def test_nothing_where_the_buffer_is_too_small_beside_what_is_open():
     assert (taken(buffer, 4).begin, first.is_open) == (6, True)
     assert buffer.take(1) is None
     tickets = used(first)
-    assert taken(buffer, 1).fills == tickets
+    assert taken(buffer, 1).users == tickets
 
 
 ACTIONS = st.one_of(
@@ -91,7 +91,7 @@ def test_nobody_gets_what_is_open_and_everybody_waits_for_who_had_it_before(size
             assert stretch.flat.data_ptr() == buffer.memory.data_ptr() + stretch.begin
             before = [owner for owner in owners[stretch.begin : stretch.end] if owner is not None]
             assert not any(owner.is_open for owner in before)
-            assert set(stretch.fills) == {ticket for owner in before for ticket in owner.fence.before_fill()}
+            assert set(stretch.users) == {ticket for owner in before for ticket in owner.fence.before_fill()}
             owners[stretch.begin : stretch.end] = [stretch] * number
             stretches.append(stretch)
             for other in stretches:

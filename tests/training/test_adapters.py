@@ -202,7 +202,7 @@ def test_an_adapter_that_a_file_describes_is_resumed_and_exported(run: Any, base
     assert export_command([str(whole.dir), str(tmp_path / "adapter")]) == 0
     assert_same(tmp_path / "adapter", whole.export)
     assert Config.load(whole.dir / "config.yaml").lora.config == str(config)
-    with pytest.raises(ConfigError, match="a complete description of an adapter, but lora.alpha is set too"):
+    with pytest.raises(ConfigError, match="but lora.alpha is set too, beside this complete description of an adapter"):
         parity_command(["--lora.config", str(config), "--lora.alpha", "8"])
 
 

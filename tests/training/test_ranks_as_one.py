@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from offload.app.training.ranks import Notes, RankExit, rank_0_first, tally
-from offload.distributed.comm import Comm, share_failure
+from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
 from offload.errors import (
     ConfigError,
     DoesNotFitError,

@@ -38,7 +38,8 @@ from offload.app.training.resume import ResumePoint, no_intact_checkpoint
 from offload.app.training.run_folder import LONG_BYTES
 from offload.app.training.task import TASKS, Task
 from offload.app.training.trainable import DiskNeeds, TrainablePart, load_architecture, refuse_growth, trainable_class
-from offload.distributed.comm import Comm, share_failure
+from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten, untrainable_error
 from offload.layout.planes import DTYPES

@@ -14,7 +14,8 @@ from offload.app.training.build import Run
 from offload.app.training.callbacks import Callbacks
 from offload.app.training.progress import RunProgress
 from offload.app.training.run_folder import LONG_BYTES, RunFolder
-from offload.distributed.comm import Comm, share_failure
+from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
 from offload.engine.checkpoints import PendingCheckpoint
 from offload.engine.engine import Engine
 from offload.errors import DiskError, errno_text, format_bytes

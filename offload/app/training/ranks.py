@@ -14,7 +14,8 @@ from typing import TypeVar
 from offload.app.config.config import Config
 from offload.app.training.objectives import Batch, Objective
 from offload.app.training.task import Task
-from offload.distributed.comm import Comm, share_failure
+from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
 from offload.distributed.share import share
 from offload.errors import (
     ConfigError,

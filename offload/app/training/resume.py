@@ -21,7 +21,8 @@ from offload.app.training.run_folder import CHECKPOINTS, RunFolder
 from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.spread import keepers, spread
-from offload.distributed.comm import Comm, share_failure
+from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
 from offload.errors import CheckpointError, ConfigError
 from offload.files.directories import check_dirs
 from offload.lanes.timeline import parse_throttle

@@ -34,8 +34,8 @@ from offload.app.training.records import Records, describe_coarse, describe_stre
 from offload.app.training.resume import open_run
 from offload.app.training.run_folder import RunFolder
 from offload.app.training.task import TASKS
-from offload.distributed.comm import share_failure, share_outcome
 from offload.distributed.joining import open_comm
+from offload.distributed.outcomes import share_failure, share_outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
 from offload.errors import ConfigError, InterruptedRun, OffloadError, common, counted, is_common

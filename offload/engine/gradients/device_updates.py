@@ -69,14 +69,14 @@ class DeviceUpdates(UpdatePlace):
         up = self._lanes.update_up.submit(
             partial(copy_planes, self._device, copied, host_planes),
             reads=(*tile.update.fence.before_read(), *tile.lease.reads, *self._start_tickets),
-            fills=stretch.fills,
+            users=stretch.users,
             name=tile.name,
             num_bytes=up_bytes,
         )
         stretch.fence.record_writer(up)
         tile.update.fence.record_reader(up)
         updated = self._lanes.update_on_device.submit(
-            partial(self._run, tile, {**tile.planes, **device_planes}, self._counts),
+            partial(self._update, tile, {**tile.planes, **device_planes}, self._counts),
             reads=stretch.fence.before_read(),
             name=tile.name,
             num_bytes=tile.num_bytes,
@@ -86,7 +86,7 @@ class DeviceUpdates(UpdatePlace):
         down = self._lanes.update_down.submit(
             partial(copy_planes, self._device, changed, device_planes),
             reads=stretch.fence.before_read(),
-            fills=tile.lease.fills,
+            users=tile.lease.users,
             name=tile.name,
             num_bytes=down_bytes,
         )
@@ -98,12 +98,12 @@ class DeviceUpdates(UpdatePlace):
         return down
 
     @staticmethod
-    def _run(
+    def _update(
         tile: TileUpdate,
         device_planes: Mapping[str, torch.Tensor],
         counts: dict[Region, tuple[TileUpdate, torch.Tensor]],
     ) -> None:
-        num_wrong, region = tile.update.run(tile.tile, device_planes), tile.update.region
+        num_wrong, region = tile.update.update_tile(tile.tile, device_planes), tile.update.region
         if not isinstance(num_wrong, torch.Tensor) or num_wrong.is_cpu:
             if num_wrong:
                 tile.update.refuse(int(num_wrong))
@@ -128,7 +128,7 @@ class DeviceUpdates(UpdatePlace):
                 if num_wrong:
                     tile.update.refuse(num_wrong)
 
-        copied = self._lanes.update_on_device.submit(copy_to_host, fills=self._counts_fence.before_fill(), name="check")
+        copied = self._lanes.update_on_device.submit(copy_to_host, users=self._counts_fence.before_fill(), name="check")
         self._counts_fence.record_writer(copied)
         checked = self._lanes.update.submit(refuse, reads=self._counts_fence.before_read(), name="check")
         self._counts_fence.record_reader(checked)

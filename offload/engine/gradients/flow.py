@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.rank_sums import open_exchange
 from offload.engine.gradients.transfer import GradientTransfer
 from offload.errors import ConfigError
 from offload.lanes.lanes import Lanes
@@ -39,7 +40,7 @@ class GradientFlow:
     """Takes gradients out of autograd one parameter at a time (only one is in memory), and sends them on region by
     region.
 
-    `measures`: norms over all gradients. `is_over`: gradients are summed and measured, and no more may be added.
+    `measures`: norms over all gradients. `are_complete`: gradients are summed and measured, and no more may be added.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class GradientFlow:
             if settings.splits or any(num_pieces[parameter] > 1 for parameter in state.region.parameters)
         }
         self.sums_in_fp32 = False  # micro-batches or chunks are summed in the buffer, in fp32
-        self._repeats = self.is_over = False
+        self._repeats = self.are_complete = False
         self._observer: GradientObserver | None = None
         self._buffer = Ring(device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
         self._record_buffer = Ring(device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
@@ -82,9 +83,8 @@ class GradientFlow:
         }
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        self.transfer = GradientTransfer(
-            store, measures, device, lanes, counters, staging, sizes, bool(settings.debug), self._exist
-        )
+        exchange = open_exchange(store, measures, device, lanes, counters, sizes, settings)
+        self.transfer = GradientTransfer(store, measures, lanes, exchange, staging)
         self._ragged = {
             region.index: [
                 slice(offset + size, end)
@@ -104,7 +104,7 @@ class GradientFlow:
         self._open.clear()
         self._buffer.reset()
         self._record_buffer.reset()
-        self.sums_in_fp32 = self._repeats = self.is_over = False
+        self.sums_in_fp32 = self._repeats = self.are_complete = False
         self._observer = None
 
     def accumulate(self, accumulates: bool, staging: torch.Tensor) -> None:
@@ -180,7 +180,7 @@ class GradientFlow:
             for region in passing:
                 self.make_lasting(region, for_good=False)
             return
-        self._lanes.compute_after((), fills=stretch.fills)
+        self._lanes.compute_after((), users=stretch.users)
         self._lay_out(passing, stretch)
         for region in passing:
             flat = self._open[region.index][0]
@@ -198,7 +198,7 @@ class GradientFlow:
             passing = [region for region in regions if region.trainable]
             stretch = self._record_buffer.take(sum(map(self._passing_bytes, passing)))
             assert stretch is not None, "there is room for the largest record"
-            self._lanes.compute_after((), fills=stretch.fills)
+            self._lanes.compute_after((), users=stretch.users)
             self._lay_out(passing, stretch)
             stretch.flat.zero_()
 
@@ -261,7 +261,7 @@ class GradientFlow:
         if self._observer is not None:
             self._observer(piece, gradient)
             return
-        if self.is_over:
+        if self.are_complete:
             raise ConfigError(
                 f"parameter {self._infos[index].name} in unit {region.name} received a gradient after "
                 "engine.grad_norm() or an update had measured the gradients of this step: call engine.update() first, "
@@ -315,13 +315,13 @@ class GradientFlow:
 
     def finish(self) -> None:
         """Wait until the measures are final. All gradients are on their way. Collective."""
-        if not self.is_over:
+        if not self.are_complete:
             self.transfer.finish()
-            self.is_over = True
+            self.are_complete = True
 
     def send_rest(self) -> None:
         """Send on the gradients summed on the device, after the backward."""
-        if self.is_over:
+        if self.are_complete:
             return
         for index, flat in self._lasting.items():
             region = self._store.region(index)

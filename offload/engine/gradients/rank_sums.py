@@ -14,15 +14,37 @@ from typing import Any
 import torch
 
 from offload.distributed.comm import Comm, pieces_of
-from offload.engine.gradients.exchange import Exchange, Gradients, Leases, Measure
+from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.transfer import Exchange, Gradients, Leases, Measure
+from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.codecs import QuantizedCodec
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.planning.memory import BETWEEN, BUFFER, SCRATCH, SHARDS, replica_sum_bytes
+from offload.planning.settings import Settings
+from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.lease import Ring
+from offload.tiers.store import Store
 from offload.tiers.tile import RegionState
+
+
+def open_exchange(
+    store: Store,
+    measures: Measures,
+    device: Device,
+    lanes: Lanes,
+    counters: Counters,
+    sizes: Mapping[str, int],
+    settings: Settings,
+) -> Exchange:
+    """Return the exchange for the ranks of `store`. `sizes`: device buffer sizes in bytes, by plan name."""
+    parts = store, measures, device, lanes, counters, bool(settings.debug)
+    exchange = ReduceScatter(sizes, *parts) if store.within.size > 1 else Exchange(*parts)
+    if store.between.size > 1 and settings.optimizer.has_gradients:
+        return ReplicaSums(exchange, *parts)
+    return exchange
 
 
 class ReduceScatter(Exchange):
@@ -49,11 +71,11 @@ class ReduceScatter(Exchange):
         store, part = self._store, self._store.sharding.shard(region)
         whole = measure is not None and store.sharding.num_ranges == 1
         shard, fence = flat[part], source
-        fills: Sequence[Ticket] = ()
+        users: Sequence[Ticket] = ()
         if flat.dtype != torch.float32:
             stretch = self._shards.take(4 * (part.stop - part.start))
             assert stretch is not None, "there is room for the largest shard"
-            shard, fence, fills = stretch.flat.view(torch.float32), stretch.fence, stretch.fills
+            shard, fence, users = stretch.flat.view(torch.float32), stretch.fence, stretch.users
             stretch.close()  # no other stretch is taken before this one has a reader
 
         def work() -> None:
@@ -71,7 +93,7 @@ class ReduceScatter(Exchange):
         ticket = store.collective_lane.submit(
             work,
             reads=self._lanes.mark(),
-            fills=fills,
+            users=users,
             name=f"reduce {region.name}",
             num_bytes=(2 if whole else 1) * shard.nbytes,
         )
@@ -250,12 +272,12 @@ class ReplicaSums(Exchange):
         region, state = gradients.region, self._store[gradients.region]
         if state.gradients is not None or not state.has_room_on_disk:
             for _, lease in leases:
-                lease.done_writing(self._sum(gradients, lease.planes["gradients"], lease.fills)[2])
+                lease.done_writing(self._sum(gradients, lease.planes["gradients"], lease.users)[2])
             return
         total, fence, ticket = self._sum(gradients, None)
         for span, lease in leases:
             work = partial(lease.planes["gradients"].copy_, total[span])
-            copied = self._store.network_lane.submit(work, reads=(ticket,), fills=lease.fills, name=region.name)
+            copied = self._store.network_lane.submit(work, reads=(ticket,), users=lease.users, name=region.name)
             fence.record_reader(copied)
             lease.done_writing(copied)
             self.tickets.append(copied)
@@ -266,11 +288,11 @@ class ReplicaSums(Exchange):
         self._exchange(state.region, total, state.gradients, measure)
 
     def _sum(
-        self, gradients: Gradients, into: torch.Tensor | None, fills: Sequence[Ticket] = ()
+        self, gradients: Gradients, into: torch.Tensor | None, users: Sequence[Ticket] = ()
     ) -> tuple[torch.Tensor, Fence, Ticket]:
         """Copy a shard's gradients [n] in bf16 or fp32 to the tier of the states and sum over replicas.
 
-        `into`: memory for this rank's range in the gradient dtype, written after the `fills` tickets; None: memory
+        `into`: memory for this rank's range in the gradient dtype, written after the `users` tickets; None: memory
         behind the copy; empty: the sum is not stored. Returns (sum, fence of the memory in between, ticket of the sum).
         """
         region, flat, source, reads, _, measure = gradients
@@ -284,13 +306,13 @@ class ReplicaSums(Exchange):
             into = stretch.flat[num_bytes:].view(plane.dtype)
         copy = partial(self._device.copy, terms, flat)
         copied = self._store.d2h_lane.submit(
-            copy, reads=reads, fills=stretch.fills, name=region.name, num_bytes=terms.nbytes
+            copy, reads=reads, users=stretch.users, name=region.name, num_bytes=terms.nbytes
         )
         source.record_reader(copied)
         self._store.count_d2h(terms.nbytes)
         stretch.fence.record_writer(copied)
         piece = stretch.flat[terms.nbytes : num_bytes] if flat.dtype == torch.bfloat16 else None
-        ticket = self._exchange(region, terms, into, measure, (copied,), fills, piece)
+        ticket = self._exchange(region, terms, into, measure, (copied,), users, piece)
         stretch.fence.record_writer(ticket)
         stretch.close()
         return into, stretch.fence, ticket
@@ -302,12 +324,12 @@ class ReplicaSums(Exchange):
         into: torch.Tensor,
         measure: Measure,
         reads: Sequence[Ticket] = (),
-        fills: Sequence[Ticket] = (),
+        users: Sequence[Ticket] = (),
         piece: torch.Tensor | None = None,
     ) -> Ticket:
         """Sum `terms`, a shard's gradients on the tier of the states, over replicas.
 
-        `into`: memory for this rank's range in the gradient dtype, possibly `terms`, written after the `fills` tickets;
+        `into`: memory for this rank's range in the gradient dtype, possibly `terms`, written after the `users` tickets;
         empty: the sum is not stored. `piece`: memory for an fp32 piece if `terms` is not fp32.
         """
         store, sharding = self._store, self._store.sharding
@@ -320,7 +342,7 @@ class ReplicaSums(Exchange):
         sent = self._sums.sent_bytes(terms, into)
         self._counters.count("network_bytes", sent * between.num_far)
         ticket = store.network_lane.submit(
-            work, reads=reads, fills=fills, name=f"sum {region.name}", num_bytes=sent * (between.size - 1)
+            work, reads=reads, users=users, name=f"sum {region.name}", num_bytes=sent * (between.size - 1)
         )
         if len(target) < len(into):  # every rank in the replica stores the whole sum
             ticket = self._gather(region, into, target, (ticket,))

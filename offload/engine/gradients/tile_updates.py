@@ -96,20 +96,20 @@ class TileUpdates:
         self.settings = UpdateSettings(settings.optimizer.parts, infos, settings.optimizer.lr, settings.seed, workspace)
         self.is_updating = False
 
-    def begin(self, is_updating: bool = True) -> None:
+    def mark_updating(self, is_updating: bool = True) -> None:
         """Mark the step as updating, if `is_updating`."""
         self.is_updating = self.is_updating or is_updating
 
     def publish(self, region: Region) -> None:
         """Send corrected, now final weights to the other ranks."""
-        for number, tile in enumerate(self.store[region].tiles if self.store.sharding.publishes else ()):
+        for number, tile in enumerate(self.store[region].tiles if self.store.publishes else ()):
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
     def choose_weights(self, late: Collection[Region] = ()) -> None:
         """Let the next pass use the old weights of the regions `late`, and the newest weights of all others."""
         changed = [state for state in self.store.states if state.is_stale or state.region in late]
-        self.begin(bool(late))
+        self.mark_updating(bool(late))
         self.slots.invalidate([state.region for state in changed])
         for state in changed:
             for tile in state.held_tiles:
@@ -147,7 +147,7 @@ class RegionUpdate:
         Final weights are sent to other ranks with a copy.
         """
         tiles, state, gradients = self.tiles, self.state, self.gradients
-        tiles.begin()
+        tiles.mark_updating()
         tiles.slots.invalidate((self.region,))
         for number, tile in enumerate(state.tiles):
             lease = tiles.early.lend(tile, [*tile.states, *(["gradients"] if gradients is None else ())])
@@ -155,10 +155,10 @@ class RegionUpdate:
             if gradients is not None:
                 planes = {**planes, "gradients": gradients[tile.begin - state.begin : tile.end - state.begin]}
             ticket = tiles.place.submit(TileUpdate(self, tile, lease, planes))
-            if self.is_final and tiles.store.sharding.publishes:
+            if self.is_final and tiles.store.publishes:
                 tiles.store.publish(self.region, number, lease, (ticket,))
 
-    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+    def update_tile(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
         """Update a tile's planes in place. Return the non-finite weight count."""
         if tile is self.state.tiles[0]:
             self.choose_scale()
@@ -176,7 +176,7 @@ class RegionUpdate:
 
     def refuse(self, num_wrong: int) -> NoReturn:
         """Raise NonFiniteError after the update produced non-finite weights. The states are then unusable."""
-        self.tiles.begin()
+        self.tiles.mark_updating()
         advice = self.tiles.store.values.explain_nonfinite(
             "The step is too large. Lower --optimizer.lr, and resume from the last checkpoint."
         )
@@ -197,7 +197,7 @@ class Correction(RegionUpdate):
         )
         self._corrected = update
 
-    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+    def update_tile(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
         applied_scale = self._corrected.scale  # the update has run by now
         assert self.scale is not None
         assert applied_scale is not None
@@ -294,9 +294,9 @@ class InPlaceUpdates(UpdatePlace):
 
     def submit(self, tile: TileUpdate) -> Ticket:
         ticket = self._lane.submit(
-            partial(self._run, tile),
+            partial(self._update, tile),
             reads=(*tile.update.fence.before_read(), *tile.lease.reads),
-            fills=tile.lease.fills,
+            users=tile.lease.users,
             name=tile.name,
             num_bytes=tile.num_bytes,
         )
@@ -304,9 +304,9 @@ class InPlaceUpdates(UpdatePlace):
         tile.lease.done_writing(ticket)
         return ticket
 
-    def _run(self, tile: TileUpdate) -> None:
+    def _update(self, tile: TileUpdate) -> None:
         with self._within():
-            self._counts.add(tile.update, tile.update.run(tile.tile, tile.planes))
+            self._counts.add(tile.update, tile.update.update_tile(tile.tile, tile.planes))
 
     def check(self) -> None:
         self._counts.check()

@@ -2,24 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from offload.engine.gradients.exchange import Exchange
-from offload.engine.gradients.norms import Measures
+from offload.engine.gradients.norms import CopySquares, Measures
 from offload.engine.gradients.policies import NoPolicy, UpdatePolicy
-from offload.engine.gradients.rank_sums import ReduceScatter, ReplicaSums
 from offload.errors import OffloadError
 from offload.lanes.lanes import Lanes
-from offload.lanes.ticket import Fence
+from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.native import kernels
+from offload.planning.memory import BUFFER
 from offload.tiers.counters import Counters
 from offload.tiers.device import Device
 from offload.tiers.lease import Lease, Ring, RingSlice
 from offload.tiers.store import Store
+from offload.tiers.tile import RegionState
+
+_CHUNK = 1 << 24
+
+Measure = Callable[[torch.Tensor], None]
+"""Callback for this rank's piece of a region's gradient sum, in fp32 before rounding."""
+Leases = Iterable[tuple[slice, Lease]]
+"""The memory for a region's gradients on this rank: (elements, lease on the plane `gradients`)."""
+
+
+class Gradients(NamedTuple):
+    """A region's gradients on the device, on their way to the tier of the states."""
+
+    region: Region
+    """The region."""
+    flat: torch.Tensor
+    """Gradients for the elements this rank reduces, flat."""
+    fence: Fence
+    """Fence for their memory."""
+    reads: Sequence[Ticket]
+    """Tickets to wait for before a read."""
+    squares: CopySquares | None = None
+    """Brings the measured squares to the host; None: known, or measured elsewhere."""
+    measure: Measure | None = None
+    """Measures the sum over all replicas."""
+
+
+class Exchange:
+    """The gradients of a single rank: measured, and copied to the tier of the states.
+
+    `tickets`: work on the gradients of this step. All gradients have arrived when these are done.
+    """
+
+    def __init__(
+        self, store: Store, measures: Measures, device: Device, lanes: Lanes, counters: Counters, debug: bool
+    ) -> None:
+        self._store, self._measures, self._device, self._lanes = store, measures, device, lanes
+        self._counters, self._debug = counters, debug
+        self.tickets: list[Ticket] = []
+
+    def begin_step(self) -> None:
+        """Start new tickets, and take back buffers left open by an interrupted step."""
+        self.tickets.clear()
+
+    def free(self) -> None:
+        """Release all buffers."""
+
+    def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
+        """Sum `flat`, this rank's gradients for a region behind the fence `source`, over ranks, on the device.
+
+        `measure`: None if the sum is not final.
+        """
+        squares = None if measure is None else self._measures.measure(region, flat)
+        if self._store.d2h_lane is not self._lanes.d2h:  # nothing else is copied to the host
+            self._copy_squares(squares)
+            squares = None
+        return Gradients(region, flat, source, self._lanes.mark(), squares)
+
+    def drop(self, gradients: Gradients) -> None:
+        """Discard gradients, once they are measured."""
+        self._copy_squares(gradients.squares)
+
+    def land(self, gradients: Gradients, leases: Leases) -> None:
+        """Store gradients in the leased memory."""
+        for span, lease in leases:
+            part = gradients._replace(flat=gradients.flat[span])
+            lease.done_writing(self.copy(part, lease.planes["gradients"], lease.users))
+            gradients = gradients._replace(squares=None)
+
+    def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
+        """Measure, round and store `total`, a sum over several passes on the tier of the states."""
+        self._copy_squares(self._measures.measure(state.region, total))
+        self._round(state.region, total)
+
+    def copy(self, gradients: Gradients, target: torch.Tensor, users: Sequence[Ticket]) -> Ticket:
+        """Copy gradients and squares to the tier of the states, after `users`.
+
+        Rounds to the target dtype in chunks, without a second full copy.
+        """
+        region, flat, source, reads, squares, _ = gradients
+
+        def copy() -> None:
+            if squares is not None:
+                squares()
+            for start in range(0, flat.numel(), _CHUNK):
+                part = slice(start, start + _CHUNK)
+                self._device.copy(target[part], flat[part])
+            if self._debug and source.buffer_type == BUFFER:
+                flat.fill_(float("nan"))
+
+        ticket = self._store.d2h_lane.submit(copy, reads=reads, users=users, name=region.name, num_bytes=target.nbytes)
+        source.record_reader(ticket)
+        self.tickets.append(ticket)
+        self._store.count_d2h(target.nbytes)
+        return ticket
+
+    def zero(self, region: Region, leases: Leases) -> None:
+        """Store zeros in the leased memory, without a copy from the device."""
+        for _, lease in leases:
+            plane = lease.planes["gradients"]
+            ticket = self._store.d2h_lane.submit(plane.zero_, users=lease.users, name=f"zeros of {region.name}")
+            self.tickets.append(ticket)
+            lease.done_writing(ticket)
+
+    def _gather(self, region: Region, whole: torch.Tensor, own: torch.Tensor, reads: Sequence[Ticket] = ()) -> Ticket:
+        """Gather the sums of all ranks in this replica, each rank's `own` part."""
+        store, label = self._store, f"all-gather of the gradients of {region.name}"
+        self._counters.count("all_gather_elements", region.numel)
+        self._counters.count("network_bytes", own.nbytes * store.within.num_far)
+        work = partial(store.within.all_gather, whole, own, label)
+        return store.collective_lane.submit(work, reads=reads, name=label, num_bytes=own.nbytes)
+
+    def _copy_squares(self, squares: CopySquares | None) -> None:
+        """Copy the squares to the host separately."""
+        if squares is not None:
+            self.tickets.append(self._lanes.d2h.submit(squares, reads=self._lanes.mark(), name="norm"))
+
+    def _round(self, region: Region, flat: torch.Tensor) -> None:
+        if region.is_bf16 and flat.dtype == torch.float32:
+            kernels.round_bf16_(flat)
 
 
 class GradientTransfer:
@@ -31,23 +151,9 @@ class GradientTransfer:
     """
 
     def __init__(
-        self,
-        store: Store,
-        measures: Measures,
-        device: Device,
-        lanes: Lanes,
-        counters: Counters,
-        staging: torch.Tensor,
-        sizes: Mapping[str, int],
-        debug: bool,
-        exist: bool,
+        self, store: Store, measures: Measures, lanes: Lanes, exchange: Exchange, staging: torch.Tensor
     ) -> None:
-        """`exist`: the update rule has gradients."""
-        parts = store, measures, device, lanes, counters, debug
-        self._exchange = ReduceScatter(sizes, *parts) if store.within.size > 1 else Exchange(*parts)
-        if store.between.size > 1 and exist:
-            self._exchange = ReplicaSums(self._exchange, *parts)
-        self._store, self._measures, self._lanes = store, measures, lanes
+        self._store, self._measures, self._lanes, self._exchange = store, measures, lanes, exchange
         self.accumulates = False
         self.policy: UpdatePolicy = NoPolicy()
         self._staging = Ring(staging, "gradient staging")
@@ -114,33 +220,38 @@ class GradientTransfer:
         if self.policy.drops:
             self._exchange.drop(gradients)
         else:
-            self._exchange.land(gradients, self._memory(region))
+            self._land(region, gradients)
 
     def send_zeros(self, region: Region) -> None:
         """Record zero gradients for a region, without a D2H copy."""
         is_first = region.index not in self._sent
         self._sent.add(region.index)
-        if is_first and not self.policy.drops:
-            self._exchange.zero(region, self._memory(region))
-
-    def _memory(self, region: Region) -> Iterator[tuple[slice, Lease]]:
-        """Yield the memory for a region's gradients until the update, or for their sum over several passes.
-
-        Then pass the region to the policy, unless further passes follow.
-        """
+        if not is_first or self.policy.drops:
+            return
         state = self._store[region]
         if state.sums is not None:
-            yield slice(0, len(state.sums)), Lease.of({"gradients": state.sums}, state.gradient_fence)
-            return
-        if state.has_gradient_plane:
-            yield from state.lend_gradients()
-            self.policy.receive(region, state.gradients, state.gradient_fence)
-            return
-        own = self._store.sharding.own(region)
-        staged, stretch = self._take_staging(own.stop - own.start, region.plane("gradients").dtype)
-        yield slice(0, len(staged)), Lease.of({"gradients": staged}, stretch.fence, stretch.fills)
-        self.policy.receive(region, staged, stretch.fence)
-        stretch.close()
+            lease = Lease.of({"gradients": state.sums}, state.gradient_fence)
+            self._exchange.zero(region, [(slice(0, len(state.sums)), lease)])
+        else:
+            self._land(region, None)
+
+    def _land(self, region: Region, gradients: Gradients | None) -> None:
+        """Store a region's gradients (None: zeros) until the update, and tell the policy."""
+        state, stretch = self._store[region], None
+        stored, fence = state.gradients, state.gradient_fence
+        leases: Leases = state.lend_gradients()
+        if not state.has_gradient_plane:
+            own = self._store.sharding.own(region)
+            stored, stretch = self._take_staging(own.stop - own.start, region.plane("gradients").dtype)
+            fence = stretch.fence
+            leases = [(slice(0, len(stored)), Lease.of({"gradients": stored}, fence, stretch.users))]
+        if gradients is None:
+            self._exchange.zero(region, leases)
+        else:
+            self._exchange.land(gradients, leases)
+        self.policy.receive(region, stored, fence)
+        if stretch is not None:
+            stretch.close()
 
     def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:
         """Add a region's gradients to the sum over several passes, in fp32."""
@@ -155,7 +266,7 @@ class GradientTransfer:
             return
         # Sums over micro-batches or ranks are rounded once, after all passes.
         staged, stretch = self._take_staging(len(gradients.flat), gradients.flat.dtype)
-        stretch.fence.record_writer(self._exchange.copy(gradients, staged, stretch.fills))
+        stretch.fence.record_writer(self._exchange.copy(gradients, staged, stretch.users))
 
         def add() -> None:
             if first:
@@ -164,7 +275,7 @@ class GradientTransfer:
                 kernels.accumulate(plane, staged)
 
         ticket = self._store.update_lane.submit(
-            add, reads=stretch.fence.before_read(), fills=fence.before_fill(), name=f"add {region.name}"
+            add, reads=stretch.fence.before_read(), users=fence.before_fill(), name=f"add {region.name}"
         )
         stretch.fence.record_reader(ticket)
         stretch.close()

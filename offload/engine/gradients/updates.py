@@ -78,7 +78,7 @@ class Updates:
         return self._max_norm
 
     @property
-    def waits(self) -> bool:
+    def needs_norm(self) -> bool:
         """True if updates wait for the norm."""
         is_deferred = self._max_norm is not None and self.clip != "speculative"
         return (self._skips or is_deferred) and not self._measures_norm
@@ -133,25 +133,25 @@ class Updates:
         self.tiles.settings = settings._replace(rules=rule.parts, infos=infos)
 
     def begin_step(
-        self, lr: float, waits: bool, number: int, *, for_norm: bool = False, norm: float | None = None
+        self, lr: float, after_norm: bool, number: int, *, for_norm: bool = False, norm: float | None = None
     ) -> None:
         """Start step `number`.
 
-        `waits`: updates come after the norm in any case. `for_norm`: the next backward is for the norm only. `norm`:
-        the norm from such a backward.
+        `after_norm`: updates come after the norm in any case. `for_norm`: the next backward is for the norm only.
+        `norm`: the norm from such a backward.
         """
         self._norm, self._limit = norm, self._max_norm
         self._lanes.close_step()
         self.tiles.settings = self.tiles.settings._replace(lr=lr)
         self.tiles.place.begin_step()
-        self._flow.transfer.policy = self._choose(waits, self.delays(number), for_norm, norm)
+        self._flow.transfer.policy = self._choose(after_norm, self.delays(number), for_norm, norm)
 
-    def _choose(self, waits: bool, delays: bool, for_norm: bool, norm: float | None) -> UpdatePolicy:
+    def _choose(self, after_norm: bool, delays: bool, for_norm: bool, norm: float | None) -> UpdatePolicy:
         tiles, measures, limit = self.tiles, self._measures, self._limit
         if for_norm:
             return NormOnlyPolicy()
-        if delays or waits or self.waits:
-            reads_early = not (delays or waits) and tiles.early.are_possible
+        if delays or after_norm or self.needs_norm:
+            reads_early = not (delays or after_norm) and tiles.early.are_possible
             return DeferredPolicy(tiles, measures, self._deferred, reads_early=reads_early, delays=delays)
         if limit is None or norm is not None:
             return ImmediatePolicy(tiles, measures, limit, norm, self._is_inline)
@@ -220,15 +220,15 @@ class Updates:
     def start(self) -> None:
         """Start all pending updates."""
         with interrupts.uninterrupted():
-            self.begin()
+            self.update_resident()
             self.start_rest()
 
-    def begin(self) -> None:
+    def update_resident(self) -> None:
         """Start the pending updates of resident weights, and copy these weights to the device again.
 
         Fetches for the next step may follow: each one starts the pending updates up to its own region.
         """
-        self.tiles.begin(bool(self._deferred.pending))
+        self.tiles.mark_updating(bool(self._deferred.pending))
         self._slots.refresh()
 
     def start_rest(self) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +52,44 @@ class RankBatch:
     """Error message for a bad batch. Empty: no error."""
     lr: float | None = None
     """Learning rate for the update after this pass. None: no update follows."""
+
+    @classmethod
+    def of(
+        cls,
+        operation: str,
+        batch: Batch,
+        rows: int,
+        micro_rows: int | None,
+        has_loss_function: bool,
+        shared: SharedRows | None = None,
+    ) -> RankBatch:
+        """Return the announcement of a batch with `rows` rows. `shared`: shared rows beyond this rank's tokens."""
+        labels, targets, elements = labels_of(batch), (rows, rows, rows), 0
+        shapes = tuple(
+            (key, tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__)
+            for key, value in sorted(batch.items())
+        )
+        ints = tuple((key, value) for key, value in sorted(batch.items()) if type(value) is int)
+        if shared is not None:
+            count = int((shared.targets != IGNORED).sum())
+            targets = count, count, count
+        elif labels is not None:
+            shifted, unshifted = LossRule(shifts=True).count(labels), LossRule(shifts=False).count(labels)
+            targets = shifted, unshifted, LossRule(counts_rows=True).count(labels)
+        if labels is None and has_equal_rows(batch, rows):
+            elements = next(iter(batch.values())).numel()
+        return cls(
+            operation,
+            shapes,
+            ints,
+            rows,
+            min(micro_rows or rows, rows),
+            targets,
+            elements,
+            is_labelled=labels is not None,
+            has_loss_function=has_loss_function,
+            needs_mask=shared is not None and shared.needs_mask,
+        )
 
     @property
     def num_parts(self) -> int:
@@ -137,12 +174,12 @@ class PassInputs:
 
     plan: PassPlan
     batch: Batch
-    loss_fn: LossFunction | None = None
-    labels: torch.Tensor | None = None
-    rule: LossRule = field(default_factory=LossRule)
-    head: ChunkedHead | None = None
-    form: BatchForm = field(default_factory=partial(BatchForm, {}))
-    shared: SharedRows | None = None
+    loss_fn: LossFunction | None
+    labels: torch.Tensor | None
+    rule: LossRule
+    head: ChunkedHead | None
+    form: BatchForm
+    shared: SharedRows | None
 
     @property
     def is_training(self) -> bool:
@@ -156,47 +193,22 @@ class PassInputs:
 
     def of_sample(self, sample: Batch, micro_rows: int | None = None) -> PassInputs:
         """Return the `PassInputs` for a few rows that this rank runs alone, in micro-batches with `micro_rows` rows."""
-        announcement = self.plan.ranks[0]
-        plan = PassPlan([_announce(announcement.operation, sample, micro_rows, announcement.has_loss_function)], 0)
+        has_loss_function = self.loss_fn is not None
+        own = RankBatch.of(self.plan.ranks[0].operation, sample, check_batch(sample), micro_rows, has_loss_function)
+        plan = PassPlan([own], 0)
         return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None)
 
 
-def agree_on_pass(
-    comm: Comm,
-    operation: str,
-    batch: Batch | None = None,
-    micro_rows: int | None = None,
-    has_loss_function: bool = False,
-    recording_status: Callable[[], tuple[bool, bool]] = lambda: (False, False),
-    lr: float | None = None,
-    modes: int = 0,
-    shared: SharedRows | None = None,
-) -> PassPlan:
+def agree_on_pass(comm: Comm, announcement: RankBatch) -> PassPlan:
     """Exchange announcements with all ranks before a pass. Collective.
 
-    Args:
-        recording_status: Returns (batch needs a recording, pattern is already recorded). May reject the batch with
-            ConfigError.
-        shared: Information about shared rows beyond this rank's tokens.
-
-    Raises:
-        ConfigError: On all ranks, if the calls differ between ranks or one rank has a bad batch.
+    Raises ConfigError on all ranks if the calls differ between ranks, or one rank has a bad batch.
     """
-    announcement = RankBatch(operation)
-    try:
-        if batch is not None:
-            announcement = _announce(operation, batch, micro_rows, has_loss_function)
-        if shared is not None:
-            count = int((shared.targets != IGNORED).sum())
-            announcement = replace(announcement, targets=(count, count, count), needs_mask=shared.needs_mask)
-        is_new, is_known = recording_status()
-        announcement = replace(announcement, is_new=is_new, is_known=is_known, lr=lr, modes=modes)
-    except ConfigError as error:
-        announcement = RankBatch(operation, error_message=str(error))
     ranks = comm.gather_objects(announcement, "agreement on the next operation")
     for rank, other in enumerate(ranks):
         if other.error_message:
-            raise ConfigError(f"rank {rank}: {other.error_message}" if len(ranks) > 1 else other.error_message)
+            text = f"rank {rank}: {other.error_message}" if len(ranks) > 1 else other.error_message
+            raise ConfigError(text) from None
     for subject, values in (
         ("operations", [other.operation for other in ranks]),
         ("batch tensors", [", ".join(_describe_shape(key, shape) for key, shape in other.shapes) for other in ranks]),
@@ -211,24 +223,6 @@ def host_labels(batch: Batch) -> torch.Tensor | None:
     """Return the labels on the host, or None without labels."""
     labels = labels_of(batch)
     return None if labels is None else labels.cpu()
-
-
-def _announce(operation: str, batch: Batch, micro_rows: int | None, has_loss_function: bool) -> RankBatch:
-    rows, labels = check_batch(batch), labels_of(batch)
-    shapes = tuple(
-        (key, tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__)
-        for key, value in sorted(batch.items())
-    )
-    ints = tuple((key, value) for key, value in sorted(batch.items()) if type(value) is int)
-    targets, elements = (rows, rows, rows), 0
-    if labels is not None:
-        shifted, unshifted = LossRule(shifts=True).count(labels), LossRule(shifts=False).count(labels)
-        targets = shifted, unshifted, LossRule(counts_rows=True).count(labels)
-    elif has_equal_rows(batch, rows):
-        elements = next(iter(batch.values())).numel()
-    micro_rows = min(micro_rows or rows, rows)
-    is_labelled = labels is not None
-    return RankBatch(operation, shapes, ints, rows, micro_rows, targets, elements, is_labelled, has_loss_function)
 
 
 def _describe_shape(key: str, shape: tuple[int, ...] | str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import nn
 from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import IGNORED, Batch
 from offload.engine.loss.loss import LossFunction, LossRule, find_loss, labels_of
-from offload.errors import ConfigError, OffloadError
+from offload.engine.units.trial import ENGINE_ERRORS
+from offload.errors import ConfigError
 from offload.modules import forwards_replaced
 
 
@@ -32,9 +33,10 @@ class LabelTrials:
     If the labels do not change the base model output, this output is computed once and only the head runs again.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
-        """`run`: the model on a batch and further arguments."""
+    def __init__(self, model: nn.Module, run: Callable[..., Any], recorded_losses: Collection[float] = ()) -> None:
+        """`run`: the model on a batch and further arguments. `recorded_losses`: losses with the own labels."""
         self._base, self._run, self._outputs = find_base_model(model), run, list[Any]()
+        self._recorded_losses = set(filter(math.isfinite, recorded_losses))
         self.output: Any = None
         """Output of the base model. None: labels may change the output."""
 
@@ -42,11 +44,12 @@ class LabelTrials:
         return self._run(batch, **extra) if self.output is None else self._run_head(self.output, batch, **extra)
 
     def learn(self, batch: Batch) -> None:
-        """Run the unmodified model and store the base model output."""
-        base, self._outputs = self._base, []
+        """Run the unmodified model; with labels unlike those of the batch, if there is a base model output to store."""
+        base, labels, self._outputs = self._base, _token_labels(batch), []
         if base is None:
             self._run(batch)
             return
+        batch = batch if labels is None else {**batch, "labels": _label_sets(labels)[1]}
         forward = base.forward
 
         def record_output(*args: Any, **kwargs: Any) -> Any:
@@ -56,22 +59,40 @@ class LabelTrials:
         with forwards_replaced({base: record_output}):
             self._run(batch)
 
-    def confirm(self, batch: Batch, loss_of: Callable[[Any, Batch], float]) -> None:
-        """Accept the stored output for all labels if the loss with these labels is equal to the bit.
+    def confirm(self, own: Batch, counted: Batch, loss_of: Callable[[Any, Batch], float]) -> None:
+        """Accept the stored output for all labels if the loss with other labels is equal to the bit.
 
-        The labels must differ everywhere from the labels in `learn`.
+        Often the recording has computed the loss of the `own` labels. Otherwise, for example with dropout, the model
+        runs again, with labels `counted` everywhere.
         """
-        if len(self._outputs) == 1:
-            full_loss, head_loss = (
-                loss_of(outputs, batch) for outputs in (self._run(batch), self._run_head(self._outputs[0], batch))
-            )
-            if full_loss == head_loss and math.isfinite(full_loss):
-                self.output = self._outputs[0]
+        if len(self._outputs) != 1:
+            return
+
+        def head_loss(batch: Batch) -> float:
+            return loss_of(self._run_head(self._outputs[0], batch), batch)
+
+        if head_loss(own) not in self._recorded_losses:
+            full_loss = loss_of(self._run(counted), counted)
+            if not math.isfinite(full_loss) or full_loss != head_loss(counted):
+                return
+        self.output = self._outputs[0]
 
     def _run_head(self, output: Any, batch: Batch, **extra: Any) -> Any:
         assert self._base is not None
         with forwards_replaced({self._base: lambda *_args, **_kwargs: copy.copy(output)}):
             return self._run(batch, **extra)
+
+
+def _token_labels(batch: Batch) -> torch.Tensor | None:
+    """Return the labels of a batch with a label per token, else None."""
+    labels = labels_of(batch)
+    return None if labels is None or labels.dim() < 2 or labels.is_floating_point() else labels
+
+
+def _label_sets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the labels without ignored positions, and labels that differ from these everywhere."""
+    one = labels.masked_fill(labels == IGNORED, 0)
+    return one, torch.where(one == 0, max(1, int(one.max())), 0).to(labels.dtype)
 
 
 def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: LossFunction | None) -> LossRule | None:
@@ -82,8 +103,8 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
     must not depend on the model's confidence, so two label sets that differ everywhere are tried; the model cannot
     predict both.
     """
-    labels = labels_of(batch)
-    if labels is None or labels.dim() < 2 or labels.is_floating_point():
+    labels = _token_labels(batch)
+    if labels is None:
         return LossRule(shifts=False)
 
     def loss_of(outputs: Any, inputs: Batch) -> float:
@@ -97,14 +118,14 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
         """Return the loss of a batch possibly without targets; NaN after an error."""
         try:
             return loss_with(trial_labels)
-        except (OffloadError, torch.OutOfMemoryError):
+        except ENGINE_ERRORS:
             raise
         except Exception:
             return math.nan
 
-    one = labels.masked_fill(labels == IGNORED, 0)
-    other = torch.where(one == 0, max(1, int(one.max())), 0).to(labels.dtype)
-    trials.confirm({**batch, "labels": other}, loss_of)
+    one, other = _label_sets(labels)
+    counted = {**batch, "labels": one}
+    trials.confirm(batch if bool((labels[:, 1:] != IGNORED).any()) else counted, counted, loss_of)
     none = torch.full_like(labels, IGNORED)
     firsts = [torch.cat([trial_labels[:, :1], none[:, 1:]], 1) for trial_labels in (one, other)]
     empty, alone = loss_or_nan(none), [loss_or_nan(first) for first in firsts]

@@ -13,8 +13,7 @@ import torch
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import HeadInputs, build_chunks
-from offload.engine.loss.group_loss import Loss, Needs, as_loss
-from offload.engine.loss.loss import labels_of, run_loss, select_inputs
+from offload.engine.loss.loss import Loss, Needs, as_loss, labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
 from offload.errors import ConfigError
 

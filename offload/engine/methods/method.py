@@ -104,13 +104,12 @@ class Method(ABC):
 
     def sum(self, *losses: float) -> list[float]:
         """Return the losses summed over all ranks."""
-        comm = self._state.comm
-        return comm.sum_in_order(list(losses), "loss") if comm.size > 1 else list(losses)
+        return self._state.comm.sum_in_order(list(losses), "loss")
 
     def _first_use(self) -> Callable[[Region], float]:
         """Return a sort key for regions: the first use in the next step, if that step repeats the current pass."""
         state = self._state
-        return state.executor.order(lambda region: [unit.regions for unit in state.users[region.index]])
+        return state.executor.first_use(lambda region: [unit.regions for unit in state.users[region.index]])
 
     def _start_updates(self, is_batch: bool) -> None:
         """Start the pending updates in the order of the next step, and fetch the first weights for that step.
@@ -119,7 +118,7 @@ class Method(ABC):
         """
         updates = self._state.updates
         with interrupts.uninterrupted():
-            updates.begin()
+            updates.update_resident()
             self._start_fetches(is_batch)
             updates.start_rest()
 
@@ -190,24 +189,23 @@ class Backward(Method):
             loss = self._losses.total(inputs, runs_backward=True)
         return self.end(loss, inputs.num_targets, schedule_key)
 
-    def begin(self, schedule_key: Hashable, waits: bool = False, for_norm: bool = False) -> None:
+    def begin(self, schedule_key: Hashable, sums_backwards: bool = False, for_norm: bool = False) -> None:
         """Begin a step; gradients may arrive from now on.
 
-        `waits`: gradients come from several backwards. `for_norm`: the next backward is for the norm only.
+        `sums_backwards`: gradients come from several backwards. `for_norm`: the next backward is for the norm only.
         """
         self._state.lanes.timeline.begin_step()
         self._counters.begin_step()
-        self._begin_pass(schedule_key, waits, for_norm)
+        self._begin_pass(schedule_key, sums_backwards, for_norm)
 
     def _begin_pass(
-        self, schedule_key: Hashable, waits: bool = False, for_norm: bool = False, norm: float | None = None
+        self, schedule_key: Hashable, sums_backwards: bool = False, for_norm: bool = False, norm: float | None = None
     ) -> None:
         state = self._state
+        after_norm = sums_backwards or state.gradients.accumulates
         state.runner.begin_step()
-        state.updates.begin_step(
-            self.lr, waits or state.gradients.accumulates, state.runner.step_number, for_norm=for_norm, norm=norm
-        )
-        state.executor.begin(schedule_key, wraps=state.updates.is_immediate)
+        state.updates.begin_step(self.lr, after_norm, state.runner.step_number, for_norm=for_norm, norm=norm)
+        state.executor.begin(schedule_key, fetches_next=state.updates.is_immediate)
 
     def end(self, loss: torch.Tensor, tokens: int | None, schedule_key: Hashable) -> StepResult:
         """Finish the gradients, clip, update, and start to fetch the next step's weights."""
@@ -216,7 +214,7 @@ class Backward(Method):
         read_loss = state.device.copy_to_host(loss)  # before the host waits for the norm
         state.gradients.send_rest()
         if updates.is_immediate:  # all updates are submitted: the fetches need not wait for the norm
-            updates.begin()
+            updates.update_resident()
             self._start_fetches(is_batch)
             result = updates.clip_gradients(first_use)
             updates.start_rest()

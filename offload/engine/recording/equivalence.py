@@ -22,9 +22,8 @@ from offload.engine.recording.plain import PlainPass
 from offload.engine.state import EngineState
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
-from offload.engine.units.trial import TrialSnapshot
+from offload.engine.units.trial import ENGINE_ERRORS, TrialSnapshot
 from offload.engine.units.unit import CallTarget, Unit
-from offload.errors import OffloadError
 from offload.layout.regions import Piece
 from offload.modules import in_eval_mode
 
@@ -174,11 +173,12 @@ class PassComparator:
                     again = self._run_plain(passes, snapshot)
                     is_repeatable = not self._first_difference(plain, again, is_exact=True)
                     difference = self._first_difference(plain, streamed, is_exact=is_exact, again=again)
-        if state.comm.any(bool(difference), "result of the equivalence check"):
-            difference = difference or "another rank's pass differs"
-        is_repeatable = not state.comm.any(not is_repeatable, "repeatability of a trial run")
-        is_conclusive = not state.comm.any(not all(map(math.isfinite, plain.losses)), "losses of a trial run")
-        return EquivalenceResult(difference, is_repeatable, is_conclusive)
+        own = EquivalenceResult(difference, is_repeatable, is_conclusive=all(map(math.isfinite, plain.losses)))
+        differences, are_repeatable, are_conclusive = zip(
+            *state.comm.gather_objects(own, "result of the equivalence check"), strict=True
+        )
+        difference = difference or ("another rank's pass differs" if any(differences) else "")
+        return EquivalenceResult(difference, all(are_repeatable), all(are_conclusive))
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
@@ -216,7 +216,7 @@ class PassComparator:
         with state.router.trial_mode(observations.wrap_calls(state.router.stream), observations.add_gradient):
             try:
                 observations.losses += [float(loss.detach()) for loss in passes.run_streamed()]
-            except (OffloadError, UnrecordedCallError, torch.OutOfMemoryError):
+            except (*ENGINE_ERRORS, UnrecordedCallError):
                 raise
             except Exception as error:  # rows that cannot run alone, or an error unrelated to the engine
                 state.runner.has_failed = False
@@ -244,13 +244,9 @@ class PassComparator:
         """
         if not all(map(math.isfinite, plain.losses)):
             return ""
-        if streamed.error is not None:
-            prefix = (
-                ""
-                if isinstance(streamed.error, PartsDifferError)
-                else f"the model raises {type(streamed.error).__name__}: "
-            )
-            return f"{prefix}{streamed.error}".splitlines()[0]
+        if (error := streamed.error) is not None:
+            prefix = "" if isinstance(error, PartsDifferError) else f"the model raises {type(error).__name__}: "
+            return f"{prefix}{error}".splitlines()[0]
         allowed = tolerance(OTHER_ORDER, is_half=self._is_half or plain.is_half or streamed.is_half)
         results = _first_result_difference(plain, streamed, 0.0 if is_exact else allowed.result)
         if results and not any(plain.losses):  # e.g. a call with opaque outputs

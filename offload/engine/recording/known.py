@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import lru_cache, partial
 from types import CodeType
 from typing import Any
@@ -22,14 +22,32 @@ MOST_CHOICES = 4
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Trial run results for one batch pattern."""
+    """Trial run results for one batch pattern. The defaults are those before the first trial."""
 
-    rule: LossRule
+    rule: LossRule = field(default_factory=LossRule)
     """How the model loss counts targets."""
-    head: ChunkedHead | None
+    head: ChunkedHead | None = None
     """The head with logits in chunks. None: full logits."""
-    obstacle: str
+    obstacle: str = ""
     """Reason why the model cannot run on a few rows alone; "" if it can."""
+
+
+@dataclass(frozen=True)
+class KnownPass:
+    """Knowledge about one batch before the pass."""
+
+    kind: str
+    """Key shared by batches with the same path through the model and the loss."""
+    rows: int
+    """Rows in the batch."""
+    form: BatchForm
+    """Row axes of the batch. The obstacle is known from a recording."""
+    result: TrialResult | None
+    """Results of the trials with this kind of batch. None: no recording yet."""
+    is_new: bool
+    """True if the batch needs a recording. A recorded kind needs another one for new int values, and for rows that now
+    differ in a value that was equal in all recorded rows: the recording says nothing about row cuts.
+    """
 
 
 class KnownPasses:
@@ -55,29 +73,17 @@ class KnownPasses:
         configs = {id(m.config): m.config for m in self._modules if hasattr(getattr(m, "config", None), "__dict__")}
         self.configs = list(configs.values())
 
-    def recording_status(self, batch: Batch, loss_fn: LossFunction | None) -> tuple[bool, bool]:
-        """Return (needs a recording, pattern is already recorded).
-
-        A recorded pattern needs another recording for new int values, and for rows that now differ in a value that was
-        equal in all recorded rows: such a recording says nothing about row cuts.
-        """
-        signature, form = self.signature(batch, loss_fn), BatchForm.of(batch, self.rows)
-        constant_keys, is_known = self.constant_keys.get(signature, set()), signature in self.results
-        differs = is_known and (
-            self._is_new(signature, int_arguments((), batch))
+    def look_up(self, batch: Batch, loss_fn: LossFunction | None) -> KnownPass:
+        """Return the knowledge about a batch. Raises ConfigError for a bad batch."""
+        rows = check_batch(batch)
+        kind, form = f"{batch_pattern(batch, rows)} {loss_key(loss_fn)} {self.flags()}", BatchForm.of(batch, self.rows)
+        result, constant_keys = self.results.get(kind), self.constant_keys.get(kind, set())
+        is_new = (
+            result is None
+            or self._is_new(kind, int_arguments((), batch))
             or constant_keys != form.constant_keys(batch, constant_keys)
         )
-        return not is_known or differs, is_known
-
-    def complete(self, inputs: PassInputs) -> PassInputs:
-        """Return the inputs of a recorded kind, completed with the trial results."""
-        result = self.results[self.signature(inputs.batch, inputs.loss_fn)]
-        form = replace(BatchForm.of(inputs.batch, self.rows), obstacle=result.obstacle)
-        return replace(inputs, rule=result.rule, head=result.head, form=form)
-
-    def signature(self, batch: Batch, loss_fn: LossFunction | None) -> str:
-        """Return the kind of a batch: batches of one kind have the same path through the model and the loss."""
-        return f"{batch_pattern(batch, check_batch(batch))} {loss_key(loss_fn)} {self.flags()}"
+        return KnownPass(kind, rows, replace(form, obstacle=result.obstacle) if result else form, result, is_new)
 
     def is_new_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """True if this call in the caller's own loop needs a recording: a new pattern, or a new value for an int.

@@ -133,10 +133,8 @@ class Recording:
         )
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
-            buffers, detached = (
-                module_snapshot.changed_buffers(),
-                {i for i, t in enumerate(result.tensors) if not t.requires_grad},
-            )
+            buffers = module_snapshot.changed_buffers()
+            detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
             keeps_nothing = is_plain and not mutated and not saved.num_bytes and not (saved.has_numbers and buffers)
             graph = GraphTraits(frozenset(detached), keeps_nothing, reads_weights or not keeps_nothing)
             trained, is_first = unit.gradient_signature(arguments.tensors), self._is_first(traits)

@@ -60,7 +60,7 @@ class Samples:
         shapes = {tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in batch.values()}
         return len(shapes) == 1 and len(next(iter(shapes))) == 2
 
-    def choose_leader(self, batch: Batch, is_new: Callable[[], bool], departed: bool | None) -> int:
+    def choose_leader(self, batch: Batch, is_new: bool, departed: bool | None) -> int:
         """Return the rank with the best samples; all ranks record on these.
 
         Priority: a rank that departed from the recorded behaviour, a rank with an unrecorded batch, more rows, more
@@ -72,7 +72,7 @@ class Samples:
         form = BatchForm.of(batch, self._rows)
         mask = _padding_mask(form, self._select_rows(batch, form, max(ROWS), departed is not None))
         padding = 0 if mask is None else int((mask == 0).sum())
-        priority = bool(departed), is_new(), min(check_batch(batch), max(ROWS)), padding, -comm.rank
+        priority = bool(departed), is_new, min(check_batch(batch), max(ROWS)), padding, -comm.rank
         return -max(comm.gather_objects(priority, "choice of the recording samples"))[-1]
 
     def take(self, batch: Batch, form: BatchForm, leader: int, has_full_length: bool, group: int = 1) -> list[Batch]:
@@ -94,10 +94,8 @@ class Samples:
     def compute_on_leader(self, leader: int, compute: Callable[[], _Result]) -> _Result:
         """Return the value computed by the leader. Collective."""
         comm = self._state.comm
-        if comm.size == 1:
-            return compute()
-        leader_value = comm.gather_objects(compute() if comm.rank == leader else None, "recording samples")[leader]
-        return cast(_Result, leader_value)
+        values = comm.gather_objects(compute() if comm.rank == leader else None, "recording samples")
+        return cast(_Result, values[leader])
 
     def variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
         """Return samples without and with padding if there are several ranks.

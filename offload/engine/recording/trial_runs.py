@@ -23,17 +23,16 @@ from offload.engine.loss.batch import (
 )
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.chunked_head import ChunkedHead, find_chunked_head
-from offload.engine.loss.group_loss import Needs, as_loss
 from offload.engine.loss.label_trials import LabelTrials, probe_loss
-from offload.engine.loss.loss import LossFunction, LossRule, run_loss, select_inputs
+from offload.engine.loss.loss import LossFunction, LossRule, Needs, as_loss, run_loss, select_inputs
 from offload.engine.recording.equivalence import isolated
-from offload.engine.recording.known import KnownPasses, TrialResult, int_arguments
+from offload.engine.recording.known import KnownPass, KnownPasses, TrialResult, int_arguments
 from offload.engine.recording.recording import Recording
 from offload.engine.recording.samples import ROWS, Samples
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import Arguments
-from offload.engine.units.trial import TrialSnapshot
-from offload.errors import ConfigError, OffloadError
+from offload.engine.units.trial import ENGINE_ERRORS, TrialSnapshot
+from offload.errors import ConfigError
 from offload.modules import in_eval_mode
 from offload.tiers.counters import Counters
 
@@ -53,6 +52,7 @@ class TrialRuns:
         self._has_backward, self.known, self.samples = has_backward, known, Samples(state, known.rows)
         self._model, self._state, self._counters, self._may_cut_rows = state.model, state, counters, may_cut_rows
         self._unused_sample: tuple[Batch, Batch] | None = None  # (batch, recorded rows of the batch)
+        self._recorded_losses: list[float] = []
         self._is_training = False
         self._roots: Mapping[str, Any] = {}  # the arguments of the model call
         self.is_complete = True
@@ -67,21 +67,21 @@ class TrialRuns:
         rows of full length.
         """
         batch, loss_fn = inputs.batch, inputs.loss_fn
-        signature = self.known.signature(batch, loss_fn)
+        known = self.known.look_up(batch, loss_fn)
         self.is_complete, self._roots = False, {"batch": batch, "loss_fn": loss_fn}
         self._is_training = inputs.is_training
-        leader = self.samples.choose_leader(batch, lambda: self.known.recording_status(batch, loss_fn)[0], departed)
-        form = self._record_batch(batch, loss_fn, leader, departed is not None)
+        leader = self.samples.choose_leader(batch, known.is_new, departed)
+        form = self._record_batch(batch, loss_fn, known, leader, departed is not None)
         rule, head = self._try_loss(batch, loss_fn, form, leader, departed is not None)
         if rule is None:  # not conclusive: the next batch may be
-            return replace(inputs, form=form)
+            return replace(inputs, rule=LossRule(), head=None, form=form)
         if as_loss(loss_fn).needs.allows_chunks:
             rule, head = self._keep_decision(batch, rule, head)
         rule = replace(rule, counts_rows=as_loss(loss_fn).counts_groups)
-        pattern = batch_pattern(batch, check_batch(batch))
+        pattern = batch_pattern(batch, known.rows)
         if self.samples.compute_on_leader(leader, lambda: pattern) == pattern:  # else another rank's pattern
-            self.known.results[signature] = TrialResult(rule, head, form.obstacle)
-            self.known.store_ints(signature, int_arguments((), batch))
+            self.known.results[known.kind] = TrialResult(rule, head, form.obstacle)
+            self.known.store_ints(known.kind, int_arguments((), batch))
         return replace(inputs, rule=rule, head=head, form=form)
 
     def take_sample(self, inputs: PassInputs) -> Batch:
@@ -89,51 +89,45 @@ class TrialRuns:
         unused, self._unused_sample = self._unused_sample, None
         if unused is not None and unused[0] is inputs.batch:
             return unused[1]
-        leader = self.samples.choose_leader(
-            inputs.batch, lambda: self.known.recording_status(inputs.batch, inputs.loss_fn)[0], None
-        )
+        known = self.known.look_up(inputs.batch, inputs.loss_fn)
+        leader = self.samples.choose_leader(inputs.batch, known.is_new, None)
         return self.samples.take(inputs.batch, inputs.form, leader, False, as_loss(inputs.loss_fn).group)[0]
 
     def _record_batch(
-        self, batch: Batch, loss_fn: LossFunction | None, leader: int, has_full_length: bool
+        self, batch: Batch, loss_fn: LossFunction | None, known: KnownPass, leader: int, has_full_length: bool
     ) -> BatchForm:
         """Record on a few rows of a batch, else on the whole batch. Return the row axes used."""
-        rows, signature = check_batch(batch), self.known.signature(batch, loss_fn)
+        rows, kind, form = known.rows, known.kind, known.form
         is_text = self.samples.compute_on_leader(leader, lambda: is_token_batch(batch, rows))  # the leader's batch
-        form, earlier = BatchForm.of(batch, self.known.rows), self.known.results.get(signature)
-        form = replace(form, obstacle=earlier.obstacle) if earlier is not None else form
         # Owner functions stay with each caller.
         leader_form = self.samples.compute_on_leader(leader, lambda: replace(form, owners={}))
         form = form if self._state.comm.rank == leader else leader_form
-        self.known.constant_keys.pop(signature, None)
+        self.known.constant_keys.pop(kind, None)
         if not form.is_whole:
             samples = self.samples.take(batch, form, leader, has_full_length, as_loss(loss_fn).group)
             self._unused_sample, constant_keys = (batch, samples[0]), form.constant_keys(samples[-1], form.axes)
             if len(constant_keys) == len(form.axes) or (self._may_cut_rows and not is_text):
-                self.known.constant_keys[signature] = constant_keys
+                self.known.constant_keys[kind] = constant_keys
             try:
                 sizes = [check_batch(sample) for sample in samples]
                 self._record_on(sizes, loss_fn, [samples] if has_full_length else self.samples.variants(form, samples))
                 return form
-            except (OffloadError, torch.OutOfMemoryError):
+            except ENGINE_ERRORS:
                 raise
             except Exception as error:  # rows cannot run alone, or the row axes are wrong
                 if is_text:
                     raise
                 self.forget_traffic()
                 self._state.runner.has_failed = False
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            obstacle = f"on {' and '.join(map(str, ROWS))} rows the model raises {reason}"
-            form = replace(form, obstacle=obstacle)
-        self.known.constant_keys.pop(signature, None)
+                rows_text, reason = " and ".join(map(str, ROWS)), f"{type(error).__name__}: {error}".splitlines()[0]
+            form = replace(form, obstacle=f"on {rows_text} rows the model raises {reason}")
+        self.known.constant_keys.pop(kind, None)
         samples = self.samples.take(batch, form, leader, has_full_length)
         self._unused_sample = batch, samples[0]
         try:
             self._record_on((0, 0), loss_fn, [samples])
-        except (OffloadError, torch.OutOfMemoryError):
-            raise
         except Exception as error:
-            if has_equal_rows(batch, rows) or _is_raised_in(loss_fn, error):
+            if isinstance(error, ENGINE_ERRORS) or has_equal_rows(batch, rows) or _is_raised_in(loss_fn, error):
                 raise
             description = ", ".join(f"{key}: {describe(value)}" for key, value in batch.items())
             reason = f"{type(error).__name__}: {error}"
@@ -144,10 +138,16 @@ class TrialRuns:
         variants_before = [
             (unit, {key: variant.copy() for key, variant in unit.variants.items()}) for unit in self._state.units
         ]
+        self._recorded_losses.clear()
+
+        def run(sample: Batch) -> torch.Tensor:
+            loss = run_loss(self._model, sample, loss_fn, has_backward=self._has_backward)
+            self._recorded_losses.append(float(loss.detach()))
+            return loss
+
         try:
             for samples in variants:
-                runs = [partial(run_loss, self._model, s, loss_fn, has_backward=self._has_backward) for s in samples]
-                self._record(list(zip(rows, runs, strict=True)))
+                self._record([(num_rows, partial(run, s)) for num_rows, s in zip(rows, samples, strict=True)])
         except Exception:  # discard the partial results
             for unit, before in variants_before:
                 unit.variants.clear()
@@ -169,7 +169,7 @@ class TrialRuns:
         with self._isolated(), in_eval_mode(self._model), torch.no_grad():  # dropout would blur the comparisons
             # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
             # enough, as slow as a normal run: reads do not depend on the labels.
-            trials = LabelTrials(self._model, run)
+            trials = LabelTrials(self._model, run, self._recorded_losses)
             self._run_until_settled(lambda _: trials.learn(probe))
             rule = probe_loss(self._model, probe, trials, loss_fn)
             if loss_fn is None and rule is not None and rule.shifts and rule.takes_count:
@@ -206,7 +206,7 @@ class TrialRuns:
         """Record a call in the caller's own loop with copied arguments, then run the equivalence check. Collective."""
         self.is_complete, self._roots, self._is_training = False, {"arguments": (args, kwargs)}, True
         if self._state.runner.stages.needs_short_recording:
-            _record_few(self._state, self.samples.call_samples(args, kwargs)[:-1], self._record)
+            self._record_few(self.samples.call_samples(args, kwargs)[:-1])
         self._record([(0, lambda: _call_on_copies(self._model, args, kwargs))] * 2)
         check_equivalence()
         self.forget_traffic()
@@ -221,6 +221,23 @@ class TrialRuns:
                 self._run_until_settled(lambda _: _call_on_copies(self._model, args, kwargs))
             self.forget_traffic()
             self.known.watched_calls.add(signature)
+
+    def _record_few(self, samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
+        """Record on a few rows and tokens of a call, if these run alone.
+
+        The recording then covers units whose trial on all rows would take too much memory.
+        """
+        state, is_known = self._state, bool(samples)
+        for args, kwargs in samples:
+            try:
+                self._record([(0, partial(_call_on_copies, self._model, tuple(args), dict(kwargs)))])
+            except ENGINE_ERRORS:
+                raise
+            except Exception:
+                state.runner.has_failed = is_known = False
+        if state.comm.any(not is_known, "outcome of a sample call"):
+            for variant in (variant for unit in state.units for variant in unit.variants.values()):
+                variant.learned.clear()  # from another mode
 
     def _record(self, runs: list[tuple[int, Callable[[], Any]]]) -> None:
         """Run the recording passes in (rows, run) pairs, each compared with the previous pass."""
@@ -285,29 +302,6 @@ def _undo_writes(recording: Recording, state: EngineState) -> None:
     if recording.written:
         state.slots.refresh([region for unit in recording.written for region in unit.regions], always=True)
         state.slots.compute_after_resident()
-
-
-def _record_few(
-    state: EngineState,
-    samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
-    record: Callable[[list[tuple[int, Callable[[], Any]]]], None],
-) -> None:
-    """Record on a few rows and tokens of a call, if these run alone.
-
-    The recording then covers units whose trial on all rows would take too much memory.
-    """
-    is_known = bool(samples)
-    for args, kwargs in samples:
-        try:
-            record([(0, partial(_call_on_copies, state.model, tuple(args), dict(kwargs)))])
-        except (OffloadError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            state.runner.has_failed = False
-            is_known = False
-    if state.comm.any(not is_known, "outcome of a sample call"):
-        for variant in (variant for unit in state.units for variant in unit.variants.values()):
-            variant.learned.clear()  # from another mode
 
 
 def _is_raised_in(function: Any, error: Exception) -> bool:

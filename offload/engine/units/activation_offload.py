@@ -263,7 +263,7 @@ class HostActivationOffload(ActivationOffload):
         ticket = self._lanes.d2h.submit(
             partial(self._device.copy, copy, tensor),
             reads=self._lanes.mark(),
-            fills=buffer.fence.before_fill(),
+            users=buffer.fence.before_fill(),
             name="activations",
             num_bytes=copy.nbytes,
         )
@@ -309,14 +309,14 @@ class DiskActivationOffload(ActivationOffload):
 
     def _copy_out(self, tensor: torch.Tensor, copy: torch.Tensor, buffer: _Buffer) -> Sequence[Ticket]:
         assert buffer.file is not None
-        flat, fills, tickets = tensor.contiguous().view(-1).view(torch.uint8), buffer.fence.before_fill(), []
+        flat, users, tickets = tensor.contiguous().view(-1).view(torch.uint8), buffer.fence.before_fill(), []
         for begin in range(0, copy.nbytes, self._tile_bytes):
             tile = flat[begin : begin + self._tile_bytes]
             stretch = self._channel.take(align(tile.nbytes, _PAGE_BYTES))
             d2h_ticket = self._lanes.d2h.submit(
                 partial(self._device.copy, stretch.flat[: tile.nbytes], tile),
                 reads=self._lanes.mark(),
-                fills=stretch.fills,
+                users=stretch.users,
                 name="activations",
                 num_bytes=tile.nbytes,
             )
@@ -328,7 +328,7 @@ class DiskActivationOffload(ActivationOffload):
                     stretch,
                     stretch.flat.nbytes,
                     reads=(d2h_ticket,),
-                    fills=fills,
+                    users=users,
                     name="activations",
                 )
             )

@@ -13,7 +13,7 @@ from offload.engine.gradients.flow import GradientObserver
 from offload.engine.units.activation_offload import DeviceCopy
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.offloaded_graph import OffloadedGraphMemory
-from offload.engine.units.recompute_policy import OFFLOADED
+from offload.engine.units.recompute_policy import OFFLOADED, RECOMPUTED
 from offload.engine.units.runner import UnitRunner, synchronized
 from offload.engine.units.saved_graph import (
     Graph,
@@ -75,12 +75,12 @@ class UnitCall:
         unit, runner, traits = self.unit, self._runner, self.traits
         graph_storage = runner.saved.policy.graph_storage(unit, self._shapes, self.signature)
         self._is_open = True
-        if not graph_storage:
+        if graph_storage == RECOMPUTED:
             self._save_inputs(tensors)
         elif graph_storage == OFFLOADED:
             runner.saved.add_use(self)
         runner.enter(unit)
-        unchanged_buffers = [] if graph_storage else unit.still_buffers()
+        unchanged_buffers = unit.still_buffers() if graph_storage == RECOMPUTED else []
         parts, results = runner.row_parts(unit, self._arguments, tensors), []
         try:
             for part in parts:
@@ -102,15 +102,15 @@ class UnitCall:
     def _forward_of(
         self, graph_storage: str, rows: Rows | None, inputs: Sequence[torch.Tensor], others: Sequence[Any]
     ) -> Arguments:
-        """Run one micro-batch with a graph that is kept (in `graph_storage`) or dropped ("")."""
+        """Run one micro-batch. The graph is kept in `graph_storage`, or dropped for a recomputation."""
         unit, runner, saved = self.unit, self._runner, self._runner.saved
         use = Use(runner, self._arguments, inputs, others, self._needs)
         forward = runner.stages.forward_of(unit, use)
-        snapshot = runner.snapshot(unit, not graph_storage or saved.policy.may_give_up(graph_storage))
+        snapshot = runner.snapshot(unit, graph_storage == RECOMPUTED or saved.policy.may_drop(graph_storage))
         micro_batch = MicroBatch(rows, snapshot, forward)
         self._micro_batches.append(micro_batch)
         outputs = micro_batch.expert_outputs
-        if graph_storage:
+        if graph_storage != RECOMPUTED:
             memory_class = OffloadedGraphMemory if graph_storage == OFFLOADED else GraphMemory
             memory = memory_class(unit, runner, use, self._claim)
             try:

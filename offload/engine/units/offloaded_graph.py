@@ -91,7 +91,7 @@ class OffloadedGraphMemory(GraphMemory):
         # The version is part of the key: after an in-place change between two operations the bytes differ.
         key = stretch.data_ptr(), stretch.nbytes, tensor._version
         if key not in self._ranges:
-            if self._may_give_up and not self._pool.has_room(stretch.nbytes):
+            if self._may_drop and not self._pool.has_room(stretch.nbytes):
                 raise TooMuchToKeepError
             self._ranges[key] = _Range(stretch, self._pool, self._saved, self._claim)
         return self._ranges[key].pack(tensor)

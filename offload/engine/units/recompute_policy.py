@@ -21,8 +21,8 @@ _COPIED_SHARE = 10
 Keeping the copies would undo weight streaming.
 """
 
-DEVICE, OFFLOADED = "device", "below"
-"""Where a saved graph waits for the backward: device memory, or host/NVMe memory."""
+DEVICE, OFFLOADED, RECOMPUTED = "device", "below", "recomputed"
+"""Where the graph of a use waits for the backward: device memory, host/NVMe memory, or nowhere."""
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
@@ -96,26 +96,23 @@ class RecomputePolicy:
         return self._mode if self._execution_mode.recomputes else "never"
 
     def graph_storage(self, unit: Unit, shapes: Shapes, signature: GradientSignature) -> str:
-        """Return the graph storage for a use with these input shapes and gradient signature.
-
-        DEVICE, OFFLOADED, or "" for recomputation.
-        """
+        """Return the graph storage for a use with these input shapes and gradient signature."""
         traits = unit.traits
         if traits.graph(signature).keeps_nothing:
             return DEVICE
         mode, key = self.mode, (unit.name, *shapes)
         if traits.rewrites and self.graph_offload is not None:
-            return ""
+            return RECOMPUTED
         if traits.mutated or traits.buffers or traits.copied_bytes * _COPIED_SHARE > unit.weight_bytes:
-            return ""
+            return RECOMPUTED
         if mode == "never":
             return OFFLOADED if self.graph_offload is not None else DEVICE
         if mode == "auto" and (self._ledger.budget_bytes is None or key in self._on_device):
             return DEVICE
         self._used_keys.add(key)
-        return OFFLOADED if key in self._offloaded else ""
+        return OFFLOADED if key in self._offloaded else RECOMPUTED
 
-    def may_give_up(self, graph_storage: str) -> bool:
+    def may_drop(self, graph_storage: str) -> bool:
         """True if an oversized graph may be dropped and the unit recomputed."""
         return self.mode == "auto" or (self.mode == "always" and graph_storage == OFFLOADED)
 

@@ -174,17 +174,6 @@ class UnitRunner:
             if has_installed:
                 unit.install(unit.placeholders)
 
-    @contextmanager
-    def restoring(self, unit: Unit) -> Iterator[None]:
-        """Put the weights into the modules for a trial run; afterwards, restore modules and generators."""
-        before = PassSnapshot(self.device, unit.modules, unit.traits.buffers, unit.mutable_attributes, self.is_weight)
-        try:
-            # The weights are needed too for a backward with module code (torch.utils.checkpoint).
-            with unit.installed():
-                yield
-        finally:
-            before.put_back()
-
     def backward(self, tensor: torch.Tensor, gradient: torch.Tensor | None = None, *leaves: torch.Tensor) -> None:
         """Run the backward. In a trial or a norm-only pass, only `leaves` outside the model receive gradients.
 

@@ -41,12 +41,12 @@ class GraphMemory:
     def __init__(self, unit: Unit, runner: UnitRunner, use: Use, claim: Claim) -> None:
         self._slots, self._saved, self._claim = runner.slots, runner.saved, claim
         self._num_before = len(claim.entries)
-        may_give_up = self._saved.policy.may_give_up(self.storage)
+        may_drop = self._saved.policy.may_drop(self.storage)
         # Inputs needed by a recomputation anyway are not counted as graph memory.
-        counts = may_give_up and self._saved.inputs_stay
+        counts = may_drop and self._saved.inputs_stay
         self._free = {t.untyped_storage().data_ptr() for t in use.tensors} if counts else set()
         # Fetching weights for a backward must not depend on the free memory of one rank.
-        self._may_give_up = may_give_up and unit.traits.graph((tuple(use.needs or ()), unit.frozen)).reads_weights
+        self._may_drop = may_drop and unit.traits.graph((tuple(use.needs or ()), unit.frozen)).reads_weights
         self._cargo = self._slots.cargo_of(unit.regions)
         self._weights = self._slots.addresses(self._cargo)
         self._seen: set[int] = set()
@@ -66,7 +66,7 @@ class GraphMemory:
             self._seen.add(storage)
             if not self._slots.holds(tensor):
                 is_free = storage in self._free
-                if self._may_give_up and not is_free and not self._saved.has_room(tensor):
+                if self._may_drop and not is_free and not self._saved.has_room(tensor):
                     raise TooMuchToKeepError
                 self._saved.reserve(tensor, "unit inputs" if is_free else "kept tensors", self._claim)
         return tensor.detach()

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.engine.comparison import same_bits
 from offload.engine.units.arguments import copy_collected, find_collectors
-from offload.engine.units.state_snapshot import AttributePlace, StateSnapshot
+from offload.engine.units.state_snapshot import AttributePlace, StateSnapshot, restore_dict
 from offload.tiers.device import Device
 
 _T = TypeVar("_T")
@@ -80,9 +80,7 @@ class ModuleSnapshot:
     def put_back(self) -> None:
         """Restore the snapshot."""
         self._attributes.put_back()
-        if self._mutable_state is not None:
-            self._mutable_state.put_back()
-        self._put_back_buffers()
+        self._put_back_values(compares=True)
         if RemovableHandle.next_id > self._next_hook:
             for module in self._modules:
                 _drop_hooks(module, self._next_hook)
@@ -123,16 +121,19 @@ class ModuleSnapshot:
         }
         return StateSnapshot(values, self._ignores)
 
-    def _put_back_values(self) -> None:
+    def _put_back_values(self, compares: bool = False) -> None:
+        """Restore buffers and mutable attributes.
+
+        compares: skip equal buffers, since a copy would invalidate saved graphs. The host then waits for the device.
+        """
         if self._mutable_state is not None:
             self._mutable_state.put_back()
-        self._put_back_buffers()
-
-    def _put_back_buffers(self) -> None:
         buffers = [module._buffers.get(key) for module, key, *_ in self._values]
         self._buffers.put_back()
         with torch.no_grad():
             for (module, key, tensor, version, value), buffer in zip(self._values, buffers, strict=True):
+                if compares and _version(tensor) == version and same_bits(tensor, value):
+                    continue
                 if buffer is tensor and not tensor.is_inference():
                     tensor.copy_(value)
                 elif version is None or _version(tensor) != version:
@@ -205,11 +206,7 @@ class DictSnapshots:
         if self.are_unchanged:
             return
         for live, before in self.pairs():
-            for key in live.keys() - before.keys() - {"forward"}:
-                del live[key]
-            for key, value in before.items():
-                if key != "forward" and (key not in live or live[key] is not value):
-                    live[key] = value
+            restore_dict(live, before, skipped=("forward",))
 
 
 _Hooks = Mapping[int, tuple[dict[int, Any], dict[int, Any]]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,10 +31,6 @@ class ForwardRunner(Protocol):
 
     def run(self, unit: Unit, use: Use, forward: Forward) -> Arguments:
         """Run `forward` as the unit forward; return (result, container changes)."""
-        ...
-
-    def restoring(self, unit: Unit) -> AbstractContextManager[None]:
-        """Restore random generators and mutable module attributes after the context."""
         ...
 
 

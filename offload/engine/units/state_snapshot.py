@@ -7,7 +7,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -75,6 +75,15 @@ def _is_foreign(value: Any) -> bool:
     return (owner.__module__ or "").partition(".")[0] in _FOREIGN
 
 
+def restore_dict(live: MutableMapping[Any, Any], saved: Mapping[Any, Any], skipped: Sequence[str] = ()) -> None:
+    """Restore the items of a dict one by one, since other code may read at any time. `skipped`: unchanged keys."""
+    for key in [key for key in live if key not in saved and key not in skipped]:
+        del live[key]
+    for key, value in saved.items():
+        if key not in skipped and (key not in live or live[key] is not value):
+            live[key] = value
+
+
 class _ContainerSnapshot(NamedTuple):
     """Snapshot: a container or an object `__dict__`."""
 
@@ -100,12 +109,8 @@ class _ContainerSnapshot(NamedTuple):
         if self.is_unchanged:
             return
         live, saved = self.container, self.content
-        if isinstance(saved, dict):  # One by one, since other code may read attributes at any time.
-            for key in [key for key in live if key not in saved and not (self.is_module and key == "forward")]:
-                del live[key]
-            for key, value in saved.items():
-                if key not in live or live[key] is not value:
-                    live[key] = value
+        if isinstance(saved, dict):
+            restore_dict(live, saved, ("forward",) if self.is_module else ())
         else:
             live.clear()
             (live.update if isinstance(live, set) else live.extend)(saved)

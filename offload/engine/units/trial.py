@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +11,15 @@ import torch
 from offload.engine.comparison import Sketch
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.recompute_policy import saved_tensors_watched
-from offload.engine.units.snapshots import RngState
+from offload.engine.units.snapshots import PassSnapshot, RngState, buffer_places
 from offload.engine.units.stages import Forward, ForwardRunner, Use
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.unit import Unit
+from offload.errors import OffloadError
 from offload.tiers.device import Device
+
+ENGINE_ERRORS = (OffloadError, torch.OutOfMemoryError)
+"""Errors of the engine or of memory. A trial run ends with these; any other error is a property of the model."""
 
 
 class TrialSnapshot:
@@ -78,6 +82,18 @@ class Trial:
         """Return the state of generators and a module, to compare with the state after a run."""
         return TrialSnapshot(self._runner.device, {"": module}, self._runner.is_weight)
 
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Put the weights into the modules; afterwards, restore generators, attributes and all buffers."""
+        unit, runner, moving = self.unit, self._runner, buffer_places(self.unit.modules)
+        before = PassSnapshot(runner.device, unit.modules, moving, unit.mutable_attributes, runner.is_weight)
+        try:
+            # The weights are needed too for a backward with module code (torch.utils.checkpoint).
+            with unit.installed():
+                yield
+        finally:
+            before.put_back()
+
     def run(
         self,
         forward: Forward,
@@ -95,27 +111,26 @@ class Trial:
         unit, gradients = self.unit, list[Sketch | None]()
         needs = [has_graph and t.requires_grad for t in tensors] if needs is None else needs
         buffers = [b for m in unit.modules for b in m._buffers.values() if b is not None and not b.is_inference()]
-        before = [(b, b._version, b.clone()) for b in buffers]
-        with self._runner.restoring(unit), torch.set_grad_enabled(has_graph):
+        buffer_versions = _versions(buffers)
+        with self.restoring(), torch.set_grad_enabled(has_graph):
             weights = list(unit.live().values())
             saved = SavedBytes([*tensors, *weights])
             leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
             inputs = [leaf.clone() for leaf in leaves] if has_graph else leaves
-            versions = [t._version for t in inputs]
-            try:
-                with saved_tensors_watched(saved.add) if counts_saved else nullcontext():
-                    use = Use(self._runner, self._arguments, inputs, self._others)
-                    results = self._runner.run(unit, use, forward).tensors
-                    if has_graph:
-                        gradients = gradients_of(results, [t for t in (*leaves, *weights) if t.requires_grad])
-            finally:
-                changed = [(b, value) for b, version, value in before if b._version != version]
-                with torch.no_grad():
-                    for buffer, value in changed:
-                        buffer.copy_(value)
-        has_other_inputs = [t._version for t in inputs] != versions
-        text = "its inputs" if has_other_inputs else "its buffers" if changed else ""
+            input_versions = _versions(inputs)
+            with saved_tensors_watched(saved.add) if counts_saved else nullcontext():
+                use = Use(self._runner, self._arguments, inputs, self._others)
+                results = self._runner.run(unit, use, forward).tensors
+                if has_graph:
+                    gradients = gradients_of(results, [t for t in (*leaves, *weights) if t.requires_grad])
+            has_other_buffers = _versions(buffers) != buffer_versions
+        has_other_inputs = _versions(inputs) != input_versions
+        text = "its inputs" if has_other_inputs else "its buffers" if has_other_buffers else ""
         return Evidence([t.detach() for t in results], gradients, saved.num_bytes, text)
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [t._version for t in tensors]
 
 
 class SavedBytes:

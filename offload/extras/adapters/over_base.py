@@ -21,7 +21,7 @@ from offload.app.hf.write import write_configuration
 from offload.app.training.resident import as_computed, master_of
 from offload.app.training.resume import ResumePoint
 from offload.app.training.trainable import TrainablePart, buffers_of
-from offload.distributed.comm import share_failure
+from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
 from offload.errors import OffloadError

@@ -24,7 +24,7 @@ from offload.app.hf.models import BuiltModel, ModelKind, empty_model
 from offload.app.hf.names import Shape
 from offload.app.training.resume import ResumePoint
 from offload.app.training.trainable import WholeModel, buffers_of
-from offload.distributed.comm import share_failure
+from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.extras.adapters.adapters import Adaptation, adapter_config, adapter_type, outermost_modules

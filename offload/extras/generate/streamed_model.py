@@ -200,7 +200,7 @@ class StreamedModel:
 
     def _set_order(self) -> None:
         self._executor.suppose(_PASS, [unit.regions for unit in self._units if not unit.resident])
-        self._executor.begin_fetches(_PASS, wraps=False)
+        self._executor.begin_fetches(_PASS, fetches_next=False)
 
     def _read(self, index: int, begin: int, end: int) -> torch.Tensor:
         """Return parameter elements. A parameter fused from several tensors is built once as a whole."""
@@ -233,7 +233,7 @@ class StreamedModel:
 
     def _end_pass(self) -> None:
         self._executor.end()
-        self._executor.begin_fetches(_PASS, wraps=False)
+        self._executor.begin_fetches(_PASS, fetches_next=False)
         self._lanes.end_step()
 
 

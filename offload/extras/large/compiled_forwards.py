@@ -12,9 +12,9 @@ from torch import nn
 
 from offload.engine.comparison import OTHER_KERNELS, Sketch, relative_distance, same_bits, tolerance
 from offload.engine.units.stages import Forward, Stage, Use
-from offload.engine.units.trial import Trial
+from offload.engine.units.trial import ENGINE_ERRORS, Trial
 from offload.engine.units.unit import Unit
-from offload.errors import OffloadError, warn
+from offload.errors import warn
 from offload.planning.settings import Settings
 
 BACKEND = "inductor"
@@ -75,7 +75,7 @@ class CompiledForwards(Stage):
             function = partial(self._run_counted, functions[variant], unit.module)
             try:
                 refusal = self._find_difference(unit, use, function)
-            except (OffloadError, torch.OutOfMemoryError):
+            except ENGINE_ERRORS:
                 raise
             except Exception as error:
                 refusal = _format_error(error)

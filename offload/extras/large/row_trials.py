@@ -18,7 +18,7 @@ from torch import nn
 from offload.engine.comparison import OTHER_ORDER, Sketch, are_near, gradient_deviations, tolerance
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.recompute_policy import saved_tensors_watched
-from offload.engine.units.trial import SavedBytes, Trial, gradients_of
+from offload.engine.units.trial import ENGINE_ERRORS, SavedBytes, Trial, gradients_of
 from offload.extras.large.tiles import RowModule, TiledForward, Tiles
 from offload.modules import forwards_replaced
 
@@ -119,7 +119,7 @@ class RowTrials:
                 continue
             try:
                 refusal, saves = self._refusal(child, call)
-            except torch.OutOfMemoryError:
+            except ENGINE_ERRORS:
                 raise
             except Exception as error:  # Raised by modules that cannot run on a few rows.
                 refusal, saves = f"on a few rows it raises {type(error).__name__}", False

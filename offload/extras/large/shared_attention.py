@@ -23,7 +23,8 @@ from offload.engine.loss.loss import select_inputs
 from offload.engine.recording.equivalence import isolated
 from offload.engine.state import EngineState
 from offload.engine.units.attention import Attention, Batch, Copy
-from offload.errors import ConfigError, OffloadError
+from offload.engine.units.trial import ENGINE_ERRORS
+from offload.errors import ConfigError
 from offload.extras.large.shared_rows import SharedRows, WholeRows, share_rows
 from offload.modules import in_eval_mode
 from offload.tiers.counters import Counters
@@ -309,7 +310,7 @@ def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows) -
                 distance = float(max(token_errors.mean(), token_errors.mean(0).max() / _ROUNDING_OF_ONE))
             if distance > most:
                 difference = f"tokens differ by {distance:.1g} of their norm on rank {state.comm.rank}"
-        except (OffloadError, torch.OutOfMemoryError):
+        except ENGINE_ERRORS:
             raise
         except Exception as error:  # same error on all ranks in the group, after equal exchanges
             state.runner.has_failed = False

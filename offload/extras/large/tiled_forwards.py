@@ -58,8 +58,9 @@ class TiledForwards(Stage):
         """Find the row-wise modules of a block."""
         known_tiles: Tiles | None = unit.traits.learned.get("tiles")
         if rows is not None and unit.is_block and (known_tiles is None or not known_tiles.is_whole):
-            with runner.restoring(unit):
-                tiles = RowTrials(Trial(runner, unit, arguments)).find(unit.forward, arguments.tensors, rows)
+            trial = Trial(runner, unit, arguments)
+            with trial.restoring():
+                tiles = RowTrials(trial).find(unit.forward, arguments.tensors, rows)
             self._learn(unit, tiles)
         return self._tiled(unit, arguments.tensors) or self.inner.record(unit, runner, arguments, rows)
 

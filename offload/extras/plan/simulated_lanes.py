@@ -58,12 +58,12 @@ class _TimedLane(Lane):
         work: Run,  # noqa: ARG002
         *,
         reads: Tickets = (),
-        fills: Tickets = (),
+        users: Tickets = (),
         name: str = "",  # noqa: ARG002
         num_bytes: int = 0,
     ) -> Ticket:
         self.position += 1
-        return self.enqueue(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *fills))
+        return self.enqueue(self._seconds(num_bytes) if num_bytes else 0.0, (*reads, *users))
 
     def enqueue(self, seconds: float, after: Sequence[Ticket]) -> Ticket:
         """Queue work for `seconds`, to begin when all tickets in `after` are done."""
@@ -224,15 +224,15 @@ class SimulatedLanes(Lanes):
             self.spend(duration)
         self.compute_s += duration
 
-    def compute_after(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
+    def compute_after(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
         if self._in_stream:
-            self._after += [ticket for ticket in (*tickets, *fills) if not ticket.is_done]
+            self._after += [ticket for ticket in (*tickets, *users) if not ticket.is_done]
         else:
             begin = self.now_s
-            self.expose(begin, self._wait((*tickets, *fills)))
+            self.expose(begin, self._wait((*tickets, *users)))
 
-    def wait(self, tickets: Sequence[Ticket], *, fills: Sequence[Ticket] = ()) -> None:
-        self._wait((*tickets, *fills))
+    def wait(self, tickets: Sequence[Ticket], *, users: Sequence[Ticket] = ()) -> None:
+        self._wait((*tickets, *users))
 
     def _wait(self, tickets: Sequence[Ticket]) -> Ticket | None:
         """Advance the clock until all tickets are done. Returns the last ticket that required a wait, or None."""

@@ -241,7 +241,7 @@ class _SimulatedUpdate(RegionUpdate):
         super().__init__(tiles, region, torch.empty(0, device="cpu"), Fence("no gradients"), ())
         self._lanes, self._seconds = lanes, seconds
 
-    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int:  # noqa: ARG002
+    def update_tile(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int:  # noqa: ARG002
         self._lanes.compute(self._seconds(self.region.update_bytes(tile.end - tile.begin)))
         return 0
 
@@ -356,8 +356,8 @@ class SimulatedEngine:
         first_use, loss = self._first_use(), self.lanes.mark()
         self._flow.send_rest()
         if updates.is_immediate:
-            updates.begin()
-            self._expect_next(wraps=not updates.measures_first)
+            updates.update_resident()
+            self._expect_next(fetches_next=not updates.measures_first)
             updates.clip_gradients(first_use)
             updates.start_rest()
         else:
@@ -369,7 +369,7 @@ class SimulatedEngine:
         self._flow.begin_step()
         self._flow.sums_in_fp32 = self._plan.wide
         self._updates.begin_step(0.0, False, self._number, for_norm=for_norm, norm=norm)
-        self._executor.begin("step", wraps=self._updates.is_immediate)
+        self._executor.begin("step", fetches_next=self._updates.is_immediate)
 
     def _step_of_forwards(self) -> None:
         """Same call order as `offload.extras.zeroth.forwards`. The forward of each call includes all passes."""
@@ -387,18 +387,18 @@ class SimulatedEngine:
         self._start_updates()
 
     def _first_use(self) -> Callable[[Region], float]:
-        return self._executor.order(lambda region: self._users[region.index])
+        return self._executor.first_use(lambda region: self._users[region.index])
 
     def _start_updates(self) -> None:
         """Same call order as `Method._start_updates`."""
-        self._updates.begin()
-        self._expect_next(wraps=False)
+        self._updates.update_resident()
+        self._expect_next(fetches_next=False)
         self._updates.start_rest()
 
-    def _expect_next(self, wraps: bool) -> None:
+    def _expect_next(self, fetches_next: bool) -> None:
         """Same call order as `Method._start_fetches`."""
         self._executor.end()
-        self._executor.begin_fetches("step", wraps)
+        self._executor.begin_fetches("step", fetches_next)
 
     # -- passes ----------------------------------------------------------------------------------------------
 

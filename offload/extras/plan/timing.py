@@ -16,8 +16,9 @@ from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, Sim
 from offload.extras.plan.workload import Cost, UnitWork, Workload
 from offload.lanes.timeline import Throttle
 from offload.layout.planes import PAGE_BYTES
-from offload.layout.regions import Region, Sharding
+from offload.layout.regions import Region
 from offload.layout.residence import DEVICE, DISK, FILES, Residence
+from offload.layout.sharding import Sharding
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.device_updates import host_update_bytes, streamed_bytes, update_bytes

@@ -69,7 +69,7 @@ class _StandIn:
     """A CPU copy of a block, in the roles of a unit and of the runner of a trial."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.modules = module, list(module.modules())
+        self.module, self.modules, self.mutable_attributes = module, list(module.modules()), ()
         self.device = CpuDevice(Ledger("device", None), copies_aside=False)
 
     def live(self) -> dict[int, nn.Parameter]:
@@ -87,8 +87,8 @@ class _StandIn:
         except Exception as error:
             raise RuntimeError("the block does not run on a few rows") from error
 
-    def restoring(self, _unit: object) -> AbstractContextManager[None]:
-        """Restore nothing: the copy is thrown away."""
+    def installed(self) -> AbstractContextManager[None]:
+        """Install nothing: the block has weights."""
         return nullcontext()
 
 

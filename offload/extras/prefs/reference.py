@@ -26,7 +26,8 @@ from offload.app.config.config import Config
 from offload.app.stored_model import REFERENCE
 from offload.checkpoint.manifest import raw
 from offload.checkpoint.spread import broadcast_value
-from offload.distributed.comm import Comm, digest, share_failure
+from offload.distributed.comm import Comm, digest
+from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.engine.moved_buffers import digests_of
 from offload.errors import ConfigError

@@ -23,7 +23,8 @@ from offload.app.training.parts import rate_at
 from offload.app.training.ranks import Share
 from offload.app.training.resident import BatchPart, ResidentTrainer, resident_bytes
 from offload.app.training.resume import ResumePoint, check_settings
-from offload.distributed.comm import Comm, share_failure
+from offload.distributed.comm import Comm
+from offload.distributed.outcomes import share_failure
 from offload.distributed.share import share
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters

@@ -54,13 +54,13 @@ class SlotUpdates:
             # A kept slot holds the weights from the last copy to the host, and this copy may still be in progress.
             self._lanes.compute_after(tile.fence.before_fill())
             update = self._updates[region]
-            self._counts.add(update, update.run(tile, planes))
+            self._counts.add(update, update.update_tile(tile, planes))
             lease = tile.land(*planes)
             num_bytes = sum(plane.nbytes for plane in planes.values())
             down = self._lanes.update_down.submit(
                 partial(copy_planes, self._device, lease.planes, planes),
                 reads=self._lanes.mark(),
-                fills=lease.fills,
+                users=lease.users,
                 name=region.name,
                 num_bytes=num_bytes,
             )

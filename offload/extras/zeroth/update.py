@@ -37,7 +37,7 @@ class DirectionUpdate(RegionUpdate):
         super().__init__(tiles, region, torch.empty(0, device="cpu"), Fence("no gradients"), touched)
         self._thresholds, self._measured = thresholds, measured
 
-    def run(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+    def update_tile(self, tile: Tile, planes: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
         num_wrong: int | torch.Tensor = 0
         infos, rule, measured = self.settings.infos, self.settings.rules[self.region.rule], self._measured
         slopes = torch.tensor(measured.slopes, dtype=torch.float64, device="cpu")
@@ -113,7 +113,7 @@ class ZerothOrderUpdate:
         self._state.updates.flush()  # for units no pass has used
         if self.rule.magnitude_quantile < 1.0:
             self._find_thresholds(touched, thresholds)
-        tiles.begin()  # a failure from here on leaves a partial update
+        tiles.mark_updating()  # a failure from here on leaves a partial update
         self._pending.defer({region: updates.pop(region) for region in regions if self._pending.can_defer(region)})
         self._state.updates.defer(updates)
 

@@ -1,0 +1,56 @@
+"""Decoding of quantized weights on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from offload.lanes.lanes import Lanes
+from offload.layout.codecs import QuantizedCodec
+from offload.layout.regions import Region
+from offload.tiers.device import Device
+
+DECODING = "decoding"
+"""Ledger name for the workspace: device memory for decoding one piece at a time."""
+
+
+def decoding_bytes(regions: Iterable[Region]) -> int:
+    """Return the decoding workspace bytes for these regions."""
+    needs = [(region.travels.tables.nbytes, region.travels.workspace_bytes(region.numel)) for region in regions]
+    table_bytes = max((tables for tables, _ in needs), default=0)
+    return table_bytes + max((num_bytes - tables for tables, num_bytes in needs), default=0)
+
+
+class Decoder:
+    """Decodes records at the position from `Region.stored_view`. For one lane at a time."""
+
+    def __init__(self, regions: Iterable[Region], device: Device, lanes: Lanes) -> None:
+        regions = list(regions)
+        self._device, num_bytes = device, decoding_bytes(regions)
+        nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+        self._workspace = device.allocate(DECODING, num_bytes) if num_bytes else nothing
+        # codecs without tables may share the workspace with another codec
+        tables = max((region.travels.tables for region in regions), key=len, default=self._workspace[:0])
+        self._table_bytes = len(tables)
+        if len(tables):
+            device.copy(self._workspace[: len(tables)], tables)
+            lanes.wait(lanes.mark())  # another stream reads the tables
+
+    def decode(self, region: Region, weights: torch.Tensor) -> None:
+        """Decode a region's flat weights."""
+        assert isinstance(region.travels, QuantizedCodec)
+        begin = 0 if len(region.travels.tables) else self._table_bytes  # keep another codec's tables
+        region.travels.decode(region.stored_view(weights), weights, self._workspace[begin:])
+        for used in (weights, self._workspace):
+            self._device.lend(used)
+
+    def moved_bytes(self, region: Region) -> int:
+        """Return the device memory traffic during decoding, in bytes."""
+        assert isinstance(region.travels, QuantizedCodec)
+        between = 0 if self._device.decodes_at_once else region.travels.between_bytes * region.numel
+        return region.travelling_bytes + region.weight_bytes + between
+
+    def close(self) -> None:
+        """Free the workspace."""
+        self._workspace = torch.empty(0, dtype=torch.uint8)
