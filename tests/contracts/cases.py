@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ class Case:
     reference: keywords for `train_both`, for plain PyTorch with the same approximation. None: a feature test has a
         separate reference.
     within: distance from plain PyTorch, as a share of the layer's scale. None: equal bits.
+    ranks_within: distance of two ranks from one process, likewise. Losses and norms: five times as much.
     saves: keywords for `save_checkpoint`.
     without: contracts that do not apply, each with the reason.
     """
@@ -48,6 +49,7 @@ class Case:
     count: Callable[[Batch], int] = count_shifted
     reference: Callable[[str], Mapping[str, Any]] | None = lambda precision: {}
     within: float | None = None
+    ranks_within: float = 2e-5
     saves: Mapping[str, Any] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     patches: tuple[tuple[Any, str, Any], ...] = ()
@@ -82,6 +84,11 @@ _COARSE = {"ranks_are_one": _ORDER}
 _MASKS = "parts of a batch draw dropout masks of their own"
 _DROPOUT = {"ranks_are_one": _MASKS, "micro_batches_add_up": _MASKS}
 _MEZO = MeZO(lr=1e-3, eps=1e-2, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5, weight_decay=0.1)
+_FORWARDS: dict[str, Any] = {
+    "reference": None,
+    "ranks_within": 1e-2,
+    "without": {"equals_reference": _OWN.format("test_zeroth_order.py")},
+}
 _LINKS = {"hidden_size": 64, "intermediate_size": 90, "num_key_value_heads": 4}
 
 CASES: dict[str, Case] = {
@@ -90,8 +97,8 @@ CASES: dict[str, Case] = {
     "gemma2, kept graphs": Case(gemma2, {"recompute": "never"}),
     "mixtral": Case(mixtral),
     "mamba": Case(mamba),
-    "bert": Case(bert, count=count_labels, without=_DROPOUT),
-    "t5": Case(t5, count=count_labels, reference=_t5_groups, without=_DROPOUT),
+    "bert": Case(partial(bert, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), count=count_labels),
+    "t5": Case(partial(t5, dropout_rate=0.0), count=count_labels, reference=_t5_groups),
     "own blocks and loss": Case(Stack, batch=words, loss_fn=cross_entropy, count=count_labels),
     "streamed experts": Case(
         mixture("qwen3_moe"),
@@ -136,13 +143,9 @@ CASES: dict[str, Case] = {
         reference=None,
         without={"equals_reference": _OWN.format("test_delay.py")},
     ),
-    "mezo": Case(
-        settings={"optimizer": _MEZO, "max_grad_norm": None},
-        reference=None,
-        without={
-            "equals_reference": _OWN.format("test_zeroth_order.py"),
-            "ranks_are_one": "tests/engine/test_zeroth_order.py",
-        },
+    "mezo": Case(settings={"optimizer": _MEZO, "max_grad_norm": None}, **_FORWARDS),
+    "mezo, masters in bf16": Case(
+        settings={"optimizer": replace(_MEZO, master="bf16"), "precision": "bf16", "max_grad_norm": None}, **_FORWARDS
     ),
     "frozen parts": Case(_partly_frozen),
     "nf4 below what trains": Case(
