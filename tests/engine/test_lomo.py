@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload import LOMO, AdaLomo, Engine, Placement
-from offload.errors import ConfigError, NonFiniteError
+from offload.errors import NonFiniteError
 from offload.planning import disk
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.families import build, llama, tokens
@@ -82,11 +82,6 @@ def test_a_gradient_that_is_not_finite_is_found_before_anything_is_updated() -> 
         engine.model.factor = 1.0
         assert not engine.step(words(2), loss_fn=cross_entropy).skipped
         assert not torch.equal(next(iter(weights(engine).values())), next(iter(before.values())))
-
-
-def test_speculative_clipping_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.clip is speculative.*LOMO cannot be corrected"):
-        Engine(build(llama), LOMO(), clip="speculative")
 
 
 def test_an_own_loop_keeps_its_gradients_until_the_update() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import MeZO, Muon
+from offload import Muon
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from tests.engine.device import cpu_only
@@ -134,13 +134,9 @@ def refused(**settings: Any) -> str:
 
 def test_states_are_shared_out_where_a_replica_is_cut() -> None:
     """The error names an alternative with the same effect."""
-    for settings, texts in (
-        ({"replicas": 2}, ("each of 2 replicas is a single rank", "--offload.replicas 1 and --offload.zero_stage 2")),
-        ({"zero_stage": 2}, ("offload.zero_stage 2 each rank holds", "--offload.zero_stage 3")),
-        ({"optimizer": MeZO(lr=1e-3)}, ("MeZO has no gradients", "--offload.replica_states whole")),
-    ):
-        for said in run(2, refused, replica_states="shared", **settings):
-            assert all(text in said for text in texts), said
+    for said in run(2, refused, replica_states="shared", replicas=2):
+        assert "each of 2 replicas is a single rank" in said
+        assert "--offload.replicas 1 and --offload.zero_stage 2" in said
 
 
 # -- machines --------------------------------------------------------------------------------------------------------
