@@ -20,8 +20,8 @@ from offload.optim import states as optimizer_states
 from offload.optim.rule import ParameterTraits, UpdateRule
 from offload.optim.states import master
 from offload.planning import disk
-from tests.engine.compare import assert_same, assert_weights, step_by_step, train_both, updating_device, weights
-from tests.engine.device import own_device, twin
+from tests.engine.compare import assert_same, assert_weights, train_both, updating_device, weights
+from tests.engine.device import own_device
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
 from tests.engine.inside import parts_of, stored_factors, stored_plane
@@ -104,7 +104,6 @@ SMALL: dict[str, UpdateRule] = {
     for kind in (AdamW, Lion)
     for width in ("bf16", "int8")
 }
-LION = Lion(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.5, groups=(("q_proj", {"lr_scale": 0.5}), ("norm", {})))
 MATRIX: dict[str, UpdateRule] = {
     "adafactor": Adafactor(lr=0.03, weight_decay=0.1, groups=(("(q|x)_proj", {"lr_scale": 0.5}),)),
     "adalomo": AdaLomo(lr=0.03),
@@ -262,27 +261,6 @@ def test_a_setting_of_a_rule_is_checked(kind: type[UpdateRule], wrong: dict[str,
 # -- Lion --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_each_step_of_lion_is_the_papers() -> None:
-    """With plain torch gradients and operations: each weight moves by lr, or stays."""
-    model = build(llama)
-    plain, engine = twin(model), Engine(model, LION, max_grad_norm=0.2)
-    moments = {name: torch.zeros_like(p, device="cpu") for name, p in plain.named_parameters()}
-    for before, after in step_by_step(plain, engine, batches(3), 0.2):
-        for name, p in plain.named_parameters():
-            choice = LION.choose(ParameterTraits(name, tuple(p.shape)))
-            lr_scale, decay = choice.lr_scale, choice.weight_decay
-            assert (lr_scale, decay) == (0.5 if "q_proj" in name else 1.0, 0.5 if p.dim() > 1 else 0.0)
-            lr, (beta1, beta2), m = LION.lr * lr_scale, LION.betas, moments[name]
-            gradient = p.grad.cpu()
-            mix = m * beta1 + gradient * (1 - beta1)
-            sure = (mix.abs() > 1e-6 * (m.abs() + gradient.abs())) | ((m == 0) & (gradient == 0))
-            assert sure.double().mean() > 0.99
-            wanted = before[name] * (1 - lr * decay) - lr * mix.sign()
-            torch.testing.assert_close(after[name][sure], wanted[sure], rtol=3e-7, atol=1e-9)
-            m.mul_(beta2).add_(gradient, alpha=1 - beta2)
-
-
 # -- moments in fewer bytes --------------------------------------------------------------------------------------------
 
 
@@ -379,23 +357,6 @@ def test_small_states_are_deferred_when_clipped_and_refused_by_name(tmp_path: Pa
 
 
 # -- SGD ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_is_torchs(momentum: float) -> None:
-    """Bit-equal over five steps with a model trained by torch alone."""
-    model = build(llama)
-    plain = twin(model)
-    settings = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.1}
-    engine = Engine(model, SGD(decay_1d=True, **settings), max_grad_norm=None)
-    optimizer = torch.optim.SGD(plain.parameters(), foreach=False, fused=False, **settings)
-    for seed in range(5):
-        optimizer.zero_grad()
-        plain(**tokens(seed)).loss.backward()
-        optimizer.step()
-        engine.step(tokens(seed))
-    assert_same(weights(engine), {name: p.detach().cpu() for name, p in plain.named_parameters()})
 
 
 def test_sgd_has_settings_of_its_own() -> None:
