@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,26 +62,6 @@ def train_both(
             assert abs(result.grad_norm - norm) <= within * norm, f"gradient norm of step {number}"
         assert_weights(engine, reference, within, f"after step {number}")
     return engine, reference
-
-
-def step_by_step(
-    plain: nn.Module, engine: Engine, batches: Sequence[Batch], max_grad_norm: float | None = None
-) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """Copy the engine weights to `plain` before each step, and yield the weights before and after the step.
-
-    At the yield, `plain` holds torch's gradients, clipped.
-    """
-    for batch in batches:
-        before = weights(engine)
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                p.copy_(before[name])
-        plain(**batch).loss.backward()
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), max_grad_norm)
-        engine.step(batch)
-        yield before, weights(engine)
-        plain.zero_grad()
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:

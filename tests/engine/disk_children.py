@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -29,9 +28,7 @@ from offload import Engine, Placement
 from offload.errors import DiskError, OffloadError, TornError
 from offload.planning import disk
 from tests import forks
-from tests.disks import nameless
 from tests.engine.families import build, tokens
-from tests.engine.inside import parts_of
 from tests.engine.test_model_files import FILES, engine_of, past_the_cache
 from tests.engine.test_overlap import deep
 from tests.io.children import IO_URING_SETUP, forbid
@@ -44,7 +41,6 @@ KINDS: dict[str, dict[str, str]] = {  # one state type each, so a failure belong
     "activations": {"activations": "nvme"},
 }
 ALL = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"}
-BOTH = {"parameters": "nvme", "optimizer": "nvme"}
 CALLS = {"x86_64": {"openat": 257, "pread": 17, "pwrite": 18}, "aarch64": {"openat": 56, "pread": 67, "pwrite": 68}}
 TILE = 2048
 NOBODY = 65534
@@ -123,37 +119,6 @@ def child_in_which_a_call_fails(folder: str, kind: str, call: str, wanted: Wante
     engine.close()
 
 
-def child_at_its_limit(folder: str, wanted: Wanted) -> None:
-    """After two steps the file size limit is 64 KiB."""
-    engine = make(folder, BOTH)
-    train(engine, wanted, 0, 2)
-    assert digest(engine) == wanted[1][1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-    seed, error = until_it_fails(engine, wanted, 2)
-    names(error, folder, "EFBIG", "ulimit -f", "bytes")
-    assert is_torn(engine, wanted, seed)
-    engine.close()
-
-
-def child_with_less(folder: str, refused: str, wanted: Wanted) -> None:
-    """The system refuses an optional facility that only improves speed."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if refused == "O_DIRECT":
-            forbid(CALLS[platform.machine()]["openat"], errno.EINVAL, argument=2, bits=os.O_DIRECT)
-        elif refused == "io_uring":
-            forbid(IO_URING_SETUP, errno.EPERM)
-        elif refused == "locked memory":
-            resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-            become_nobody()
-        engine = make(folder, ALL)
-        train(engine, wanted, 0, 3)
-        assert digest(engine) == wanted[2][1]
-        name = parts_of(engine)._nvme._io.name
-        engine.close()
-    print(json.dumps([name, [str(each.message) for each in caught]]))
-
-
 def child_that_reads_files_through_the_cache(folder: str) -> None:
     """Open an engine over model files while O_DIRECT is refused."""
     forbid(CALLS[platform.machine()]["openat"], errno.EINVAL, argument=2, bits=os.O_DIRECT)
@@ -164,24 +129,6 @@ def child_that_reads_files_through_the_cache(folder: str) -> None:
         loss = engine.step(tokens(0)).loss.item()
         engine.close()
     print(json.dumps([loss, [str(each.message) for each in caught]]))
-
-
-def child_that_is_two(folder: str, wanted: Wanted) -> None:
-    """Two processes train at once in one folder, independent of each other."""
-    reader, writer = os.pipe()
-    other = os.fork()
-    engine = make(folder, ALL)
-    if other == 0:
-        os.write(writer, b"x")
-    else:
-        os.read(reader, 1)  # both have files now
-        assert len(nameless(Path(folder), other)) == len(nameless(Path(folder))) == 2
-        assert not list(Path(folder).iterdir())
-    train(engine, wanted, 0, 6)
-    assert digest(engine) == wanted[5][1]
-    engine.close()
-    if other:
-        assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
 
 
 def child_that_never_closes(folder: str, how: str) -> None:

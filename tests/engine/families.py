@@ -84,14 +84,14 @@ def mamba() -> nn.Module:
     return t.MambaForCausalLM(t.MambaConfig(**sizes, **SPECIAL))
 
 
-def bert() -> nn.Module:
-    return t.BertForMaskedLM(t.BertConfig(**SIZES, max_position_embeddings=32))
+def bert(**settings: Any) -> nn.Module:
+    return t.BertForMaskedLM(t.BertConfig(**SIZES | settings, max_position_embeddings=32))
 
 
-def t5() -> nn.Module:
+def t5(**settings: Any) -> nn.Module:
     """One weight for encoder, decoder and head."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
-    return t.T5ForConditionalGeneration(t.T5Config(**sizes, decoder_start_token_id=0))
+    return t.T5ForConditionalGeneration(t.T5Config(**sizes | settings, decoder_start_token_id=0))
 
 
 CAUSAL: tuple[Callable[[], nn.Module], ...] = (llama, qwen3, gemma2, gpt2, opt, gpt_neox, mixtral, llama4, mamba)

@@ -49,8 +49,6 @@ from tests.forks import PATIENCE_S
 
 JOB = WatchdogLimits(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
 """Comm times for jobs: patient on a busy machine, but a stalled rank is reported well before the job timeout."""
-QUICK = WatchdogLimits(beat_s=0.1, silence_s=2, grace_s=2, stall_s=1000)
-
 SMOOTH = AdamW(
     lr=0.05,
     betas=(0.9, 0.99),
@@ -590,11 +588,10 @@ def raced(runs: Sequence[Mapping[str, Any]], wait: Wait = ()) -> list[Found]:
 
 def steps(way: str, stage: int, folder: str) -> None:
     """Train on disk without end. Rank 1 fails, closes or waits in the fourth step, as `way` says."""
-    comm = {"comm": open_comm(times=QUICK)} if os.environ.get("QUICK") else {}
     placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=folder)
     if way == "bare exception":  # raises in the exchange thread as well
         placement = Placement()
-    engine = Engine(build(odd_llama), zero_stage=stage, placement=placement, **comm)
+    engine = Engine(build(odd_llama), zero_stage=stage, placement=placement)
     lost = threading.Event()
     engine.comm.on_lost(lambda _error: lost.set())
     number = 0

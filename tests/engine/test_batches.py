@@ -23,22 +23,6 @@ ROUNDING = 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "rows"), [(bert, 3), (t5, 1)])
-def test_micro_batches_of_models_that_do_not_shift(make: Maker, rows: int) -> None:
-    def without_dropout() -> nn.Module:
-        model = make()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            for name in ("dropout_prob", "dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
-        return model
-
-    train_both(build(without_dropout), batches(3), micro_batch_size=rows, count=count_labels, within=2 * ROUNDING)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("make", "rows"), [(llama, 1), (mamba, 2)])
 def test_rows_without_targets(make: Maker, rows: int) -> None:
     """A micro-batch without targets contributes nothing, although a mean over no target is 0/0."""

@@ -16,44 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from offload import Engine, Placement
 from offload.errors import OffloadError
 from offload.native import kernels
 from tests.engine.compare import same_bits, weights
-from tests.engine.device import NO_LSTM, twin
-from tests.engine.families import build, gemma2, llama, llama4, mixtral, tokens
+from tests.engine.device import NO_LSTM
+from tests.engine.families import build, gemma2, llama, tokens
 from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
 
 Maker = Callable[[], nn.Module]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "precision"), [(llama, "bf16"), (gemma2, "fp32"), (mixtral, "bf16"), (llama4, "fp32")]
-)
-def test_an_exported_folder_gives_the_same_logits(make: Maker, precision: str, tmp_path: Path) -> None:
-    engine = Engine(build(make), precision=precision)
-    engine.step(tokens())
-    engine.export(tmp_path)
-    after = engine.step(tokens(1)).loss.item()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert type(loaded) is type(engine.model)
-    assert loaded.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    assert loaded.config.use_cache is True
-    assert loaded.config._attn_implementation is not None
-
-    again = Engine(build(make), precision=precision)
-    again.step(tokens())
-    loaded.set_attn_implementation(again.model.config._attn_implementation)
-    again.model.eval()
-    with torch.no_grad():
-        wanted = again.model(input_ids=tokens(2)["input_ids"]).logits
-        found = twin(loaded.eval())(input_ids=tokens(2)["input_ids"]).logits
-    assert torch.equal(found, wanted)
-    again.model.train()
-    assert again.step(tokens(1)).loss.item() == after, "writing the folder changed the engine"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -140,12 +112,12 @@ USES: dict[str, Callable[[Engine, Path], Any]] = {
 
 
 @pytest.mark.parametrize("restore", [True, False])
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_closed_engine_says_so(use: Callable[[Engine, Path], Any], restore: bool, tmp_path: Path) -> None:
+def test_a_closed_engine_says_so(restore: bool, tmp_path: Path) -> None:
     engine = Engine(build(llama))
     engine.close(restore)
-    with pytest.raises(OffloadError, match="closed"):
-        use(engine, tmp_path)
+    for use in USES.values():
+        with pytest.raises(OffloadError, match="closed"):
+            use(engine, tmp_path)
     assert not (tmp_path / "hf").exists()
 
 

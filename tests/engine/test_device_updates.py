@@ -188,10 +188,6 @@ def test_what_cannot_be_updated_in_both_places_is_refused() -> None:
     auto = Placement("cpu", "auto", optimizer_memory="100KiB")
     with pytest.raises(ConfigError, match=r"update is both, but Muon updates .* --offload.update cpu or auto"):
         Engine(build(llama), Muon(), auto, update="both")
-    with pytest.raises(ConfigError, match=r"update is both, but train.delay 1.* --offload.update cpu or auto"):
-        Engine(build(llama), AdamW(), auto, update="both", delay=1)
-    with pytest.raises(ConfigError, match=r"optimizer_memory is .* but offload.optimizer is cpu"):
-        Placement("cpu", "cpu", optimizer_memory="100KiB")
     with Engine(build(llama), AdamW(), Placement("cpu", "auto", optimizer_memory=0), update="both") as engine:
         assert (engine.updates_on, engine.told_updates) == ("cpu", "")
 

@@ -32,7 +32,6 @@ from offload.files.directories import file_system
 from offload.lanes.timeline import parse_throttle
 from offload.native import kernels
 from offload.planning import disk
-from tests import forks
 from tests.cli.conftest import LLAMA, SENTENCE
 from tests.disks import nameless
 from tests.engine.device import cpu_only
@@ -46,13 +45,10 @@ from tests.engine.disk_children import (
     Ended,
     Nursery,
     Wanted,
-    child_at_its_limit,
     child_command,
     child_in_which_a_call_fails,
-    child_that_is_two,
     child_that_never_closes,
     child_that_reads_files_through_the_cache,
-    child_with_less,
     digest,
     is_torn,
     make,
@@ -70,7 +66,6 @@ from tests.forks import PATIENCE_S, ROOT
 from tests.matrix import matrix, quick
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk or become another user")
 filters = pytest.mark.skipif(platform.machine() not in CALLS, reason="call numbers are not known here")
 in_cpp = pytest.mark.skipif(not kernels.is_native(), reason="the C++ module was not built")
 
@@ -220,11 +215,6 @@ def test_the_disk_fills_while_activations_grow(small_disk: Disk, wanted: Wanted)
     engine.step(tokens(9, rows=64))
     engine.close()
     assert inside(small_disk.path) == []
-
-
-@pytest.mark.slow
-def test_a_limit_on_the_size_of_files(nursery: Nursery, folder: Path, wanted: Wanted) -> None:
-    nursery.run(child_at_its_limit, str(folder), wanted)
 
 
 @pytest.fixture(scope="module")
@@ -403,30 +393,7 @@ def test_a_folder_that_cannot_be_used(
         paragraph(command(path, uid=uid), 2, f"offload.nvme_dir is {path}", reason, "--offload.nvme_dir")
 
 
-@pytest.mark.slow
-def test_two_runs_in_one_folder(nursery: Nursery, folder: Path, wanted: Wanted) -> None:
-    nursery.run(child_that_is_two, str(folder), wanted)
-
-
 # -- optional system features are refused ----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@filters
-@in_cpp
-@pytest.mark.parametrize(
-    ("refused", "reason"),
-    [
-        ("O_DIRECT", "refuses O_DIRECT"),
-        ("io_uring", "the system refuses io_uring"),
-        pytest.param("locked memory", "may lock 0 B of memory", marks=as_root),
-    ],
-)
-def test_it_works_with_less(nursery: Nursery, folder: Path, refused: str, reason: str, wanted: Wanted) -> None:
-    name, messages = json.loads(nursery.run(child_with_less, str(folder), refused, wanted))
-    assert len(messages) == 1, messages
-    assert reason in messages[0]
-    assert refused != "io_uring" or name == "threads"
 
 
 @pytest.mark.slow
@@ -439,20 +406,6 @@ def test_the_models_own_files_are_read_without_o_direct(nursery: Nursery, folder
     assert len(messages) == 1, messages
     assert "refuses O_DIRECT: transfers go through the page cache" in messages[0]
     shutil.rmtree(folder / "model")
-
-
-@pytest.mark.slow  # in the quick run: tests/native/test_fallback.py, and the same disk with less
-def test_it_works_without_the_cpp_module(folder: Path, wanted: Wanted) -> None:
-    code = (
-        "import sys; sys.modules['offload._core'] = None; from tests.engine.disk_children import child_with_less; "
-        f"child_with_less({str(folder)!r}, 'C++', {wanted!r})"
-    )
-    ended = forks.run(["-c", code], begin=forks.start_anew)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    name, messages = json.loads(ended.stdout)
-    assert name == "python"
-    assert len([message for message in messages if "nvme" in message]) == 1, messages
-    assert "the C++ module is missing" in messages[0]
 
 
 # -- a violent end ---------------------------------------------------------------------------------------------
@@ -476,17 +429,6 @@ def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folde
     assert nameless(folder, pid)
     os.kill(pid, number)
     paragraph(nursery.wait(), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
-
-
-@pytest.mark.slow  # not in the quick run, whose engines without close() have unnamed files too
-def test_kill_9_in_the_middle_of_a_command(here: Path, folder: Path, command: Command) -> None:
-    process = forks.start(["-m", "offload.train", *words_for(folder, "killed"), *SLOWLY], cwd=here)
-    wait_for((here / "killed" / "metrics.jsonl").exists)
-    assert nameless(folder, process.pid)
-    process.close()
-    assert inside(folder) == []
-    ended = command(folder)
-    assert ended.code == 0, ended.err
 
 
 @pytest.mark.slow

@@ -4,10 +4,7 @@ afterwards.
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from offload.errors import DoesNotFitError
 from tests.engine.compare import train_both
 from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, llama
-from tests.engine.handmade import WIDTH, Block, Log, Normalised, ScalesItsInput, Stack, cross_entropy, words
+from tests.engine.handmade import Block, Log, Normalised, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.sizes import held_in_step, tier_bytes
 from tests.matrix import quick
 
@@ -207,58 +204,6 @@ def test_a_unit_that_changes_its_input_or_its_buffers_recomputes(block: type[nn.
     settings = {"recompute": "never", "debug": True}
     train_both(build(make), [words(s) for s in range(3)], loss_fn=cross_entropy, **settings)
     assert calls_in_step(Engine(build(make), **settings)) == [2, 2, 2]
-
-
-class Wide(nn.Module):
-    """Have many activations and few weights, and keep weak references to saved tensors."""
-
-    seen: ClassVar[list[weakref.ref[Tensor]]] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        hidden = torch.tanh(self.up(h))
-        self.seen.append(weakref.ref(hidden))
-        return h + self.down(hidden)
-
-
-def in_use() -> int:
-    """Return the bytes allocated by malloc. Resident memory would depend on page handling in the kernel."""
-
-    class Info(ctypes.Structure):
-        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-        _fields_: ClassVar = [(name, ctypes.c_size_t) for name in names.split()]
-
-    ask = ctypes.CDLL(None).mallinfo2
-    ask.restype = Info
-    info = ask()
-    return info.uordblks + info.hblkhd
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc what is in use")
-def test_fifty_steps_leave_nothing_behind() -> None:
-    """The garbage collector is off, since even a collection does not see a cycle through an autograd graph."""
-    engine = Engine(build(lambda: Stack(Wide)), recompute="auto")
-    batch = words(0, rows=32, length=32)  # 256 KiB per hidden layer
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(50):  # until the allocator has all blocks
-            engine.step(batch, loss_fn=cross_entropy)
-        before, held = in_use(), engine.allocations
-        Wide.seen.clear()
-        for _ in range(50):
-            engine.step(batch, loss_fn=cross_entropy)
-        grown = in_use() - before
-    finally:
-        gc.enable()
-    assert len(Wide.seen) == 150
-    assert not [tensor for tensor in Wide.seen if tensor() is not None]
-    assert grown < 20 << 20, "150 hidden layers are 37 MiB, and their graphs hold as much again"
-    assert engine.allocations == held
 
 
 class Growing(Block):

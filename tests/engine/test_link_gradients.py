@@ -37,7 +37,7 @@ from tests.engine.test_ranks import train as train_on_ranks
 from tests.engine.test_ranks_memory import Elements
 from tests.engine.test_ranks_saving import read_all, save
 from tests.engine.test_replicas import AXES as OF_REPLICAS
-from tests.engine.test_replicas import in_replicas, trained_on_machines
+from tests.engine.test_replicas import REPLICAS, in_replicas, trained_on_machines
 from tests.matrix import cover
 
 MOST = {"int8": 127, "int4": 7}
@@ -149,7 +149,12 @@ def owner(region: Region, size: int, replicas: int) -> Tensor:
     return shard // (region.numel // size)
 
 
-AXES = {"link": tuple(MOST), **OF_REPLICAS, "case": ("plain", "tied", "experts", "frozen in bf16")}
+AXES = {
+    "link": tuple(MOST),
+    **OF_REPLICAS,
+    "replicas": REPLICAS,
+    "case": ("plain", "tied", "experts", "frozen in bf16"),
+}
 
 
 @pytest.mark.slow

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from offload import LOMO, AdaLomo, Engine, Placement
-from offload.errors import ConfigError, NonFiniteError
-from offload.native import kernels
+from offload.errors import NonFiniteError
 from offload.planning import disk
 from tests.engine.compare import assert_same, train_both, weights
-from tests.engine.device import own_device, twin
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Shifting, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.reference import Reference
 from tests.engine.test_clipping import Spiking
-from tests.engine.test_rules import placed
-
-
-class Waiting(LOMO):
-    """LOMO with gradients kept until the update, as in other rules."""
-
-    drops_gradients = False
 
 
 @pytest.fixture(autouse=True)
@@ -33,54 +23,13 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("place", "clip"), [("cpu", 0.2), ("nvme", None)])
-def test_it_is_gradient_descent(place: str, clip: float | None, tmp_path: Path) -> None:
-    """Equals SGD in torch bit for bit: p -= lr c g, with the clip factor c (1 without clipping)."""
-    model = build(llama)
-    plain, engine = twin(model), Engine(model, LOMO(lr=0.3), placed(place, tmp_path), max_grad_norm=clip)
-    for seed in range(3):
-        plain(**tokens(seed)).loss.backward()
-        squares = sum(kernels.sum_squares(p.grad.cpu()) for p in plain.parameters())
-        scale = 1.0 if clip is None else min(1.0, clip / (squares**0.5 + 1e-6))
-        result = engine.step(tokens(seed))
-        assert result.grad_norm == pytest.approx(squares**0.5, rel=1e-7 if own_device().type != "cpu" else 0)
-        with torch.no_grad():
-            for p in plain.parameters():
-                gradient, p.grad = p.grad.cpu(), None
-                p.copy_(p.cpu().add_(gradient if scale == 1.0 else gradient * scale, alpha=-0.3))
-        assert_same(weights(engine), {name: p.detach().cpu() for name, p in plain.named_parameters()})
-    engine.finish()
-    assert parts_of(engine).runner.step_number == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"micro_batch_size": 2, "head_chunk_bytes": 4096, "precision": "bf16"},
-        {"recompute": "never", "debug": 3, "prefetch": 0},
-    ],
-)
-def test_what_a_step_consists_of_makes_no_difference(settings: dict[str, Any]) -> None:
-    """Two backward passes equal one pass with gradients that wait for the norm."""
-    rules = LOMO(lr=0.3, clip_norm=0.2), Waiting(lr=0.3, clip_norm=0.2)
-    twice, once = (Engine(build(llama), rule, **settings) for rule in rules)
-    for seed in range(4):
-        assert result_of(twice, seed) == result_of(once, seed)
-        assert_same(weights(twice), weights(once))
-
-
-def result_of(engine: Engine, seed: int) -> tuple[float, float]:
-    result = engine.step(tokens(seed))
-    return result.loss.item(), result.grad_norm
-
-
-def test_the_second_pass_begins_with_the_buffers_of_the_first_one() -> None:
-    model = build(Shifting)
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_the_second_pass_begins_with_the_buffers_of_the_first_one(recompute: str) -> None:
+    settings = {"optimizer": LOMO(lr=0.3, clip_norm=0.2), "recompute": recompute}
     engine, reference = train_both(
-        model, [words(seed) for seed in range(3)], loss_fn=cross_entropy, optimizer=LOMO(lr=0.3, clip_norm=0.2)
+        build(Shifting), [words(seed) for seed in range(3)], loss_fn=cross_entropy, **settings
     )
+    assert parts_of(engine).runner.step_number == 3
     found = dict(engine.model.named_buffers())
     for name, buffer in reference.model.named_buffers():
         assert torch.equal(found[name], buffer), name
@@ -133,11 +82,6 @@ def test_a_gradient_that_is_not_finite_is_found_before_anything_is_updated() -> 
         engine.model.factor = 1.0
         assert not engine.step(words(2), loss_fn=cross_entropy).skipped
         assert not torch.equal(next(iter(weights(engine).values())), next(iter(before.values())))
-
-
-def test_speculative_clipping_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.clip is speculative.*LOMO cannot be corrected"):
-        Engine(build(llama), LOMO(), clip="speculative")
 
 
 def test_an_own_loop_keeps_its_gradients_until_the_update() -> None:

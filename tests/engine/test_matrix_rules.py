@@ -12,14 +12,13 @@ from offload import LOMO, Adafactor, AdamW, Engine, Muon, Placement
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DoesNotFitError
 from offload.layout import build_regions
-from offload.optim.rule import UpdateRule
 from offload.planning import disk
-from tests.engine.compare import assert_same, step_by_step, train_both, weights
-from tests.engine.device import LEDGER, own_device, twin
+from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, llama, mamba, mixtral, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, opened, share, small_tiles, trained
+from tests.engine.ranks_child import CASES, opened, trained
 from tests.engine.reference import Reference
 from tests.engine.test_rules import MATRIX as RULES
 from tests.engine.test_rules import PLACES, placed
@@ -40,40 +39,6 @@ def test_experts_and_convolutions(rule: str, make: Any) -> None:
         assert {rule for name, rule in chosen.items() if "conv1d.weight" in name} <= {1}
         assert {rule for name, rule in chosen.items() if "experts." in name and len(name) > 0} <= {0}
         assert {rule for name, rule in chosen.items() if "embed" in name or "head" in name} == {1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_grad_norm", [None, 0.2])
-def test_each_step_of_muon_is_torchs_beside_torchs_adamw(max_grad_norm: float | None) -> None:
-    """Gradients come from plain PyTorch on the same device. Block matrices are equal bit for bit."""
-    rule = Muon(lr=0.02, rest=AdamW(lr=1e-3, decay_1d=True))
-    model = build(llama)
-    plain, engine = twin(model), Engine(model, rule, max_grad_norm=max_grad_norm)
-    names = {id(p): name for name, p in plain.named_parameters()}
-    matrices = [p for name, p in plain.named_parameters() if "layers" in name and p.dim() == 2]
-    rest = [p for p in plain.parameters() if not any(p is matrix for matrix in matrices)]
-    optimizers = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)
-    for _, after in step_by_step(plain, engine, batches(3), max_grad_norm):
-        for optimizer in optimizers:
-            optimizer.step()
-        exact = max_grad_norm is None and own_device().type in ("cpu", "sim")
-        for p in matrices:  # torch sums the norm in another order, so the clip factor may differ
-            apart = (after[names[id(p)]] - p.detach().cpu()).abs().max().item()
-            assert apart == 0.0 if exact else apart < 2e-3, names[id(p)]
-        for p in rest:
-            torch.testing.assert_close(after[names[id(p)]], p.detach().cpu(), rtol=1e-6, atol=1e-6)
-
-
-def test_each_step_of_adafactor_is_torchs() -> None:
-    model = build(llama)
-    plain, engine = twin(model), Engine(model, Adafactor(lr=0.03, decay_1d=True), max_grad_norm=None)
-    optimizer = torch.optim.Adafactor(plain.parameters(), lr=0.03)
-    for before, after in step_by_step(plain, engine, batches(4)):
-        optimizer.step()
-        for name, p in plain.named_parameters():
-            wanted = p.detach().cpu()
-            size = (wanted - before[name]).abs().max().item()
-            torch.testing.assert_close(after[name], wanted, rtol=3e-7, atol=1e-5 * size)
 
 
 @pytest.mark.slow
@@ -104,30 +69,6 @@ def test_what_is_kept_is_planned_to_the_byte() -> None:
 
 
 # -- over ranks --------------------------------------------------------------------------------------------------------
-
-
-def saved(path: str, rule: UpdateRule, **settings: object) -> dict[str, torch.Tensor]:
-    """Train two steps and save, train a third, and return the weights."""
-    with open_comm() as comm, small_tiles():
-        engine = opened(comm, CASES["plain"], optimizer=rule, **settings)
-        for seed in range(3):
-            if seed == 2:
-                engine.save_checkpoint(path)
-            engine.step(share(tokens(seed), (2, 2), comm.rank))
-        weights = dict(engine.named_parameters())
-        engine.close()
-    return weights
-
-
-def loaded(path: str, rule: UpdateRule, **settings: object) -> dict[str, torch.Tensor]:
-    """Resume from `path`, train one step, and return the weights."""
-    with open_comm() as comm, small_tiles():
-        engine = opened(comm, CASES["plain"], optimizer=rule, model_seed=7, **settings)
-        engine.load_checkpoint(path)
-        engine.step(share(tokens(2), (2, 2), comm.rank))
-        weights = dict(engine.named_parameters())
-        engine.close()
-    return weights
 
 
 def refused_padding() -> str:
@@ -177,19 +118,6 @@ def test_ranks_share_parameters_out_whole(rule: str, tmp_path: Path) -> None:
         reference.step(case.batch(number, 4))
     for found in (first[0], first[2]):
         assert_same(found.weights, reference.masters, within=2e-2 if rule == "muon" else 1e-5)
-
-
-@pytest.mark.slow
-def test_ranks_go_on_from_what_others_have_saved(tmp_path: Path) -> None:
-    arguments = {"path": str(tmp_path / "saved"), "rule": RULES["muon"]}
-    wanted, _ = run(2, saved, zero_stage=3, **arguments)
-    for stage in (0, 2):
-        for found in run(2, loaded, zero_stage=stage, **arguments):
-            assert_same(found, wanted)
-    alone = Engine(build(CASES["plain"].make), RULES["muon"])
-    alone.load_checkpoint(tmp_path / "saved")
-    alone.step(tokens(2))
-    assert_same(weights(alone), wanted, within=2e-2)
 
 
 @pytest.mark.slow

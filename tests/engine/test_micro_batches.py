@@ -7,42 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as t
 from torch import Tensor, nn
 
 from offload import AdamW, Engine
 from offload.native import kernels
 from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
 from tests.engine.device import twin
-from tests.engine.families import SPECIAL, build, gemma2, gpt2, mixtral, tokens
+from tests.engine.families import build, gemma2, gpt2, mixtral, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Log, Stack, TreesOfTensors, cross_entropy, words
-from tests.engine.inside import parts_of, steps_of
+from tests.engine.inside import steps_of
 from tests.engine.reference import Batch, count_labels
 
 Maker = Callable[[], nn.Module]
 ROUNDING = 2e-6
-
-
-def bloom() -> nn.Module:
-    """ALiBi in [batch * heads, 1, sequence]."""
-    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
-    return t.BloomForCausalLM(t.BloomConfig(**sizes, **SPECIAL))
-
-
-def mpt() -> nn.Module:
-    """ALiBi in [heads, 1, sequence], with four heads, as many as batch rows."""
-    sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "expansion_ratio": 2, "max_seq_len": 32}
-    return t.MptForCausalLM(t.MptConfig(**sizes))
-
-
-def xlnet() -> nn.Module:
-    """[sequence, batch, hidden]."""
-    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "vocab_size": 64, "dropout": 0.0}
-    return t.XLNetLMHeadModel(t.XLNetConfig(**sizes))
-
-
-def calm_gpt2() -> nn.Module:
-    return gpt2(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
 
 
 # -- copied bytes ----------------------------------------------------------------------------------------------------
@@ -79,15 +56,6 @@ def test_only_one_micro_batch_of_inner_activations_is_alive() -> None:
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "rows"), [(bloom, 1), (mpt, 2), (xlnet, 3), (calm_gpt2, 1)])
-def test_batch_axes_are_found(make: Maker, rows: int) -> None:
-    count = {"count": count_labels} if make is xlnet else {}
-    engine, _ = train_both(build(make), [tokens(s) for s in range(2)], micro_batch_size=rows, within=ROUNDING, **count)
-    assert steps_of(engine).splits
-    assert all(unit.traits.grows for unit in parts_of(engine).units if not unit.resident and "wpe" not in unit.name)
 
 
 class TakesTheBatchSize(Block):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import Engine, Placement
-from offload.errors import ConfigError, DoesNotFitError
+from offload.errors import DoesNotFitError
 from offload.layout.sharding import Sharding
 from offload.native.io import IoEngine
 from offload.planning import disk
@@ -299,17 +299,6 @@ def test_a_larger_budget_keeps_more_in_memory(folder: Path) -> None:
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["parameters", "optimizer", "gradients", "activations"])
-def test_a_tier_without_a_folder_is_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"offload.{kind} is nvme.*--offload.nvme_dir"):
-        Placement(**{kind: "nvme"})
-
-
-def test_states_above_their_weights_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="keeping optimizer states on the device"):
-        Placement(parameters="nvme", optimizer="device", nvme_dir=folder)
 
 
 def test_the_budget_of_the_disk_is_kept(folder: Path) -> None:

@@ -13,7 +13,7 @@ from offload import SGD, AdamW, Engine
 from offload.errors import ConfigError
 from tests.engine.compare import assert_weights, same_bits, train_both, weights
 from tests.engine.device import twin
-from tests.engine.families import batches, build, gemma2, llama, t5, tokens
+from tests.engine.families import batches, build, gemma2, llama, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states
 from tests.engine.reference import Reference, count_labels
@@ -241,16 +241,6 @@ def test_the_bytes_of_a_model_of_two_dtypes() -> None:
     )
     engine = Engine(model, precision="bf16")
     assert sum(tier_bytes(engine, "cpu").values()) == 14 * narrow + 16 * wide
-
-
-@pytest.mark.slow
-def test_a_family_that_keeps_modules_in_fp32_exports_them_so() -> None:
-    model = build(t5)
-    engine = Engine(model, precision="bf16")
-    engine.step(tokens())
-    dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    assert {dtype for name, dtype in dtypes.items() if ".wo." in name} == {torch.float32}
-    assert {dtype for name, dtype in dtypes.items() if ".wo." not in name} == {torch.bfloat16}
 
 
 def test_a_bf16_model_under_fp32_becomes_wide() -> None:

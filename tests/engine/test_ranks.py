@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 
 from offload.engine.gradients.updates import UNCLIPPED_STEPS
 from tests.engine.compare import assert_same, same_bits
-from tests.engine.device import own_device
 from tests.engine.families import build
 from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import (
@@ -25,7 +23,6 @@ from tests.engine.ranks_child import (
     Found,
     dropped_out,
     opened_by_itself,
-    own_loop,
     own_loss,
     own_seed,
     stopped_by_inf,
@@ -35,7 +32,6 @@ from tests.engine.ranks_child import (
 )
 from tests.engine.reference import Reference
 from tests.engine.test_overlap import SLOW
-from tests.matrix import cover
 
 STAGES = (0, 1, 2, 3)
 ROWS: dict[str, tuple[int, ...]] = {"even": (2, 2, 2, 2), "uneven": (1, 4, 2, 3), "micro-batches": (3, 1, 2, 1)}
@@ -147,46 +143,6 @@ TIMINGS: dict[str, dict[str, Any]] = {
     "delayed": {"prefetch": 0, "delays": 1},
     "delayed, ahead": {"prefetch": 2, "delays": 2},
 }
-AXES = {
-    "case": ("plain", "tied", "frozen in bf16", "experts", "two dtypes"),
-    "rows": tuple(ROWS),
-    "size": ("2", "3", "4"),
-    "stage": ("0", "1", "2", "3"),
-    "placement": tuple(PLACEMENTS),
-    "timing": tuple(TIMINGS),
-    "mode": tuple(MODES),
-}
-COVER = [one for seed in range(3) for one in cover(AXES, 1, seed)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", [pytest.param(one, id=", ".join(one.values())) for one in COVER])
-def test_tiers_stages_and_timing_change_no_bit(chosen: dict[str, str], tmp_path: Path) -> None:
-    """Each value of an axis meets other values in three cases.
-
-    The second run is stage 0 in memory, without overlap. Both runs are near plain PyTorch.
-    Break: fetch a shard at the neighbour's disk offset; skip the update of an expert unused on this rank; round
-    gradients before the sum; add tied weight gradients per rank after the reduction in one stage; let the collective
-    order follow the number of micro-batches.
-    """
-    case, size, mode = chosen["case"], int(chosen["size"]), chosen["mode"]
-    placement = PLACEMENTS[chosen["placement"]]
-    if placement.get("optimizer") == "device" and mode == "speculative":
-        mode = "deferred"  # no overlap to hide an update there
-    rows = ROWS[chosen["rows"]][:size]
-    common = {"case": case, "rows": rows, "num_steps": 3, "evaluate": 1, **settings_of(chosen["rows"], mode)}
-    variant = {"placement": placement, "zero_stage": int(chosen["stage"]), "folder": str(tmp_path)}
-    # An accelerator's own update differs in bits.
-    where = placement if placement.get("optimizer") == "device" and own_device().type != "cpu" else {}
-    serial, found = train(
-        size,
-        {**common, "zero_stage": 0, "prefetch": 0, "placement": where},
-        common | variant | TIMINGS[chosen["timing"]],
-    )
-    assert_equal(found, serial)
-    within = CASES[case].within * (20 if mode == "speculative" else 2 if chosen["rows"] == "micro-batches" else 1)
-    assert_near(found, plain(case, sum(rows), 3, mode), within)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "every file was removed"
 
 
 @pytest.mark.slow
@@ -353,29 +309,6 @@ def plain_own_loop(case: str, size: int, num_steps: int) -> Found:
         found.steps.append((torch.stack(losses).mean().item(), reference.update(), None, False))
     found.weights = dict(reference.masters)
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "size"), [("tied", 2), ("two dtypes", 2), ("experts", 3)])
-def test_own_loops_sum_gradients_over_ranks_as_they_are(case: str, size: int, tmp_path: Path) -> None:
-    """Break: divide by the number of ranks; return this rank's mean loss; reduce at every backward, with several
-    roundings.
-    """
-    wanted = plain_own_loop(case, size, 3)
-    places: Mapping[int, Mapping[str, Any]] = {
-        0: {},
-        1: PLACEMENTS["all on nvme"],
-        3: PLACEMENTS["activations on the cpu"],
-    }
-    first: Found | None = None
-    for stage, placement in places.items():
-        settings = {"zero_stage": stage, "placement": placement, "folder": str(tmp_path), "delays": stage}
-        found = run(size, own_loop, case=case, num_steps=3, **settings)
-        first = first or found[0]
-        for one in found:
-            assert_equal(one, first, f"stage {stage}")
-    assert first is not None
-    assert_near(first, wanted, 2 * CASES[case].within)
 
 
 # -- the harness itself ----------------------------------------------------------------------------------------------

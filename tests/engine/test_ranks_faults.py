@@ -7,7 +7,6 @@ compare the arguments of ranks only at the point of use.
 from __future__ import annotations
 
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -51,20 +50,6 @@ def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: P
             message = lost(rank)
             assert "Rank 1 is lost: its process ended without a message: it was killed" in message
             assert re.search(rf"Rank \d was waiting in {IN_A_UNIT}", message), message
-    assert only_logs(tmp_path)
-
-
-@pytest.mark.slow  # the quick run has tests/distributed/test_watch.py
-def test_a_stopped_rank_ends_all_others_and_itself_when_it_goes_on(tmp_path: Path) -> None:
-    with processes(tmp_path, 2, "steps", "waits", "2", str(tmp_path), QUICK="1") as started:
-        in_the_middle(started)
-        stopped = started[1]
-        stopped.process.send_signal(signal.SIGSTOP)
-        message = lost(started[0])
-        assert "Rank 1 is lost: no heartbeat for" in message
-        assert re.search(rf"Rank 0 was waiting in {IN_A_UNIT}", message), message
-        stopped.process.send_signal(signal.SIGCONT)
-        assert "reported this rank, 1, as lost" in lost(stopped)
     assert only_logs(tmp_path)
 
 

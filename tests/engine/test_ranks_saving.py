@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from offload import Engine
+from offload import Engine, Muon
 from offload.checkpoint import writer as writing
 from offload.checkpoint.reader import Reader
 from offload.checkpoint.writer import Writer
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError, OffloadError
+from offload.optim.rule import UpdateRule
 from tests.engine.families import build
 from tests.engine.handmade import OneBlockInManyPlaces, Shifting, cross_entropy, words
 from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, opened, share
+from tests.engine.ranks_child import CASES, SMOOTH, opened, share
 
 pytestmark = pytest.mark.slow  # the quick run covers ranks by test_ranks.py and test_ranks_faults.py
 
@@ -151,15 +152,18 @@ def own_loop_after_a_step(path: str) -> list[tuple[float, dict[str, list[float]]
     return found
 
 
-@pytest.mark.parametrize(("case", "stage"), [("tied", 0), ("two dtypes", 1), ("tied", 3)])
-def test_any_number_of_ranks_reads_what_two_wrote(case: str, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "stage", "rule"),
+    [("tied", 0, SMOOTH), ("two dtypes", 1, SMOOTH), ("tied", 3, SMOOTH), ("plain", 3, Muon())],
+)
+def test_any_number_of_ranks_reads_what_two_wrote(case: str, stage: int, rule: UpdateRule, tmp_path: Path) -> None:
     """Two ranks save on disk. Three ranks in memory, and one rank, resume and save again: all states keep their bits.
 
     Break: write replicated states whole, or the rank's range of another plane; leave the weight ranges of other ranks
     unread.
     """
     first, again, alone = (tmp_path / name for name in ("first", "again", "alone"))
-    common: dict[str, Any] = {"case": case, "zero_stage": stage}
+    common: dict[str, Any] = {"case": case, "zero_stage": stage, "optimizer": rule}
     run(2, save, **common, **ON_DISK, folder=str(tmp_path), rows=(2, 1), path=str(first))
     wanted = read_all(first)
     assert any((flat != 0).any() for (_, plane), flat in wanted.items() if plane == "exp_avg_sq")

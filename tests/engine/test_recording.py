@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -259,36 +258,6 @@ def test_what_trains_beside_the_model_has_the_gradients_of_each_step_once(rule: 
         for one, two, parameter in zip(found, wanted, (shift, heat), strict=True):
             torch.testing.assert_close(one, two)
             parameter.grad = None
-
-
-@pytest.mark.slow
-def test_functions_that_models_compile_stay_compiled() -> None:
-    """Under a torch mode, like a recording, dynamo would give the functions up for the life of the process."""
-    num_runs = 0
-
-    def backend(graph: torch.fx.GraphModule, _examples: Any) -> Any:
-        def run(*values: Any) -> Any:
-            nonlocal num_runs
-            num_runs += 1
-            return graph(*values)
-
-        return run
-
-    @torch.compile(backend=backend)
-    def activation(values: torch.Tensor) -> torch.Tensor:
-        return nn.functional.gelu(values) * 2
-
-    class Compiled(Block):
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            return activation(super().forward(values))
-
-    engine = Engine(build(lambda: Stack(Compiled)))
-    told = []
-    for seed in range(3):
-        engine.step(words(seed), cross_entropy)
-        told.append(num_runs)
-    assert [later - earlier for earlier, later in pairwise(told)] == [6, 6], "of three blocks a forward and a recompute"
-    engine.close()
 
 
 def divides(weight: Tensor) -> None:

@@ -16,12 +16,12 @@ from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Mu
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim import states as stored_states
+from offload.optim import states as optimizer_states
 from offload.optim.rule import ParameterTraits, UpdateRule
 from offload.optim.states import master
 from offload.planning import disk
-from tests.engine.compare import assert_same, assert_weights, step_by_step, train_both, updating_device, weights
-from tests.engine.device import own_device, twin
+from tests.engine.compare import assert_same, assert_weights, train_both, updating_device, weights
+from tests.engine.device import own_device
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
 from tests.engine.inside import parts_of, stored_factors, stored_plane
@@ -96,7 +96,7 @@ class Blocks(Counting):
 @pytest.fixture
 def small_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the size limit, so most parameters of small models get 8-bit states."""
-    monkeypatch.setattr(stored_states, "LEAST_NUMEL", 1000)
+    monkeypatch.setattr(optimizer_states, "LEAST_NUMEL", 1000)
 
 
 SMALL: dict[str, UpdateRule] = {
@@ -104,22 +104,19 @@ SMALL: dict[str, UpdateRule] = {
     for kind in (AdamW, Lion)
     for width in ("bf16", "int8")
 }
-LION = Lion(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.5, groups=(("q_proj", {"lr_scale": 0.5}), ("norm", {})))
 MATRIX: dict[str, UpdateRule] = {
     "adafactor": Adafactor(lr=0.03, weight_decay=0.1, groups=(("(q|x)_proj", {"lr_scale": 0.5}),)),
     "adalomo": AdaLomo(lr=0.03),
     "muon": Muon(lr=0.02, rest=AdamW(lr=1e-3), groups=(("norm", {"lr_scale": 2.0}),)),
 }
-SETTINGS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "groups": (("q_proj", {"lr_scale": 0.5}),)}
 RULES: dict[str, UpdateRule] = {
     "counting": Counting(),
     "blocks": Blocks(),
-    "lion": LION,
-    "sgd": SGD(**SETTINGS),
-    "momentum": SGD(momentum=0.9, **SETTINGS),
-    **SMALL,
-    **MATRIX,
+    "sgd": SGD(lr=0.1, weight_decay=0.1, groups=(("q_proj", {"lr_scale": 0.5}),)),
+    "adalomo": MATRIX["adalomo"],
+    **{name: rule for name, rule in SMALL.items() if name != "AdamW int8"},
 }
+"""Rules without a case of their own in `tests.contracts`."""
 
 
 WAYS = list(zip(RULES, cycle(PLACES), cycle(["fp32", "bf16"]), cycle([0.2, 0.2, None, None]), strict=False))
@@ -142,8 +139,6 @@ def test_a_rule_is_plain_torch_with_its_kernel_and_goes_on_from_a_checkpoint(
     rule: str, place: str, precision: str, max_grad_norm: float | None, tmp_path: Path, small_bytes: None
 ) -> None:
     """Weights and optimizer states are bit-equal on any tier. Tiles of 2048 elements end inside parameters."""
-    if rule == "muon" and place == "device" and own_device().type != "cpu":
-        pytest.skip("AdamW for the rest: an update on an accelerator is within 2 ulp of the CPU's kernel, not its bits")
     settings = {"optimizer": RULES[rule], "precision": precision, "max_grad_norm": max_grad_norm}
     engine, reference = train_both(build(llama), batches(3), placement=placed(place, tmp_path), **settings)
     names = {plane.name for region in parts_of(engine).regions for plane in region.states}
@@ -205,15 +200,14 @@ def test_eps_may_be_zero() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-def test_groups_give_other_rules(place: str, tmp_path: Path) -> None:
+def test_groups_give_other_rules(tmp_path: Path) -> None:
     groups = (
         ("norm", {"rule": Counting(lr=0.2), "lr_scale": 0.5}),
         ("mlp", {"rule": Blocks(groups=(("up", {"lr_scale": 2.0}),)), "weight_decay": 0.0}),
         ("q_proj", {"lr_scale": 0.1}),
     )
     rule = AdamW(lr=0.01, groups=groups)
-    engine, reference = train_both(build(llama), batches(3), optimizer=rule, placement=placed(place, tmp_path))
+    engine, reference = train_both(build(llama), batches(3), optimizer=rule, placement=placed("nvme", tmp_path))
     engine.finish()
     for info in parts_of(engine).infos:
         own = [plane.name for plane in parts_of(engine).store.values.region(info.index).states]
@@ -267,28 +261,6 @@ def test_a_setting_of_a_rule_is_checked(kind: type[UpdateRule], wrong: dict[str,
 # -- Lion --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_grad_norm", [None, 0.2])
-def test_each_step_of_lion_is_the_papers(max_grad_norm: float | None) -> None:
-    """With plain torch gradients and operations: each weight moves by lr, or stays."""
-    model = build(llama)
-    plain, engine = twin(model), Engine(model, LION, max_grad_norm=max_grad_norm)
-    moments = {name: torch.zeros_like(p, device="cpu") for name, p in plain.named_parameters()}
-    for before, after in step_by_step(plain, engine, batches(3), max_grad_norm):
-        for name, p in plain.named_parameters():
-            choice = LION.choose(ParameterTraits(name, tuple(p.shape)))
-            lr_scale, decay = choice.lr_scale, choice.weight_decay
-            assert (lr_scale, decay) == (0.5 if "q_proj" in name else 1.0, 0.5 if p.dim() > 1 else 0.0)
-            lr, (beta1, beta2), m = LION.lr * lr_scale, LION.betas, moments[name]
-            gradient = p.grad.cpu()
-            mix = m * beta1 + gradient * (1 - beta1)
-            sure = (mix.abs() > 1e-6 * (m.abs() + gradient.abs())) | ((m == 0) & (gradient == 0))
-            assert sure.double().mean() > 0.99
-            wanted = before[name] * (1 - lr * decay) - lr * mix.sign()
-            torch.testing.assert_close(after[name][sure], wanted[sure], rtol=3e-7, atol=1e-9)
-            m.mul_(beta2).add_(gradient, alpha=1 - beta2)
-
-
 # -- moments in fewer bytes --------------------------------------------------------------------------------------------
 
 
@@ -340,19 +312,17 @@ def test_int8_keeps_embeddings_and_small_parameters_in_fp32() -> None:
     assert AdamW(states="bf16").choose(ParameterTraits("a", (3,), is_embedding=True)).rule == 0
 
 
-@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize(
-    ("rule", "bytes_each"),
+    ("rule", "bytes_each", "place", "clips"),
     [
-        (AdamW(), 12),
-        (AdamW(states="bf16"), 8),
-        (AdamW(states="int8"), 4 + 2 * (1 + 4 / 128)),
-        (Lion(), 8),
-        (Lion(states="bf16"), 6),
-        (Lion(states="int8"), 4 + 1 + 4 / 128),
+        (AdamW(), 12, "cpu", True),
+        (AdamW(states="bf16"), 8, "nvme", True),
+        (AdamW(states="int8"), 4 + 2 * (1 + 4 / 128), "cpu", False),
+        (Lion(), 8, "nvme", False),
+        (Lion(states="bf16"), 6, "cpu", True),
+        (Lion(states="int8"), 4 + 1 + 4 / 128, "nvme", True),
     ],
 )
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
 def test_small_states_take_the_bytes_that_are_promised(
     rule: UpdateRule, bytes_each: float, place: str, clips: bool, tmp_path: Path
 ) -> None:
@@ -387,23 +357,6 @@ def test_small_states_are_deferred_when_clipped_and_refused_by_name(tmp_path: Pa
 
 
 # -- SGD ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_is_torchs(momentum: float) -> None:
-    """Bit-equal over five steps with a model trained by torch alone."""
-    model = build(llama)
-    plain = twin(model)
-    settings = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.1}
-    engine = Engine(model, SGD(decay_1d=True, **settings), max_grad_norm=None)
-    optimizer = torch.optim.SGD(plain.parameters(), foreach=False, fused=False, **settings)
-    for seed in range(5):
-        optimizer.zero_grad()
-        plain(**tokens(seed)).loss.backward()
-        optimizer.step()
-        engine.step(tokens(seed))
-    assert_same(weights(engine), {name: p.detach().cpu() for name, p in plain.named_parameters()})
 
 
 def test_sgd_has_settings_of_its_own() -> None:

@@ -23,8 +23,6 @@ from tests.engine.device import LEDGER, cpu_only, own_device
 from tests.engine.families import CAUSAL, UNSHIFTED, batches, build, gpt2, llama, t5, tokens
 from tests.engine.handmade import Log
 from tests.engine.inside import parts_of, steps_of
-from tests.engine.ranks import run
-from tests.engine.ranks_child import CASES, trained
 from tests.engine.zeroth_order import PlainMeZO
 from tests.matrix import quick
 
@@ -130,7 +128,7 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
 @pytest.mark.parametrize(
     ("place", "width"),
     quick(
-        [("cpu", "bf16"), ("cpu", "fp32"), ("lanes", "alone"), ("stays", "bf16"), ("throttled", "fp32")],
+        [("cpu", "bf16"), ("lanes", "alone"), ("throttled", "fp32")],
         [("cpu", "bf16")],
     ),
 )
@@ -473,7 +471,6 @@ def test_loops_with_gradients_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"delay": 1}, "train.delay 0"),
         ({"clip": "speculative"}, "MeZO cannot be corrected"),
         ({"optimizer": {"eps": 0.0}}, "optimizer.eps"),
         ({"optimizer": {"eps": 1e-13}}, "optimizer.eps is 1e-13; .* at least 1e-12"),
@@ -483,7 +480,6 @@ def test_loops_with_gradients_are_refused() -> None:
         ({"optimizer": {"magnitude_quantile": 2}}, "magnitude_quantile"),
         ({"optimizer": {"num_perturbations": 0}}, "num_perturbations"),
         ({"optimizer": {"master": "fp16"}}, "optimizer.master is 'fp16'"),
-        ({"optimizer": {"master": "bf16"}}, "train.precision fp32"),
         ({"optimizer": {"groups": [("norm", {"rule": AdamW()})]}}, "another rule"),
     ],
 )
@@ -624,8 +620,8 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
 
 @pytest.mark.slow
 @RULE_ONLY
-@pytest.mark.parametrize("width", ["fp32", "bf16", "alone"])
-def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", ["fp32", "alone"])
+def test_a_run_is_replayed(width: str) -> None:
     rule, precision = of(
         width,
         MeZO(lr=1e-3, eps=1e-2, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5, weight_decay=0.1),
@@ -633,20 +629,10 @@ def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
     settings = {**PLACES["cpu"], "precision": precision, "seed": 5}
     engine, records = Engine(make_model(), rule, **settings), []
     for number, batch in enumerate(batches(5)):
-        if number == 3:
-            engine.save_checkpoint(tmp_path / "saved")
         engine.lr = 1e-3 / (1 + number)
         records.append(engine.step(batch).measured)
     wanted = weights(engine)
     engine.close()
-
-    resumed = Engine(make_model(), rule, **settings | PLACES["device"])
-    resumed.load_checkpoint(tmp_path / "saved")
-    for number, batch in list(enumerate(batches(5)))[3:]:
-        resumed.lr = 1e-3 / (1 + number)
-        assert resumed.step(batch).measured == records[number]
-    assert_same(weights(resumed), wanted)
-    resumed.close()
 
     again = Engine(make_model(), rule, **settings | {"seed": 0})
     again.replay(records[:2])
@@ -670,31 +656,6 @@ def test_a_run_is_resumed_and_replayed(width: str, tmp_path: Path) -> None:
 
 
 # -- ranks -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", ["fp32", "alone"])
-def test_two_ranks_are_one_up_to_the_order_of_sums(width: str, tmp_path: Path) -> None:
-    """Each rank computes its rows. Only losses are exchanged, and all ZeRO stages are bit-equal."""
-    rule, precision = of(width, replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7, num_perturbations=2)).values()
-    how: dict[str, Any] = {"case": "plain", "rows": (2, 2), "num_steps": 3, "optimizer": rule, "folder": str(tmp_path)}
-    how["precision"] = precision
-    runs = [
-        {**how, "zero_stage": stage, "placement": {"parameters": place, "optimizer": place}}
-        for stage, place in ((0, "device"), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "device"))
-    ]
-    found = run(2, trained, runs=runs)
-    engine = Engine(build(CASES["plain"].make), rule, precision=precision)
-    for step in range(3):
-        result = engine.step(CASES["plain"].batch(step, 4))
-        for rank in found:
-            for its in rank:
-                assert its.steps[step][0] == pytest.approx(result.loss.item(), rel=1e-5 if width == "fp32" else 1e-2)
-    for rank in found:
-        for its in rank:
-            assert_same(its.weights, found[0][0].weights)
-            assert_same(its.weights, weights(engine), within=1e-3 if width == "fp32" else 1e-2)
-    engine.close()
 
 
 # -- races -------------------------------------------------------------------------------------------------

@@ -376,17 +376,3 @@ def test_weights_of_an_earlier_save_in_more_files_give_way(tmp_path: Path) -> No
     assert not [name for name in old if (tmp_path / name).exists()]
     assert (tmp_path / "README.md").read_text() == "of the user"
     assert (tmp_path / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_a_plain_trainer_takes_an_engines_optimizer(tmp_path: Path) -> None:
-    """The Trainer clips by torch's own call, or with the callback by the engine."""
-    engine = Engine(llama(), AdamW(lr=LR), PLACEMENT)
-    args = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
-    optimizer = OffloadOptimizer(engine)
-    trainer = Trainer(engine.model, args, train_dataset=rows(8), optimizers=(optimizer, None))
-    trainer.train()
-    assert optimizer.result is not None
-    trainer.add_callback(OffloadCallback())
-    trainer.train()
-    assert optimizer.result is not None

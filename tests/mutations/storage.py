@@ -28,7 +28,7 @@ def tail_of_a_record_not_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stripes, "write", cut)
 
 
-@mutation("tests/engine/test_saving.py", fuzzed=True)
+@mutation("tests/contracts/test_contracts.py", fuzzed=True)
 def low_halves_not_loaded(patch: pytest.MonkeyPatch) -> None:
     read = Reader.read
 
@@ -40,7 +40,7 @@ def low_halves_not_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reader, "read", without)
 
 
-@mutation("tests/engine/test_saving.py", fuzzed=True)
+@mutation("tests/contracts/test_contracts.py", fuzzed=True)
 def second_moments_not_loaded(patch: pytest.MonkeyPatch) -> None:
     read = Reader.read
 
@@ -101,7 +101,7 @@ def slices_of_another_rank_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reader, "_stretches", first)
 
 
-@mutation("tests/engine/test_saving.py")
+@mutation("tests/contracts/test_contracts.py")
 def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
     load_states = state_access.load_states
 

@@ -1,30 +1,15 @@
-"""A checkpoint saved by two ranks, with every damage type.
-
-A resume by path reports the damaged file and the good checkpoint. A resume without a path starts at the good checkpoint
-with the same bits.
-"""
+"""A damaged checkpoint saved by two ranks, resumed by the command. tests/checkpoint/test_damage.py has all damage."""
 
 from __future__ import annotations
 
-import json
-import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from offload.app.config.command_line import parse_config
-from offload.app.config.config import Config
-from offload.app.training import build as runs
-from offload.app.training.resume import ResumePoint, find_start
-from offload.app.training.trainer import Trainer
-from offload.checkpoint.manifest import MANIFEST, checksum
-from offload.engine.engine import Engine
-from offload.errors import CheckpointError
-from tests.soak.runs import SMALL, WORDS, Forks, Run
+from offload.checkpoint.manifest import MANIFEST
+from tests.soak.runs import SMALL, Forks, Run
 
 FILES = [
     *(MANIFEST, "rank-0.bin", "rank-1.bin", "config.json", "generation_config.json"),
@@ -49,132 +34,6 @@ def run(saved: Run, tmp_path: Path) -> Run:
     copy = Run(saved.starter, tmp_path.name, words, place=tmp_path)
     shutil.copytree(saved.path, copy.path)
     return copy
-
-
-class Ended(BaseException):
-    """Ends the run after the checks."""
-
-
-class Loader:
-    """A run in the test process without states; states are loaded from any checkpoint, repeatedly."""
-
-    def __init__(self, run: Run, engine: Engine, load_start: Callable[..., Any], folder: Path) -> None:
-        self.run, self._engine, self._begin_at, self._states = run, engine, load_start, folder / "states"
-        self._configs = {}
-        for how in ("auto", str(run.checkpoints.path / "step-4")):
-            self._configs[how] = config_of(run, "--checkpoint.resume", how)
-        self.said: list[str] = []
-        self.load(str(run.checkpoints.path / "step-4"))
-        (self.run.checkpoints.path / "step-4").rename(folder / "step-4")
-        self.load("auto")
-        self._of_step_2 = self.states()
-        (folder / "step-4").rename(self.run.checkpoints.path / "step-4")
-
-    def load(self, how: str) -> None:
-        """Load like a run with `--checkpoint.resume`."""
-        self.said.clear()
-        self._begin_at(find_start(self._configs[how]), self._engine, self.said.append)
-
-    def states(self) -> dict[str, bytes]:
-        """Return all files in a checkpoint of the current states."""
-        self._engine.save_checkpoint(self._states)
-        return {each.name: each.read_bytes() for each in self._states.iterdir()}
-
-    def check(self, name: str) -> None:
-        """Check that step-4 is refused because of one file."""
-        bad, good = (self.run.checkpoints.path / step for step in ("step-4", "step-2"))
-        with pytest.raises(CheckpointError) as caught:
-            self.load(str(bad))
-        assert f"{bad / name} " in str(caught.value)
-        assert f"The last good one is {good}." in str(caught.value)
-        assert caught.value.exit_code == 1
-        self.load("auto")
-        assert [text for text in self.said if f"{bad / name} " in text], self.said
-        assert self.said[-1] == f"resumed at step 2 from {good}"
-        assert self.states() == self._of_step_2
-
-
-def config_of(run: Run, *words: str) -> Config:
-    return parse_config([*WORDS, *run.words, "--run.dir", str(run.path), *words], prog="", description="")
-
-
-@pytest.fixture
-def inside(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that calls `work` with a `Loader`."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    load_start = runs.load_start
-
-    def call(work: Callable[[Loader], None]) -> None:
-        def instead(_start: ResumePoint, engine: Engine, _say: Any) -> None:
-            work(Loader(run, engine, load_start, tmp_path))
-            raise Ended
-
-        monkeypatch.setattr(runs, "load_start", instead)
-        with pytest.raises(Ended):
-            Trainer(config_of(run)).run()
-
-    return call
-
-
-@pytest.mark.slow  # quick version: tests/checkpoint/test_damage.py
-@pytest.mark.parametrize("num_bits", [200])
-def test_flipped_bits(inside: Any, num_bits: int) -> None:
-    """Break: skip the checksum comparison for one file type."""
-    inside(lambda loader: flip_bits(loader, num_bits))
-
-
-def flip_bits(loader: Loader, num_bits: int) -> None:
-    rng, folder = random.Random(11), loader.run.checkpoints.path / "step-4"
-    for number in range(num_bits):
-        path = folder / FILES[number % len(FILES)]  # equal probability per file: by size, small files would be rare
-        whole = path.read_bytes()
-        data, at = bytearray(whole), rng.randrange(len(whole))
-        data[at] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
-        loader.check(path.name)
-        path.write_bytes(whole)
-
-
-@pytest.mark.slow  # quick version: tests/checkpoint/test_damage.py
-def test_other_damage(inside: Any) -> None:
-    inside(damage)
-
-
-def damage(loader: Loader) -> None:
-    rng, folder = random.Random(12), loader.run.checkpoints.path / "step-4"
-    for name in FILES:
-        path, other = folder / name, folder.with_name("step-2") / name
-        whole = path.read_bytes()
-        truncated = [whole[: rng.randrange(len(whole))] for _ in range(3)]
-        for data in (*truncated, b"", whole + b"\n", other.read_bytes()):
-            if data != whole:  # both steps have the same model configuration
-                path.write_bytes(data)
-                loader.check("rank-0.bin" if name == MANIFEST and data == other.read_bytes() else name)
-        path.unlink()
-        loader.check(name)
-        path.write_bytes(whole)
-    for name in ("rank-2.bin", "notes.txt"):
-        (folder / name).touch()
-        loader.check(name)
-        (folder / name).unlink()
-
-
-@pytest.mark.slow
-def test_a_version_to_come(inside: Any) -> None:
-    inside(make_newer)
-
-
-def make_newer(loader: Loader) -> None:
-    path = loader.run.checkpoints.path / "step-4" / MANIFEST
-    whole = path.read_bytes()
-    newer = json.loads(whole)
-    del newer["checksum"]
-    rest = f'",\n{json.dumps({**newer, "version": 2})[1:]}'.encode()
-    path.write_bytes(b'{"checksum": "' + checksum(rest).encode() + rest)
-    loader.check(MANIFEST)
-    assert "newer program" in loader.said[0]
-    path.write_bytes(whole)
 
 
 @pytest.mark.slow

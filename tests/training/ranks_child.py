@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from typing import Any
 
 from offload.app.config.command_line import run_command
@@ -41,10 +40,6 @@ def happen(way: str, rank: int) -> None:
                 raise RuntimeError("on purpose")
             if way == "all fail":
                 raise RuntimeError("on purpose")
-            if way == "warns":
-                warn("all ranks see this")
-                if rank == 1:
-                    warn("rank 1 sees this")
         return make_step(self, *args)
 
     def build_data(*args: Any) -> Any:
@@ -83,11 +78,6 @@ class Asks:
     def on_train_end(self, _config: Any, state: Any, _control: Any, *, export: Any, **_more: Any) -> None:
         assert export is not None
         print(f"rank {self._rank}: on_train_end {state.global_step}", flush=True)
-
-
-def warn(text: str) -> None:
-    """Emit a warning from a module in the package."""
-    warnings.warn_explicit(text, UserWarning, "offload/somewhere.py", 1, module="offload.somewhere")
 
 
 def main(words: list[str]) -> int:

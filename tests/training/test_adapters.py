@@ -111,17 +111,6 @@ def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tm
 
 
 @pytest.mark.slow
-def test_two_ranks_leave_what_one_process_does(run: Any, base: Path, tmp_path: Path) -> None:
-    """The adapter has a separate output head (`modules_to_save`), partitioned over both ranks."""
-    more = {"model__path": str(base), "lora__modules_to_save": ["lm_head"], **ADAPTER, **HOST, "lora__dropout": 0.0}
-    alone, _, _ = run("alone", **more)
-    mine, wanted = adapter(train_over_ranks(tmp_path, "ranks", train__steps=3, **more) / "hf"), adapter(alone.export)
-    assert mine.keys() == wanted.keys()
-    assert "base_model.model.lm_head.weight" in mine
-    assert all(torch.allclose(value, wanted[name], atol=1e-4) for name, value in mine.items())
-
-
-@pytest.mark.slow
 def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path) -> None:
     """The base files are bf16. A run in fp32 computes with the stored values."""
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)

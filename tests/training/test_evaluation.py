@@ -18,7 +18,7 @@ from offload.app.training.checkpoints import Saves
 from offload.app.training.finish import Export
 from offload.app.training.progress import Best
 from offload.engine.engine import Engine
-from offload.errors import ConfigError, DiskError, InterruptedRun
+from offload.errors import DiskError, InterruptedRun
 from offload.files.atomic_folder import remove
 
 LOSSES = (5.0, 4.0, 4.5, 3.9, 4.2, 4.1)
@@ -181,19 +181,3 @@ def test_a_resumed_run_stops_after_the_same_step(
     again, _, said = run("parts", **settings)
     assert again.steps == 6
     assert "so the run ends after step 6" in said
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"checkpoint.keep_best": True, "train.eval_every": 0}, r"train\.eval_every is 0.*such as 100"),
-        ({"train.early_stopping_patience": 2, "data.eval_share": 0.0}, r"data\.eval_share is 0"),
-        ({"train.early_stopping_min_delta": 0.1}, r"early stopping is off.*patience, such as 3"),
-        ({"checkpoint.export_best": True}, r"checkpoint\.keep_best is false: set --checkpoint\.keep_best true"),
-    ],
-)
-def test_what_decides_nothing_is_refused(settings: dict[str, Any], said: str) -> None:
-    from offload.app.config.config import Config
-
-    with pytest.raises(ConfigError, match=said):
-        Config.load(None, settings)

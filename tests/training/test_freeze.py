@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from offload.app.config.config import Config
 from offload.app.hf.models import freeze
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
@@ -71,18 +70,3 @@ def test_a_tied_parameter_is_found_by_any_of_its_names_and_what_finds_nothing_is
         freeze(Tied(), ["tabel"])
     with pytest.raises(ConfigError, match="all 4 parameter names, so nothing is left to train"):
         freeze(Tied(), ["weight", "bias"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"optimizer.freeze": ["("]}, "not a valid regular expression"),
-        ({"optimizer.freeze": "norm )"}, r"has '\)', which is no"),
-        ({"optimizer.freeze": ["norm"], "lora.rank": 4}, "an adapter is configured"),
-        ({"optimizer.freeze": ["norm"], "offload.parameters": "files"}, r"--offload\.parameters cpu"),
-        ({"optimizer.freeze": ["norm"], "offload.frozen_weights": "nf4"}, r"--offload\.frozen_weights exact"),
-    ],
-)
-def test_what_cannot_be_frozen_so_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Config.load(None, settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from offload.app.config.config import Config
 from offload.app.training.trainer import Trainer, TrainResult
 from offload.errors import ConfigError
 from tests import forks
-from tests.ports import free_port
 from tests.vision import COLOURS, about, model_folder, rows_file
 
-Train = Callable[..., tuple[TrainResult, list[dict[str, Any]], str]]
 HOST = {"offload.parameters": "cpu", "offload.optimizer": "cpu"}
 
 
@@ -109,13 +106,6 @@ def test_a_run_goes_on_to_the_same_bits(train: Any) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.slow
-def test_micro_batches_of_a_picture_a_row(train: Any) -> None:
-    """Only the summation order differs."""
-    whole, parts = (train(str(size), train__micro_batch_size=size)[0] for size in (4, 2))
-    assert losses(parts.dir) == pytest.approx(losses(whole.dir), rel=2e-6)
-
-
 def test_what_does_not_go_is_refused(train: Any, rows: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows.jsonl has pictures, and data.packing is true.*Leave data.packing out"):
         train("packed", data__packing=True)
@@ -124,39 +114,6 @@ def test_what_does_not_go_is_refused(train: Any, rows: Path) -> None:
     rows_file(rows, [{"messages": about(["red", "blue"])}] * 4)
     with pytest.raises(ConfigError, match=r"train.micro_batch_size is 2, but some rows have no picture or several"):
         train("parts", train__micro_batch_size=2)
-
-
-def on_ranks(number: int, folder: Path, *flags: str) -> list[float]:
-    """Train with the command line in `number` processes. Return the losses."""
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        forks.start(
-            ["-m", "offload.train", *flags, "--run.dir", str(number)],
-            cwd=folder,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            rank=rank,
-        )
-        for rank in range(number)
-    ]
-    try:
-        told = [each.communicate() for each in processes]
-    finally:
-        for each in processes:
-            each.close()
-    assert [each.wait() for each in processes] == [0] * number, told
-    return losses(folder / str(number))
-
-
-@pytest.mark.slow
-def test_two_ranks_are_one_process(rows: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Some rows have text and no picture, so one rank can have a batch without pictures."""
-    text = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "It is b."}]
-    chats = [about([colour]) for colour in COLOURS] + [text] * 2
-    rows_file(rows, [{"messages": chat} for chat in chats])
-    settings = settings_of(folders["llava"], rows, "") | {"train.batch_size": 2, "train.steps": 6}
-    one, two = (on_ranks(number, tmp_path, *words(settings)) for number in (1, 2))
-    assert two == pytest.approx(one, rel=2e-5)
 
 
 @pytest.mark.slow

@@ -172,14 +172,6 @@ def test_a_rank_without_more_data_ends_the_run_cleanly_on_all(run: Run, folder: 
 
 
 @pytest.mark.slow
-def test_warnings_of_all_ranks_are_shown_once(run: Run) -> None:
-    first, second = run("warns", "warned", "--checkpoint.export", "false")
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert first.out.count("note: all ranks see this") == 1
-    assert second.out == "[rank 1] note: rank 1 sees this\n"
-
-
-@pytest.mark.slow
 def test_two_ranks_stop_early_after_the_same_step(run: Run, folder: Path) -> None:
     """With learning rate 0 no evaluation is lower than the first."""
     words = ("--train.steps", "50", "--train.eval_every", "2", "--train.early_stopping_patience", "2")

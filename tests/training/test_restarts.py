@@ -282,14 +282,8 @@ def test_over_files_in_bf16_what_is_merged_rests_as_it_is_used(run: Any, base: P
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"offload__frozen_weights": "nf4"}, "a restart changes base weights, and with offload.frozen_weights nf4"),
-        ({"offload__parameters": "files"}, "a restart changes base weights, and with offload.parameters files"),
-        ({"offload__link_weights": "int8"}, "link_weights int8 the run computes with a quantized adapter"),
         ({"lora__use_dora": True}, "with use_dora True"),
         ({"lora__target_modules": ["lm_head"]}, "share one weight"),
-        ({"lora__restart_warmup_steps": 5}, "restart_warmup_steps is 5, but lora.restart_every is 4"),
-        ({"lora__restart_every": 0}, "lora.restart_prune is 0.9, but the adapter never restarts"),
-        ({"optimizer__states": "int8"}, "set --lora.restart_prune 1"),
     ],
 )
 def test_what_cannot_restart_is_refused_before_the_first_step(

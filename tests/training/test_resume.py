@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "disk": {"train.precision": "bf16", **DISK},
 }
 QUICK = ("skip",)
-"""Settings for the quick run. tests/engine/test_saving.py covers the others in the quick run."""
+"""Settings for the quick run. tests/contracts covers the others in the quick run."""
 
 
 class Ended(BaseException):

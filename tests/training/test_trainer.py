@@ -310,14 +310,11 @@ def test_the_written_configuration_says_how_far_it_fetches_ahead(
     [
         ({"optimizer__groups": {"(": {"lr_scale": 1.0}}}, "is not a regular expression"),
         ({"optimizer__groups": {"a": {"lr": 1.0}}}, "unknown key 'lr'"),
-        ({"offload__throttle": {"h2": 1}}, "h2d, d2h, collective, network, nvme_read, nvme_write, update"),
-        ({"offload__parameters": "cpu", "offload__optimizer": "device"}, r"offload\.optimizer"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_any_work(
     run: Any, tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
-    """tests/lanes/test_throttle.py has all invalid throttles."""
     with pytest.raises(ConfigError, match=words):
         run("never", model__path="nowhere", **settings)
     assert not (tmp_path / "never").exists()
