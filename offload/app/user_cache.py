@@ -61,6 +61,7 @@ def code_hash(folder: str = "") -> str:
     Any edit or release changes the hash, so there is no version number to maintain by hand.
     """
     files = sorted((_PACKAGE / folder).rglob("*.py"))
+    assert files, f"no code in {folder}"
     core = None if folder else find_spec("offload._core")  # an editable install stores the library elsewhere
     return hash_paths([*files, *(Path(each.origin) for each in (core,) if each is not None and each.origin)])
 

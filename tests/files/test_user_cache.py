@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload.app import user_cache
-from offload.app.user_cache import default_cache_dir, read_json, write_json
+from offload.app.user_cache import code_hash, default_cache_dir, read_json, write_json
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -43,3 +43,10 @@ def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     write_json(tmp_path / "file" / "x.json", 1)
     assert read_json(tmp_path / "file" / "x.json") is None
+
+
+def test_a_hash_of_no_code_is_an_error() -> None:
+    """A folder that has moved would give a hash that no edit changes."""
+    assert len({code_hash(), code_hash("extras/data"), code_hash("app/machine")}) == 3
+    with pytest.raises(AssertionError, match="no code in data"):
+        code_hash("data")

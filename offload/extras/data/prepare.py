@@ -230,7 +230,7 @@ class Preparation:
         rules = None if encoder is None else hash_tokenizer(encoder)
         source = source_files.files_hash, source_files.eval_share, source_files.on_bad_row, source_files.is_evaluated
         settings = sorted(self.key_settings.items()), self.vocab_size, train_on_prompt
-        name = hash_text(repr((code_hash("data"), versions(), source, settings, rules, places)))
+        name = hash_text(repr((code_hash("extras/data"), versions(), source, settings, rules, places)))
         return load_or_build(
             self.cache_dir / "tokens",
             name,

@@ -180,7 +180,7 @@ def load_or_train_tokenizer(
     """Return a byte-level BPE with at most `vocab_size` tokens, trained on `texts()`, or cached under `key`."""
     from transformers import PreTrainedTokenizerFast
 
-    name = hash_text(repr((code_hash("data"), versions(), key, vocab_size)))
+    name = hash_text(repr((code_hash("extras/data"), versions(), key, vocab_size)))
 
     def build(folder: Path) -> None:
         progress("training the tokenizer", 0.0)

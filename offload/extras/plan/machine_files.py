@@ -95,7 +95,10 @@ class _MachineFile:
             raise self._error("device_bytes", None, "the memory of the device, required for all devices but a CPU")
         rates = self._dataclass_keys(values["rates"], "rates.", Rates)
         figures = [each.name for each in (*fields(Hardware), *fields(Rates))]
-        sizes = ("device_bytes", "host_bytes", "disk_bytes", "endurance_bytes")
+        sizes: dict[str, Any] = {
+            key: None if values[key] is None else int(self._number(key, values[key]))
+            for key in ("device_bytes", "disk_bytes", "endurance_bytes")
+        }
         counts = ("num_devices", "num_machines")
         if not isinstance(values["shares_memory"], bool):
             raise self._error("shares_memory", values["shares_memory"], "true or false")
@@ -108,7 +111,8 @@ class _MachineFile:
                 key: self._word(f"sources.{key}", value)
                 for key, value in self._checked_keys(values.get("sources", {}), "sources.", figures, ()).items()
             },
-            **{key: None if values[key] is None else int(self._number(key, values[key])) for key in sizes},
+            host_bytes=int(self._number("host_bytes", values["host_bytes"])),
+            **sizes,
             **{key: int(self._number(key, values[key], is_whole=True)) for key in counts},
         )
 
