@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from offload.engine.units.runner import UnitRunner, synchronized
 from offload.engine.units.saved_graph import (
     Graph,
     GraphMemory,
-    Root,
     TooMuchToKeepError,
     refuse_changed,
     run_with_graph,
@@ -81,12 +81,9 @@ class UnitCall:
             runner.saved.add_use(self)
         runner.enter(unit)
         unchanged_buffers = unit.still_buffers() if graph_storage == RECOMPUTED else []
-        parts, results = runner.row_parts(unit, self._arguments, tensors), []
         try:
-            for part in parts:
-                results.append(runner.outlive_slot(self._forward_of(graph_storage, *part)))  # noqa: PERF401 (a comprehension is a call)
+            results = runner.run_rows(unit, self._arguments, tensors, partial(self._forward_of, graph_storage))
         finally:
-            parts.close()  # Now: after an error, the traceback holds the generator.
             runner.leave()
         _refuse_changed_buffers(unit, unchanged_buffers)
         self.result = results[0]
@@ -219,14 +216,14 @@ class UnitCall:
         self._look_ahead(number)
         graph, micro_batch.graph = micro_batch.graph, None
         with nullcontext() if graph else micro_batch.snapshot.modules.values_restored(self.traits.buffers):
-            leaves, roots = (graph.leaves, graph.roots) if graph else self._recompute(number)
+            graph = graph or self._recompute(number)
             pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
             pairs: list[tuple[Any, torch.Tensor]] = [
-                (root, g) for root, g in zip(roots, pieces, strict=True) if g is not None and root is not None
+                (root, g) for root, g in zip(graph.roots, pieces, strict=True) if g is not None and root is not None
             ]
-            inputs = None if trains else [leaf for leaf, need in zip(leaves, self._needs, strict=True) if need]
+            inputs = None if trains else [leaf for leaf, need in zip(graph.leaves, self._needs, strict=True) if need]
             torch.autograd.backward([root for root, _ in pairs], [g for _, g in pairs], inputs=inputs)
-        return [leaf.grad if need else None for leaf, need in zip(leaves, self._needs, strict=True)]
+        return [leaf.grad if need else None for leaf, need in zip(graph.leaves, self._needs, strict=True)]
 
     def _look_ahead(self, number: int) -> None:
         """Start the H2D copies for this micro-batch and for the next one in backward order."""
@@ -247,31 +244,26 @@ class UnitCall:
             inputs = self.traits.cut_inputs(self._inputs, micro_batch.rows)
             self._input_copies[number] = self._runner.saved.start_copies([*inputs, *micro_batch.expert_outputs])
 
-    def _recompute(self, number: int) -> tuple[Sequence[torch.Tensor], Sequence[Root]]:
-        """Run a micro-batch forward again with a graph. Return the leaves and the roots for the incoming gradients."""
+    def _recompute(self, number: int) -> Graph:
+        """Run a micro-batch forward again with a graph."""
         unit, runner, traits, micro_batch = self.unit, self._runner, self.traits, self._micro_batches[number]
         saved = runner.saved.wait(self._input_copies.pop(number))
         others = traits.cut_others(self._arguments.others, micro_batch.rows)
-        saved, outputs = saved[: len(self._needs)], saved[len(self._needs) :]
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(saved, self._needs, strict=True)]
+        inputs, outputs = saved[: len(self._needs)], saved[len(self._needs) :]
+        use = Use(runner, self._arguments, inputs, others, self._needs)
         snapshot = micro_batch.snapshot
         runner.device.set_random_state(snapshot.random)
         with (
-            torch.enable_grad(),
             runner.saved.policy.measure(
-                unit, self._shapes, leaves if runner.saved.inputs_stay else (), len(self._micro_batches)
+                unit, self._shapes, inputs if runner.saved.inputs_stay else (), len(self._micro_batches)
             ),
             snapshot.modules.attributes_restored(),
             snapshot.draws_repeated(),
             runner.outputs.replayed(outputs),
         ):
-            inputs = [leaf.clone() if i in traits.mutated else leaf for i, leaf in enumerate(leaves)]
             forward = runner.stages.for_recomputation(micro_batch.forward)
-            use = Use(runner, self._arguments, inputs, others)
-            results = self._thread_state.run(runner.run, unit, use, forward).tensors
-        dirty = [inputs[i] for i in sorted(traits.mutated) if inputs[i].is_floating_point()]
-        targets = [*results, *(t for t in dirty if all(t is not other for other in results))]
-        return leaves, [t if t.requires_grad else None for t in targets]
+            graph, _ = self._thread_state.run(run_with_graph, unit, use, forward, traits.mutated)
+        return graph
 
     def close(self) -> None:
         """Release everything saved for the backward."""
@@ -345,12 +337,12 @@ def call_unit_without_graph(
 
 def run_rows(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool = True) -> list[Arguments]:
     """Run a unit without a backward. Return a result per micro-batch. The weights are in the slot."""
-    results = []
-    with closing(runner.row_parts(unit, arguments, arguments.tensors, draws)) as parts:
-        for _, tensors, others in parts:
-            use = Use(runner, arguments, tensors, others)
-            results.append(runner.outlive_slot(runner.run(unit, use, runner.stages.forward_of(unit, use))))
-    return results
+
+    def run(_rows: Rows | None, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
+        use = Use(runner, arguments, tensors, others)
+        return runner.run(unit, use, runner.stages.forward_of(unit, use))
+
+    return runner.run_rows(unit, arguments, arguments.tensors, run, draws)
 
 
 class Router:

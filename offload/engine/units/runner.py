@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -37,8 +37,8 @@ _Part = TypeVar("_Part")
 _SHARE_OF_BUDGET = 1 / 32
 _MOST_USES = 2
 """Maximum unfinished uses on the device at a new launch: the running one and the next."""
-RowParts = Generator[tuple[Rows | None, Sequence[torch.Tensor], Sequence[Any]], None, None]
-"""Micro-batches of a unit use: rows (None: the whole input), input tensors, other inputs."""
+RunRows = Callable[[Rows | None, Sequence[torch.Tensor], Sequence[Any]], Arguments]
+"""Runs one micro-batch of a unit use: rows (None: the whole input), input tensors, other inputs."""
 
 
 class UnitRunner:
@@ -218,12 +218,6 @@ class UnitRunner:
         """Return a unit result that outlives the slot: a copy if stored in slot memory."""
         return TensorLayout.of(tensor).copy(tensor) if self.slots.streams(tensor.data_ptr()) else tensor
 
-    def outlive_slot(self, result: Arguments) -> Arguments:
-        """Replace the tensors of a unit result by copies that outlive the slot; return the result."""
-        for number, tensor in enumerate(result.tensors):
-            result.tensors[number] = self.copy_from_slot(tensor)
-        return result
-
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """True for a tensor over device weights, or a placeholder."""
         return isinstance(tensor, OffloadedTensor) or self.slots.holds(tensor)
@@ -284,25 +278,28 @@ class UnitRunner:
         total, step = self._batch
         return [(start, min(start + step, total), total) for start in range(0, total, step)]
 
-    def row_parts(
-        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], draws: bool = True
-    ) -> RowParts:
-        """Yield the micro-batches of a use of `unit`.
+    def run_rows(
+        self, unit: Unit, arguments: Arguments, tensors: Sequence[torch.Tensor], run: RunRows, draws: bool = True
+    ) -> list[Arguments]:
+        """Run the micro-batches of a use of `unit` by `run`. Return a result per micro-batch that outlives the slot.
 
-        `draws`: each micro-batch and rank draws other random numbers. Close the generator after an error too: this
-        restores the caller's random state.
+        `draws`: each micro-batch and rank draws other random numbers.
         """
-        traits, rows = unit.traits, self.rows_of(unit)
+        traits, rows, results = unit.traits, self.rows_of(unit), []
         # All ranks have the same seed but must draw different random numbers.
         caller_rng_state = self.device.random_state() if draws and (len(rows) > 1 or self.has_peers) else None
         try:
             for number, span in enumerate(synchronized(self, unit, rows)):
                 if caller_rng_state is not None:
                     self.seed(unit, number)
-                yield span, traits.cut_inputs(tensors, span), traits.cut_others(arguments.others, span)
+                result = run(span, traits.cut_inputs(tensors, span), traits.cut_others(arguments.others, span))
+                for index, tensor in enumerate(result.tensors):
+                    result.tensors[index] = self.copy_from_slot(tensor)
+                results.append(result)
         finally:
             if caller_rng_state is not None:
                 self.device.set_random_state(caller_rng_state)
+        return results
 
     def join(self, unit: Unit, results: Sequence[Arguments]) -> list[torch.Tensor]:
         """Return the whole-batch results.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class GraphMemory:
         """Like `run_with_graph`; this memory holds the graph until the backward. Raises TooMuchToKeepError."""
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-                graph, result = run_with_graph(unit, use, forward, self.leaving)
+                graph, result = run_with_graph(unit, use, forward, leaving=self.leaving)
         except TooMuchToKeepError:
             self._saved.release(self._claim, self._num_before)
             raise
@@ -125,12 +125,13 @@ class _Entrance(torch.autograd.Function):
 
 
 def run_with_graph(
-    unit: Unit, use: Use, forward: Forward, leaving: Sequence[int] | None = None
+    unit: Unit, use: Use, forward: Forward, changed: Collection[int] = (), leaving: Sequence[int] | None = None
 ) -> tuple[Graph, Arguments]:
     """Run a use that needs gradients, with a graph.
 
     Return the graph, and the result for the caller, detached from the graph to avoid a cycle.
 
+    `changed`: indices of inputs changed in place. The forward changes copies, with roots after those of the results.
     `leaving`: indices of inputs that the graph must not hold; results are not held either. None: hold all.
     """
     inputs = use.tensors
@@ -141,17 +142,20 @@ def run_with_graph(
     versions = {i: inputs[i]._version for i in released}
     with torch.enable_grad():
         graph_inputs = [
-            _Entrance.apply(leaf, t.detach()) if i in released else leaf
+            _Entrance.apply(leaf, t.detach()) if i in released else leaf.clone() if i in changed else leaf
             for i, (leaf, t) in enumerate(zip(leaves, inputs, strict=True))
         ]
         result = use.runner.run(unit, use._replace(tensors=graph_inputs), forward)
     for i, version in versions.items():  # In-place changes of other inputs are refused by torch, since they are leaves.
         refuse_changed(unit, inputs[i], version)
+    results = result.tensors
+    dirty = [t for i in sorted(changed) if (t := graph_inputs[i]).is_floating_point()]
+    targets = [*results, *(t for t in dirty if all(t is not other for other in results))] if dirty else results
     roots: list[Root] = [
-        None if not t.requires_grad else t if leaving is None else get_gradient_edge(t) for t in result.tensors
+        None if not t.requires_grad else t if leaving is None else get_gradient_edge(t) for t in targets
     ]
     original = {id(leaf): t for leaf, t in zip(graph_inputs, inputs, strict=True)}
-    result.tensors[:] = [original[id(t)] if id(t) in original else t.detach() for t in result.tensors]
+    results[:] = [original[id(t)] if id(t) in original else t.detach() for t in results]
     return Graph(leaves, roots), result
 
 
