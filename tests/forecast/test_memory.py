@@ -116,7 +116,7 @@ def test_a_step_is_played_with_the_memory_that_is_told(activations: str, graphs:
     its, work = found.prepared, forecaster._workload(found.config, found.prepared, 1)
     assert isinstance(work, Workload)
     step = PlannedStep(its, work, GPU)
-    assert step.device_bytes == found.memory.total("device")
+    assert step.memory.device_bytes == found.memory.total("device")
     away = [a.num_bytes for a in found.memory.allocations if a.name in (CHECKPOINTS, GRAPHS)]
     assert step.waiting_bytes("cpu", "nvme") == sum(away)
     assert bool(away) == ("cpu" in (activations, graphs))
