@@ -143,14 +143,11 @@ class AcceleratorDevice:
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
         if values.is_cpu:
             return values
-        host_values, numel = (
-            torch.empty(values.shape, dtype=values.dtype, device="cpu"),
-            _STAGED_BYTES // values.itemsize,
-        )
-        begin, wait = 0, self.copy_to_host(values.reshape(-1)[:numel])
-        for target in host_values.view(-1).split(numel):
-            begin += numel
-            ahead = self.copy_to_host(values.reshape(-1)[begin : begin + numel]) if begin < values.numel() else wait
+        host_values = torch.empty(values.shape, dtype=values.dtype, device="cpu")
+        pieces = values.reshape(-1).split(_STAGED_BYTES // values.itemsize)
+        wait = self.copy_to_host(pieces[0])
+        for number, target in enumerate(host_values.view(-1).split(_STAGED_BYTES // values.itemsize), 1):
+            ahead = self.copy_to_host(pieces[number]) if number < len(pieces) else wait
             target.copy_(wait())
             wait = ahead
         return host_values

@@ -72,14 +72,16 @@ class Values:
     def _put(self, planes: dict[str, torch.Tensor], in_tile: slice, piece: torch.Tensor, is_split: bool) -> None:
         """Copy a piece into the tile planes, split for a split master."""
         low: torch.Tensor | int = 0
-        if not planes["weights"].is_cpu:
+        is_on_device = not planes["weights"].is_cpu
+        if is_on_device:
             piece = self._device.copy_to_device(piece)
         if is_split and piece.dtype != torch.bfloat16:
             piece, low = kernels.split(piece.float())
         planes["weights"][in_tile].copy_(piece)
         if "low" in planes:
             planes["low"][in_tile] = low
-        self._device.wait()
+        if is_on_device:
+            self._device.wait()
 
     def region(self, parameter: int) -> Region:
         """Return the first piece's region. Other pieces have regions with the same training and storage properties."""
