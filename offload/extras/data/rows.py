@@ -1,8 +1,8 @@
 """Iterators over row files: JSON lines and arrays, csv, tsv, parquet, Arrow, and data sets from `datasets`.
 
-Files are read in pieces, so memory use is independent of the file size; only a JSON array is read as a whole. An
-unreadable row becomes a `BadRow` in the same place, and reading continues if the next row can be located. Otherwise (an
-open quote, a truncated array, a damaged row group) reading stops with an error.
+Files are read in pieces, so memory use is independent of the file size. An unreadable row becomes a `BadRow` in the
+same place, and reading continues if the next row can be located. Otherwise (an open quote, a damaged row group) reading
+stops with an error.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,9 @@ _MAX_ROW_BYTES = 64 << 20
 """A larger row means a file without line ends, or a quote that never closes."""
 _PIECE_BYTES = 8 << 20  # decoded table bytes at once
 _MAX_PIECE_ROWS = 1024
+_BLOCK_CHARS = 1 << 20
 _NUM_EXAMPLES = 3
+_BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class BadRow(ConfigError):
@@ -80,8 +83,8 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
 def _json_rows(file: SourceFile) -> Iterator[Row]:
     with open_decompressed(file.place) as stream:
         if stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            for number, row in enumerate(_parse_array(stream.read(), file.place), 1):
-                yield f"{file.place}, record {number}", row
+            with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
+                yield from _json_array(text, file.place)
             return
         number = 0
         while line := stream.readline(_MAX_ROW_BYTES):
@@ -102,19 +105,64 @@ def _parse_line(data: bytes, where: str) -> Any:
         return BadRow(f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records.")
 
 
-def _parse_array(data: bytes, place: Place) -> list[Any]:
-    try:
-        rows: list[Any] = json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
+def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
+    """Yield the elements in a JSON array. The array may be larger than memory."""
+    decode = json.JSONDecoder().raw_decode
+    buffer, at, number = "", 0, 0
+
+    def refill() -> bool:
+        """Read on; the block doubles for each retry on an incomplete element."""
+        nonlocal buffer, at
+        try:
+            block = text.read(max(_BLOCK_CHARS, len(buffer) - at))
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path} is not UTF-8 text ({first_bad_byte(path)}: {error.reason}). Convert it, such as by `iconv -f "
+                "LATIN1 -t UTF-8 IN > OUT`."
+            ) from error
+        buffer, at = buffer[at:] + block, 0
+        return bool(block)
+
+    def next_character() -> str:
+        """Return the next character after blanks, or an empty string at the file end."""
+        nonlocal at
+        while True:
+            at = _BLANK.match(buffer, at).end()  # type: ignore[union-attr]
+            if at < len(buffer) or not refill():
+                return buffer[at : at + 1]
+
+    next_character()
+    at += 1  # the bracket
+    while (character := next_character()) != "]":
+        if number:
+            if character != ",":
+                raise ConfigError(
+                    f"{path} is not valid JSON: after record {number} a comma or a bracket is expected, not "
+                    f"{character or 'the end of the file'!r}. One record a line is expected, or one array of records."
+                )
+            at += 1
+            next_character()
+        number += 1
+        where = f"{path}, record {number}"
+        while True:
+            try:
+                value, end = decode(buffer, at)
+            except (ValueError, RecursionError) as error:
+                if len(buffer) - at < _MAX_ROW_BYTES and refill():
+                    continue
+                raise ConfigError(
+                    f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
+                ) from error
+            if end < len(buffer) or not refill():  # a number may continue in the next block
+                break
+        length, at = end - at, end
+        yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if length > _MAX_ROW_BYTES else value
+    at += 1
+    if next_character():
         raise ConfigError(
-            f"{place} is not UTF-8 text ({first_bad_byte(place)}: {error.reason}). Convert it, such as by `iconv -f "
-            "LATIN1 -t UTF-8 IN > OUT`."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{place} is not valid JSON: {error}. One record a line is expected, or one array of records."
-        ) from error
-    return rows
+            f"{path} is not valid JSON: there is more text after the array. One record a line is expected, or one "
+            "array of records."
+        )
 
 
 # -- csv, tsv --------------------------------------------------------------------------------------------------------
