@@ -55,7 +55,7 @@ def update_that_was_put_off_made_twice(patch: pytest.MonkeyPatch) -> None:
 
     def defer_twice(self: SlotUpdates, works: Any) -> None:
         for update in works.values():
-            vars(update)["run"] = lambda *how, run=update.run: (run(*how), run(*how))[1]
+            vars(update)["update_tile"] = lambda *how, run=update.update_tile: (run(*how), run(*how))[1]
         defer(self, works)
 
     patch.setattr(SlotUpdates, "defer", defer_twice)
