@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -11,6 +13,7 @@ from benchmarks.plan_memory import HERE
 from offload.app.config.config import Config
 from offload.engine.assemble import prepare
 from offload.extras.large.row_trials import RowTrials
+from offload.extras.large.tiles import Tiles
 from offload.extras.plan.alternatives import forecast
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
@@ -22,7 +25,7 @@ from offload.planning.settings import Settings
 TOKENS = 1 << 16
 
 
-def block(tile: int | str, hidden: int = 64) -> UnitWork:
+def block(tile: int | str, hidden: int = 64, found: dict[Hashable, Tiles] | None = None) -> UnitWork:
     """Return the work in a block with Llama 3 8B proportions, for a row with 64 k tokens."""
     config = LlamaConfig(
         hidden_size=hidden,
@@ -37,7 +40,7 @@ def block(tile: int | str, hidden: int = 64) -> UnitWork:
         model = LlamaForCausalLM(config)
     settings = Settings(sequence_tile=tile, precision="bf16", device="cpu")
     prepared = prepare(model, settings, SimulatedRanks(1), SpecifiedMachine(HERE, 1))
-    work = measure(model, BatchSpec("causal", 1, TOKENS), prepared)
+    work = measure(model, BatchSpec("causal", 1, TOKENS), prepared, found)
     return next(call for call in work.calls if call.is_block)
 
 
@@ -48,6 +51,17 @@ def test_a_block_of_64k_tokens_takes_a_third_of_the_memory() -> None:
     assert tiled.backward_temporary_bytes <= 0.35 * whole.backward_temporary_bytes
     assert tiled.forward_temporary_bytes <= 0.5 * whole.forward_temporary_bytes
     assert tiled.backward.flops == pytest.approx(whole.backward.flops, rel=0.01), "no product is made once more"
+
+
+def test_blocks_are_searched_for_tiles_once_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches, find, tiles = [], RowTrials.find, {}
+    monkeypatch.setattr(RowTrials, "find", lambda self, *rest: searches.append(self) or find(self, *rest))
+    first = block(2048, found=tiles)
+    assert len(searches) == 1
+    again, smaller = block(2048, found=tiles), block(1024, found=tiles)
+    assert len(searches) == 1
+    assert (again.saved_bytes, again.backward) == (first.saved_bytes, first.backward)
+    assert smaller.backward_temporary_bytes < first.backward_temporary_bytes
 
 
 def of_a_rank(size: int) -> UnitWork:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
@@ -30,6 +30,7 @@ from offload.app.training.parts import make_settings
 from offload.engine.assemble import EnginePlan, Structure
 from offload.errors import DoesNotFitError, format_bytes
 from offload.extras.adapters.adapters import Adaptation
+from offload.extras.large.tiles import Tiles
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
 from offload.extras.plan.memory import OPERATIONS, Footprint, footprint
 from offload.extras.plan.routed import describe_experts
@@ -225,6 +226,7 @@ class Forecaster:
     plans_downloads: bool = False
     """Plan a model without files, such as a preset, like one downloaded in bf16."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
+    _tiles: dict[str, dict[Hashable, Tiles]] = field(default_factory=dict)
     _structures: dict[str, Structure] = field(default_factory=dict)
     _forecasts: dict[str, Forecast] = field(default_factory=dict)
 
@@ -353,7 +355,8 @@ class Forecaster:
         key = batch, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes
         if key not in self._workloads:
             try:
-                self._workloads[key] = measure(self._built.model, batch, prepared)
+                found_tiles = self._tiles.setdefault(settings.precision, {})
+                self._workloads[key] = measure(self._built.model, batch, prepared, found_tiles)
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)
         return self._workloads[key]

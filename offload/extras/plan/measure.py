@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ from offload.engine.units.unit import put_parameters
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlocks, blocks_of
 from offload.extras.large.shared_rows import SharedRows, WholeRows
+from offload.extras.large.tiles import Tiles
 from offload.extras.plan.op_counter import OpCounter, UnknownValueError
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.unit_use import ROWS, TiledUses, UnitMeasurement, UnitMeasurements
@@ -93,10 +94,13 @@ class BatchSpec:
         return SharedRows(rows, batch["labels"], {})
 
 
-def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workload:
+def measure(
+    model: nn.Module, batch: BatchSpec, prepared: EnginePlan, found_tiles: dict[Hashable, Tiles] | None = None
+) -> Workload:
     """Run one micro-batch forward and backward through a `meta` model and return the compute of a whole step.
 
-    The model belongs to `prepared` and is restored afterwards. Raises CannotMeasureError.
+    `found_tiles`: tile searches of earlier calls with this model and precision, and the place for new ones. The model
+    belongs to `prepared` and is restored afterwards. Raises CannotMeasureError.
     """
     settings = prepared.settings
     micro_rows = min(batch.rows, settings.micro_batch_size or batch.rows)
@@ -105,7 +109,7 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workloa
     caches.turn(on=False)
     model.train()
     try:
-        tiles = _find_tiles(model, batch, prepared)
+        tiles = _find_tiles(model, batch, prepared, {} if found_tiles is None else found_tiles)
         workload = _run(model, batch, prepared, micro_rows, tiles)
         if num_micro_batches > 1:  # a second run with one more row separates shared tensors
             more = _run(model, batch, prepared, micro_rows + 1, tiles)
@@ -125,7 +129,9 @@ def measure(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Workloa
     )
 
 
-def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> TiledUses | None:
+def _find_tiles(
+    model: nn.Module, batch: BatchSpec, prepared: EnginePlan, found: dict[Hashable, Tiles]
+) -> TiledUses | None:
     """Find the tileable modules in a run with few tokens. None: no tiling.
 
     Needs an explicit tile size. With "auto", the engine tiles only blocks too large for the device, and `place`
@@ -134,7 +140,7 @@ def _find_tiles(model: nn.Module, batch: BatchSpec, prepared: EnginePlan) -> Til
     size = prepared.settings.sequence_tile
     if not isinstance(size, int) or batch.length <= size:
         return None
-    tiles, few = TiledUses(size), replace(batch, length=_FEW_TOKENS, shared_by=1)
+    tiles, few = TiledUses(size, found), replace(batch, length=_FEW_TOKENS, shared_by=1)
     _WorkloadProbe(prepared, tiles).run(model, ROWS, None, few)
     tiles.find()
     return tiles

@@ -35,13 +35,14 @@ ROWS = 2
 class TiledUses:
     """Finds tileable modules in blocks with the engine's trial runs, and runs uses over tiles of `size` tokens.
 
-    Until `find`, uses run untiled, on a few rows and tokens, and the first of each kind is recorded for the search.
+    Until `find`, uses run untiled, on a few rows and tokens, and the first of each new kind is recorded for the search.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, found: dict[Hashable, Tiles]) -> None:
+        """`found`: earlier searches, and the place for new ones. They depend on neither tile size nor rows."""
         self._size, self._is_searched = size, False
         self._samples: dict[Hashable, tuple[nn.Module, Arguments]] = {}
-        self._tiles: dict[Hashable, Tiles] = {}
+        self._tiles = found
 
     def find(self) -> None:
         """Run the tile search for every recorded kind. A block unable to run on a few rows has no tiles.
@@ -50,6 +51,7 @@ class TiledUses:
         """
         for signature, (block, arguments) in self._samples.items():
             stand_in: Any = _StandIn(block)
+            self._tiles[signature] = Tiles(())
             with suppress(RuntimeError), torch.random.fork_rng(()):
                 tensors = [_random_like(t).requires_grad_(t.requires_grad) for t in arguments.tensors]
                 trials = RowTrials(Trial(stand_in, stand_in, arguments))
@@ -61,8 +63,10 @@ class TiledUses:
         self, signature: Hashable, unit: UnitCandidate, arguments: Arguments, own: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Return the forward function for a use: tiled if the search was successful, else `own`."""
-        if not self._is_searched and unit.is_block and signature not in self._samples:
-            self._samples[signature] = _build_stand_in(unit.module), arguments
+        if not self._is_searched:
+            if unit.is_block and signature not in self._samples | self._tiles:
+                self._samples[signature] = _build_stand_in(unit.module), arguments
+            return own
         modules, tiles = dict(unit.module.named_modules()), self._tiles.get(signature, Tiles(()))
         tiled_modules = [replace(rows, module=modules[rows.name]) for rows in tiles.modules]
         return TiledForward(own, tiled_modules, self._size, "cpu") if tiled_modules else own
