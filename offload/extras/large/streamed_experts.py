@@ -1,7 +1,7 @@
 """Experts fetched only if tokens are routed to them, one record (a few experts) at a time.
 
-Calls arrive through the transformers experts interface. The family's own eager forward runs on the rows for one expert,
-with one choice per row and a stack with only this expert.
+Calls arrive through the transformers experts interface. Rows are sorted by expert on the device, so the host waits for
+the device once a pass: for the number of rows of each expert.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.stages import Stage
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
+from offload.extras.large.expert_rows import ExpertForward, ExpertRows
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Piece, Region
 from offload.planning.memory import EXPERT_SLOT
@@ -74,8 +75,8 @@ class StreamedExperts:
 
     def __init__(self, unit: Unit, runner: UnitRunner, stream: RecordStream, comm: Comm) -> None:
         self._unit, self._runner, self._stream, self._comm = unit, runner, stream, comm
-        self._own: Callable[..., torch.Tensor] = type(unit.module).forward.__wrapped__  # type: ignore[attr-defined]
-        self._signature = inspect.signature(self._own)
+        own: Callable[..., torch.Tensor] = type(unit.module).forward.__wrapped__  # type: ignore[attr-defined]
+        self._signature, self._forward = inspect.signature(own), ExpertForward(unit.module, own)
         by_name: dict[tuple[str, ...], list[Region]] = {}
         for region in unit.regions:
             by_name.setdefault(region.units, []).append(region)
@@ -85,6 +86,7 @@ class StreamedExperts:
             )
             for regions in by_name.values()
         ]
+        self._num_experts = 1 + max(expert for record in self._records for expert in record.experts)
 
     @property
     def module(self) -> nn.Module:
@@ -124,10 +126,12 @@ class StreamedExperts:
         """
         result = self._runner.outputs.next_replayed()
         if result is None:
-            result = torch.zeros_like(hidden)
-            for expert, live in self._fetch_experts(set(index.unique().tolist()), descending=False, trains=False):
-                choices, tokens = _routed_rows(index, expert)
-                result.index_add_(0, tokens, self._run(live, hidden[tokens], weights[tokens, choices]))
+            result, rows = torch.zeros_like(hidden), ExpertRows(index, self._num_experts)
+            chosen = rows.sort(weights)
+            for expert, live in self._fetch_experts(set(rows.spans), descending=False, trains=False):
+                span = rows.spans[expert]
+                tokens = rows.tokens[span]
+                result.index_add_(0, tokens, self._run(live, hidden[tokens], chosen[span]))
             self._runner.outputs.record(result)
         return result
 
@@ -138,18 +142,22 @@ class StreamedExperts:
 
         Expert gradients go to the gradient flow if `trains`. Experts run in descending order, as in autograd.
         """
-        of_hidden, of_weights = torch.zeros_like(hidden), torch.zeros_like(weights)
-        for expert, live in self._fetch_experts(set(index.unique().tolist()), descending=True, trains=trains):
-            choices, tokens = _routed_rows(index, expert)
+        rows = ExpertRows(index, self._num_experts)
+        chosen = rows.sort(weights)
+        of_hidden, of_chosen = torch.zeros_like(hidden), torch.zeros_like(chosen)
+        for expert, live in self._fetch_experts(set(rows.spans), descending=True, trains=trains):
+            span = rows.spans[expert]
+            tokens = rows.tokens[span]
             with torch.enable_grad():
-                rows = hidden[tokens].requires_grad_()
-                chosen = weights[tokens, choices].requires_grad_()
-                result = self._run(live, rows, chosen)
-            torch.autograd.backward(result, gradient[tokens], inputs=None if trains else [rows, chosen])
-            assert rows.grad is not None
-            of_hidden.index_add_(0, tokens, rows.grad)
-            of_weights[tokens, choices] = torch.zeros_like(chosen) if chosen.grad is None else chosen.grad
-        return of_hidden, of_weights
+                inputs = [hidden[tokens].requires_grad_(), chosen[span].requires_grad_()]
+                result = self._run(live, *inputs)
+            torch.autograd.backward(result, gradient[tokens], inputs=None if trains else inputs)
+            of_rows, of_span = (tensor.grad for tensor in inputs)
+            assert of_rows is not None
+            of_hidden.index_add_(0, tokens, of_rows)
+            if of_span is not None:
+                of_chosen[span] = of_span
+        return of_hidden, rows.unsort(of_chosen)
 
     def _fetch_experts(
         self, hit: set[int], *, descending: bool, trains: bool
@@ -198,11 +206,11 @@ class StreamedExperts:
         return by_expert
 
     def _run(self, live: Mapping[int, nn.Parameter], rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Run one expert on the given rows by the family's own forward."""
-        unit, index = self._unit, rows.new_zeros((len(rows), 1), dtype=torch.int64)
+        """Run one expert on the given rows."""
+        unit = self._unit
         unit.install({**unit.placeholders, **live})
         try:
-            return self._own(self.module, rows, index, weights[:, None])
+            return self._forward(rows, weights)
         finally:
             unit.install(unit.placeholders)
 
@@ -236,12 +244,6 @@ class _ExpertsFunction(torch.autograd.Function):
 def _expert(piece: Piece) -> int:
     """Return the expert number of a stack piece."""
     return piece.begin // piece.numel
-
-
-def _routed_rows(index: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (choices, tokens) routed to an expert, int64 [rows] each, in the family's order."""
-    choices, tokens = torch.where((index == expert).t())
-    return choices, tokens
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
