@@ -107,7 +107,7 @@ class QuantizedCodec(Codec, ABC):
     """Bytes per record."""
     decodes = True
     between_bytes = 0
-    """Intermediate bytes per weight, written and read again by torch operations during decoding."""
+    """Intermediate bytes per weight, written and read again during decoding on an accelerator. 0: decoded at once."""
 
     @property
     def title(self) -> str:  # type: ignore[override]

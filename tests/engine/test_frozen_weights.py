@@ -140,8 +140,7 @@ def foretold(codec: str, fetch_s: float, decode_s: float, **kwargs: Any) -> Simu
     infos = [ParameterInfo(n, f"w{n}", (numel,), False, "bf16", False, codec=CODECS[codec]) for n in range(depth)]
     regions = build_regions(infos, {f"unit {n}": [n] for n in range(depth)}, [()])
     plan = SimulatedPlan(regions, Settings(), Residence(), 0, 2 * 2 * numel, 1, 2, **kwargs)
-    between = {"int8": 2, "nf4": 12}[codec] * numel if kwargs.get("in_stream") else 0  # temporaries of torch operations
-    moved = regions[0].travelling_bytes + regions[0].weight_bytes + between
+    moved = regions[0].travelling_bytes + regions[0].weight_bytes
     seconds = {
         "h2d": lambda num_bytes: fetch_s * num_bytes / regions[0].travelling_bytes,
         "decoding": lambda num_bytes: decode_s * num_bytes / moved,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.extras.quant import kernels
+from offload.extras.quant import device_kernels, kernels
 from offload.layout import codecs
 from offload.layout.codecs import EncodedPieces, QuantizedCodec
 from offload.native.kernels import join
@@ -53,6 +53,8 @@ class IntegerCodec(QuantizedCodec):
         if kernels.have_kernels(out):
             kernels.decode(self.name, records, out)
             return
+        if device_kernels.decode(self, records, out, workspace):
+            return
         for piece_records, weights in _pieces(self, records, out):
             # a copy, because the weights may overwrite the records
             piece_records = workspace[: piece_records.numel()].view(piece_records.shape).copy_(piece_records)
@@ -85,7 +87,7 @@ class IntegerCodec(QuantizedCodec):
 class Int8Codec(IntegerCodec):
     """Integers from -127 to 127, one byte each."""
 
-    name, record_bytes, between_bytes = "int8", 132, 2
+    name, record_bytes = "int8", 132
     max_integer = 127
 
     def encode(self, weights: Tensor, low: Tensor | None, out: Tensor) -> None:
@@ -110,7 +112,7 @@ class Int8Codec(IntegerCodec):
 class Int4Codec(IntegerCodec):
     """Integers from -7 to 7, stored with 8 added, two per byte with the first in the upper half."""
 
-    name, record_bytes, between_bytes = "int4", 68, 4
+    name, record_bytes = "int4", 68
     max_integer = 7
 
     def _codes(self, numbers: Tensor) -> Tensor:
@@ -133,7 +135,7 @@ class Nf4Codec(QuantizedCodec):
     largest magnitude among the centred scales, and the mean scale, both fp32.
     """
 
-    name, block, record_bytes, between_bytes = "nf4", 1 << 14, 8192 + 256 + 8, 12
+    name, block, record_bytes = "nf4", 1 << 14, 8192 + 256 + 8
 
     def encoded(self, pieces: Iterable[Tensor]) -> EncodedPieces:
         codes, sizes, numel = [], [], 0
@@ -162,6 +164,8 @@ class Nf4Codec(QuantizedCodec):
     def decode(self, records: Tensor, out: Tensor, workspace: Tensor) -> None:
         if kernels.have_kernels(out):
             kernels.decode(self.name, records, out, nf4_levels(), dynamic_map())
+            return
+        if device_kernels.decode(self, records, out, workspace):
             return
         pairs, numbers = workspace[:2048].view(torch.int64), workspace[2048:3072].view(torch.float32)
         memory = workspace[3072:]

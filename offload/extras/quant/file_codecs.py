@@ -278,7 +278,7 @@ class BitsandbytesNf4Codec(FileCodec):
 
     rounds: tuple[torch.dtype, ...] = ()
 
-    name, block, between_bytes = "nf4", Nf4Codec.block, Nf4Codec.between_bytes
+    name, block = "nf4", Nf4Codec.block
 
     @property
     def fields(self) -> tuple[int, ...]:

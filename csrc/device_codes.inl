@@ -1,0 +1,76 @@
+// Records of codes and scales decoded as GPU kernels, with the bits of codes_kernel.inl. A thread decodes 8 neighbouring
+// weights, so neighbours read neighbours and write whole lines. Records begin at a multiple of 4 bytes, weights at a
+// multiple of 16, and the records of a launch do not overlap its weights. Compiled by
+// offload/extras/quant/device_kernels.py.
+#include "device.inl"
+
+namespace offload {
+namespace {
+
+constexpr int kEach = 8;
+
+struct alignas(16) Line {
+  uint32_t words[4];
+};
+
+inline uint32_t word(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
+
+inline void store_each(float* to, const float* x) {
+  Line lines[2];
+  for (int j = 0; j < kEach; ++j) lines[j / 4].words[j % 4] = bits_of(x[j]);
+  for (int i = 0; i < 2; ++i) reinterpret_cast<Line*>(to)[i] = lines[i];
+}
+inline void store_each(uint16_t* to, const float* x) {
+  Line line;
+  for (int j = 0; j < 4; ++j) {
+    line.words[j] = Wide::round_bits(x[2 * j]) | static_cast<uint32_t>(Wide::round_bits(x[2 * j + 1])) << 16;
+  }
+  *reinterpret_cast<Line*>(to) = line;
+}
+
+inline uint64_t thread_number() { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+}  // namespace
+
+template <int kBits, class T>
+__global__ void decode_whole_on_device(const uint8_t* records, const float*, T* out, uint32_t num_records) {
+  constexpr int kThreads = kInt8Block / kEach;  // a record
+  const uint64_t number = thread_number(), k = number / kThreads;
+  if (k >= num_records) return;
+  const uint8_t* record = records + k * whole_record(kBits);
+  const uint8_t* codes = record + number % kThreads * kBits;
+  const float scale = float_of(word(record + kInt8Block * kBits / 8));
+  float x[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    if constexpr (kBits == 8) {
+      x[j] = Wide::to_float(static_cast<int8_t>(word(codes + j / 4 * 4) >> 8 * (j % 4)));
+    } else {
+      x[j] = Wide::sub(Wide::to_float(word(codes) >> (8 * (j / 2) + 4 - j % 2 * 4) & 15), 8);
+    }
+    x[j] = Wide::mul(x[j], scale);
+  }
+  store_each(out + number * kEach, x);
+}
+
+// tables: the two levels of each code byte, [256][2], then the dynamic map, [256].
+template <class T>
+__global__ void decode_nf4_on_device(const uint8_t* records, const float* tables, T* out, uint32_t num_records) {
+  constexpr int kThreads = kNf4Block / kEach;
+  const uint64_t number = thread_number(), k = number / kThreads;
+  if (k >= num_records) return;
+  const uint8_t* record = records + k * kNf4Record;
+  const int64_t part = static_cast<int64_t>(number % kThreads);
+  const float most = float_of(word(record + kNf4Record - 8)), mean = float_of(word(record + kNf4Record - 4));
+  const float size = Wide::add(Wide::mul(tables[512 + record[kNf4Block / 2 + part * kEach / 64]], most), mean);
+  const uint32_t codes = word(record + part * kEach / 2);
+  float x[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const uint32_t code = codes >> (8 * (j / 2) + 4 - j % 2 * 4) & 15;
+    x[j] = Wide::mul(tables[2 * code + 1], size);  // all levels lie in the first 128 bytes: of code bytes below 16
+  }
+  store_each(out + number * kEach, x);
+}
+
+}  // namespace offload

@@ -1,0 +1,147 @@
+"""Quantized weights decoded by kernels: bits of the host and of torch operations, and few launches at any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.extras.quant import device_kernels
+from offload.extras.quant.codecs import INT4, INT8, NF4
+from offload.extras.quant.file_codecs import BitsandbytesNf4Codec
+from offload.layout import codecs
+from offload.layout.codecs import QuantizedCodec
+from offload.native import kernels
+from tests.accelerator.control import Control
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.usefixtures("sim"),
+    pytest.mark.filterwarnings("error:.*decoded by torch operations"),
+    pytest.mark.skipif(not kernels.is_native(), reason="there is no source"),
+]
+
+CODECS: dict[str, QuantizedCodec] = {
+    "int8": INT8,
+    "int4": INT4,
+    "nf4": NF4,
+    "bitsandbytes nf4": BitsandbytesNf4Codec((torch.bfloat16,)),
+}
+DTYPES = [torch.bfloat16, torch.float32]
+MILLION = 1 << 20
+
+
+def records_of(codec: QuantizedCodec, num_records: int) -> Tensor:
+    """Return records with all codes and finite scales, uint8 [num_records * record_bytes]."""
+    random = torch.Generator().manual_seed(num_records)
+    records = torch.randint(0, 256, (num_records, codec.record_bytes), dtype=torch.uint8, generator=random)
+    num_scales = 2 if "nf4" in codec.name else 1
+    scales = torch.randn(num_records, num_scales, generator=random)
+    scales *= 10.0 ** (torch.arange(num_records)[:, None] % 60 - 30)
+    records[:, -4 * num_scales :] = scales.view(torch.uint8)
+    return records.view(-1)
+
+
+def on_host(codec: QuantizedCodec, records: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(records.numel() // codec.record_bytes * codec.block, dtype=dtype)
+    codec.decode(records, out, codec.workspace(len(out)))
+    return out
+
+
+def in_slot(codec: QuantizedCodec, records: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (records, weights, workspace) on the device, with the records at the end of the weights."""
+    out = torch.empty(records.numel() // codec.record_bytes * codec.block, dtype=dtype, device="sim")
+    end = out.view(torch.uint8)[-records.numel() :]
+    end.copy_(records)
+    return end, out, codec.workspace(len(out)).to("sim")
+
+
+def decoded_in_slot(codec: QuantizedCodec, records: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return the weights on the host, decoded over their records on the device."""
+    end, out, workspace = in_slot(codec, records, dtype)
+    codec.decode(end, out, workspace)
+    return out.cpu()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    bits = torch.int16 if one.itemsize == 2 else torch.int32
+    return one.dtype == other.dtype and torch.equal(one.view(bits), other.view(bits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CODECS)
+def test_bits_are_the_hosts_and_those_of_torchs_operations(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecs, "PIECE_NUMEL", 16384)  # little room for records, so decoding takes several launches
+    codec = CODECS[name]
+    for num_records in (1, 2, 7, 101) if codec.block > 128 else (1, 15, 129, 20_011):
+        records = records_of(codec, num_records)
+        wanted = on_host(codec, records, dtype)
+        assert not wanted.isnan().any()
+        assert num_records < 100 or len(records.view(num_records, -1)[:, :64].unique()) == 256
+        for use in (True, False):
+            with monkeypatch.context() as patch:
+                if not use:
+                    patch.setattr(device_kernels, "decode", lambda *given: False)
+                apart = torch.full((len(wanted),), torch.nan, dtype=dtype, device="sim")
+                codec.decode(records.to("sim"), apart, codec.workspace(len(apart)).to("sim"))
+                assert same_bits(apart.cpu(), wanted), (num_records, use)
+                assert same_bits(decoded_in_slot(codec, records, dtype), wanted), (num_records, use)
+
+
+def launches(sim: Control, codec: QuantizedCodec, numel: int, dtype: torch.dtype) -> int:
+    """Return the launches for decoding in a slot, without computing."""
+    sim.set_computing(False)
+    try:
+        given = in_slot(codec, torch.empty(numel // codec.block * codec.record_bytes, dtype=torch.uint8), dtype)
+        sim.reset_counters()
+        codec.decode(*given)
+        assert sim.counters()["waits"] == 0
+        return sim.counters()["launches"]
+    finally:
+        sim.set_computing(True)
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 9), ("int4", 6), ("nf4", 4)])
+def test_launches_hardly_grow_with_the_weights(
+    sim: Control, name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = CODECS[name]
+    decoded_in_slot(codec, records_of(codec, 1))  # the first use compiles and compares
+    assert launches(sim, codec, MILLION, torch.bfloat16) == 2  # records aside, then all weights
+    assert launches(sim, codec, 64 * MILLION, torch.bfloat16) <= most
+    monkeypatch.setattr(device_kernels, "decode", lambda *given: False)
+    assert launches(sim, codec, 64 * MILLION, torch.bfloat16) >= 128
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Recompile kernels and clear the caches afterwards."""
+    device_kernels._checked_kernel.cache_clear()
+    yield
+    device_kernels._checked_kernel.cache_clear()
+    device_kernels._refused.clear()
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [("#error refused", "refused"), ("#define __fmul_rn(a, b) ((a) * (b) * 1.0000001f)", "other weights")],
+)
+def test_a_kernel_that_is_refused_or_wrong_is_not_used(line: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def edited(*given: Any, program: Any = device_kernels.program) -> tuple[str, str, list[str]]:
+        source, name, options = program(*given)
+        return f"{line}\n{source}", name, options
+
+    monkeypatch.setattr(device_kernels, "program", edited)
+    records = records_of(NF4, 3)
+    wanted = on_host(NF4, records, torch.bfloat16)
+    with pytest.warns(UserWarning, match=f"decoded by torch operations(.|\n)*{why}") as caught:
+        found = [decoded_in_slot(NF4, records), decoded_in_slot(NF4, records)]
+    assert len(caught) == 1
+    assert all(same_bits(each, wanted) for each in found)
