@@ -69,8 +69,8 @@ compute, a step is longer than a resident one; how well the engine fills what th
 _NOTES = """
 Surogate's figures are measured, with the base resident, in kernels of its own (fused LoRA and norms, FlashAttention);
 ours are forecasts of transformers' and PEFT's operations, which add casts and small products for each adapter. `plan`
-prices these as it does all others, and decoding by what torch's operations move, which decode on a GPU: 5 bytes of the
-device's memory a weight of int8, and 14.5 of nf4. Resident codes are decoded for every use too. The ideal schedule is
+prices these as it does all others, and decoding by the device's memory that a kernel moves: 3 bytes a weight of int8,
+and 2.5 of nf4. Resident codes are decoded for every use too. The ideal schedule is
 the best of some greedy ones, which may be beaten. It knows what uses of units and copies take here, and decodes in no
 time; adapters and their gradients travel in it as units do.
 """
