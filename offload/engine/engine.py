@@ -25,6 +25,7 @@ from offload.engine.own_loop import OwnLoop
 from offload.engine.parameter_reads import ParameterReads
 from offload.engine.state_access import StateAccess
 from offload.engine.steps import Steps
+from offload.engine.units.attention import ATTENTIONS
 from offload.engine.units.residency import refuse_copy, refuse_owned, refuse_sparse
 from offload.errors import ConfigError
 from offload.files.sources import Fill
@@ -231,6 +232,23 @@ class Engine(StateAccess):
         changed = replace(untyped_rule, **settings)
         self._state.updates.tune(changed, decays)
         self.optimizer = changed
+
+    def set_attention(self, name: str) -> None:
+        """Replace the model's attention until `close`, before the first step. Raises ConfigError.
+
+        name: "documents" computes the documents of a row (positions that restart) one by one, without a mask. Rows with
+        several documents then round differently from plain PyTorch. "whole" restores the model's own attention.
+        """
+        state = self._state
+        if state.attention.comm.size > 1:
+            raise ConfigError(
+                f"train.sequence_parallel is {state.attention.comm.size}, and ranks that share rows have an attention "
+                f"of their own: leave out attention {name}, or set --train.sequence_parallel 1."
+            )
+        kind = ATTENTIONS[name]
+        state.attention.undo()
+        state.attention = kind.open(state.model, 1, Comm(), self.counters)
+        state.attention.divert()
 
     def resolve_clip(self, tokens: int) -> str:
         """Decide `clip: auto` for steps with `tokens` tokens on this rank, and return the current mode.

@@ -7,7 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ENTRIES: Mapping[str, Mapping[str, str]] = {
-    "attention": {"shared": "offload.extras.large.shared_attention:SharedAttention"},
+    "attention": {
+        "documents": "offload.extras.large.document_attention:DocumentAttention",
+        "shared": "offload.extras.large.shared_attention:SharedAttention",
+    },
     "conflicts": {
         "adapters": "offload.extras.adapters.conflicts:CONFLICTS",
         "preferences": "offload.extras.prefs.conflicts:CONFLICTS",

@@ -16,6 +16,7 @@ from offload.extras.large import cut_experts
 from offload.layout import codecs
 from offload.optim import states as optimizer_states
 from offload.planning import device_updates
+from tests.engine.documents import by_document, packed
 from tests.engine.families import bert, build, gemma2, gpt2, llama, mamba, mixtral, qwen3_moe, t5, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.ranks_child import first_row
@@ -108,6 +109,7 @@ CASES: dict[str, Case] = {
         without={"equals_reference": _OWN.format("test_streamed_experts.py")},
     ),
     "stacked experts": Case(qwen3_moe),
+    "documents": Case(lambda: by_document(llama()), batch=packed),
     "tiles": Case(llama, {"sequence_tile": 5}, within=1e-6, without={"equals_reference": _OWN.format("test_tiles.py")}),
     "row blocks": Case(
         tied,

@@ -20,6 +20,7 @@ from offload.extras.large import compiled_forwards as forwards
 from offload.extras.large.compiled_forwards import compile_modules
 from tests.engine.compare import assert_weights, train_both
 from tests.engine.device import cpu_only
+from tests.engine.documents import by_document, packed
 from tests.engine.families import batches, build, gemma2, gpt2, llama, qwen3, tokens
 from tests.engine.handmade import Block, CheckpointsItself, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.reference import Reference
@@ -103,6 +104,17 @@ def test_equal_layers_share_one_graph_with_gradients_and_one_without() -> None:
         assert engine.compiled_graphs == 2
     engine.evaluate(tokens(9))
     assert engine.compiled_graphs == 3
+
+
+def test_packed_documents_have_a_mask_in_compiled_blocks() -> None:
+    """A compiled block has no loop over documents: their number changes."""
+    with Engine(by_document(build(llama))) as engine:
+        loss = float(engine.step(packed(0)).loss)
+    with Engine(by_document(build(llama)), compile="auto") as engine:
+        assert float(engine.step(packed(0)).loss) == pytest.approx(loss, rel=1e-4)
+        assert engine.compiled_graphs == 2
+        engine.step(packed(1))
+        assert engine.compiled_graphs == 2
 
 
 def test_without_it_nothing_is_compiled() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,14 @@ from offload.extras.plan.workload import Cost, Workload
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from offload.tiers.ledger import Ledger
+from tests.engine.documents import by_document
 from tests.engine.families import VOCABULARY, bert, build, gemma2, gpt2, gpt_neox, llama, opt, t5
 from tests.engine.inside import parts_of
 
 ROWS, LENGTH = 4, 32
 
 
-def told(model: nn.Module, settings: Settings, kind: str = "causal", **batch: bool) -> tuple[EnginePlan, Workload]:
+def told(model: nn.Module, settings: Settings, kind: str = "causal", **batch: Any) -> tuple[EnginePlan, Workload]:
     twin = copy.deepcopy(model).to("meta")
     prepared = prepare(twin, settings, Comm())
     return prepared, measure(twin, BatchSpec(kind, ROWS, LENGTH, **batch), prepared)
@@ -180,6 +182,28 @@ def test_isolated_documents_take_positions_and_a_mask(peaks: dict[str, int]) -> 
     with Engine(model, settings=settings) as engine:
         engine.step({"input_ids": tokens, "labels": tokens, "position_ids": positions})
     assert waiting_bytes(work) == peaks["unit inputs"] + peaks.get("kept tensors", 0)
+
+
+def test_documents_one_by_one_take_no_mask_and_the_squares_of_their_lengths(peaks: dict[str, int]) -> None:
+    """Break: open the attention of whole rows in `measure`; the forecast then has a mask."""
+    model = build(llama)
+    settings = Settings(placement=Placement("cpu", "cpu", device_memory="64MiB"))
+    _, masked = told(model, settings, is_isolated=True)
+    works = {length: told(model, settings, document_length=length)[1] for length in (LENGTH // 4, LENGTH - 1)}
+    short, long = works.values()
+    assert waiting_bytes(masked) - waiting_bytes(short) == ROWS * LENGTH * LENGTH
+    block = {length: next(c for c in work.calls if c.name and "layers.0" in c.name) for length, work in works.items()}
+    for cost in ("forward", "backward"):
+        ratio = getattr(block[LENGTH // 4], cost).attention_flops / getattr(block[LENGTH - 1], cost).attention_flops
+        assert ratio == pytest.approx(4 * (LENGTH // 4) ** 2 / LENGTH**2, rel=0.1)
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
+    positions = torch.arange(LENGTH // 4).repeat(4).expand(ROWS, -1).contiguous()
+    peaks.clear()
+    with Engine(by_document(model), settings=settings) as engine:
+        engine.step({"input_ids": tokens, "labels": tokens, "position_ids": positions})
+    starts = 4 * ROWS * LENGTH  # int32, on the host: on a CPU the ledger counts it too
+    assert waiting_bytes(long) == waiting_bytes(short)
+    assert waiting_bytes(short) + starts == peaks["unit inputs"] + peaks.get("kept tensors", 0)
 
 
 def test_a_model_stays_as_it_was() -> None:

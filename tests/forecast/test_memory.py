@@ -95,6 +95,22 @@ def test_what_travels_is_pinned_where_there_is_a_gpu() -> None:
     assert "operations" in names(on_gpu, "device")
 
 
+def test_packed_documents_have_no_mask_in_a_plan_unless_it_is_asked_for() -> None:
+    forecaster, works = Forecaster(config(), 1), list[Workload]()
+    for attention in ("sdpa", "auto", "documents"):
+        where = config(**{"data.packing_isolated": True, "model.attention": attention})
+        work = forecaster._workload(where, forecaster.predict(where, GPU, times=False).prepared, 1)
+        assert isinstance(work, Workload)
+        works.append(work)
+    with_mask, by_default, without = works
+    assert by_default == without
+    flops = [sum(call.forward.attention_flops for call in work.calls) for work in (with_mask, without)]
+    assert flops[1] == pytest.approx(flops[0] / 2, rel=0.02)  # a causal kernel over one document of almost a row
+    rows = without.num_tokens // 256
+    mask_bytes = [max(call.input_bytes for call in work.calls) for work in (with_mask, without)]
+    assert mask_bytes[0] - mask_bytes[1] == rows * 256 * 256
+
+
 def test_budgets_are_those_of_the_machine_or_less() -> None:
     forecaster = Forecaster(config(), 1)
     free = forecaster.predict(config(), GPU, times=False).memory

@@ -13,6 +13,7 @@ from offload.extras.data import dataset, order
 from offload.extras.data.chat import ChatRenderer
 from offload.extras.data.dataset import Dataset
 from offload.extras.data.packing import IGNORE, Rows
+from offload.extras.large import document_attention
 from offload.extras.prefs.losses import DPO
 from tests.mutations import mutation
 
@@ -124,3 +125,15 @@ def reference_of_preferences_not_subtracted(patch: pytest.MonkeyPatch) -> None:
         return of(self, found, {**batch, "reference": torch.zeros_like(batch["reference"])})
 
     patch.setattr(DPO, "of", alone)
+
+
+@mutation("tests/engine/test_document_attention.py")
+def a_document_begins_a_token_late(patch: pytest.MonkeyPatch) -> None:
+    find_starts = document_attention.find_starts
+
+    def late(documents: torch.Tensor, window: int | None) -> torch.Tensor:
+        starts = find_starts(documents, window)
+        starts[:, 2:] = starts[:, 1:-1].clone()
+        return starts
+
+    patch.setattr(document_attention, "find_starts", late)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload.app.config.config import Config
 from offload.errors import ConfigError
+from offload.extras.large import document_attention
 
 
 @pytest.fixture
@@ -62,9 +64,33 @@ def test_a_run_of_an_earlier_version_goes_on_with_rows_as_they_were(
 def test_a_model_that_mixes_documents_has_one_a_row(run: Any, chats: str) -> None:
     result, _, said = run("run", "mamba", data__source=chats)
     assert "note: a document's logits depend on" in said
+    assert "keep a mask" not in said
     assert "a document a row" in said.split("note: a document's")[1]
     assert "packing: false" in (result.dir / "config.yaml").read_text()
     with pytest.raises(ConfigError, match=r"packing_isolated is true, but a document's logits depend on"):
         run("other", "mamba", data__source=chats, data__packing_isolated=True)
     with pytest.raises(ConfigError, match=r"the model is a masked one"):
         run("third", "bert", data__source=chats, data__packing_isolated=True)
+
+
+def test_conversations_are_computed_one_by_one_unless_a_mask_is_asked_for(run: Any, chats: str) -> None:
+    result, lines, _ = run("documents", data__source=chats, train__steps=2)
+    assert "attention: documents" in (result.dir / "config.yaml").read_text()
+    _, masked, _ = run("mask", data__source=chats, train__steps=2, model__attention="sdpa")
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in masked], rel=1e-5)
+
+
+def test_a_model_that_needs_a_mask_keeps_it(run: Any, chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The starts go to the layers as one document, so the probe sees documents of a row mixed."""
+    find_starts = document_attention.find_starts
+
+    def mixing(documents: torch.Tensor, window: int | None) -> torch.Tensor:
+        return find_starts(torch.zeros_like(documents), window)
+
+    monkeypatch.setattr(document_attention, "find_starts", mixing)
+    result, _, said = run("run", data__source=chats, train__steps=1)
+    assert "note: without a mask, a document's logits depend on the documents before it" in said
+    assert ": packed documents keep a mask over whole rows, at most " in said
+    config = (result.dir / "config.yaml").read_text()
+    assert "packing_isolated: true" in config
+    assert "attention: documents" not in config

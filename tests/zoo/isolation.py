@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from offload.app.training.isolation import why_not_isolated
+from tests.engine.documents import by_document
 from tests.zoo.families import FIRST_WORD, Family, families
 
 SIZES = 7, 13, 9
@@ -17,6 +18,12 @@ SIZES = 7, 13, 9
 def why_not(name: str) -> str:
     """Return the reason against document isolation. Empty: the family isolates documents."""
     return why_not_isolated(built(families()[name]), torch.device("cpu"), 128, range(FIRST_WORD))
+
+
+@cache
+def why_not_one_by_one(name: str) -> str:
+    """Like `why_not`, with attention over each document alone, without a mask."""
+    return why_not_isolated(by_document(built(families()[name])), torch.device("cpu"), 128, range(FIRST_WORD))
 
 
 def built(family: Family) -> nn.Module:

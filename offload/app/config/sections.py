@@ -238,6 +238,8 @@ Columns = Annotated[dict[str, str], BeforeValidator(lambda value: _as_columns(_a
 StateTier = Literal["auto", "device", "cpu", "nvme"]
 
 
+DOCUMENTS = "documents"
+"""Value of model.attention for packed documents computed one by one."""
 PYTHON_PREFIX = "python:"
 """Prefix in model.path before the class name, for a model object passed to `Trainer`."""
 
@@ -314,7 +316,9 @@ class ModelSection(Section):
     for a folder or hub name, random for a preset or a config.json.
     """
     attention: str = "auto"
-    """Attention implementation: eager, sdpa, or another name known to transformers. auto: the default of transformers.
+    """Attention implementation: eager, sdpa, or another name known to transformers. documents: the default of
+    transformers, but packed documents (data.packing_isolated) are computed one by one, without a mask over the row.
+    auto: documents for such rows if the model allows, else the default of transformers.
     """
 
     @property
@@ -366,9 +370,9 @@ class DataSection(Section):
     """
     packing_isolated: Flag = "auto"
     """true: documents in a row cannot attend to each other, and none is split between rows. Positions restart at 0,
-    transformers builds the mask from them, and a check at the start confirms the isolation. false: documents are
-    concatenated, split into full rows, and can attend to each other. auto: true for conversations, or one document
-    per row if the model mixes documents; false for other text.
+    attention separates documents by them (model.attention), and a check at the start confirms the isolation. false:
+    documents are concatenated, split into full rows, and can attend to each other. auto: true for conversations, or
+    one document per row if the model mixes documents; false for other text.
     """
     group_by_length: Flag = "auto"
     """For one document per row (data.packing false): batch rows with similar lengths and pad to the longest in the

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from offload.app.config.presets import PRESETS
-from offload.app.config.sections import PYTHON_PREFIX, ModelSection
+from offload.app.config.sections import DOCUMENTS, PYTHON_PREFIX, ModelSection
 from offload.app.hf.deferred_init import DeferredInit
 from offload.app.hf.model_path import find_model, missing_message
 from offload.app.hf.names import CannotStream, Shape
@@ -320,7 +320,7 @@ def empty_model(section: ModelSection, config: PreTrainedConfig) -> nn.Module:
 
 def attention_options(section: ModelSection) -> dict[str, Any]:
     """Return the attention arguments for `from_config` and `from_pretrained`."""
-    return {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    return {} if section.attention in ("auto", DOCUMENTS) else {"attn_implementation": section.attention}
 
 
 def _load(

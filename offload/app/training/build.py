@@ -14,6 +14,7 @@ from xxhash import xxh3_64_hexdigest
 
 from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
+from offload.app.config.sections import DOCUMENTS
 from offload.app.hf.model_object import ModelObject
 from offload.app.hf.models import (
     BuiltModel,
@@ -29,7 +30,7 @@ from offload.app.hf.models import (
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
 from offload.app.stored_model import rebuild_model
-from offload.app.training.isolation import check_isolation
+from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import build_engine, describe_length, stages
 from offload.app.training.planner import PLANNERS, RunForecast, measure_network, planned_advice
@@ -167,6 +168,8 @@ def make_run(
     config = config.with_resolved(data__packing_isolated=data.is_isolated)
     if data.has_pictures:
         config = config.with_resolved(data__packing=False)
+    if config.model.attention == "auto" and data.is_isolated and not first and config.train.sequence_parallel == 1:
+        config = config.with_resolved(model__attention=DOCUMENTS)
     comm.agree("the training data", data.state_dict())
     if first:
         with share_failure(comm, "comparison of the data"):
@@ -250,7 +253,19 @@ def make_run(
             f"{config.train.sequence_tile} tokens: gradients differ by the order of their sums."
         )
     meta = load_start(start, engine, say)
-    if data.is_isolated and (why := check_isolation(engine, data.tokenizer, vocabulary, comm)):
+    why_mask = why = ""
+    if data.is_isolated:
+        one_by_one = config.model.attention == DOCUMENTS and config.train.sequence_parallel == 1
+        why_mask, why = isolate(engine, data.tokenizer, vocabulary, comm, one_by_one)
+    if why_mask:
+        config = config.with_resolved(model__attention="auto")
+    if why_mask and not why:
+        mask_bytes = data.batch_size // comm.size * int(config.data.sequence_length or 0) ** 2
+        say(
+            f"note: without a mask, {why_mask}: packed documents keep a mask over whole rows, at most "
+            f"{format_bytes(mask_bytes)}, and no plan counts it."
+        )
+    if why:
         if first or requires_isolation:
             engine.close()
             raise common(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.app.config.sections import DOCUMENTS
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 
@@ -45,7 +46,7 @@ def why_not_isolated(model: nn.Module, device: torch.device, vocab_size: int, sp
         with torch.no_grad():
             one, swapped, alone = in_row(a, b, c, d, e, f), in_row(b, a, c, d, e, f), last(c)
             noise = max(float((one - in_row(a, b, c, *rest)).abs().max()) for rest in ((f, d, e), (e, f, d)))
-    except (TypeError, ValueError, RuntimeError) as error:  # no position argument, or no restarted positions
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:  # no position argument, no restarted positions
         return f"the model does not accept positions that restart within a row ({' '.join(str(error).split())[:120]})"
     finally:
         model.train(was_training)
@@ -56,6 +57,20 @@ def why_not_isolated(model: nn.Module, device: torch.device, vocab_size: int, sp
     if (differs := float((one - alone).abs().max()) / scale) > min(256 * torch.finfo(dtype).eps, 0.1):
         return f"a document's logits in a row differ from its logits alone (by {differs:.1g} of the largest logit)"
     return ""
+
+
+def isolate(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm, one_by_one: bool) -> tuple[str, str]:
+    """Choose the attention for packed documents: `one_by_one` if the model allows this, else through a mask.
+
+    Returns the reasons against one by one, and against isolation. Empty: none. Collective.
+    """
+    why_not = ""
+    if one_by_one:
+        engine.set_attention(DOCUMENTS)
+        if not (why_not := check_isolation(engine, tokenizer, vocab_size, comm)):
+            return "", ""
+        engine.set_attention("whole")
+    return why_not, check_isolation(engine, tokenizer, vocab_size, comm)
 
 
 def check_isolation(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm) -> str:

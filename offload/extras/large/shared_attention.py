@@ -44,7 +44,7 @@ class SharedAttention(Attention):
 
     def __init__(self, model: nn.Module, comm: Comm, counters: Counters) -> None:
         self.comm, self._counters = comm, counters
-        self._configs = {id(config): config for config in _configs(model)}
+        self._configs = {id(config): config for config in attention_configs(model)}
         self._own = {key: config._attn_implementation for key, config in self._configs.items()}
         self._rows: WholeRows | None = None
         self._needs_mask = False
@@ -55,7 +55,7 @@ class SharedAttention(Attention):
 
     @staticmethod
     def check_model(model: nn.Module, size: int) -> None:
-        configs = _configs(model)
+        configs = attention_configs(model)
         if not configs:
             raise ConfigError(
                 f"train.sequence_parallel is {size}, but {type(model).__name__} has no transformers configuration, "
@@ -249,7 +249,7 @@ def _within_documents(
     return inner
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def attention_configs(model: nn.Module) -> list[Any]:
     """Return the model configs with an attention implementation."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
+from offload.app.config.sections import DOCUMENTS
 from offload.app.hf.models import (
     BuiltModel,
     empty_model,
@@ -351,6 +352,9 @@ class Forecaster:
         length = -(-int(data.sequence_length or 0) // shared_by)
         is_isolated = data.packing and data.packing_isolated is True
         batch = BatchSpec(model_type, rows, length, not data.packing, is_isolated, shared_by)
+        if is_isolated and shared_by == 1 and config.model.attention in ("auto", DOCUMENTS):
+            # The lengths are unknown: one document takes the whole row but a token, so the forecast is an upper bound.
+            batch = replace(batch, document_length=length - 1)
         options = settings.micro_batch_size, settings.precision, settings.device, settings.sequence_tile
         key = batch, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes
         if key not in self._workloads:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from offload.app.config.sections import DOCUMENTS
 from offload.distributed.comm import Comm
 from offload.engine.assemble import EnginePlan
 from offload.engine.caches import Caches
@@ -19,7 +20,7 @@ from offload.engine.loss.chunked_head import ROUNDED_TO, Chunk, ChunkedHead, Hea
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss, select_inputs
 from offload.engine.units.arguments import deliver_result, receive_call
-from offload.engine.units.attention import attention_for
+from offload.engine.units.attention import ATTENTIONS, attention_for
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_tensor import make_placeholder
 from offload.engine.units.recompute_policy import saved_tensors_watched
@@ -55,6 +56,7 @@ class BatchSpec:
     rows, length: batch rows, and tokens per row on this rank.
     is_padded: rows end in padding, so attention needs a mask.
     is_isolated: positions restart in each document of a row, and attention needs a mask.
+    document_length: tokens in each document, if documents are computed one by one, without a mask. 0: they are not.
     shared_by: sequence-parallel ranks per sequence.
     """
 
@@ -64,6 +66,7 @@ class BatchSpec:
     is_padded: bool = False
     is_isolated: bool = False
     shared_by: int = 1
+    document_length: int = 0
 
     def make(self, rows: int) -> dict[str, torch.Tensor]:
         """Return a `meta` batch with `rows` rows.
@@ -78,7 +81,9 @@ class BatchSpec:
         if self.is_padded:
             batch["attention_mask"] = ones(length)
             batch["attention_mask"][:, -1] = 0
-        if self.is_isolated or self.shared_by > 1:
+        if self.document_length:
+            batch["position_ids"] = (torch.arange(length, device="meta") % self.document_length).repeat(rows, 1)
+        elif self.is_isolated or self.shared_by > 1:
             batch["position_ids"] = ones(length)
         return batch
 
@@ -236,7 +241,8 @@ class _WorkloadProbe:
         """Run forward and backward over `rows` rows of the batch. Returns the head chunk count."""
         with self.intercepting(), self.counter.watching(), torch.enable_grad():
             tensors, ranks = batch.make(rows), _CountingRanks(batch.shared_by, self.counter)
-            attention = attention_for(batch.shared_by).open(model, batch.shared_by, ranks, Counters())
+            kind = ATTENTIONS[DOCUMENTS] if batch.document_length else attention_for(batch.shared_by)
+            attention = kind.open(model, batch.shared_by, ranks, Counters())
             attention.divert()
             try:
                 shared = batch.shared_rows(tensors)
