@@ -211,7 +211,10 @@ class EngineState:
         # Device work from a host lane needs a separate stream, beside compute.
         has_stream = has_workspace and self.store.update_lane is self.lanes.update
         in_place = InPlaceUpdates(
-            self.store.update_lane, self.device, self.device.side_context if has_stream else nullcontext
+            self.store.update_lane,
+            self.lanes.update,
+            self.device,
+            self.device.side_context if has_stream else nullcontext,
         )
         ring = self.plan.of(DEVICE, UPDATE_RING)
         if not ring.num_bytes:
