@@ -30,7 +30,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from offload.errors import OffloadError
 from offload.extras.tools.benches.report import Result, machine, versions
 
-FIRST = ("build", "copies", "updates", "tests", "sync", "cudnn-attention", "run-ahead", "profiled-3b", "8b", "compiled-block")
+FIRST = (
+    "build",
+    "copies",
+    "updates",
+    "tests",
+    "sync",
+    "cudnn-attention",
+    "run-ahead",
+    "profiled-3b",
+    "8b",
+    "compiled-block",
+)
 OWN = (*FIRST, "3b", "small", "1b", "14b", "sanitizer")
 """The most useful parts first, because a machine may be lent for only half an hour."""
 LEASE_LIMITS_S = {

@@ -246,8 +246,8 @@ def make_run(
         say(f"updates are one step late, from step {first_late} on (train.delay 1): results differ from train.delay 0.")
     if engine.compiles:
         say(
-            "blocks are compiled in the first steps, which takes a minute or more. The last bits differ from uncompiled "
-            "blocks (--train.compile never)."
+            "blocks are compiled in the first steps, which takes a minute or more. The last bits differ from those of "
+            "uncompiled blocks (--train.compile never)."
         )
     if isinstance(config.train.sequence_tile, int):
         say(

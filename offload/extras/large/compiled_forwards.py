@@ -218,7 +218,11 @@ def _copy(function: FunctionType) -> FunctionType:
     code object.
     """
     copy = FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__kwdefaults__, copy.__dict__ = function.__kwdefaults__, dict(function.__dict__)
     return copy

@@ -8,5 +8,6 @@ CONFLICTS = (
         "sequence", "set --train.sequence_tile none, or --offload.experts whole"),
     Conflict("train.sequence_parallel", is_parallel, "train.compile", "always",
         "train.compile is {train.compile}, and communication between ranks in attention cannot be compiled",
-        "set --train.compile never (or auto), or --train.sequence_parallel 1", {"offload.experts": other_than("streamed")}),
+        "set --train.compile never (or auto), or --train.sequence_parallel 1",
+        {"offload.experts": other_than("streamed")}),
 )  # fmt: skip

@@ -320,8 +320,8 @@ def _notes(config: Config, engine: Engine) -> Iterator[str]:
     train, optimizer = config.train, config.optimizer
     if engine.compiles:
         yield (
-            "blocks are compiled on both sides. Uncompiled blocks differ in the last bits (--train.compile never compares "
-            "these)."
+            "blocks are compiled on both sides. Uncompiled blocks, compared with --train.compile never, differ in the "
+            "last bits."
         )
     if engine.device.type != "cpu":
         yield (
