@@ -33,7 +33,7 @@ OVER_PYTHON = $(PYTHON) -m venv --system-site-packages $(VENV) && \
 EDITABLE := install --no-compile --no-build-isolation -c $(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check lease wheels soak fuzz lint type bench
+.PHONY: help setup build train test test-all test-slow test-zoo accelerator test-accelerator test-accelerator-all gpu-check lease lease-compared wheels soak fuzz lint type bench
 .PHONY: mutations sanitize check clean offline upstream docs wheel bits shape
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; seven minutes"
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
 	@echo "make lease     figures of a quarter of an hour with a GPU: host memory, kernels, steady steps  (WHEELS=...)"
+	@echo "make lease-compared  the same with DeepSpeed ZeRO-3 and FSDP2 beside the engine, on a 3B and an 8B"
 	@echo "make wheels    packages that both need beside torch and transformers, for a machine without a network  (WHEELS_PYTHON=3.12)"
 	@echo "make test-accelerator-all  and every race with every seed of delays; ten minutes more"
 	@echo "make bits      hashes of weights, states and losses of tiny configurations against tests/bits/bits.txt  (ARGS=--write)"
@@ -149,6 +150,10 @@ gpu-check:
 lease:
 	@$(MAKE) --no-print-directory gpu-check PART=lease
 
+# Another quarter of an hour: DeepSpeed ZeRO-3 and FSDP2 beside the engine. RIVALS=yes lets make wheels bring DeepSpeed.
+lease-compared:
+	@$(MAKE) --no-print-directory gpu-check PART=lease-compared
+
 # Collects the packages missing on a machine with torch and transformers, for make gpu-check WHEELS=wheels there.
 # WHEELS_PYTHON: the version of Python there.
 WHEELS_PYTHON ?= 3.12
@@ -156,7 +161,10 @@ wheels: $(READY)
 	@$(PIP) download --no-deps --only-binary=:all: --python-version $(WHEELS_PYTHON) --implementation cp \
 	  $(foreach libc,2_28 2_17,--platform manylinux_$(libc)_$(shell uname -m)) --platform manylinux2014_$(shell uname -m) \
 	  -d wheels -c $(PINS) pydantic pydantic-core annotated-types typing-inspection tyro docstring-parser \
-	  shtab typeguard aiofiles py-cpuinfo xxhash leather jinja2 markupsafe rich markdown-it-py mdurl pygments psutil && ls wheels
+	  shtab typeguard aiofiles py-cpuinfo xxhash leather jinja2 markupsafe rich markdown-it-py mdurl pygments psutil \
+	  $(if $(RIVALS),hjson einops msgpack ninja)
+	@test -z "$(RIVALS)" || DS_BUILD_OPS=0 $(PIP) wheel --no-deps --no-build-isolation -w wheels deepspeed==0.19.8
+	@ls wheels
 
 offline:
 	@echo "make setup does not get through (no package index?): using what $(PYTHON) has$(if $(WHEELS), and $(WHEELS))"

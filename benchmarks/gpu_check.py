@@ -2,6 +2,7 @@
 
 python -m benchmarks.gpu_check [PART ...]      # `make gpu-check PART="tests copies"`; all of them without a name
 python -m benchmarks.gpu_check lease           # `make lease`: the parts for a quarter of an hour
+python -m benchmarks.gpu_check lease-compared  # `make lease-compared`: DeepSpeed and FSDP2 beside the engine
 
 Each part is a separate process with a time limit, and a failed part does not end the others. Results go part by part
 into benchmarks/results/gpu-NAME.json, with the device name. Without a GPU all parts run on the simulated accelerator
@@ -29,7 +30,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from offload.errors import OffloadError
 from offload.extras.tools.benches.report import Result, machine, versions
 
-FIRST = ("build", "copies", "updates", "tests", "sync", "run-ahead", "profiled-3b", "8b", "compiled-block")
+FIRST = (
+    "build",
+    "copies",
+    "updates",
+    "tests",
+    "sync",
+    "cudnn-attention",
+    "run-ahead",
+    "profiled-3b",
+    "8b",
+    "compiled-block",
+)
 OWN = (*FIRST, "3b", "small", "1b", "14b", "sanitizer")
 """The most useful parts first, because a machine may be lent for only half an hour."""
 LEASE_LIMITS_S = {
@@ -41,7 +53,11 @@ LEASE_LIMITS_S = {
     "steady-3b": 110,
 }
 """Parts of `make lease` and seconds of each: together a quarter of an hour."""
-PARTS = (*OWN, *LEASE_LIMITS_S)
+COMPARED_LIMITS_S = {"compared-3b": 320, "compared-8b": 380}
+"""Parts of `make lease-compared`."""
+GROUPS = {"lease": LEASE_LIMITS_S, "lease-compared": COMPARED_LIMITS_S}
+LIMITS_S = LEASE_LIMITS_S | COMPARED_LIMITS_S
+PARTS = (*OWN, *LIMITS_S)
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SKIPPED = 77
@@ -60,7 +76,7 @@ def main(words: list[str]) -> int:
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"of {', '.join(PARTS)} ; lease: {', '.join(LEASE_LIMITS_S)} (default: all others)",
+        help="; ".join(f"{name}: {', '.join(own)}" for name, own in {"default": OWN, **GROUPS}.items()),
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="on the simulated accelerator, also where there is a GPU"
@@ -71,7 +87,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="the file of the results")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the process of one part
     arguments = parser.parse_args(words)
-    parts = [part for name in arguments.parts for part in (LEASE_LIMITS_S if name == "lease" else [name])]
+    parts = [part for name in arguments.parts for part in GROUPS.get(name, [name])]
     for name in parts:
         if name not in PARTS:
             parser.error(f"there is no part {name}; the parts are {', '.join(PARTS)}")
@@ -89,7 +105,7 @@ def main(words: list[str]) -> int:
     outcomes = {}
     for name in parts or OWN:
         print(f"\n-- {name}", flush=True)
-        limit_s = arguments.limit or (DRY_LIMIT_S if is_dry else LEASE_LIMITS_S.get(name, LIMIT_S))
+        limit_s = arguments.limit or (DRY_LIMIT_S if is_dry else LIMITS_S.get(name, LIMIT_S))
         words = [sys.executable, "-m", "benchmarks.gpu_check", name, "--inside", "--limit", str(limit_s)]
         words += ["--out", str(out), *(["--dry-run"] if is_dry else [])]
         outcomes[name] = run_part(name, words, limit_s, out)
@@ -195,14 +211,14 @@ def run_inside(name: str, is_dry: bool, limit_s: float, out: Path) -> int:
 
     store(out, name, [], note="")
     try:
-        from benchmarks import gpu_parts, lease
+        from benchmarks import gpu_parts, lease, lease_compared
         from benchmarks.gpu_parts import Check, SkippedPart
     except ImportError as error:
         store(out, name, note=f"{error}: bring wheels of what is missing, and give WHEELS=FOLDER")
         return 1
     try:
         check = Check(is_dry, time.monotonic() + limit_s - min(MARGIN_S, limit_s * TENTH), add)
-        note, code = (gpu_parts.RUN | lease.RUN)[name](check), 0
+        note, code = (gpu_parts.RUN | lease.RUN | lease_compared.RUN)[name](check), 0
     except SkippedPart as skipped:
         note, code = str(skipped), SKIPPED
     except Exception as error:

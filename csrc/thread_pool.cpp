@@ -8,31 +8,51 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 namespace offload {
 namespace {
 
+// One call of parallel_for, on the caller's stack.
+struct Job {
+  void (*task)(void*, int64_t);
+  void* context;
+  int64_t num_tasks;
+  int seats;  // workers still wanted
+  int active = 0;  // workers inside drain()
+  std::atomic<int64_t> next{0};
+  std::condition_variable done{};
+
+  void drain() {
+    // Relaxed: the counter only deals out indices; results are published by mutex_ when active falls to zero.
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) task(context, i);
+  }
+
+  bool wants_workers() const { return seats > 0 && next.load(std::memory_order_relaxed) < num_tasks; }
+};
+
 class ThreadPool {
  public:
+  // Each caller works on its own job, so a call never waits for another one, not even a call inside a task. Workers join
+  // the oldest job that wants some, and go on to the next job after its last task.
   void run(int64_t num_tasks, int threads, void (*task)(void*, int64_t), void* context) {
-    std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     const int helpers = static_cast<int>(std::min<int64_t>(threads, num_tasks)) - 1;
-    if (!turn.owns_lock() || helpers <= 0) {
+    if (helpers <= 0) {
       for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
       return;
     }
+    Job job{task, context, num_tasks, helpers};
     {
       std::lock_guard<std::mutex> lock(mutex_);
       grow(helpers);
-      task_ = task, context_ = context, num_tasks_ = num_tasks;
-      next_.store(0, std::memory_order_relaxed);  // the mutex publishes it to the workers
-      seats_ = helpers;
+      jobs_.push_back(&job);
     }
     wake_.notify_all();
-    drain();
+    job.drain();
     std::unique_lock<std::mutex> lock(mutex_);
-    seats_ = 0;  // whoever has not woken up by now is not needed; waiting for it would cost a time slice
-    done_.wait(lock, [this] { return active_ == 0; });
+    // Whoever has not woken up by now is not needed; waiting for it would cost a time slice.
+    jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
+    job.done.wait(lock, [&job] { return job.active == 0; });
   }
 
  private:
@@ -47,30 +67,25 @@ class ThreadPool {
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [this] { return seats_ > 0; });
-      --seats_, ++active_;
+      Job* job = nullptr;
+      wake_.wait(lock, [this, &job] { return (job = wanting()) != nullptr; });
+      --job->seats, ++job->active;
       lock.unlock();
-      drain();
+      job->drain();
       lock.lock();
-      if (--active_ == 0) done_.notify_one();
+      if (--job->active == 0) job->done.notify_one();  // under the lock: the job lives on the waiting caller's stack
     }
   }
 
-  void drain() {
-    // Relaxed: the counter only deals out indices; results are published by mutex_ when active_ falls to zero.
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks_;) task_(context_, i);
+  Job* wanting() const {  // under mutex_
+    const auto job = std::find_if(jobs_.begin(), jobs_.end(), [](const Job* each) { return each->wants_workers(); });
+    return job == jobs_.end() ? nullptr : *job;
   }
 
-  std::mutex turn_;   // held by the caller whose job runs
-  std::mutex mutex_;  // guards everything below but next_
-  std::condition_variable wake_, done_;
-  void (*task_)(void*, int64_t) = nullptr;
-  void* context_ = nullptr;
-  int64_t num_tasks_ = 0;
-  int seats_ = 0;   // workers still wanted for the job
-  int active_ = 0;  // workers inside drain()
+  std::mutex mutex_;  // guards everything below, and the fields of jobs but next
+  std::condition_variable wake_;
+  std::vector<Job*> jobs_;  // running, the oldest first
   int num_workers_ = 0;
-  std::atomic<int64_t> next_{0};
 };
 
 std::atomic<ThreadPool*> g_pool{nullptr};

@@ -8,7 +8,8 @@ namespace offload {
 // Calls task(context, 0) ... task(context, num_tasks - 1), each exactly once, on at most `threads` threads of which the
 // caller is one, and returns when all are done. Who runs which task is left to chance, so a task must write only what
 // belongs to its index: then no result depends on the number of threads.
-// A call that finds the pool busy with another caller's job runs alone on its own thread instead of waiting.
+// Calls at the same time share the pool: each caller begins at once on its own thread, and workers help the oldest call
+// first. A task may call parallel_for.
 void parallel_for(int64_t num_tasks, int threads, void (*task)(void*, int64_t), void* context);
 
 template <class Task>

@@ -98,6 +98,14 @@ def device_of(accelerator: Accelerator | None) -> torch.device:
     return torch.device("cpu") if accelerator is None else accelerator.device
 
 
+def compiles_by_default(device: str) -> bool:
+    """True for a device, in torch notation, on which fused kernels are much faster: a CUDA or ROCm GPU.
+
+    A CPU gains little over minutes of compilation, and the compiler may not know other devices.
+    """
+    return torch.device(device).type == "cuda"
+
+
 def open_accelerator(device: torch.device) -> Accelerator:
     """Return the accelerator for a device other than the CPU."""
     module = torch.get_device_module(device)

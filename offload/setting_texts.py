@@ -19,9 +19,10 @@ ENGINE_TEXTS = {
     ),
     "train.recompute": ("Activation recomputation in backward. auto: depends on the device budget."),
     "train.compile": (
-        "Use of torch.compile for blocks. auto: one compilation for all equal blocks; a block unsuited to "
-        "compilation, or with different results, runs uncompiled, and a message says so. Results differ from never "
-        "in the last bits."
+        "Use of torch.compile for blocks: one compilation for all equal blocks. A block unsuited to compilation, or "
+        "with different results, runs uncompiled, and a message says so. Compiled blocks differ from others in the "
+        "last bits. auto: on a CUDA or ROCm GPU, unless rows of many lengths, sequence_parallel or streamed experts "
+        "prevent it; never on a CPU."
     ),
     "train.sequence_tile": (
         "Tokens per sequence tile. Modules acting on single tokens, like MLPs and norms, compute one tile at a time "

@@ -104,6 +104,9 @@ def _compare_bits_on_cuda() -> None:
     for choose in ("flash", "mem_efficient", "cudnn"):  # these backward passes only warn, and sum in any order
         getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    from offload.planning import settings
+
+    settings.compiles_by_default = lambda _device: False  # the references are uncompiled
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

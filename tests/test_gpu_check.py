@@ -115,9 +115,9 @@ def test_kernels_are_told_by_what_they_are_for() -> None:
 
 
 def test_each_part_can_be_run() -> None:
-    from benchmarks import gpu_parts, lease
+    from benchmarks import gpu_parts, lease, lease_compared
 
-    assert set(gpu_parts.RUN | lease.RUN) == set(gpu_check.PARTS)
+    assert set(gpu_parts.RUN | lease.RUN | lease_compared.RUN) == set(gpu_check.PARTS)
 
 
 @pytest.mark.slow

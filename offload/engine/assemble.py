@@ -210,7 +210,7 @@ class EnginePlan:
     """A planned engine, before any allocation."""
 
     settings: Settings
-    """Settings with the compute device and this rank's share in the budgets."""
+    """Settings with the compute device, the choice of `compile` there, and this rank's share in the budgets."""
     structure: Structure
     """Units and regions."""
     plan: Plan
@@ -224,7 +224,8 @@ class EnginePlan:
 
         Allocates nothing. Collective. Raises ConfigError and DoesNotFitError.
         """
-        settings = replace(settings, device=machine.device, placement=settings.placement.share(comm.local_size))
+        placement, compiles = settings.placement.share(comm.local_size), settings.compile_on(machine.device)
+        settings = replace(settings, device=machine.device, placement=placement, compile=compiles)
         plan = make_plan(settings, structure.units, structure.regions, comm, machine, checks=checks)
         return cls(settings, structure, plan)
 

@@ -11,13 +11,13 @@ from offload.errors import warn
 _MOST_NAMES = 3
 
 
-def remove_compile_wrappers(model: nn.Module, compiles: str = "auto") -> nn.Module:
+def remove_compile_wrappers(model: nn.Module, compiles: str = "always") -> nn.Module:
     """Return the model with the original forwards instead of compiled ones.
 
     Applies to the whole model, inner modules (`torch.compile(module)`, `module.compile()`) and compiled forwards set on
     modules, since compiled code cannot trace through streamed weights. Calls to a compiled wrapper go to the module
     itself. Forwards compiled in a class body, and compiled functions called by a forward, stay compiled. `compiles`:
-    the engine setting "auto" or "never", for the warning text.
+    the engine's setting, for the warning text.
     """
     compiled_names = []
     if _is_wrapper(model):
@@ -43,7 +43,7 @@ def remove_compile_wrappers(model: nn.Module, compiles: str = "auto") -> nn.Modu
         rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         warn(
             f"torch.compile was removed from {', '.join(names[:_MOST_NAMES])}{rest}, because it cannot trace offloaded "
-            f"weights{': the engine' if compiles == 'auto' else '; compile=auto'} compiles blocks."
+            f"weights{': the engine' if compiles == 'always' else '; compile=always'} compiles blocks."
         )
     return model
 

@@ -77,8 +77,13 @@ class Figures:
         return self._steps.losses.num_chunks
 
     @property
+    def compiles(self) -> bool:
+        """True if blocks are to run compiled: `compile: always`, or auto on a GPU."""
+        return self._state.compiles
+
+    @property
     def compiled_graphs(self) -> int:
-        """Number of graphs built by torch.compile so far, from blocks; 0 with `compile: never`."""
+        """Number of graphs built by torch.compile so far, from blocks; 0 without `compiles`."""
         return self._state.runner.stages.num_graphs
 
     @property

@@ -85,6 +85,7 @@ class EngineState:
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
+        self.compiles = settings.compile == "always"
         self.execution_mode = ExecutionMode()
         self.changed = set[str]()  # frozen parameters changed since the start
         self.counters = counters
@@ -211,7 +212,10 @@ class EngineState:
         # Device work from a host lane needs a separate stream, beside compute.
         has_stream = has_workspace and self.store.update_lane is self.lanes.update
         in_place = InPlaceUpdates(
-            self.store.update_lane, self.device, self.device.side_context if has_stream else nullcontext
+            self.store.update_lane,
+            self.lanes.update,
+            self.device,
+            self.device.side_context if has_stream else nullcontext,
         )
         ring = self.plan.of(DEVICE, UPDATE_RING)
         if not ring.num_bytes:

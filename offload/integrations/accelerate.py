@@ -93,7 +93,7 @@ class OffloadAccelerator(Accelerator):
         if self.mixed_precision == "bf16":
             defaults["precision"] = "bf16"
         if self.state.dynamo_plugin.backend.value != "NO":
-            defaults["compile"] = "auto"
+            defaults["compile"] = "always"
         own = engage(model, optimizer, defaults | settings)
         self.engine = own.engine
         return own

@@ -173,7 +173,7 @@ class OffloadMixin(_Base):
             "precision": precision,
             "device": str(args.device),
             "seed": args.seed,
-            "compile": "auto" if args.torch_compile else "never",
+            "compile": "always" if args.torch_compile else "auto",
             **settings,
         }
         self._dtype = weights_dtype(self.model)
@@ -389,7 +389,7 @@ def _make_optimizer(model: nn.Module, **settings: Any) -> OffloadOptimizer:
         options.setdefault("precision", "bf16")
     if trainer is not None:
         refuse_arguments(trainer.args)
-        options.setdefault("compile", "auto" if trainer.args.torch_compile else "never")
+        options.setdefault("compile", "always" if trainer.args.torch_compile else "auto")
         limit = trainer.args.max_grad_norm
         if (options.setdefault("max_grad_norm", limit) or None) != (limit or None):
             raise ConfigError(

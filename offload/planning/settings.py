@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload.accelerators import parse_device
+from offload.accelerators import compiles_by_default, parse_device
 from offload.arguments import check_types
 from offload.conflicts import ENGINE_CONFLICTS, refuse
 from offload.errors import ConfigError, shorten
@@ -63,7 +63,7 @@ class Settings:
     micro_batch_size: int | None = None
     rows: Sequence[str] | Mapping[str, Any] | None = None
     recompute: str = "always"
-    compile: str = "never"
+    compile: str = "auto"
     sequence_tile: int | str = "none"
     sequence_parallel: int = 1
     prefetch: str | int = "auto"
@@ -90,7 +90,7 @@ class Settings:
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto"), "train.recompute")
-        _check(self.compile, ("never", "auto"), "train.compile")
+        _check(self.compile, ("auto", "always", "never"), "train.compile")
         tile = self.sequence_tile
         if tile not in ("none", "auto") and (isinstance(tile, str) or tile < 1):
             raise ConfigError(
@@ -124,6 +124,8 @@ class Settings:
             object.__setattr__(self, "compile", "never")
         if self.sequence_parallel > 1 and self.recompute == "auto":
             object.__setattr__(self, "recompute", "always")
+        if self.sequence_parallel > 1 and self.compile == "auto":
+            object.__setattr__(self, "compile", "never")
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and size < 1:
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
@@ -165,6 +167,10 @@ class Settings:
     def throttles(self) -> Mapping[str, Throttle]:
         """Throttles by link name."""
         return parse_throttle(self.throttle)
+
+    def compile_on(self, device: str) -> str:
+        """Return `compile` without auto: always or never, for a device in torch notation."""
+        return self.compile if self.compile != "auto" else "always" if compiles_by_default(device) else "never"
 
     def chunk_bytes(self, device_bytes: int | None) -> int | None:
         """Return the logits limit in bytes (None: no limit), given the device budget in bytes (None: no limit)."""

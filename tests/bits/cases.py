@@ -101,7 +101,7 @@ def _cases() -> list[Case]:
         case("sequences-shared", two, length=12, sequence_parallel=2),
         case("sequences-shared-bf16", two, bf16, model="mixtral", length=12, sequence_parallel=2, micro_batch_size=2),
         # tiers, precision, clipping, activation recomputation
-        case("compiled", host, compile="auto"),
+        case("compiled", host, compile="always"),
         case("lora-run", trains=True, settings={"lora.rank": 4, "lora.dropout": 0.1}),
         case("relora-run", trains=True, settings={"lora.rank": 4, **restarts}),
         case("lora-run-files", trains=True, settings={"lora.rank": 4, "offload.parameters": "files"}),

@@ -18,6 +18,7 @@ from offload import Engine, MeZO, Placement
 from offload.errors import DoesNotFitError
 from offload.extras.large import compiled_forwards as forwards
 from offload.extras.large.compiled_forwards import compile_modules
+from offload.planning.settings import Settings
 from tests.engine.compare import assert_weights, train_both
 from tests.engine.device import cpu_only
 from tests.engine.documents import by_document, packed
@@ -79,7 +80,7 @@ def test_steps_are_those_of_plain_torch_over_the_same_compiled_blocks(
         build(family),
         batches(3),
         group=partial(compile_layers, family),
-        compile="auto",
+        compile="always",
         placement=Placement(**placement, nvme_dir=str(tmp_path) if "nvme" in placement.values() else None),
         **settings,
     )
@@ -89,13 +90,13 @@ def test_steps_are_those_of_plain_torch_over_the_same_compiled_blocks(
 @pytest.mark.slow
 def test_the_same_holds_for_what_inductor_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "BACKEND", "inductor")
-    engine, _ = train_both(build(gpt2), batches(3), group=partial(compile_layers, gpt2), compile="auto")
+    engine, _ = train_both(build(gpt2), batches(3), group=partial(compile_layers, gpt2), compile="always")
     assert engine.compiled_graphs == 2
 
 
 @pytest.mark.slow
 def test_equal_layers_share_one_graph_with_gradients_and_one_without() -> None:
-    engine = Engine(build(partial(llama, num_hidden_layers=4)), compile="auto", recompute="always")
+    engine = Engine(build(partial(llama, num_hidden_layers=4)), compile="always", recompute="always")
     assert engine.compiled_graphs == 0
     engine.step(tokens(0))
     assert engine.compiled_graphs == 2
@@ -110,17 +111,58 @@ def test_packed_documents_have_a_mask_in_compiled_blocks() -> None:
     """A compiled block has no loop over documents: their number changes."""
     with Engine(by_document(build(llama))) as engine:
         loss = float(engine.step(packed(0)).loss)
-    with Engine(by_document(build(llama)), compile="auto") as engine:
+    with Engine(by_document(build(llama)), compile="always") as engine:
         assert float(engine.step(packed(0)).loss) == pytest.approx(loss, rel=1e-4)
         assert engine.compiled_graphs == 2
         engine.step(packed(1))
         assert engine.compiled_graphs == 2
 
 
-def test_without_it_nothing_is_compiled() -> None:
-    engine = Engine(build(llama))
+@pytest.mark.parametrize("compiles", ["auto", "never"])
+def test_on_a_cpu_nothing_is_compiled_unless_asked_for(compiles: str) -> None:
+    engine = Engine(build(llama), compile=compiles)
     engine.step(tokens(0))
     assert engine.compiled_graphs == 0
+    assert not engine.compiles
+
+
+def test_auto_compiles_on_a_gpu_alone() -> None:
+    found = {device: Settings().compile_on(device) for device in ("cpu", "cuda", "cuda:1", "xpu", "mps")}
+    assert found == {"cpu": "never", "cuda": "always", "cuda:1": "always", "xpu": "never", "mps": "never"}
+    assert {Settings(compile=how).compile_on(device) for how in ("always",) for device in found} == {"always"}
+    assert {Settings(compile=how).compile_on(device) for how in ("never",) for device in found} == {"never"}
+    assert Settings(sequence_parallel=2).compile_on("cuda") == "never"
+    assert Settings(placement={"experts": "streamed"}).compile_on("cuda") == "never"
+
+
+@pytest.mark.slow
+def test_equal_blocks_have_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with another flag or another module inside have a trial of their own."""
+    tried, compare = [], forwards.CompiledForwards._compare
+
+    def counted(self: Any, unit: Any, *rest: Any) -> Any:
+        tried.append(unit.name)
+        return compare(self, unit, *rest)
+
+    monkeypatch.setattr(forwards.CompiledForwards, "_compare", counted)
+    Engine(build(partial(llama, num_hidden_layers=4)), compile="always").step(tokens(0))
+    assert len(tried) == 1
+    model, _ = build(partial(llama, num_hidden_layers=4)), tried.clear()
+    model.model.layers[2].is_special = True
+    model.model.layers[3].mlp.act_fn = nn.ReLU()
+    Engine(model, compile="always").step(tokens(0))
+    assert [name.rpartition(".")[2] for name in tried] == ["0", "2", "3"]
+
+
+@pytest.mark.slow
+def test_before_torch_2_13_each_kind_of_inputs_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch then counts the graphs of a code object, over all kinds and engines, up to 8."""
+    monkeypatch.setattr(forwards, "_own_limits", dict)
+    engine = Engine(build(llama), compile="always", recompute="always")
+    for length in range(4, 4 + forwards._MOST_VARIANTS):
+        assert engine.step(tokens(0, length=length)).loss > 0
+    assert engine.compiled_graphs == 2 * forwards._MOST_VARIANTS
+    assert engine.compiled_classes
 
 
 def fails(_graph: Any, _inputs: Any) -> Any:
@@ -139,7 +181,7 @@ def fails(_graph: Any, _inputs: Any) -> Any:
 def test_what_compiled_is_something_else_runs_as_it_is(made: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "BACKEND", made)
     with pytest.warns(UserWarning, match=said):
-        train_both(build(llama), batches(2), compile="auto")
+        train_both(build(llama), batches(2), compile="always")
 
 
 class Breaks(Block):
@@ -150,8 +192,8 @@ class Breaks(Block):
 
 
 def test_a_block_that_is_no_graph_runs_as_it_is() -> None:
-    with pytest.warns(UserWarning, match="compile is auto, but Breaks"):
-        train_both(Stack(Breaks), [words(seed) for seed in range(2)], loss_fn=cross_entropy, compile="auto")
+    with pytest.warns(UserWarning, match="blocks are compiled, but Breaks"):
+        train_both(Stack(Breaks), [words(seed) for seed in range(2)], loss_fn=cross_entropy, compile="always")
 
 
 class Scaled(Block):
@@ -167,7 +209,7 @@ class Scaled(Block):
 def test_a_block_that_cannot_be_compiled_any_more_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "_MOST_GRAPHS", 1)
     losses = []
-    for compiles in ("never", "auto"):
+    for compiles in ("never", "always"):
         model = build(partial(Stack, Scaled))
         engine = Engine(model, compile=compiles)
         with nullcontext() if compiles == "never" else pytest.warns(UserWarning, match=r"Scaled .*RecompileLimit"):
@@ -185,7 +227,7 @@ def test_a_block_that_checkpoints_itself_is_compiled() -> None:
         [words(seed) for seed in range(2)],
         group=lambda model: compile_modules(model.blocks),
         loss_fn=cross_entropy,
-        compile="auto",
+        compile="always",
         recompute="never",
     )
     assert engine.compiled_classes
@@ -194,7 +236,7 @@ def test_a_block_that_checkpoints_itself_is_compiled() -> None:
 @pytest.mark.slow
 def test_lengths_beyond_a_few_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "_MOST_VARIANTS", 2)
-    engine = Engine(build(llama), compile="auto", recompute="never")
+    engine = Engine(build(llama), compile="always", recompute="never")
     for length in range(4, 4 + forwards._MOST_VARIANTS):
         engine.step(tokens(0, length=length))
     before = engine.compiled_graphs
@@ -208,16 +250,16 @@ def test_lengths_beyond_a_few_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -
 def test_each_pass_of_forwards_alone_has_its_own_weights() -> None:
     """A trial run inside a pass leaves the weights of this pass in place."""
     losses = []
-    for compiles in ("never", "auto"):
+    for compiles in ("never", "always"):
         engine = Engine(build(llama), MeZO(lr=1e-3, eps=0.1), compile=compiles)
         losses.append([engine.step(tokens(seed)).loss for seed in range(2)])
-        assert engine.compiled_graphs == (compiles == "auto")
+        assert engine.compiled_graphs == (compiles == "always")
     torch.testing.assert_close(*losses, rtol=1e-4, atol=0.0)
 
 
-@pytest.mark.filterwarnings("ignore:compile is auto, but ScalesItsInput")
+@pytest.mark.filterwarnings("ignore:blocks are compiled, but ScalesItsInput")
 def test_a_trial_leaves_inputs_alone() -> None:
-    engines = [Engine(build(partial(Stack, ScalesItsInput)), compile=compiles) for compiles in ("never", "auto")]
+    engines = [Engine(build(partial(Stack, ScalesItsInput)), compile=compiles) for compiles in ("never", "always")]
     plain, tried = (engine.evaluate(words(0), loss_fn=cross_entropy) for engine in engines)
     assert torch.equal(plain, tried)
 
@@ -235,10 +277,10 @@ class Moves(Block):
         return super().forward(h) - self.mean
 
 
-@pytest.mark.filterwarnings("ignore:compile is auto, but Moves")
+@pytest.mark.filterwarnings("ignore:blocks are compiled, but Moves")
 def test_a_trial_leaves_buffers_alone_that_no_recording_has_seen_move() -> None:
     found = []
-    for compiles in ("never", "auto"):
+    for compiles in ("never", "always"):
         engine = Engine(build(partial(Stack, Moves)), compile=compiles)
         with torch.no_grad():
             outputs = engine.model(**{key: value for key, value in words(0).items() if key == "x"})
@@ -260,7 +302,7 @@ def test_a_trial_that_ran_out_of_memory_is_made_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(forwards, "relative_distance", measured)
     model = build(llama)
     reference = Reference(model, group=partial(compile_layers, llama))
-    engine = Engine(model, compile="auto", recompute="always")
+    engine = Engine(model, compile="always", recompute="always")
     with pytest.raises(DoesNotFitError, match="no room"):
         engine.step(tokens(0))
     assert engine.step(tokens(0)).loss.item() == reference.step(tokens(0))[0].item()

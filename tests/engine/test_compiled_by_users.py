@@ -95,7 +95,7 @@ TAKEN_OFF: dict[Callable[[nn.Module], nn.Module], str] = {
 def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[nn.Module], nn.Module]) -> None:
     """Steps and model calls have the bits of an uncompiled model. Parameter names have no prefix."""
     plain, compiled = Engine(build(llama)), how(build(llama))
-    with pytest.warns(UserWarning, match=f"torch.compile was removed from {TAKEN_OFF[how]}.*compile=auto compiles"):
+    with pytest.warns(UserWarning, match=f"torch.compile was removed from {TAKEN_OFF[how]}.*compile=always compiles"):
         engine = Engine(compiled)
     for step in range(STEPS):
         one, other = plain.step(tokens(step)), engine.step(tokens(step))
@@ -113,9 +113,9 @@ def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[
 @pytest.mark.slow
 def test_blocks_that_came_compiled_are_compiled_by_the_engine_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "BACKEND", BACKEND)
-    plain = Engine(build(llama), compile="auto")
+    plain = Engine(build(llama), compile="always")
     with pytest.warns(UserWarning, match=r"removed from model\.layers\.1, .*: the engine compiles blocks"):
-        engine = Engine(forward(build(llama)), compile="auto")
+        engine = Engine(forward(build(llama)), compile="always")
     assert [engine.step(tokens(n)).loss for n in range(STEPS)] == [plain.step(tokens(n)).loss for n in range(STEPS)]
     assert engine.compiled_graphs == plain.compiled_graphs > 0
 

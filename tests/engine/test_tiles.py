@@ -413,7 +413,7 @@ def test_a_norm_of_what_an_mlp_gives_reads_it() -> None:
 def test_compiled_blocks_and_tiles_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiled modules are not compiled. Sequences up to one tile are."""
     monkeypatch.setattr(forwards, "BACKEND", "eager")
-    with Engine(build(llama), sequence_tile=LENGTH, compile="auto") as engine:
+    with Engine(build(llama), sequence_tile=LENGTH, compile="always") as engine:
         engine.step(long(1)[0])
         assert (engine.compiled_graphs > 0, engine.told_tiles) == (True, "")
         engine.step(tokens(0, 2, LENGTH + 8))

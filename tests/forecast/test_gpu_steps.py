@@ -27,14 +27,14 @@ from offload.planning.device_updates import update_bytes
 
 HOST_BYTES = 125 << 30
 STEPS: dict[str, dict[str, Any]] = {
-    "3b": {"train.batch_size": 4},
-    "8b": {"train.batch_size": 8, "offload.device_memory": "24GiB"},
+    "3b": {"train.batch_size": 4, "train.compile": "never"},
+    "8b": {"train.batch_size": 8, "train.compile": "never", "offload.device_memory": "24GiB"},
 }
 STEADY: dict[str, dict[str, Any]] = {
-    "8b, compile never, 32768 tokens a step": {"train.batch_size": 8},
-    "8b, compile never, 131072 tokens a step": {"train.batch_size": 32},
+    "8b, compile never, 32768 tokens a step": {"train.batch_size": 8, "train.compile": "never"},
+    "8b, compile never, 131072 tokens a step": {"train.batch_size": 32, "train.compile": "never"},
     "8b, compile auto, 32768 tokens a step": {"train.batch_size": 8, "train.compile": "auto"},
-    "3b, compile never, 16384 tokens a step": {"train.batch_size": 4},
+    "3b, compile never, 16384 tokens a step": {"train.batch_size": 4, "train.compile": "never"},
     "3b, compile auto, 16384 tokens a step": {"train.batch_size": 4, "train.compile": "auto"},
 }
 """Steps in a long run by name, with settings. The 8B keeps the states on the host, the 3B on the device."""

@@ -142,9 +142,9 @@ def test_what_is_no_product_takes_its_bytes_beside_the_products(is_block: bool, 
     use = replace(work("x", 0.0, 0.0), is_block=is_block)
     cost = Cost(flops=2.0, num_bytes=4.0, num_operations=0, moved_bytes=8.0)
     assert compute_seconds(use, [cost], 1, Settings(), machine)[0] == 2.0 + 2.0
-    assert compute_seconds(use, [cost], 1, Settings(compile="auto"), machine)[0] == pytest.approx(2.0 + 2.0 * share)
+    assert compute_seconds(use, [cost], 1, Settings(compile="always"), machine)[0] == pytest.approx(2.0 + 2.0 * share)
     gaps = 1.0 if is_block else 1.03
-    assert compute_seconds(use, [cost], 1, Settings(compile="auto"), gpu)[0] == pytest.approx(
+    assert compute_seconds(use, [cost], 1, Settings(compile="always"), gpu)[0] == pytest.approx(
         (2.0 + 2.0 * share) * gaps
     )
     attention = replace(cost, flops=4.0, attention_flops=2.0)  # 0.63 of the rate of products, unless measured

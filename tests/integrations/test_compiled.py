@@ -89,7 +89,7 @@ def test_a_trainer_that_is_to_compile_has_its_blocks_compiled(tmp_path: Path, ho
         make(tmp_path / make.__name__)
         for make in (
             lambda folder: offload_trainer(
-                folder, llama(), OffloadTrainer, kwargs={"offload": {"placement": PLACEMENT, "compile": "auto"}}
+                folder, llama(), OffloadTrainer, kwargs={"offload": {"placement": PLACEMENT, "compile": "always"}}
             ),
             how,
         )
@@ -108,7 +108,7 @@ def test_a_script_that_is_to_compile_has_its_blocks_compiled(given: str) -> None
     losses, graphs = {}, {}
     for name in ("asked", "engine", "eager"):
         AcceleratorState._reset_state(reset_partial_state=True)
-        offload = {"placement": PLACEMENT} | ({"compile": "auto"} if name == "engine" else {})
+        offload = {"placement": PLACEMENT} | ({"compile": "always"} if name == "engine" else {})
         how = {"dynamo_backend": "inductor"} if name == "asked" else {}
         accelerator = OffloadAccelerator(cpu=True, offload=offload, **how)  # type: ignore[arg-type]
         model = compiled() if name == "asked" and given == "a compiled model" else llama()

@@ -1,9 +1,12 @@
 // Runs every kernel on arrays of exact size, for the sanitizers (`make sanitize`), and compares instruction sets.
 // Reads or writes outside an array, undefined behaviour and races end the program; differing bits do as well.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -203,6 +206,34 @@ Outcome all_kernels(int64_t n, Execution how) {
   return outcome;
 }
 
+bool soon(const std::function<bool()>& is_true) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (!is_true()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+// A second call gets the worker of the first one after it: both tasks must run at the same time. And a task may call.
+void check_shared_pool() {
+  std::atomic<int> num_busy{0}, num_begun{0}, num_inner{0};
+  std::thread first([&] {
+    parallel_for(2, 2, [&](int64_t) {
+      ++num_busy;
+      require(soon([&] { return num_begun > 0; }), "second call", 2, Isa::scalar);
+    });
+  });
+  require(soon([&] { return num_busy == 2; }), "first call", 2, Isa::scalar);
+  parallel_for(2, 2, [&](int64_t) {
+    ++num_begun;
+    require(soon([&] { return num_begun == 2; }), "sharing of the pool", 2, Isa::scalar);
+  });
+  first.join();
+  parallel_for(8, 3, [&](int64_t) { parallel_for(8, 3, [&](int64_t) { ++num_inner; }); });
+  require(num_inner == 64, "calls in tasks", 64, Isa::scalar);
+}
+
 }  // namespace
 
 int main() {
@@ -233,7 +264,8 @@ int main() {
       }
     }
   }
-  // Several callers at once: one gets the pool, the others compute alone.
+  check_shared_pool();
+  // Several callers at once share the pool.
   const int64_t n = (1 << 17) + 77;
   const Outcome expected = all_kernels(n, {1, Isa::scalar});
   std::vector<std::thread> callers;

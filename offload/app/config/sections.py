@@ -444,7 +444,7 @@ class TrainSection(Section):
     optimizer.master bf16, else fp32.
     """
     recompute: Literal["auto", "always", "never"] = "auto"
-    compile: Literal["never", "auto"] = "never"
+    compile: Literal["auto", "always", "never"] = "auto"
     sequence_tile: Tile = "auto"
     sequence_parallel: Count = 1
     max_grad_norm: Positive | None = 1.0

@@ -174,6 +174,8 @@ def make_run(
     if first:
         with share_failure(comm, "comparison of the data"):
             data.check_state(start.data)
+    if data.by_length and config.train.compile == "auto":  # each length would be a compilation
+        config = config.with_resolved(train__compile="never")
     steps, epochs = config.train.steps, config.train.epochs
     if steps and epochs and config.origin("train.steps") != "resolved":
         say(f"note: train.steps is {steps}, and overrides train.epochs, {epochs:g}: leave one of them out.")
@@ -245,8 +247,11 @@ def make_run(
     if config.train.delay:
         first_late = config.train.delay_after + 1
         say(f"updates are one step late, from step {first_late} on (train.delay 1): results differ from train.delay 0.")
-    if config.train.compile != "never":
-        say("blocks are compiled in the first steps, which takes minutes; last bits differ from train.compile never.")
+    if engine.compiles:
+        say(
+            "blocks are compiled in the first steps, which takes a minute or more. The last bits differ from those of "
+            "uncompiled blocks (--train.compile never)."
+        )
     if isinstance(config.train.sequence_tile, int):
         say(
             "modules that compute each token separately (found in the first step) run over tiles of "

@@ -232,7 +232,7 @@ def step_fields(
         fields["all_to_all_elements"] = counters.all_to_all_elements
     if counters.experts_fetched:
         fields["experts_fetched"] = counters.experts_fetched
-    if config.train.compile != "never":
+    if engine.compiles:
         fields["compiled_graphs"] = engine.compiled_graphs
     if config.offload.graphs == "cpu":
         fields["graphs_on_host_bytes"] = engine.graphs_on_host_bytes

@@ -261,14 +261,26 @@ class NonFiniteCounts:
         elif num_wrong:
             update.refuse(int(num_wrong))
 
-    def check(self) -> None:
-        """Read all counts and refuse non-finite weights."""
+    def reader(self) -> Callable[[], None] | None:
+        """Start a copy of all counts to the host. Return a function that waits for the copy and refuses non-finite
+        weights; None without counts.
+        """
         counts, self._counts = self._counts, []
-        if counts:
-            host_counts = self._device.copy_to_host(torch.stack([count for _, count in counts]))().tolist()
-            for (update, _), num_wrong in zip(counts, host_counts, strict=True):
+        if not counts:
+            return None
+        wait = self._device.copy_to_host(torch.stack([count for _, count in counts]))
+
+        def check() -> None:
+            for (update, _), num_wrong in zip(counts, wait().tolist(), strict=True):
                 if num_wrong:
                     update.refuse(num_wrong)
+
+        return check
+
+    def check(self) -> None:
+        """Wait for all counts and refuse non-finite weights."""
+        if check := self.reader():
+            check()
 
     def forget(self) -> None:
         """Forget all counts."""
@@ -278,9 +290,12 @@ class NonFiniteCounts:
 class InPlaceUpdates(UpdatePlace):
     """Updates states in place on one lane: the host update lane, or compute for states on the device."""
 
-    def __init__(self, lane: Lane, device: Device, within: Callable[[], AbstractContextManager[Any]]) -> None:
-        """`within`: context for the work."""
-        self._lane, self._within, self._counts = lane, within, NonFiniteCounts(device)
+    def __init__(
+        self, lane: Lane, checking: Lane, device: Device, within: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        """`checking`: host lane that waits for counts of the device. `within`: context for the work."""
+        self._lane, self._checking, self._within = lane, checking, within
+        self._counts = NonFiniteCounts(device)
 
     def begin_step(self) -> None:
         self._counts.forget()
@@ -302,4 +317,6 @@ class InPlaceUpdates(UpdatePlace):
             self._counts.add(tile.update, tile.update.update_tile(tile.tile, tile.planes))
 
     def check(self) -> None:
-        self._counts.check()
+        """Let a lane check the device's counts, so the caller queues the next step meanwhile."""
+        if check := self._counts.reader():
+            self._checking.submit(check, name="check")

@@ -225,7 +225,7 @@ def _grouped(config: Config) -> bool:
             "data.group_by_length is true, but packed rows all have the same length: set --data.packing false for one "
             "document in each row, or leave data.group_by_length out."
         )
-    return config.train.compile == "never" if data.group_by_length == "auto" else data.group_by_length
+    return config.train.compile != "always" if data.group_by_length == "auto" else data.group_by_length
 
 
 def _sources(data: DataSection, sources: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:

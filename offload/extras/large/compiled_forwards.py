@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Iterable
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,19 +22,30 @@ BACKEND = "inductor"
 _MOST_VARIANTS = 8
 """Maximum compiled variants per module class. Variants differ mainly in input shapes."""
 _MOST_GRAPHS = 8
-"""Maximum graphs per variant. Code may read unit-specific numbers, and each number needs a graph."""
+"""Maximum graphs per variant, or torch's own limit before torch 2.13. Code may read unit-specific numbers, and each
+number needs a graph.
+"""
 _MOST_LETTERS = 200
 """Maximum length of a torch error message in a warning."""
+
+
+class Verdict(NamedTuple):
+    """Result of a trial."""
+
+    refusal: str = ""
+    """Reason against the compiled function; empty if it may run."""
+    needs_graph: bool = False
+    """True if the graph with gradients gives other bits than the one without, and so runs in both cases."""
 
 
 class CompiledForwards(Stage):
     """Blocks run compiled by torch.compile, with one function per variant (class, input shapes and so on).
 
     All equal layers share the graphs (one without gradients, one with), independent of the slot offset: weights are
-    graph inputs, not constants. The first unit use in a variant is compared with the original forward (results and
-    gradients). After a failure or difference the class runs uncompiled, with one warning per class. Never compiled:
-    units with in-place changes to inputs or buffers, and non-blocks, since each would need a compilation for a single
-    use.
+    graph inputs, not constants. In each variant the first unit of a build (`_build_key`) is compared with the original
+    forward (results and gradients). After a failure or difference the class runs uncompiled, with one warning per
+    class. Never compiled: units with in-place changes to inputs or buffers, and non-blocks, since each would need a
+    compilation for a single use.
     """
 
     num_graphs = 0
@@ -42,6 +54,7 @@ class CompiledForwards(Stage):
         super().__init__(inner)
         self._functions: dict[type, dict[Hashable, Forward]] = {}
         self._choices: dict[tuple[int, Hashable], Forward | None] = {}
+        self._verdicts: dict[Hashable, Verdict] = {}
         self._refused: set[type] = set()
         self._failed: set[type] = set()
 
@@ -73,12 +86,12 @@ class CompiledForwards(Stage):
             if variant not in functions:
                 functions[variant] = _compile_class(owner)
             function = partial(self._run_counted, functions[variant], unit.module)
-            try:
-                refusal = self._find_difference(unit, use, function)
-            except ENGINE_ERRORS:
-                raise
-            except Exception as error:
-                refusal = _format_error(error)
+            key = owner, variant, _build_key(unit), use.needs and tuple(use.needs)
+            if key not in self._verdicts:
+                self._verdicts[key] = self._try(unit, use, function)
+            refusal, needs_graph = self._verdicts[key]
+            if needs_graph:  # otherwise a recomputation would have other bits than the forward
+                unit.traits.needs_graph = True
         if refusal or function is None:
             self._refuse(unit, refusal)
             return None
@@ -87,7 +100,7 @@ class CompiledForwards(Stage):
     def _refuse(self, unit: Unit, reason: str) -> None:
         owner = type(unit.module)
         self._refused.add(owner)
-        warn(f"compile is auto, but {owner.__name__} (unit {unit.name}) runs uncompiled from here on: {reason}.")
+        warn(f"blocks are compiled, but {owner.__name__} (unit {unit.name}) runs uncompiled from here on: {reason}.")
 
     def _run_compiled(self, unit: Unit, function: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a compiled forward. Falls back to the module forward if torch fails to recompile for changed values."""
@@ -108,8 +121,16 @@ class CompiledForwards(Stage):
         finally:
             self.num_graphs += _num_graphs() - before
 
-    def _find_difference(self, unit: Unit, use: Use, function: Forward) -> str:
-        """Return the reason against compilation; empty if compiled and original results match."""
+    def _try(self, unit: Unit, use: Use, function: Forward) -> Verdict:
+        """Compare a compiled function with the original forward."""
+        try:
+            return self._compare(unit, use, function)
+        except ENGINE_ERRORS:
+            raise
+        except Exception as error:
+            return Verdict(_format_error(error))
+
+    def _compare(self, unit: Unit, use: Use, function: Forward) -> Verdict:
         has_graph, trial = use.needs is not None, Trial(use.runner, unit, use.arguments, use.others)
 
         def run(forward: Forward, has_graph: bool) -> tuple[list[torch.Tensor], list[Sketch | None]]:
@@ -124,21 +145,18 @@ class CompiledForwards(Stage):
         before = self.num_graphs
         repeated_results, _ = run(function, False)
         if self.num_graphs > before:
-            return "it would be recompiled in each use, because values that its code reads change"
-        allowed = tolerance(OTHER_KERNELS, results)
+            return Verdict("it would be recompiled in each use, because values that its code reads change")
+        allowed, needs_graph = tolerance(OTHER_KERNELS, results), False
         if (distance := relative_distance(map(Sketch.of, results), map(Sketch.of, compiled_results))) > allowed.result:
-            return f"its compiled results differ by {distance:.3g} of their norm"
+            return Verdict(f"its compiled results differ by {distance:.3g} of their norm")
         if has_graph:
             with_graph, compiled_gradients = run(function, True)
-            if not all(map(same_bits, compiled_results, with_graph)):
-                unit.traits.needs_graph = True  # Otherwise a recomputation would have other bits than the forward.
+            needs_graph = not all(map(same_bits, compiled_results, with_graph))
             if (distance := relative_distance(gradients, compiled_gradients)) > allowed.gradient:
-                return f"its compiled gradients differ by {distance:.3g} of their norm"
-        return (
-            ""
-            if all(map(same_bits, compiled_results, repeated_results))
-            else "its compiled results differ from run to run"
-        )
+                return Verdict(f"its compiled gradients differ by {distance:.3g} of their norm")
+        if all(map(same_bits, compiled_results, repeated_results)):
+            return Verdict(needs_graph=needs_graph)
+        return Verdict("its compiled results differ from run to run")
 
 
 def compile_modules(modules: Iterable[nn.Module]) -> None:
@@ -160,18 +178,54 @@ def _variant_key(unit: Unit, use: Use) -> Hashable:
     return unit.module.training, use.arguments.structure, tensors, others, cast
 
 
+def _build_key(unit: Unit) -> Hashable:
+    """Return the build of a unit: units with an equal key run the same code, except for the numbers that it reads.
+
+    The key has the modules by name, with the attributes that code branches on (flags, names, absent values), and the
+    parameters with shape and dtype.
+    """
+    modules = [
+        (name, type(module), [(k, v) for k, v in vars(module).items() if v is None or isinstance(v, bool | str)])
+        for name, module in unit.module.named_modules()
+    ]
+    parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in unit.module.named_parameters()]
+    return repr((modules, parameters))
+
+
 def _compile_class(owner: Any) -> Forward:
     """Return the compiled forward of class `owner`, with the module as first argument.
 
     Compilation starts with the first call.
     """
-    parameters = inspect.signature(torch.compile).parameters
-    # Options exist since torch 2.13; earlier versions have process-wide limits.
-    limits = {"isolate_recompiles": True, "recompile_limit": 2 * _MOST_GRAPHS}
-    options: dict[str, Any] = {key: value for key, value in limits.items() if key in parameters}
+    limits, options = _own_limits(), dict[str, Any]()
+    function = owner.forward if limits or not isinstance(owner.forward, FunctionType) else _copy(owner.forward)
     if BACKEND == "inductor":
         options["options"] = {"fallback_random": True}  # Compiled code draws the same random numbers in the same order.
-    return torch.compile(owner.forward, fullgraph=True, dynamic=False, backend=BACKEND, **options)
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **limits, **options)
+
+
+def _own_limits() -> dict[str, Any]:
+    """Return the options for separate limits of a compiled function; empty before torch 2.13."""
+    limits = {"isolate_recompiles": True, "recompile_limit": 2 * _MOST_GRAPHS}
+    known = inspect.signature(torch.compile).parameters
+    return limits if limits.keys() <= known.keys() else {}
+
+
+def _copy(function: FunctionType) -> FunctionType:
+    """Return the same function with a code object of its own.
+
+    Before torch 2.13 the graphs of all variants, and of all engines in a process, count against one limit (8) for each
+    code object.
+    """
+    copy = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__, copy.__dict__ = function.__kwdefaults__, dict(function.__dict__)
+    return copy
 
 
 def _refusal(unit: Unit) -> str:

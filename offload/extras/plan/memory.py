@@ -297,7 +297,7 @@ class StepMemory:
                 backward += call.input_bytes + self._graph_bytes(call) // parts
             elif self._place_inputs(call, is_kept)[1]:  # fetched per micro-batch, double-buffered
                 backward += min(2, parts) * call.input_bytes
-            if self.settings.compile != "never" and call.is_block:  # a compiled backward creates all gradients at once
+            if self.settings.compile == "always" and call.is_block:  # a compiled backward creates all gradients at once
                 regions = [region for region in self._regions if region.trainable and call.name in region.units]
                 backward += sum(region.weight_bytes for region in regions)
             backward = 2 * hidden + parts * call.result_bytes + max(backward, joined * call.gradient_bytes)

@@ -282,7 +282,7 @@ class SimulatedEngine:
             if region.index in plan.lasting:
                 flow.make_lasting(region)
         self._executor = Executor(self._slots, plan.lookahead, plan.max_cargoes, updates_at_end=flow.lasts)
-        update_place: UpdatePlace = InPlaceUpdates(self._store.update_lane, device, nullcontext)
+        update_place: UpdatePlace = InPlaceUpdates(self._store.update_lane, lanes.update, device, nullcontext)
         if plan.update_ring_bytes:
             ring = device.allocate("update ring", plan.update_ring_bytes)
             streamed = plan.residence.updated_on_device

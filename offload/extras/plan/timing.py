@@ -377,7 +377,8 @@ def compute_seconds(
     of elementwise kernels. An accelerator idles between kernels launched one by one. A CPU does both jobs, so there the
     result is (the larger, 0).
     """
-    rates, is_cpu, is_compiled = hardware.rates, hardware.device == "cpu", settings.compile == "auto" and work.is_block
+    rates, is_cpu = hardware.rates, hardware.device == "cpu"
+    is_compiled = settings.compile == "always" and work.is_block
     exchange = Throttle(rates.collective_bytes_per_s)
     num_runs, share = work.num_runs(num_micro_batches), _FUSED_SHARE if is_compiled else 1.0
     kernels = sum(sum(kernel_seconds(cost, settings.precision, rates, share)) for cost in costs)

@@ -299,7 +299,7 @@ def _train_both(
             if comm.rank == 0:
                 resident = _build_resident(run, same_order)
         sides = _Sides(run, resident, comm, same_order)
-        result = ParityResult(comm.size, str(run.config.train.precision), same_order, list(_notes(config)))
+        result = ParityResult(comm.size, str(run.config.train.precision), same_order, list(_notes(config, run.engine)))
         for group in [[step] for step in steps] if compares_each_step else [steps]:
             done = [step for step in group if sides.train_offloaded(step)]
             for step in done:
@@ -316,8 +316,18 @@ def _train_both(
     return result
 
 
-def _notes(config: Config) -> Iterator[str]:
+def _notes(config: Config, engine: Engine) -> Iterator[str]:
     train, optimizer = config.train, config.optimizer
+    if engine.compiles:
+        yield (
+            "blocks are compiled on both sides. Uncompiled blocks, compared with --train.compile never, differ in the "
+            "last bits."
+        )
+    if engine.device.type != "cpu":
+        yield (
+            "attention runs in torch's own kernels on both sides. Training may choose others (cuDNN on recent GPUs), "
+            "with other last bits."
+        )
     if optimizer.states == "int8":
         yield "moments in int8 are an approximation of AdamW or Lion, made by the same kernel on both sides."
     if optimizer.states == "bf16":

@@ -181,6 +181,7 @@ def engine(
         placement=Placement(**placement),
         precision=precision,
         recompute=recompute,
+        compile="never",  # as the others
         head_chunk_bytes=None,
     )
     resources.callback(trained_engine.close)
