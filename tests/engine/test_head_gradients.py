@@ -21,9 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from offload import Engine
 from offload.engine.loss import cross_entropy as fused
 from offload.engine.loss.batch import next_labels
-from offload.engine.loss.chunked_head import ChunkedHead, HeadInputs, build_chunks, find_chunked_head
-from tests.engine.compare import PROPORTIONAL, assert_same, train_both, weights
-from tests.engine.device import cpu_only, own_device
+from offload.engine.loss.chunked_head import ChunkedHead, HeadInputs, build_chunks
+from tests.engine.device import cpu_only
 from tests.engine.families import GROUPED, SPECIAL, VOCABULARY, build, gemma2, gpt2, llama, tokens
 from tests.engine.test_head import cohere, granite
 
@@ -45,29 +44,33 @@ def phi() -> nn.Module:
 FAMILIES: list[Maker] = [llama, tied, gpt2, gemma2, phi, cohere, granite]
 
 
-def of_plain_model(model: nn.Module, batch: dict[str, Tensor], tokens_: int | None = None) -> tuple[Tensor, Tensor]:
-    """Run a chunked head over a plain model: (loss, gradient of the hidden states). Weights receive gradients."""
-    base = model.base_model
-    head = ChunkedHead(model, base, VOCABULARY)
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    output = base(**inputs, use_cache=False)
-    hidden = output["last_hidden_state"]
-    gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
-    chunks = build_chunks(next_labels(batch), SIZE, 1, torch.clone)
-    count = int((batch["labels"][:, 1:] != -100).sum()) if tokens_ is None else tokens_
+def state_of(model: nn.Module, drops: bool = False) -> Any:
+    """Return a stand-in for the engine. `drops`: the gradient of the head leaves after each chunk, as in an engine."""
 
     def backward(logits: Tensor, gradient: Tensor, _leaf: Tensor) -> None:
         torch.autograd.backward(logits, gradient)
+        if drops:
+            model.get_output_embeddings().weight.grad = None
 
-    state: Any = SimpleNamespace(
+    return SimpleNamespace(
         gradients=SimpleNamespace(repeated=lambda _: nullcontext()),
         regions=(),
         runner=SimpleNamespace(backward=backward),
     )
-    loss = head.mean_loss(state, HeadInputs(output, batch, chunks, gradient), count)
+
+
+def of_plain_model(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Run a model with its head in chunks and return the loss. Weights receive gradients."""
+    base: Any = model.base_model
+    output = base(input_ids=batch["input_ids"], use_cache=False)
+    hidden = output["last_hidden_state"]
+    gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
+    inputs = HeadInputs(output, batch, build_chunks(next_labels(batch), SIZE, 1, torch.clone), gradient)
+    count = int((batch["labels"][:, 1:] != -100).sum())
+    loss = ChunkedHead(model, base, VOCABULARY).mean_loss(state_of(model), inputs, count)
     if gradient is not None:
         hidden.backward(gradient)
-    return loss, gradient
+    return loss
 
 
 def some_labels(share: float = 0.6) -> dict[str, Tensor]:
@@ -117,7 +120,7 @@ def test_the_loss_and_every_gradient_are_those_of_the_whole_model_in_float64(mak
     logits = exact(input_ids=batch["input_ids"]).logits
     wanted = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
     wanted.backward()
-    loss, _ = of_plain_model(model, batch)
+    loss = of_plain_model(model, batch)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     scale = max(float(parameter.grad.abs().max()) for parameter in exact.parameters())
     for (name, parameter), other in zip(model.named_parameters(), exact.parameters(), strict=True):
@@ -126,26 +129,43 @@ def test_the_loss_and_every_gradient_are_those_of_the_whole_model_in_float64(mak
         assert apart <= 1e-6 * scale + 1e-5 * other.grad.abs().max(), name
 
 
+def flops_of(run: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
 @CPU
 @pytest.mark.parametrize(("frozen", "products"), [(False, 3), (True, 2)], ids=["trained", "frozen"])
 def test_products_of_the_head(frozen: bool, products: int) -> None:
-    """Forward, input gradient, weight gradient. A frozen head (LoRA) has no weight gradient."""
+    """Forward, input gradient, weight gradient. A frozen head (LoRA) has no weight gradient, an evaluation none."""
     model, batch = build(llama), some_labels()
     model.lm_head.weight.requires_grad_(not frozen)
-    model.model.requires_grad_(True)
-    count = int((batch["labels"][:, 1:] != -100).sum())
-    filled = SIZE * -(-count // SIZE)
-    with FlopCounterMode(display=False) as counter:
-        of_plain_model(model, batch)
-    of_base = FlopCounterMode(display=False)
-    with of_base:
-        hidden = model.model(input_ids=batch["input_ids"], use_cache=False)["last_hidden_state"]
-        hidden.backward(torch.ones_like(hidden))
-    flops = counter.get_total_flops() - of_base.get_total_flops()
-    assert flops == products * 2 * filled * VOCABULARY * model.config.hidden_size
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        of_plain_model(model, batch)
-    assert counter.flop_counts["Global"][torch.ops.aten.mm] >= 2 * filled * VOCABULARY * model.config.hidden_size
+    num_chunks = -(-int((batch["labels"][:, 1:] != -100).sum()) // SIZE)
+    product = 2 * num_chunks * SIZE * VOCABULARY * model.config.hidden_size
+
+    def run_base() -> Tensor:
+        return model.model(input_ids=batch["input_ids"], use_cache=False)["last_hidden_state"]
+
+    trained = flops_of(lambda: of_plain_model(model, batch)) - flops_of(lambda: run_base().sum().backward())
+    assert trained == products * product
+    with torch.no_grad():
+        assert flops_of(lambda: of_plain_model(model, batch)) - flops_of(run_base) == product
+
+
+@CPU
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_an_engine_computes_the_logits_once(recompute: str) -> None:
+    """Break: recompute the head for the backward."""
+    found, batch = {}, some_labels()
+    for chunk_bytes in (None, SIZE * VOCABULARY * 4):
+        engine = Engine(build(llama), recompute=recompute, head_chunk_bytes=chunk_bytes)
+        engine.step(batch)
+        found[chunk_bytes] = flops_of(lambda engine=engine: engine.step(batch))
+        num_tokens = SIZE * engine.head_chunks
+    product = 2 * VOCABULARY * engine.model.config.hidden_size
+    assert engine.head_chunks > 1
+    assert found[chunk_bytes] - found[None] == 3 * product * (num_tokens - ROWS * LENGTH)
 
 
 class Live(TorchDispatchMode):
@@ -189,13 +209,9 @@ def test_a_chunk_holds_its_logits_their_gradient_and_one_piece_in_fp32(
     hidden = torch.randn(1, ROWS * length, 8, dtype=dtype, requires_grad=True)
     output = t.modeling_outputs.BaseModelOutputWithPast(hidden.view(ROWS, length, 8))
     chunks = build_chunks(next_labels(batch), size := 64, 1, torch.clone)
-    slopes = torch.ones(batch["labels"].shape)
-    parts = ChunkedHead(model, model.model, vocabulary).parts(HeadInputs(output, batch, chunks), slopes)
+    inputs = HeadInputs(output, batch, chunks, torch.zeros_like(output["last_hidden_state"]))
     with Live() as seen:
-        for part in parts:
-            part.logits.backward(part.gradient)
-            model.lm_head.weight.grad = None
-            del part
+        ChunkedHead(model, model.model, vocabulary).mean_loss(state_of(model, drops=True), inputs, 1)
     assert len(chunks) == 4
     piece, others = 4 * vocabulary * 4, 16 * 1024
     assert seen.peak <= size * vocabulary * bytes_ + max(piece, vocabulary * 8 * dtype.itemsize) + others
