@@ -37,8 +37,8 @@ ENGINE_TEXTS = {
     ),
     "train.head_chunk_bytes": (
         "Largest logits tensor in bytes, counted as fp32. Above, the head runs in chunks over the tokens with a "
-        "target. auto: 1/30 of the device budget, at least 256 MiB, because loss and gradients need about twice as "
-        "much again. none: all logits at once."
+        "target. auto: 1/30 of the device budget, at least 256 MiB. With the gradient, a chunk needs as much again in "
+        "fp32, and this much in all in bf16. none: all logits at once."
     ),
     "train.delay": (
         "1: apply each update one step late, in parallel with the whole next step, so a step computes with the "

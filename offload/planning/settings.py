@@ -27,7 +27,7 @@ from offload.tiers.placement import Placement
 LEAST_CHUNK_BYTES = 256 << 20
 """Default limit for fp32 logits, in bytes."""
 _CHUNK_SHARE = 30
-"""The default limit is 1/30 of the device budget, about a tenth with loss and gradients.
+"""The default limit is 1/30 of the device budget; in fp32 the gradient needs as much again.
 
 Larger chunks displace saved graphs; smaller chunks accumulate the head gradient too often.
 """

@@ -154,6 +154,24 @@ def test_a_head_in_chunks_costs_the_same_whatever_the_micro_batches() -> None:
         assert one.num_bytes == pytest.approx(all_rows.num_bytes, rel=0.15)
 
 
+@pytest.mark.parametrize("device_memory", ["64MiB", 4 * 4096 * 32 // 4], ids=["whole", "row blocks"])
+def test_products_and_bytes_of_a_head_in_chunks(device_memory: int | str) -> None:
+    """A head in chunks costs three products, and the plan adds a recomputation to a head in row blocks: four."""
+    model = build(lambda: llama(vocab_size=4096))
+    place = Placement("cpu", "cpu", device_memory=device_memory)
+    logits = 64 * 4096
+    _, work = told(model, Settings(precision="bf16", placement=place, head_chunk_bytes=4 * logits))
+    heads = [call for call in work.calls if call.name is not None and not call.is_cut]
+    has_recomputation = not any(call.keeps_graph for call in heads)
+    products = sum((1 + has_recomputation) * call.forward.flops + call.backward.flops for call in heads)
+    assert products == (4 if has_recomputation else 3) * 2 * ROWS * LENGTH * 4096 * 32
+    assert has_recomputation == (device_memory != "64MiB")
+    if not has_recomputation:
+        loss = work.calls[-1]
+        assert loss.forward.moved_bytes <= 36 * logits
+        assert loss.forward_temporary_bytes <= 9 * logits, "logits, gradient, and in so small a chunk all rows in fp32"
+
+
 def test_a_fused_attention_holds_no_scores_and_skips_half() -> None:
     model = build(llama)
     _, fused = told(model, Settings())

@@ -1,14 +1,14 @@
 """Causal LM loss without full logits: chunks of final hidden states go through the model's own forward.
 
 Only tokens with a target enter a chunk. For each chunk, the model runs with the base model replaced by a function that
-returns the chunk, so soft-capping, logit scaling and other family-specific code stay unchanged. With `shift_labels` and
-`num_items_in_batch`, the chunk losses add up to the full loss.
+returns the chunk, so soft-capping, logit scaling and other family-specific code stay unchanged. The engine computes the
+cross entropy, with the gradient of the logits at once, as in Liger (arXiv:2410.10989). The head costs three products.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +19,13 @@ from torch import nn
 
 from offload.engine.comparison import OTHER_ORDER, tolerance
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
-from offload.engine.loss.group_loss import log_probs
+from offload.engine.loss.cross_entropy import log_probs_with_gradient
 from offload.engine.loss.label_trials import find_base_model
 from offload.engine.loss.loss import find_loss
 from offload.engine.state import EngineState
 from offload.engine.units.find import Splitting
 from offload.modules import forwards_replaced
 
-Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(Chunk result, hidden state leaf [1, tokens, hidden], positions of counted tokens in the flattened rows.)"""
 LogProbLoss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """Maps next-label log-probabilities, fp32 [rows, tokens], to (loss 0-dim, gradient). Gradient None: no backward."""
 ROUNDED_TO = 64
@@ -57,6 +55,35 @@ class HeadInputs(NamedTuple):
     """The tokens with a target."""
     gradient: torch.Tensor | None = None
     """Receives the gradient of the hidden states, in their shape. None: no backward below the head."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chunk after the forward of the head."""
+
+    logits: torch.Tensor
+    """Logits [tokens, vocabulary], with a graph."""
+    gradient: torch.Tensor | None
+    """Gradient of the logits. None: no backward."""
+    log_probs: torch.Tensor
+    """Log-probabilities of the counted labels, fp32."""
+    leaf: torch.Tensor
+    """Hidden states below the graph [1, tokens, hidden]."""
+    places: torch.Tensor
+    """Positions of the counted tokens in the flattened rows."""
+
+    @classmethod
+    def of(
+        cls,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        slopes: torch.Tensor | None,
+        leaf: torch.Tensor,
+        places: torch.Tensor,
+    ) -> Part:
+        # The head may be the only trainable part, or frozen above trainable units, or above frozen ones.
+        log_probs, gradient = log_probs_with_gradient(logits, labels, slopes if logits.requires_grad else None)
+        return cls(logits, gradient, log_probs[: len(places)], leaf, places)
 
 
 def build_chunks(
@@ -122,17 +149,17 @@ class ChunkedHead:
             return captured.output
         raise TypeError("the model did not call its base model")
 
-    def losses(self, inputs: HeadInputs, tokens: int) -> Iterator[Part]:
-        """Yield one loss per chunk."""
-        for run, leaf, targets, places in self._runs(inputs):
-            # No variable for the outputs: the chunk logits must be freed before the next chunk runs.
-            loss = find_loss(run(labels=targets[None], shift_labels=targets[None], num_items_in_batch=tokens))
-            yield loss, leaf, places
+    def parts(self, inputs: HeadInputs, slopes: torch.Tensor | None = None) -> Iterator[Part]:
+        """Yield every chunk. `slopes`: loss gradient with respect to the log-probabilities, fp32 [rows, tokens].
 
-    def _log_probs(self, inputs: HeadInputs) -> Iterator[Part]:
-        """Yield target log-probabilities per chunk, fp32 [targets]."""
+        Drop a part before the next one: both have logits.
+        """
         for run, leaf, targets, places in self._runs(inputs):
-            yield log_probs(run().logits[0], targets)[: len(places)], leaf, places
+            chunk_slopes = None
+            if slopes is not None:
+                chunk_slopes = nn.functional.pad(slopes.flatten()[places], (0, len(targets) - len(places)))
+            # Not `logits[0]`: the backward of an index copies the gradient.
+            yield Part.of(run().logits.flatten(0, 1), targets.clamp(min=0), chunk_slopes, leaf, places)
 
     def _runs(
         self, inputs: HeadInputs
@@ -157,10 +184,10 @@ class ChunkedHead:
 
     def mean_loss(self, state: EngineState, inputs: HeadInputs, tokens: int) -> torch.Tensor:
         """Run forward and backward through the head. Return the loss, fp32."""
-        total = torch.zeros((), dtype=torch.float32, device=inputs.output["last_hidden_state"].device)
-        for loss in self._backward(state, self.losses(inputs, tokens), inputs.gradient):
-            total += loss.to(torch.float32)
-        return total
+        labels, slopes = inputs.batch["labels"], None
+        if torch.is_grad_enabled():
+            slopes = torch.full(labels.shape, -1 / max(1, tokens), dtype=torch.float32, device=labels.device)
+        return -self._backward(state, inputs, slopes) / tokens
 
     def loss_from_log_probs(self, state: EngineState, inputs: HeadInputs, compute_loss: LogProbLoss) -> torch.Tensor:
         """Return the loss that `compute_loss` computes from all target log-probabilities; otherwise like `mean_loss`.
@@ -168,36 +195,33 @@ class ChunkedHead:
         All log-probabilities must be known before the first gradient, so logits are computed twice: without and with a
         graph.
         """
-        hidden, labels = inputs.output["last_hidden_state"], inputs.batch["labels"]
-        label_log_probs = hidden.new_zeros(labels.shape, dtype=torch.float32)
+        labels = inputs.batch["labels"]
+        label_log_probs = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
         with torch.no_grad():
-            for values, _, places in self._log_probs(inputs):
-                label_log_probs.view(-1)[places] = values
+            for part in self.parts(inputs):
+                label_log_probs.view(-1)[part.places] = part.log_probs
+                del part
         loss, slopes = compute_loss(label_log_probs)
         if slopes is not None:
-            parts = (
-                ((values * slopes.flatten()[places]).sum(), leaf, places)
-                for values, leaf, places in self._log_probs(inputs)
-            )
-            for _ in self._backward(state, parts, inputs.gradient):
-                pass
+            self._backward(state, inputs, slopes)
         return loss
 
-    def _backward(
-        self, state: EngineState, parts: Iterable[Part], gradient: torch.Tensor | None
-    ) -> Iterator[torch.Tensor]:
-        """Run one backward per part. Yield the detached losses."""
+    def _backward(self, state: EngineState, inputs: HeadInputs, slopes: torch.Tensor | None) -> torch.Tensor:
+        """Run forward and backward of every chunk. Return the sum of the log-probabilities, fp32."""
+        gradient, total = inputs.gradient, torch.zeros((), dtype=torch.float32, device=inputs.batch["labels"].device)
         with state.gradients.repeated(state.regions):
-            for loss, leaf, places in parts:
-                if loss.requires_grad:  # the head may be the only trainable part, or frozen above trainable units
-                    state.runner.backward(loss, None, leaf)
-                if gradient is not None and leaf.grad is not None:
-                    gradient.view(-1, gradient.shape[-1])[places] = leaf.grad[0, : len(places)]
-                yield loss.detach()
+            for part in self.parts(inputs, slopes):
+                if part.gradient is not None:
+                    state.runner.backward(part.logits, part.gradient, part.leaf)
+                if gradient is not None and part.leaf.grad is not None:
+                    gradient.view(-1, gradient.shape[-1])[part.places] = part.leaf.grad[0, : len(part.places)]
+                total += part.log_probs.sum()
+                del part
+        return total
 
     def trial_loss(self, inputs: HeadInputs, tokens: int) -> float:
         """Return the `mean_loss` value without a backward."""
-        return sum(float(loss) for loss, _, _ in self.losses(inputs, tokens))
+        return -sum(float(part.log_probs.sum()) for part in self.parts(inputs)) / tokens
 
 
 def find_chunked_head(

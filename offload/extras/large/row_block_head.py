@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.engine.loss.batch import Batch, next_labels
-from offload.engine.loss.chunked_head import Chunk, ChunkedHead, HeadInputs, LogProbLoss, Part
+from offload.engine.loss.chunked_head import Chunk, ChunkedHead, HeadInputs, LogProbLoss
 from offload.engine.state import EngineState
 from offload.extras.large.row_blocks import RowBlocks
 
@@ -66,11 +66,10 @@ class RowBlockHead(ChunkedHead):
     def trial_loss(self, inputs: HeadInputs, tokens: int) -> float:
         return -float(self._label_log_probs(self._targets(inputs), inputs.batch).sum()) / tokens
 
-    def sums_over(self, number: int, inputs: HeadInputs) -> Iterator[Part]:
+    def sums_over(self, number: int, inputs: HeadInputs) -> Iterator[torch.Tensor]:
         """Yield the log-sum-exp total of each chunk over one block, as costly as a part of the loss."""
         for chunk in inputs.chunks:
-            logits, leaf = self._logits(inputs, chunk, number)
-            yield logits.float().logsumexp(1).sum(), leaf, chunk.places
+            yield self._logits(inputs, chunk, number)[0].float().logsumexp(1).sum()
 
     def _targets(self, inputs: HeadInputs) -> list[_Targets]:
         """Return the statistics per chunk from a pass over all blocks, without a graph."""

@@ -279,9 +279,10 @@ class _WorkloadProbe:
             chunk = Chunk(torch.arange(num_tokens, device=hidden.device), num_tokens)
             head_inputs = HeadInputs(output, labelled, [chunk])
             if blocks is None:
-                self._run_chunk(head.losses(head_inputs, tensors["labels"].numel()))
+                slopes = torch.ones(tensors["labels"].shape, device=hidden.device)
+                self._run_chunk((part.logits, part.gradient) for part in head.parts(head_inputs, slopes))
             else:
-                self._run_chunk(RowBlockHead(head, blocks).sums_over(0, head_inputs))
+                self._run_chunk((sums, None) for sums in RowBlockHead(head, blocks).sums_over(0, head_inputs))
                 self._repeat_chunk(blocks, -(-tensors["labels"].numel() // num_tokens))
             self.begin()
             hidden.backward(gradient)
@@ -297,15 +298,18 @@ class _WorkloadProbe:
         self._end_backward(0)
         return 1
 
-    def _run_chunk(self, losses: Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-        """Measure the first head chunk. Chunk memory is separate: nothing is kept for the backward below the head."""
+    def _run_chunk(self, chunks: Iterator[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Measure the first chunk of a head, from (result, gradient) of each.
+
+        Chunk memory is separate: nothing is kept for the backward below the head.
+        """
         before, kept, kept_bytes = self._entries, dict(self._kept), sum(self._kept.values())
         self._entries = []
         self.counter.begin()
-        loss, _leaf, _places = next(losses)
+        result, gradient = next(chunks)
         self._end_stretch()
         peak_bytes = self.counter.peak_bytes
-        loss.backward()
+        result.backward(gradient)
         peak_bytes = max(peak_bytes, self.counter.peak_bytes)
         self._end_backward(0)
         works = [replace(entry.work, saved_bytes=0, forward_temporary_bytes=0) for entry in self._entries]
@@ -332,8 +336,10 @@ class _WorkloadProbe:
         works = []
         for work in self._chunk:
             forward, backward = (sum([cost] * num_chunks, NO_COST) for cost in (work.forward, work.backward))
+            if work.name is None:  # the recomputation of a unit is added to its backward with every recomputation
+                backward += forward
             # The backward follows at once, so the input stays on the device.
-            works.append(replace(work, forward=forward, backward=backward + forward, staying_bytes=work.input_bytes))
+            works.append(replace(work, forward=forward, backward=backward, staying_bytes=work.input_bytes))
         self._chunk = [
             work if work.name is None else replace(work, name=names[block], keeps_graph=False, reads_weights=True)
             for block in blocks.blocks
