@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offload.app.config.config import Config
+from offload.app.training.parts import make_settings
 from offload.errors import ConfigError
 from offload.extras.large import document_attention
 
@@ -94,3 +95,17 @@ def test_a_model_that_needs_a_mask_keeps_it(run: Any, chats: str, monkeypatch: p
     config = (result.dir / "config.yaml").read_text()
     assert "packing_isolated: true" in config
     assert "attention: documents" not in config
+
+
+def test_packed_documents_run_uncompiled_unless_asked_for() -> None:
+    """Attention within documents can't be traced, and the mask of a compiled block computes all pairs of tokens."""
+
+    def compiles(**words: Any) -> str:
+        config = Config.load(None, {key.replace("__", "."): value for key, value in words.items()})
+        return make_settings(config.resolve(has_accelerator=True, max_positions=None)).compile
+
+    isolated: dict[str, Any] = {"data__packing_isolated": True}
+    assert compiles() == "auto"
+    assert compiles(**isolated) == "never"
+    assert compiles(**isolated, train__compile="always") == "always"
+    assert compiles(**isolated, model__attention="sdpa") == "auto"

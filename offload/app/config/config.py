@@ -24,6 +24,7 @@ from offload.app.config import conflicts
 from offload.app.config.other_trainers import current_name, equivalent_setting
 from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import (
+    DOCUMENTS,
     CheckpointSection,
     DataSection,
     LoraSection,
@@ -287,6 +288,12 @@ class Config(BaseModel):
     def has_own_data(self) -> bool:
         """True if the training data is the user's, not the built-in text."""
         return bool(self.data.sources) or not all(name.startswith("builtin:") for name in self.data.source)
+
+    @property
+    def attends_documents(self) -> bool:
+        """True if attention may run within each document of packed rows, instead of under a mask."""
+        is_isolated = self.data.packing and self.data.packing_isolated is True
+        return is_isolated and self.train.sequence_parallel == 1 and self.model.attention in ("auto", DOCUMENTS)
 
     def check_source(self) -> None:
         """Require an explicit data source for a user model and for preference training. Raises ConfigError."""

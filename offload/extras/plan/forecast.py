@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
-from offload.app.config.sections import DOCUMENTS
 from offload.app.hf.models import (
     BuiltModel,
     empty_model,
@@ -352,7 +351,7 @@ class Forecaster:
         length = -(-int(data.sequence_length or 0) // shared_by)
         is_isolated = data.packing and data.packing_isolated is True
         batch = BatchSpec(model_type, rows, length, not data.packing, is_isolated, shared_by)
-        if is_isolated and shared_by == 1 and config.model.attention in ("auto", DOCUMENTS):
+        if config.attends_documents:
             # The lengths are unknown: one document takes the whole row but a token, so the forecast is an upper bound.
             batch = replace(batch, document_length=length - 1)
         options = settings.micro_batch_size, settings.precision, settings.device, settings.sequence_tile
