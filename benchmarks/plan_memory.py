@@ -158,6 +158,8 @@ CASES = [
     Case(micro_batch_size=2, precision="bf16", recompute="never"),
     Case(recompute="never"),
     Case(recompute="auto", device_memory="24MiB"),
+    Case(recompute="products", precision="bf16"),
+    Case(recompute="products", micro_batch_size=1, device_memory="6MiB"),
     Case(activations="cpu"),
     Case(activations="nvme", precision="bf16"),
     Case(parameters="device", optimizer="device"),

@@ -17,7 +17,11 @@ ENGINE_TEXTS = {
     "train.on_nonfinite": (
         "Reaction to an infinite or NaN gradient: stop with an error, or skip the step and leave all states unchanged."
     ),
-    "train.recompute": ("Activation recomputation in backward. auto: depends on the device budget."),
+    "train.recompute": (
+        "Activation recomputation in backward. always: units save only their inputs. never: units save their whole "
+        "graphs. products: blocks also keep the outputs of matrix products and attention on the device, and recompute "
+        "all else. auto: whole graphs as far as the device budget allows."
+    ),
     "train.compile": (
         "Use of torch.compile for blocks: one compilation for all equal blocks. A block unsuited to compilation, or "
         "with different results, runs uncompiled, and a message says so. Compiled blocks differ from others in the "

@@ -50,6 +50,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "experts": "offload.extras.large.cut_experts:cut_experts",
     },
     "stage": {  # the innermost first
+        "products": "offload.extras.large.kept_products:KeptProducts",
         "compiled": "offload.extras.large.compiled_forwards:CompiledForwards",
         "tiled": "offload.extras.large.tiled_forwards:TiledForwards",
         "experts": "offload.extras.large.streamed_experts:ExpertStreams",
@@ -65,6 +66,7 @@ model format and probe: "module:name", or a module.
 """
 UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
     "stage": {
+        "products": ("recompute", "always"),
         "compiled": ("compile", "never"),
         "tiled": ("sequence_tile", "none"),
         "experts": ("placement.experts", "whole"),

@@ -89,7 +89,7 @@ class Settings:
         _check(self.precision, ("fp32", "bf16"), "train.precision")
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
-        _check(self.recompute, ("always", "never", "auto"), "train.recompute")
+        _check(self.recompute, ("always", "never", "auto", "products"), "train.recompute")
         _check(self.compile, ("auto", "always", "never"), "train.compile")
         tile = self.sequence_tile
         if tile not in ("none", "auto") and (isinstance(tile, str) or tile < 1):
@@ -124,7 +124,7 @@ class Settings:
             object.__setattr__(self, "compile", "never")
         if self.sequence_parallel > 1 and self.recompute == "auto":
             object.__setattr__(self, "recompute", "always")
-        if self.sequence_parallel > 1 and self.compile == "auto":
+        if (self.sequence_parallel > 1 or self.recompute == "products") and self.compile == "auto":
             object.__setattr__(self, "compile", "never")
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and size < 1:

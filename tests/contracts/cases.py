@@ -100,6 +100,7 @@ CASES: dict[str, Case] = {
     "mamba": Case(mamba),
     "bert": Case(partial(bert, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), count=count_labels),
     "t5": Case(partial(t5, dropout_rate=0.0), count=count_labels, reference=_t5_groups),
+    "kept products": Case(qwen3_moe, {"recompute": "products"}),
     "own blocks and loss": Case(Stack, batch=words, loss_fn=cross_entropy, count=count_labels),
     "streamed experts": Case(
         mixture("qwen3_moe"),

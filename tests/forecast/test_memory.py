@@ -233,6 +233,28 @@ def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise(
 
 
 @pytest.mark.slow
+def test_outputs_of_products_are_kept_where_a_step_is_faster_and_nobody_says_otherwise() -> None:
+    where: dict[str, object] = {"model.preset": "8b", "data.sequence_length": 4096, "train.batch_size": 8}
+    where |= {"train.micro_batch_size": 1, "offload.parameters": "cpu", "offload.optimizer": "cpu"}
+    where["train.compile"] = "never"
+    gpu = read_machine("h200").with_(host_bytes=256 << 30)
+    forecaster = Forecaster(config(**where), 1)
+    found = place(forecaster, forecaster.predict(config(**where), gpu))
+    assert "--train.recompute products" in found.placement_flags
+    assert found.memory.keeping
+    assert found.memory.total("device") <= 0.9 * gpu.device_bytes  # type: ignore[operator]
+    assert found.timing is not None
+    assert found.seconds_without_search is not None
+    assert found.timing.step_seconds < 0.98 * found.seconds_without_search, "whole graphs, as many as fit"
+    compiled = config(**where | {"train.compile": "auto"})
+    assert "products" not in place(forecaster, forecaster.predict(compiled, gpu)).placement_flags
+    small = gpu.with_(device_bytes=16 << 30)
+    told = forecaster.predict(config(**where, **{"train.recompute": "products"}), small, times=False).memory
+    assert len(told.keeping) < len(found.memory.keeping)
+    assert told.total("device") <= 0.9 * (16 << 30)
+
+
+@pytest.mark.slow
 def test_no_single_setting_is_faster_than_the_search() -> None:
     """Updates on the host pay here only beside graphs on the host, and the search decides both."""
     where = {"model.preset": "8b", "data.sequence_length": 4096, "train.batch_size": 8, "train.micro_batch_size": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.engine.recording.equivalence import PassComparator
 from offload.engine.units import call, snapshots
 from offload.engine.units.activation_offload import HostActivationOffload
+from offload.engine.units.saved_inputs import KeptOutputs
 from offload.extras.adapters import merge
 from offload.extras.large import tiles
 from offload.extras.large.streamed_experts import StreamedExperts
@@ -69,6 +71,22 @@ def kept_graph_over_a_stale_offset(patch: pytest.MonkeyPatch) -> None:
             slot.begin, slot.end = own
 
     patch.setattr(Slots, "view", stale)
+
+
+@mutation("tests/engine/test_kept_products.py", "tests/contracts/test_contracts.py")
+def kept_products_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """Two neighbouring outputs of products with equal shapes change places."""
+    replayed = KeptOutputs.replayed
+
+    def swapped(self: KeptOutputs, outputs: list[torch.Tensor]) -> Any:
+        outputs = list(outputs)
+        for place, (one, other) in enumerate(pairwise(outputs)):
+            if one.shape == other.shape:
+                outputs[place : place + 2] = other, one
+                break
+        return replayed(self, outputs)
+
+    patch.setattr(KeptOutputs, "replayed", swapped)
 
 
 @mutation("tests/engine/test_tiles.py::test_steps_are_those_of_plain_torch")

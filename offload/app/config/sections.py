@@ -443,7 +443,7 @@ class TrainSection(Section):
     """Compute dtype. bf16: bfloat16 with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
     optimizer.master bf16, else fp32.
     """
-    recompute: Literal["auto", "always", "never"] = "auto"
+    recompute: Literal["auto", "always", "never", "products"] = "auto"
     compile: Literal["auto", "always", "never"] = "auto"
     sequence_tile: Tile = "auto"
     sequence_parallel: Count = 1

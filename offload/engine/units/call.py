@@ -14,7 +14,7 @@ from offload.engine.gradients.flow import GradientObserver
 from offload.engine.units.activation_offload import DeviceCopy
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.offloaded_graph import OffloadedGraphMemory
-from offload.engine.units.recompute_policy import OFFLOADED, RECOMPUTED
+from offload.engine.units.recompute_policy import MEASURED, OFFLOADED, PRODUCTS, REMADE
 from offload.engine.units.runner import UnitRunner, synchronized
 from offload.engine.units.saved_graph import (
     Graph,
@@ -75,12 +75,12 @@ class UnitCall:
         unit, runner, traits = self.unit, self._runner, self.traits
         graph_storage = runner.saved.policy.graph_storage(unit, self._shapes, self.signature)
         self._is_open = True
-        if graph_storage == RECOMPUTED:
+        if graph_storage in REMADE:
             self._save_inputs(tensors)
         elif graph_storage == OFFLOADED:
             runner.saved.add_use(self)
         runner.enter(unit)
-        unchanged_buffers = unit.still_buffers() if graph_storage == RECOMPUTED else []
+        unchanged_buffers = unit.still_buffers() if graph_storage in REMADE else []
         try:
             results = runner.run_rows(unit, self._arguments, tensors, partial(self._forward_of, graph_storage))
         finally:
@@ -101,13 +101,14 @@ class UnitCall:
     ) -> Arguments:
         """Run one micro-batch. The graph is kept in `graph_storage`, or dropped for a recomputation."""
         unit, runner, saved = self.unit, self._runner, self._runner.saved
-        use = Use(runner, self._arguments, inputs, others, self._needs)
+        keeps_products = graph_storage in (PRODUCTS, MEASURED)
+        use = Use(runner, self._arguments, inputs, others, self._needs, keeps_products)
         forward = runner.stages.forward_of(unit, use)
-        snapshot = runner.snapshot(unit, graph_storage == RECOMPUTED or saved.policy.may_drop(graph_storage))
+        snapshot = runner.snapshot(unit, graph_storage in REMADE or saved.policy.may_drop(graph_storage))
         micro_batch = MicroBatch(rows, snapshot, forward)
         self._micro_batches.append(micro_batch)
         outputs = micro_batch.expert_outputs
-        if graph_storage != RECOMPUTED:
+        if graph_storage not in REMADE:
             memory_class = OffloadedGraphMemory if graph_storage == OFFLOADED else GraphMemory
             memory = memory_class(unit, runner, use, self._claim)
             try:
@@ -125,13 +126,20 @@ class UnitCall:
         # kept their graph.
         replayed_outputs = [tensor.clone() for tensor in outputs]
         with runner.outputs.recorded_in(outputs), runner.outputs.replayed(replayed_outputs):
-            if unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
+            if keeps_products:  # torch chooses products by the need of a graph; nothing is saved
+                with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
+                    result = run_with_graph(unit, use, forward)[1]
+            elif unit.traits.needs_graph:  # without one, torch would select a kernel with different last bits
                 result = run_with_graph(unit, use, forward)[1]
             else:
                 result = runner.run(unit, use, forward)
-        outputs[:] = [saved.save_input(tensor, movable=True) for tensor in outputs]
+        if keeps_products and not saved.policy.keeps_outputs(graph_storage, unit, self._shapes, outputs):
+            outputs.clear()
+        outputs[:] = [saved.save_input(tensor, movable=not keeps_products) for tensor in outputs]
         for tensor in outputs:
-            saved.reserve(tensor, "unit inputs", self._claim)
+            saved.reserve(tensor, "kept tensors" if keeps_products else "unit inputs", self._claim)
+        if keeps_products:
+            saved.policy.update_peaks()
         return result
 
     def _check_inputs(self) -> None:

@@ -23,6 +23,9 @@ Keeping the copies would undo weight streaming.
 
 DEVICE, OFFLOADED, RECOMPUTED = "device", "below", "recomputed"
 """Where the graph of a use waits for the backward: device memory, host/NVMe memory, or nowhere."""
+PRODUCTS, MEASURED = "products", "measured"
+"""The use recomputes, over outputs of products kept on the device; or their size is only measured."""
+REMADE = (RECOMPUTED, PRODUCTS, MEASURED)
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
@@ -55,6 +58,8 @@ class RecomputePolicy:
 
     Modes: `always` recompute, `never`, or `auto`: save as many graphs as the device budget allows. With graph offload,
     further graphs go to host or NVMe memory as far as space permits.
+
+    `products`: instead of graphs, blocks keep the outputs of matrix products for the recomputation, by the same rule.
 
     A unit saves a graph with only inputs and weights (embedding, linear head) in every mode. In `auto`, the first step
     with a new shape recomputes and measures the graph sizes. Later steps save graphs from the last unit backwards,
@@ -92,7 +97,7 @@ class RecomputePolicy:
 
     @property
     def mode(self) -> str:
-        """Effective mode: "always", "never" or "auto". "never" if the equivalence check has disabled recomputation."""
+        """Effective mode, as in the setting. "never" if the equivalence check has disabled recomputation."""
         return self._mode if self._execution_mode.recomputes else "never"
 
     def graph_storage(self, unit: Unit, shapes: Shapes, signature: GradientSignature) -> str:
@@ -107,8 +112,10 @@ class RecomputePolicy:
             return RECOMPUTED
         if mode == "never":
             return OFFLOADED if self.graph_offload is not None else DEVICE
-        if mode == "auto" and (self._ledger.budget_bytes is None or key in self._on_device):
-            return DEVICE
+        if mode in ("auto", PRODUCTS) and (self._ledger.budget_bytes is None or key in self._on_device):
+            return DEVICE if mode == "auto" else PRODUCTS
+        if mode == PRODUCTS and key not in self._sizes:
+            return MEASURED
         self._used_keys.add(key)
         return OFFLOADED if key in self._offloaded else RECOMPUTED
 
@@ -120,6 +127,17 @@ class RecomputePolicy:
         """True if the budget allows `num_bytes` more for graphs."""
         budget = self._ledger.budget_bytes
         return budget is None or self._graph_bytes + num_bytes <= budget - self._others_peak_bytes
+
+    def keeps_outputs(self, graph_storage: str, unit: Unit, shapes: Shapes, outputs: Sequence[torch.Tensor]) -> bool:
+        """True if there is room for the outputs of one micro-batch. With `MEASURED`, note the size and return False."""
+        num_bytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
+        if graph_storage != MEASURED:
+            return self.has_room(num_bytes)
+        key = (unit.name, *shapes)
+        if key not in self._new:
+            self._new.insert(0, key)
+        self._sizes[key] = self._sizes.get(key, 0) + num_bytes
+        return False
 
     def update_peaks(self) -> None:
         """Update peaks after an allocation: graphs, and everything else."""
@@ -175,7 +193,11 @@ class RecomputePolicy:
         """Select graphs to save from the measurements of this step. Returns the peak device memory in bytes."""
         self._update_other_peak(self._step_peak_bytes)
         budget, others = self._ledger.budget_bytes, []
-        room = 0 if budget is None or self.mode != "auto" else budget - self._others_peak_bytes - self._step_peak_bytes
+        room = (
+            0
+            if budget is None or self.mode not in ("auto", PRODUCTS)
+            else budget - self._others_peak_bytes - self._step_peak_bytes
+        )
         for key in self._new:  # Backward order: last unit first.
             if self._sizes[key] <= room:
                 self._on_device.add(key)

@@ -240,10 +240,10 @@ class KeptOutputs:
         finally:
             self._replayed = None
 
-    def record(self, output: torch.Tensor) -> None:
-        """Save a copied output. The caller may change the original in place afterwards."""
+    def record(self, output: torch.Tensor, copies: bool = True) -> None:
+        """Save an output, by default a copy: the caller may change the original in place afterwards."""
         if self._recorded is not None:
-            self._recorded.append(output.detach().clone())
+            self._recorded.append(output.detach().clone() if copies else output)
 
     def next_replayed(self) -> torch.Tensor | None:
         """Return the saved output from the same call. None: compute the output, as in a first forward."""

@@ -47,6 +47,8 @@ class Use(NamedTuple):
     """Non-tensor arguments."""
     needs: Sequence[bool] | None = None
     """requires_grad per tensor. None: the use has no backward."""
+    keeps_products: bool = False
+    """True if outputs of products are recorded for a recomputation."""
 
 
 class Stage:

@@ -17,6 +17,7 @@ from offload.app.hf.read import weight_files
 from offload.app.machine.probe import LEAST_BYTES, probe
 from offload.app.training.parts import make_placement
 from offload.engine.units.activation_offload import GRAPHS
+from offload.engine.units.recompute_policy import PRODUCTS
 from offload.errors import ConfigError, format_bytes
 from offload.extras.large.tiles import tile_rows
 from offload.extras.plan.forecast import Alternative, Forecast, Forecaster
@@ -195,6 +196,10 @@ def _descend(
             yield from ({**change, **states}, {**start, **states})[: 2 if change else 1]
         if initial.config.offload.graphs == "auto":
             yield from ({**change, **graphs} for graphs in _host_graph_shares(forecaster, chosen))
+        # Instead of whole graphs, also of those on the host. Compiled blocks keep none: other bits are no choice here.
+        if initial.config.train.recompute == "auto" and initial.prepared.settings.compile != "always":
+            others = {key: value for key, value in change.items() if not key.startswith("offload.graphs")}
+            yield {**others, "train.recompute": PRODUCTS}
 
     for candidate in candidates():
         other = _try_change(forecaster, initial, candidate, times=times)

@@ -28,6 +28,7 @@ from offload.app.hf.quantized import quantization_settings
 from offload.app.hf.read import quantized_parameters
 from offload.app.training.parts import make_settings
 from offload.engine.assemble import EnginePlan, Structure
+from offload.engine.units.recompute_policy import PRODUCTS
 from offload.errors import DoesNotFitError, format_bytes
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large.tiles import Tiles
@@ -355,7 +356,13 @@ class Forecaster:
             # The lengths are unknown: one document takes the whole row but a token, so the forecast is an upper bound.
             batch = replace(batch, document_length=length - 1)
         options = settings.micro_batch_size, settings.precision, settings.device, settings.sequence_tile
-        key = batch, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes
+        key = (
+            batch,
+            options,
+            settings.recompute == PRODUCTS,
+            prepared.chunk_bytes,
+            prepared.structure.splitting.share_bytes,
+        )
         if key not in self._workloads:
             try:
                 found_tiles = self._tiles.setdefault(settings.precision, {})

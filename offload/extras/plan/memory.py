@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
-from offload.engine.units.recompute_policy import spread
+from offload.engine.units.recompute_policy import PRODUCTS, spread
 from offload.extras.plan.workload import UnitWork, Workload
 from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import Hardware
@@ -36,6 +36,7 @@ class Footprint:
     is_one_memory: device memory is part of host memory.
     loading_bytes: temporary host memory before the first step, while operations hold nothing yet.
     kept: indices of uses with the autograd graph saved on the device instead of recomputation.
+    keeping: indices of uses with outputs of products kept on the device.
     """
 
     allocations: tuple[Allocation, ...]
@@ -44,6 +45,7 @@ class Footprint:
     is_one_memory: bool
     loading_bytes: int
     kept: frozenset[int]
+    keeping: frozenset[int] = frozenset()
 
     def total(self, *tiers: str) -> int:
         """Return the total bytes on some tiers."""
@@ -68,10 +70,10 @@ class Footprint:
 
 def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
     """Return the memory use on one rank. `workload` None: unknown; the result then covers planned allocations only."""
-    allocations, kept = prepared.plan.allocations, frozenset[int]()
+    allocations, kept, keeping = prepared.plan.allocations, frozenset[int](), frozenset[int]()
     if workload is not None:
         step = StepMemory(prepared, workload, hardware)
-        allocations, kept = step.allocations, step.kept
+        allocations, kept, keeping = step.allocations, step.kept, step.keeping
     resting = prepared.plan.residence.resting_labels(prepared.structure.regions)
     pins = hardware.device == "cuda"  # transfer buffers are pinned only on CUDA devices
     tiered = (
@@ -90,6 +92,7 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
         is_one_memory=hardware.shares_memory or hardware.device == "cpu",
         loading_bytes=4 * max(units),
         kept=kept,
+        keeping=keeping,
     )
 
 
@@ -127,7 +130,7 @@ class StepMemory:
     @cached_property
     def _largest_step(self) -> list[Allocation]:
         """The allocations a step adds. The first step recomputes uses whose graphs are offloaded later."""
-        later = list(self._step_allocations(self.kept, self.offloaded))
+        later = list(self._step_allocations(self.kept, self.offloaded, self.keeping))
         if not self.offloaded or self.settings.recompute == "never":
             return later
         first = list(self._step_allocations(self._always_kept, frozenset()))
@@ -146,26 +149,44 @@ class StepMemory:
         return self._place_inputs(call, number in self.kept)[1], 0
 
     @cached_property
+    def keeping(self) -> frozenset[int]:
+        """Call indices with outputs of products kept on the device, with the same choice as `RecomputePolicy`."""
+        if self.settings.recompute != PRODUCTS or not self._has_backward:
+            return frozenset()
+        sizes = {n: call.products.kept_bytes for n, call in enumerate(self.workload.calls) if call.products is not None}
+        return self._choose(sizes, lambda keeping: self._on_device(self.kept, keeping))
+
+    @cached_property
     def kept(self) -> frozenset[int]:
         """Call indices with the graph saved on the device, with the same choice as `RecomputePolicy`."""
         calls, mode = self.workload.calls, self.settings.recompute
         if not self._has_backward:
             return frozenset()
         always = self._always_kept
-        if mode == "always" or (mode == "never" and self.settings.placement.graphs in OFFLOADED):
+        if mode in ("always", PRODUCTS) or (mode == "never" and self.settings.placement.graphs in OFFLOADED):
             return always
         if mode == "never" or self.budget is None:
             return frozenset(range(len(calls)))
+        sizes = {number: call.saved_bytes for number, call in enumerate(calls) if number not in always}
+        return always | self._choose(sizes, lambda more: self._on_device(always | more))
+
+    def _choose(self, sizes: Mapping[int, int], on_device: Callable[[frozenset[int]], int]) -> frozenset[int]:
+        """Return the uses with room for their memory until the backward.
+
+        `sizes`: bytes of one micro-batch by call index. `on_device`: device bytes added by a step with these uses.
+        """
+        if self.budget is None:
+            return frozenset(sizes)
         room = self.budget - self._planned_bytes
-        left, more = room - self._on_device(always), list[int]()
-        for number in reversed(range(len(calls))):  # late graphs are held for less time
-            size = calls[number].saved_bytes * self.workload.num_micro_batches
-            if number not in always and size <= left:
+        left, more = room - on_device(frozenset()), list[int]()
+        for number in sorted(sizes, reverse=True):  # late graphs are held for less time
+            size = sizes[number] * self.workload.num_micro_batches
+            if size <= left:
                 more.insert(0, number)
                 left -= size
         # The engine notices operation memory beside saved graphs only during a run and then saves fewer graphs.
-        fewer = bisect_left(range(len(more)), True, key=lambda n: self._on_device(always.union(more[n:])) <= room)
-        return always.union(more[fewer:])
+        fewer = bisect_left(range(len(more)), True, key=lambda n: on_device(frozenset(more[n:])) <= room)
+        return frozenset(more[fewer:])
 
     @property
     def _always_kept(self) -> frozenset[int]:
@@ -205,10 +226,12 @@ class StepMemory:
     def _planned_bytes(self) -> int:
         return bytes_on("device", self.plan.allocations) + self._lasting_bytes
 
-    def _on_device(self, kept: frozenset[int]) -> int:
-        return bytes_on("device", self._step_allocations(kept, self._choose_offloaded(kept)))
+    def _on_device(self, kept: frozenset[int], keeping: frozenset[int] = frozenset()) -> int:
+        return bytes_on("device", self._step_allocations(kept, self._choose_offloaded(kept), keeping))
 
-    def _step_allocations(self, kept: frozenset[int], offloaded: frozenset[int]) -> Iterator[Allocation]:
+    def _step_allocations(
+        self, kept: frozenset[int], offloaded: frozenset[int], keeping: frozenset[int] = frozenset()
+    ) -> Iterator[Allocation]:
         """Yield the allocations a step adds: tensors kept for the backward, and operation memory."""
         work, operations_tier = self.workload, "cpu" if self.hardware.device == "cpu" else "device"
         if not self._has_backward:
@@ -228,13 +251,17 @@ class StepMemory:
             on_device[name] += _total_bytes(call, call.input_bytes, work) - offloaded_bytes
             if number in kept and call.name is not None and not call.keeps_graph:
                 on_device[KEPT] += call.saved_bytes * work.num_micro_batches
+            elif number in keeping and call.products is not None:
+                on_device[KEPT] += call.products.kept_bytes * work.num_micro_batches
         for name in (INPUTS, KEPT):
             yield Allocation("device", name, on_device[name])
         if input_bytes_offloaded:
             yield Allocation(self.settings.placement.activations, CHECKPOINTS, input_bytes_offloaded)
         if offloaded_graph_bytes:
             yield Allocation(self.settings.placement.graphs, GRAPHS, offloaded_graph_bytes)
-        yield Allocation(operations_tier, OPERATIONS, self._operations(kept, offloaded, sum(on_device.values())))
+        yield Allocation(
+            operations_tier, OPERATIONS, self._operations(kept, offloaded, keeping, sum(on_device.values()))
+        )
 
     def _calls(self) -> Iterator[tuple[int, UnitWork]]:
         """Yield (index, call). For a chunked head, only the last chunk, of the last row block."""
@@ -260,7 +287,9 @@ class StepMemory:
         always_kept = call.keeps_graph or call.name is None
         return 0 if always_kept or self.settings.recompute == "never" else self._place_inputs(call, False)[1]
 
-    def _operations(self, kept: frozenset[int], offloaded: frozenset[int], waiting_bytes: int) -> int:
+    def _operations(
+        self, kept: frozenset[int], offloaded: frozenset[int], keeping: frozenset[int], waiting_bytes: int
+    ) -> int:
         """Return the peak device bytes minus bytes kept at the end of the forward."""
         work = self.workload
         parts, kept_bytes, peak_bytes = work.num_micro_batches, 0, 0
@@ -269,6 +298,9 @@ class StepMemory:
         hidden = sum(last_result) * parts if work.num_chunks > 1 else 0
         for number, call in self._calls():
             is_kept, is_offloaded = number in kept, number in offloaded
+            if number in keeping and call.products is not None:
+                kept_bytes += call.products.kept_bytes * parts
+                call = call.with_products(call.products)
             offloaded_bytes = self._graph_bytes(call) if is_offloaded else self._place_inputs(call, is_kept)[1]
             held_bytes = call.input_bytes + (call.saved_bytes if is_offloaded else 0)
             kept_bytes += _total_bytes(call, held_bytes, work) - offloaded_bytes

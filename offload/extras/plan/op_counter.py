@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.engine.recording.watching import WatchingMode
+from offload.extras.large.kept_products import ProductsForward
 from offload.extras.plan.workload import NO_COST, Cost
 
 _MOST_KNOWN = 1 << 22
@@ -65,6 +66,8 @@ class OpCounter(WatchingMode):
         self._fuses_dropout = fuses_dropout
         self.live_bytes = self.peak_bytes = 0
         self.cost = NO_COST
+        self.products: ProductsForward | None = None
+        """Forward with kept outputs of products, if one runs: fused attention is a product too."""
         self._own: dict[int, int] = {}  # storage address -> bytes
         self._others: dict[int, Any] = {}
         self._values: Any = WeakIdKeyDictionary()
@@ -120,6 +123,10 @@ class OpCounter(WatchingMode):
             self.cost += Cost(flops, num_bytes, 1) if flops else Cost(0.0, 0.0, 1, num_bytes)
         self._compute_values(func, args, kwargs, inputs, outputs, result)
         return result
+
+    def attend(self, compute: Callable[[], Any]) -> Any:
+        """Return the outputs of fused attention: computed, or kept ones."""
+        return compute() if self.products is None else self.products.tape.product(_Attention, compute)
 
     def _remember(self, storages: dict[int, Any], tensor: torch.Tensor, key: int, num_bytes: int) -> None:
         storages[key] = num_bytes
@@ -192,17 +199,21 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counter: OpCounter, share: float
     ) -> Any:
         batch, heads, tokens, _ = query.shape
-        if value.shape[-1] == query.shape[-1]:
-            result = torch.empty_like(query)  # kernels use the query layout
-        else:
-            result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
-        sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, result, sums)
         shapes = query.shape, (*key.shape[:1], heads, *key.shape[2:]), (*value.shape[:1], heads, *value.shape[2:])
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            if value.shape[-1] == query.shape[-1]:
+                result = torch.empty_like(query)  # kernels use the query layout
+            else:
+                result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+            flops = share * sdpa_flop_count(*shapes)
+            num_bytes = sum(map(_touched_bytes, (query, key, value, result)))
+            counter.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
+            return result, query.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+        result, sums = counter.attend(compute)
+        ctx.save_for_backward(query, key, value, result, sums)
         ctx.counter, ctx.share, ctx.shapes = counter, share, shapes
-        num_bytes = sum(map(_touched_bytes, (query, key, value, result)))
-        flops = share * sdpa_flop_count(*shapes)
-        counter.cost += Cost(flops, num_bytes, 1, attention_flops=flops)
         return result
 
     @staticmethod

@@ -53,6 +53,11 @@ _PART_HOST_S = 0.15e-3, 0.35e-3
 
 Together 0.65 ms per use and step with one micro-batch (benchmarks/overhead.py).
 """
+_WATCHED_HOST_S = 25e-6
+"""Host time for one operation under a dispatch mode (kept outputs of products), views included.
+
+Measured on one slow core: 1.1 ms for a Llama block of 45 operations and 28 views.
+"""
 TILE_HOST_S = 0.2e-3
 """Host time for one update tile, see `offload.planning.disk`."""
 STEP_HOST_S = 1e-3
@@ -163,9 +168,11 @@ class PlannedStep:
         for number, (work, times) in enumerate(_limit_chunks(self.workload)):
             regions = unit_regions.get(work.name or "", ())
             experts = self._experts.get(work.name or "")
-            recomputation = [work.forward] if regions and number not in in_graphs else []
+            products = work.products if number in memory.keeping else None
+            again = work.forward if products is None else products.recomputation
+            recomputation = [again] if regions and number not in in_graphs else []
             inputs, graph = memory.offloaded_bytes(number)
-            host = self._host_seconds(work) if regions else (0.0, 0.0)
+            host = self._host_seconds(work, watched=products is not None) if regions else (0.0, 0.0)
             forward = self._compute(work, [work.forward])
             backward = self._compute(work, [*recomputation, work.backward])
             adds_s = self._adding_seconds(work, regions)
@@ -220,10 +227,14 @@ class PlannedStep:
                 host_s += 2 * directions * self._host_seconds(work)[0]
             yield SimulatedCall(regions, device_s, 0.0, host_s, 0.0)
 
-    def _host_seconds(self, work: UnitWork) -> tuple[float, float]:
-        """Return the host seconds per use beyond kernel launches, (forward, backward)."""
+    def _host_seconds(self, work: UnitWork, watched: bool = False) -> tuple[float, float]:
+        """Return the host seconds per use beyond kernel launches, (forward, backward).
+
+        `watched`: a dispatch mode sees each operation of the forward and of the recomputation.
+        """
         num_runs, once, each = work.num_runs(self.workload.num_micro_batches), _USE_HOST_S, _PART_HOST_S
-        return once[0] + each[0] * num_runs, once[1] + each[1] * num_runs
+        mode = _WATCHED_HOST_S * work.forward.num_operations if watched else 0.0
+        return once[0] + (each[0] + mode) * num_runs, once[1] + (each[1] + mode) * num_runs
 
     def _adding_seconds(self, work: UnitWork, regions: Iterable[Region]) -> float:
         """Return the device seconds for gradient accumulation over micro-batches or head chunks.

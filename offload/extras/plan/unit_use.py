@@ -6,7 +6,7 @@ Modules able to run over sequence tiles are found by trial runs with small CPU c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +19,14 @@ from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
+from offload.engine.units.saved_inputs import KeptOutputs
 from offload.engine.units.stages import Use
 from offload.engine.units.trial import Trial
+from offload.extras.large.kept_products import ProductsForward
 from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import TiledForward, Tiles
 from offload.extras.plan.op_counter import OpCounter
-from offload.extras.plan.workload import NO_WORK, UnitWork
+from offload.extras.plan.workload import NO_WORK, ProductWork, UnitWork
 from offload.tiers.device import CpuDevice
 from offload.tiers.ledger import Ledger
 
@@ -146,9 +148,13 @@ class UnitMeasurement:
 class UnitMeasurements:
     """Cache of `UnitMeasurement`. A use with a new signature runs once under the `OpCounter`."""
 
-    def __init__(self, counter: OpCounter, tiles: TiledUses | None) -> None:
-        """Create an empty cache. `tiles`: modules to run over sequence tiles; None: no tiling."""
-        self._counter, self._tiles = counter, tiles
+    def __init__(self, counter: OpCounter, tiles: TiledUses | None, keeps_products: bool = False) -> None:
+        """Create an empty cache.
+
+        `tiles`: modules to run over sequence tiles; None: no tiling. `keeps_products`: measure blocks with kept outputs
+        of products too.
+        """
+        self._counter, self._tiles, self._keeps_products = counter, tiles, keeps_products
         self._measurements: dict[Hashable, UnitMeasurement] = {}
 
     def measure(self, unit: UnitCandidate, forward: Callable[..., Any], arguments: Arguments) -> UnitMeasurement:
@@ -191,9 +197,7 @@ class UnitMeasurements:
             if storage not in known and not is_number(tensor):
                 saved[storage] = tensor.untyped_storage().nbytes()
 
-        hooks = [
-            p.register_post_accumulate_grad_hook(_drop_gradient) for p in unit.module.parameters() if p.requires_grad
-        ]
+        hooks = _gradients_dropped(unit)
         before = counter.begin()
         cost = counter.cost
         with torch.enable_grad(), saved_tensors_watched(watch):
@@ -201,12 +205,9 @@ class UnitMeasurements:
             recomputed = run_over_copies(again, arguments, leaves, arguments.others).tensors
             # Tiles move work to the backward: subtract one forward instead.
             cost = cost + forward_cost if isinstance(forward, TiledForward) else counter.cost
-        pairs = [(t, g) for t, g in zip(recomputed, gradients, strict=True) if t.requires_grad]
         differentiable = [t.requires_grad for t in recomputed]
         keeps_graph = not saved and has_only_torch_nodes(recomputed)
-        if pairs:  # tiles run again in here; another watcher hides their graphs from `watch`
-            with saved_tensors_watched(lambda _tensor: None):
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        _run_backward(recomputed, gradients)
         for hook in hooks:
             hook.remove()
         work = replace(
@@ -223,7 +224,57 @@ class UnitMeasurements:
             keeps_graph=keeps_graph,
             reads_weights=not keeps_graph or not weights.isdisjoint(seen),
         )
+        if self._keeps_products and unit.is_block and not keeps_graph:
+            del recomputed, leaves
+            work = replace(work, products=self._measure_products(unit, forward, arguments, gradients))
         return UnitMeasurement(work, result, sources, differentiable, likes)
+
+    def _measure_products(
+        self, unit: UnitCandidate, forward: Callable[..., Any], arguments: Arguments, gradients: Sequence[torch.Tensor]
+    ) -> ProductWork:
+        """Run the use forward with kept outputs of products, then as recomputation over these, and backward."""
+        counter, outputs, kept = self._counter, KeptOutputs(), list[torch.Tensor]()
+        recorded = counter.products = ProductsForward(forward, unit.name, outputs)
+
+        def leaves() -> list[torch.Tensor]:
+            return [t.detach().requires_grad_(t.requires_grad) for t in arguments.tensors]
+
+        before = counter.begin()
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)),
+            outputs.recorded_in(kept),
+        ):
+            run_over_copies(recorded, arguments, leaves(), arguments.others)
+        kept_bytes = sum({counter.storage_of(t): t.untyped_storage().nbytes() for t in kept}.values())
+        forward_bytes = counter.peak_bytes - before - kept_bytes
+        hooks = _gradients_dropped(unit)
+        before, cost = counter.begin(), counter.cost
+        with (
+            torch.enable_grad(),
+            saved_tensors_watched(lambda _: None),
+            outputs.replayed(kept),
+        ):  # unseen by the caller's
+            again = recorded.for_recomputation(forward)
+            recomputed = run_over_copies(again, arguments, leaves(), arguments.others).tensors
+        cost, counter.products = counter.cost - cost, None
+        _run_backward(recomputed, gradients)
+        for hook in hooks:
+            hook.remove()
+        return ProductWork(kept_bytes, cost, max(0, forward_bytes), counter.peak_bytes - before)
+
+
+def _gradients_dropped(unit: UnitCandidate) -> list[Any]:
+    """Drop each parameter gradient of the unit as soon as it is complete. Return the handles of the hooks."""
+    parameters = [p for p in unit.module.parameters() if p.requires_grad]
+    return [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in parameters]
+
+
+def _run_backward(results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    pairs = [(t, g) for t, g in zip(results, gradients, strict=True) if t.requires_grad]
+    if pairs:  # tiles run again in here; another watcher hides their graphs from the caller's
+        with saved_tensors_watched(lambda _tensor: None):
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

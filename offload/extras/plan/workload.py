@@ -44,6 +44,21 @@ NO_COST = Cost(0.0, 0.0, 0)
 
 
 @dataclass(frozen=True)
+class ProductWork:
+    """A block use with kept outputs of products (`train.recompute products`), per micro-batch.
+
+    kept_bytes: bytes of the outputs, on the device from the forward to the backward.
+    recomputation: cost of the recomputation, without products.
+    forward_temporary_bytes, backward_temporary_bytes: as in `UnitWork`, beyond the kept outputs.
+    """
+
+    kept_bytes: int
+    recomputation: Cost
+    forward_temporary_bytes: int
+    backward_temporary_bytes: int
+
+
+@dataclass(frozen=True)
 class UnitWork:
     """One unit use in one micro-batch, or a stretch: compute between units (losses, norms, model code).
 
@@ -96,6 +111,16 @@ class UnitWork:
     """False if the use runs once for all micro-batches (stretches, a head in chunks)."""
     is_block: bool = False
     """True if the unit is a module list element, neither embedding nor head."""
+    products: ProductWork | None = None
+    """The use with kept outputs of products. None: not measured, the use keeps none."""
+
+    def with_products(self, products: ProductWork) -> UnitWork:
+        """Return the use with the memory of a recomputation over kept outputs of products."""
+        return replace(
+            self,
+            forward_temporary_bytes=products.forward_temporary_bytes,
+            backward_temporary_bytes=products.backward_temporary_bytes,
+        )
 
     def num_runs(self, num_micro_batches: int) -> int:
         """Return the run count per step."""

@@ -1,0 +1,250 @@
+"""`recompute: products`: blocks keep the outputs of products and recompute all else. The same bits, counted bytes, and
+no product computed twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.plan_memory import Case, actual, planned
+from offload import Engine, Placement
+from offload.engine.units.call import UnitCall
+from offload.engine.units.saved_inputs import KeptOutputs
+from offload.errors import ConfigError, OffloadError
+from offload.extras.large.kept_products import ProductsForward
+from offload.extras.plan.memory import INPUTS, KEPT
+from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.device import LEDGER, cpu_only, set_seed
+from tests.engine.families import CAUSAL, batches, bert, build, gpt2, llama, mixtral, qwen3, qwen3_moe, t5, tokens
+from tests.engine.handmade import WIDTH, Block, ScalesItsInput, Stack, cross_entropy, words
+from tests.engine.reference import count_labels, sum_by_layer
+from tests.engine.sizes import held_in_step, tier_bytes
+from tests.matrix import matrix
+
+PRODUCTS: dict[str, Any] = {"recompute": "products"}
+
+
+@matrix(strength=1, precision=["fp32", "bf16"], make=[*CAUSAL, qwen3_moe])
+def test_causal_models_are_bit_equal(make: Callable[[], nn.Module], precision: str) -> None:
+    train_both(build(make), batches(2), precision=precision, debug=True, **PRODUCTS)
+
+
+def test_models_with_an_encoder_are_bit_equal() -> None:
+    train_both(build(bert), batches(2), count=count_labels, **PRODUCTS)
+    train_both(build(t5), batches(2), count=count_labels, group=sum_by_layer, **PRODUCTS)
+
+
+class Products(TorchDispatchMode):
+    """Counts products while a unit recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "bmm") or "attention" in name:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recomputations_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    mode, recompute = Products(), UnitCall._recompute
+
+    def watched(self: UnitCall, number: int) -> Any:
+        with mode:
+            return recompute(self, number)
+
+    monkeypatch.setattr(UnitCall, "_recompute", watched)
+    yield mode.counts
+    monkeypatch.undo()
+
+
+@cpu_only("another attention kernel runs on an accelerator")
+@pytest.mark.parametrize(("recompute", "expected"), [("products", {}), ("always", {"mm": 14, "attention": 2})])
+def test_a_recomputation_computes_no_product(
+    recompute: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(build(llama), recompute=recompute) as engine:
+        engine.step(batches(1)[0])
+        with recomputations_watched(monkeypatch) as counts:
+            engine.step(batches(2)[1])
+    found = Counter("attention" if "attention" in name else name for name in counts.elements())
+    assert found == expected, "two blocks, each with seven projections and one attention"
+
+
+@LEDGER
+def test_outputs_are_accounted_to_the_byte() -> None:
+    held = {}
+    for recompute in ("always", "products"):
+        with Engine(build(Stack), recompute=recompute) as engine:
+            held[recompute] = held_in_step(engine, words(rows=4, length=10), cross_entropy)
+            assert not {KEPT, INPUTS} & set(tier_bytes(engine, "device"))
+    up, down = 4 * 10 * 24 * 4, 4 * 10 * WIDTH * 4
+    assert held["products"][KEPT] - held["always"].get(KEPT, 0) == 3 * (up + down)
+    assert held["products"][INPUTS] == held["always"][INPUTS]
+
+
+@LEDGER
+def test_the_peak_is_between_recomputation_and_whole_graphs() -> None:
+    peaks = []
+    for recompute in ("always", "products", "never"):
+        with Engine(build(llama), recompute=recompute) as engine:
+            engine.step(batches(1, rows=8)[0])
+            peaks.append(engine.counters.peak_device_bytes)
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+@LEDGER
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 6), (0.5, 4), (2.0, 0)])
+def test_as_many_outputs_are_kept_as_fit(share: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step measures. Later steps compute the two products of a block again only without room for them."""
+    peaks = {}
+    some = [words(seed, rows=16, length=12) for seed in range(3)]
+    for recompute in ("always", "products"):
+        with Engine(build(Stack), recompute=recompute) as engine:
+            engine.step(some[0], loss_fn=cross_entropy)
+            peaks[recompute] = engine.counters.peak_device_bytes
+    budget = int(peaks["always"] + share * (peaks["products"] - peaks["always"]))
+    placement = Placement(device_memory=budget)
+    engine, _ = train_both(
+        build(Stack), some, loss_fn=cross_entropy, count=count_labels, placement=placement, debug=True, **PRODUCTS
+    )
+    with recomputations_watched(monkeypatch) as counts:
+        engine.step(some[0], loss_fn=cross_entropy)
+    assert (sum(counts.values()), engine.counters.peak_device_bytes <= budget) == (expected, True)
+
+
+def test_outputs_within_a_budget_are_bit_equal() -> None:
+    """The first step measures the outputs, and later steps keep them."""
+    placement = Placement(device_memory="8MiB", parameters="cpu", optimizer="cpu")
+    train_both(build(llama), batches(3), placement=placement, debug=True, **PRODUCTS)
+
+
+@pytest.mark.slow
+@LEDGER
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(recompute="products", rows=2, length=32),
+        Case(recompute="products", rows=4, length=32, micro_batch_size=1, precision="bf16"),
+        Case("qwen3_moe", recompute="products", rows=2, length=32),
+        Case(recompute="products", micro_batch_size=1, device_memory="6MiB"),
+    ],
+    ids=str,
+)
+def test_outputs_are_planned_to_the_byte(case: Case, tmp_path: Path) -> None:
+    """The last case has room for the outputs of two of four blocks."""
+    told, was = (tell(case, str(tmp_path)) for tell in (planned, actual))
+    assert told.waiting[KEPT] == was.waiting[KEPT] > 0
+    assert told.waiting[INPUTS] == was.waiting[INPUTS]
+    assert told.operations == pytest.approx(was.operations, rel=0.05)
+
+
+class ChangesProducts(Block):
+    """Changes the outputs of products in place, one of them by a view."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        hidden = self.up(self.norm(h))
+        hidden[..., :8] *= 0.5
+        hidden.tanh_()
+        result = self.down(hidden)
+        return result.add_(h)
+
+
+class ReturnsAProduct(Block):
+    """The result is the output of a product. The next block changes it in place."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(h))))
+
+
+class Drops(Block):
+    """Dropout before, between and after products."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        drop = functional.dropout
+        return h + drop(self.down(drop(torch.tanh(self.up(drop(self.norm(h), 0.3))), 0.3)), 0.3)
+
+
+HABITS = (ChangesProducts, ReturnsAProduct, ScalesItsInput, Drops)
+
+
+@pytest.mark.parametrize("block", HABITS)
+def test_blocks_with_habits_are_bit_equal(block: type[nn.Module]) -> None:
+    train_both(build(lambda: Stack(block)), [words(s) for s in range(3)], loss_fn=cross_entropy, debug=True, **PRODUCTS)
+
+
+@pytest.mark.parametrize("make", [gpt2, qwen3, mixtral, *(partial(Stack, block) for block in HABITS)])
+def test_whole_graphs_and_plain_recomputation_give_the_same_bits(make: Callable[[], nn.Module]) -> None:
+    """In micro-batches, with the same dropout masks."""
+    found = []
+    for recompute in ("never", "products", "always"):
+        with Engine(build(make), recompute=recompute, micro_batch_size=3) as engine:
+            for number in range(2):
+                set_seed(number)
+                if isinstance(make, partial):
+                    engine.step(words(number), loss_fn=cross_entropy)
+                else:
+                    engine.step(tokens(number))
+            found.append({name: value.clone() for name, value in weights(engine).items()})
+    assert_same(found[1], found[0])
+    assert_same(found[1], found[2])
+
+
+def test_inputs_wait_on_the_host_and_outputs_on_the_device() -> None:
+    engine, _ = train_both(build(llama), batches(2), placement=Placement(activations="cpu"), **PRODUCTS)
+    with Engine(build(llama), placement=Placement(activations="cpu"), recompute="always") as other:
+        for batch in batches(2):
+            other.step(batch)
+        assert engine.counters.d2h_bytes == other.counters.d2h_bytes
+
+
+def record(forward: Callable[..., Any], *inputs: Tensor) -> tuple[ProductsForward, KeptOutputs, list[Tensor]]:
+    outputs, kept = KeptOutputs(), list[Tensor]()
+    recorded = ProductsForward(forward, "layer", outputs)
+    with outputs.recorded_in(kept):
+        recorded(*inputs)
+    return recorded, outputs, kept
+
+
+def test_a_recomputation_with_other_products_is_refused() -> None:
+    recorded, outputs, kept = record(lambda x: x @ x, torch.eye(3))
+    for other in (lambda x: torch.bmm(x[None], x[None]), lambda x: x @ x @ x):
+        with outputs.replayed(kept), pytest.raises(OffloadError, match=r"unit layer made other products.*always"):
+            recorded.for_recomputation(other)(torch.eye(3))
+
+
+def test_attention_with_dropout_is_computed_again() -> None:
+    """Later operations need the generator as the forward left it."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    query = torch.empty(1, 2, 8, 16, device="meta", dtype=torch.bfloat16)
+    for dropout, num_outputs in ((0.0, True), (0.1, False)):
+        _, _, kept = record(lambda q, p=dropout: attend(q, q, q, p), query)
+        assert bool(kept) == num_outputs
+
+
+@pytest.mark.parametrize(
+    ("settings", "placement", "key"),
+    [
+        ({"compile": "always"}, {}, "train.compile never"),
+        ({"sequence_tile": 4}, {}, "train.sequence_tile none"),
+        ({}, {"graphs": "cpu"}, "offload.graphs device"),
+        ({}, {"experts": "streamed"}, "offload.experts whole"),
+    ],
+)
+def test_refused_beside(settings: dict[str, Any], placement: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.recompute is products, but.*--{key}"):
+        Engine(build(Stack), placement=Placement(**placement), **settings, **PRODUCTS)
