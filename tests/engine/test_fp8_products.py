@@ -151,7 +151,9 @@ def test_other_layers_keep_their_products() -> None:
     """Heads, embeddings, narrow layers and layers of another class stay in bf16; the original forwards come back."""
     own = model()
     engine = Engine(own, **ROWWISE)
-    changed = [f"model.layers.{name}" for name, module in own.model.layers.named_modules() if has_own(module) and "." in name]
+    changed = [
+        f"model.layers.{name}" for name, module in own.model.layers.named_modules() if has_own(module) and "." in name
+    ]
     names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     assert changed == [f"model.layers.{number}.{name}" for number in range(2) for name in names]
     engine.close(restore=True)
@@ -212,7 +214,7 @@ def test_models_without_large_layers_are_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_layers_in_row_blocks_are_refused() -> None:
     place = Placement(device_memory="64KiB", activations="cpu")
-    text = "mlp.gate_proj is larger than the device memory per unit and is split into row blocks.*--offload.device_memory"
+    text = "proj is larger than the device memory per unit and is split into row blocks.*--offload.device_memory"
     with pytest.raises(ConfigError, match=text):
         Engine(model(intermediate_size=512), placement=place, **ROWWISE)
 

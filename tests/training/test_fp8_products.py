@@ -39,11 +39,11 @@ def test_a_run_multiplies_in_fp8_resumes_and_is_checked(run: Callable[..., Any])
     assert "matmul: fp8_rowwise" in config
     assert "precision: bf16  # resolved" in config
     assert losses(run("exact", train__steps=4, train__precision="bf16", **STEADY)[1]) != losses(lines)
-    run("parts", train__steps=2, **FP8, **STEADY)
-    assert losses(run("parts", train__steps=4, **STEADY)[1]) == losses(lines)
-    text = r"train.matmul is fp8_tensorwise and was fp8_rowwise in the run.*cannot change this"
+    run("parts", train__steps=2, checkpoint__every=2, **FP8, **STEADY)
+    assert losses(run("parts", train__steps=4, **FP8, **STEADY)[1]) == losses(lines)
+    text = r"train.matmul is 'fp8_tensorwise' and was 'fp8_rowwise' in the run.*cannot change this"
     with pytest.raises(ConfigError, match=text):
-        run("parts", train__steps=5, train__matmul="fp8_tensorwise", **STEADY)
+        run("parts", train__steps=5, **FP8 | {"train__matmul": "fp8_tensorwise"}, **STEADY)
 
 
 @pytest.mark.parametrize("matmul", ["fp8_rowwise", "fp8_tensorwise"])

@@ -1,7 +1,7 @@
 """Linear layers of blocks multiply in FP8, numbers of eight bits, by `torch._scaled_mm`.
 
-Two recipes of torchao (torchao/float8/config.py: rowwise_with_gw_hp and tensorwise), each with scales from the values of
-the same use. x: input [tokens, K], W: weight [N, K], g: gradient of the result [tokens, N].
+Two recipes of torchao (torchao/float8/config.py: rowwise_with_gw_hp and tensorwise), with scales from the values of
+each use. x: input [tokens, K], W: weight [N, K], g: gradient of the result [tokens, N].
 
 | product | fp8_rowwise | fp8_tensorwise |
 |---|---|---|
@@ -118,12 +118,11 @@ def _linear_by_matrix(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
 def _linear(layer: nn.Linear, input: Tensor, *, by_row: bool) -> Tensor:  # noqa: A002
     """Return the result of a linear layer, multiplied in FP8. Other dtypes than bf16, and no tokens: as without FP8."""
     weight = layer.weight
-    if torch.is_autocast_enabled(input.device.type):
-        input = input.to(weight.dtype)
-    if input.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not input.numel():
+    tokens = input.to(weight.dtype) if torch.is_autocast_enabled(input.device.type) else input
+    if tokens.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not tokens.numel():
         return nn.functional.linear(input, weight, layer.bias)
-    result = _Product.apply(input.reshape(-1, input.shape[-1]), weight, by_row)
-    result = result.view(*input.shape[:-1], len(weight))
+    result = _Product.apply(tokens.reshape(-1, tokens.shape[-1]), weight, by_row)
+    result = result.view(*tokens.shape[:-1], len(weight))
     return result if layer.bias is None else result + layer.bias
 
 
@@ -203,6 +202,6 @@ def _check_layers(model: nn.Module, settings: Settings) -> list[nn.Linear]:
     largest = max(shapes, key=lambda shape: (min(shape), max(shape)), default=None)
     found = "have no torch.nn.Linear" if largest is None else f"have none; the largest has {list(largest)}"
     raise ConfigError(
-        f"train.matmul is {settings.matmul}, for linear layers of {LEAST_SIZE} or more inputs and outputs, in multiples "
-        f"of {_MULTIPLE}, but the blocks of the model {found}: set --train.matmul precision."
+        f"train.matmul is {settings.matmul}, for linear layers of {LEAST_SIZE} or more inputs and outputs, in "
+        f"multiples of {_MULTIPLE}, but the blocks of the model {found}: set --train.matmul precision."
     )
