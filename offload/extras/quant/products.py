@@ -91,14 +91,14 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 of_weight = gradient.t() @ tokens
             return of_tokens, of_weight, None
+        num_tokens = len(tokens)
+        if missing := -num_tokens % _MULTIPLE:  # rows of zeros, because one product is over tokens
+            gradient, tokens = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (gradient, tokens))
         scaled = to_fp8(gradient, by_row=False, dtype=torch.float8_e5m2)
         if ctx.needs_input_grad[0]:
-            of_tokens = multiply(scaled, _transposed(to_fp8(weight, by_row=False)), is_fast=False)
+            of_tokens = multiply(scaled, _transposed(to_fp8(weight, by_row=False)), is_fast=False)[:num_tokens]
         if ctx.needs_input_grad[1]:
-            missing = -len(tokens) % _MULTIPLE  # rows of zeros: the product is over tokens
-            scaled = to_fp8(nn.functional.pad(gradient, (0, 0, 0, missing)), by_row=False, dtype=torch.float8_e5m2)
-            others = to_fp8(nn.functional.pad(tokens, (0, 0, 0, missing)), by_row=False)
-            of_weight = multiply(_transposed(scaled), _transposed(others), is_fast=False)
+            of_weight = multiply(_transposed(scaled), _transposed(to_fp8(tokens, by_row=False)), is_fast=False)
         return of_tokens, of_weight, None
 
 
@@ -118,7 +118,8 @@ def _linear_by_matrix(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
 def _linear(layer: nn.Linear, input: Tensor, *, by_row: bool) -> Tensor:  # noqa: A002
     """Return the result of a linear layer, multiplied in FP8. Other dtypes than bf16, and no tokens: as without FP8."""
     weight = layer.weight
-    tokens = input.to(weight.dtype) if torch.is_autocast_enabled(input.device.type) else input
+    casts = input.dtype != weight.dtype and torch.is_autocast_enabled(input.device.type)
+    tokens = input.to(weight.dtype) if casts else input
     if tokens.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not tokens.numel():
         return nn.functional.linear(input, weight, layer.bias)
     result = _Product.apply(tokens.reshape(-1, tokens.shape[-1]), weight, by_row)
