@@ -410,7 +410,6 @@ class TrainSection(Section):
         "batch_size",
         "micro_batch_size",
         "precision",
-        "matmul",
         "recompute",
         "compile",
         "max_grad_norm",
