@@ -16,6 +16,8 @@ import torch.distributed as dist
 from offload.errors import ConfigError, warn
 
 _ACTIVE_AND_HELD = "active_bytes", "allocated_bytes"
+_FP8_CAPABILITY = 8, 9
+"""First compute capability with FP8 products: Ada."""
 _bounds: dict[torch.device, list[int]] = {}
 """Allocator limits per device, in bytes: first the memory already allocated before any limit, then one entry per active
 `bound`. A process has a single allocator.
@@ -104,6 +106,11 @@ def compiles_by_default(device: str) -> bool:
     A CPU gains little over minutes of compilation, and the compiler may not know other devices.
     """
     return torch.device(device).type == "cuda"
+
+
+def multiplies_fp8(device_type: str) -> bool:
+    """True if torch multiplies FP8 matrices on this type of device, or (on `meta`) knows the shape of the product."""
+    return device_type in ("cuda", "meta")
 
 
 def open_accelerator(device: torch.device) -> Accelerator:
@@ -215,6 +222,11 @@ class Accelerator:
         """
         self.module.set_device(self.device)
 
+    @property
+    def lacks_fp8(self) -> str:
+        """Why the device cannot multiply in FP8 (float8_e4m3fn). Empty: it can, or the products are emulated."""
+        return ""
+
     def current_stream(self) -> torch.Stream:
         """Return the current stream in this thread."""
         return self.module.current_stream(self.device)
@@ -257,6 +269,15 @@ class CudaAccelerator(Accelerator):
 
     can_register = True
     _sleeping: Mapping[str, bool] = {"blocking": True}  # ignored by torch.Event
+
+    @property
+    def lacks_fp8(self) -> str:
+        if torch.version.hip:
+            return "is an AMD GPU, with another FP8 format"
+        properties = self.module.get_device_properties(self.device)
+        if (properties.major, properties.minor) < _FP8_CAPABILITY:
+            return f"has compute capability {properties.major}.{properties.minor}, and FP8 products need 8.9 or above"
+        return ""
 
     def compile_kernel(self, source: str, name: str, options: Sequence[str]) -> Callable[..., None] | None:
         # torch `_compile_kernel` does the same but needs the headers from an installed CUDA toolkit.

@@ -6,6 +6,12 @@ import textwrap
 from collections.abc import Mapping
 
 ENGINE_TEXTS = {
+    "train.matmul": (
+        "Products of linear layers in blocks, with 1,024 or more inputs and outputs. precision: in train.precision. "
+        "FP8, with train.precision bf16, on GPUs from compute capability 8.9 on, emulated on a CPU: fp8_rowwise, one "
+        "scale per token and output, weight gradients in bf16; fp8_tensorwise, one scale per matrix, faster and less "
+        "exact, and not in micro-batches or over ranks."
+    ),
     "train.max_grad_norm": (
         "Clip gradients to this global norm. A rule with a norm of its own uses that instead. none: no clipping."
     ),

@@ -172,6 +172,7 @@ def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settin
         "settings": {
             "ranks": [state.comm.size, settings.sequence_parallel],
             "precision": settings.precision,
+            "matmul": settings.matmul,
             "micro-batches": settings.micro_batch_size is not None,
             "recompute": settings.recompute,
             "method": rule.method,

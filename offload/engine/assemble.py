@@ -46,12 +46,12 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
         state.lanes.drain_updates()  # a disk failure is raised here
         state.lanes.timeline.discount("nvme_read", "nvme_write")
         trim_heap()
+        state.runner.stages.divert()  # before units: a module inside of a block may be a unit
         for unit in state.units:
             if unit.resident:
                 state.keep(unit)
             elif not unit.in_records:
                 unit.route(state.router)
-        state.runner.stages.divert()
         state.attention.divert()
         for region in state.regions:
             if len(region.units) > 1:

@@ -54,6 +54,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "compiled": "offload.extras.large.compiled_forwards:CompiledForwards",
         "tiled": "offload.extras.large.tiled_forwards:TiledForwards",
         "experts": "offload.extras.large.streamed_experts:ExpertStreams",
+        "fp8": "offload.extras.quant.products:Fp8Products",
     },
     "task": {"rows": "offload.extras.data.task:FileRows"},
     "trainable": {
@@ -70,6 +71,7 @@ UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
         "compiled": ("compile", "never"),
         "tiled": ("sequence_tile", "none"),
         "experts": ("placement.experts", "whole"),
+        "fp8": ("matmul", "precision"),
     },
 }
 """For each door, names of objects that are left out with a setting: (path in the settings, value)."""

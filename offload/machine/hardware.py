@@ -17,6 +17,10 @@ _MOVED_SHARE = 0.66
 Measured on an H200: 2.70 of 4.08 TB/s. No other GPU was measured. GPUs with less bandwidth per core may reach more, so
 the assumption is the cautious one.
 """
+FP8 = "fp8"
+"""Key of the rate of FP8 products."""
+FP8_GAIN = 1.9
+"""Assumed rate of FP8 products on a measured device, relative to bf16: data sheets have 2."""
 _HOST_EXCHANGE_SHARE = 0.8
 """Assumed exchange rate between ranks through the host, relative to the H2D rate."""
 
@@ -27,7 +31,7 @@ class Rates:
 
     h2d_bytes_per_s, d2h_bytes_per_s: copies between pinned memory and device, one direction at a time.
     both_ways_bytes_per_s: both directions concurrently, summed.
-    flops_per_s: torch matrix products, by precision ("fp32", "bf16").
+    flops_per_s: torch matrix products, by precision ("fp32", "bf16", and "fp8" if the device has such products).
     device_bytes_per_s: device memory reads and writes in long stretches, such as the operands of a product.
     host_bytes_per_s: host memory reads and writes by all cores, in place, as in an update.
     launch_s: seconds to launch a small torch operation from Python, forward only.

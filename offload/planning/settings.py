@@ -57,6 +57,7 @@ class Settings:
     optimizer: UpdateRule = field(default_factory=AdamW)
     placement: Placement = field(default_factory=Placement)
     precision: str = "fp32"
+    matmul: str = "precision"
     max_grad_norm: float | None = 1.0
     clip: str = "auto"
     on_nonfinite: str = "stop"
@@ -87,6 +88,7 @@ class Settings:
         object.__setattr__(self, "placement", Placement.of(self.placement))
         check_types(Settings, vars(self))
         _check(self.precision, ("fp32", "bf16"), "train.precision")
+        _check(self.matmul, ("precision", "fp8_rowwise", "fp8_tensorwise"), "train.matmul")
         _check(self.clip, ("auto", "deferred", "speculative"), "train.clip")
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto", "products"), "train.recompute")

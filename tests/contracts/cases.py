@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from offload import LOMO, SGD, Adafactor, AdamW, Lion, MeZO, Muon
 from offload.extras.large import cut_experts
+from offload.extras.quant import products
 from offload.layout import codecs
 from offload.optim import states as optimizer_states
 from offload.planning import device_updates
+from tests.engine import fp8
 from tests.engine.documents import by_document, packed
 from tests.engine.families import bert, build, gemma2, gpt2, llama, mamba, mixtral, qwen3_moe, t5, tokens
+from tests.engine.fp8 import multiply_in_fp8
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.ranks_child import first_row
 from tests.engine.reference import Batch, LossFunction, count_labels, count_shifted, fake_quantised, sum_by_layer
@@ -129,6 +132,12 @@ CASES: dict[str, Case] = {
         batch=first_row,
         reference=_quantised,
         without={"ranks_are_one": "one row has all targets"},
+    ),
+    "fp8 products": Case(
+        settings={"matmul": "fp8_rowwise", "precision": "bf16"},
+        reference=lambda precision: {"group": partial(multiply_in_fp8, "fp8_rowwise")},
+        ranks_within=1e-3,  # weights in bf16 and products in FP8 are rounded after sums in another order
+        patches=((products, "LEAST_SIZE", fp8.LEAST_SIZE),),
     ),
     "sgd": Case(settings={"optimizer": SGD(lr=0.1, momentum=0.9, weight_decay=0.1)}),
     "lion": Case(settings={"optimizer": Lion(lr=3e-3)}, without=_COARSE),

@@ -278,7 +278,7 @@ def reads_are_true(cell: Cell) -> None:
                 if name in masters and value.requires_grad:
                     shown = value.detach().float().cpu()
                     assert shown.shape == masters[name].shape, name
-                    if cell.precision == "fp32" and "link_weights" not in cell.case.settings:
+                    if cell.settings["precision"] == "fp32" and "link_weights" not in cell.case.settings:
                         assert torch.equal(shown, masters[name]), name
         assert_equal(cell.concluded(engine, numbers), cell.undisturbed)
 

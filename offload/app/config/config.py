@@ -54,6 +54,7 @@ _FIXED_KEYS = (
     "train.center_rewards_coefficient",
     "train.batch_size",
     "train.precision",
+    "train.matmul",
     "optimizer.name",
     "optimizer.states",
     "optimizer.master",
@@ -331,7 +332,8 @@ class Config(BaseModel):
             )
         precision = train.precision
         if precision == "auto":
-            precision = "bf16" if has_accelerator or optimizer.master == "bf16" else "fp32"
+            is_half = has_accelerator or optimizer.master == "bf16" or train.matmul != "precision"
+            precision = "bf16" if is_half else "fp32"
         schedule = optimizer.schedule
         if schedule == "auto":
             schedule = "constant" if steps is None and epochs is None else "cosine"

@@ -441,8 +441,9 @@ class TrainSection(Section):
     """Sequences (or pairs) per pass on each rank; gradients accumulate. none: the whole batch at once."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute dtype. bf16: bfloat16 with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
-    optimizer.master bf16, else fp32.
+    optimizer.master bf16 or products in FP8, else fp32.
     """
+    matmul: Literal["precision", "fp8_rowwise", "fp8_tensorwise"] = "precision"
     recompute: Literal["auto", "always", "never", "products"] = "auto"
     compile: Literal["auto", "always", "never"] = "auto"
     sequence_tile: Tile = "auto"

@@ -22,11 +22,11 @@ from typing import Any
 import psutil
 import torch
 
-from offload.accelerators import Accelerator, accelerators, device_of, open_accelerator, own_accelerator
+from offload.accelerators import Accelerator, accelerators, device_of, multiplies_fp8, open_accelerator, own_accelerator
 from offload.app.machine.environment import describe_environment
 from offload.app.user_cache import code_hash, default_cache_dir, read_json, write_json
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
-from offload.machine.hardware import Hardware, Rates
+from offload.machine.hardware import FP8, FP8_GAIN, Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit
 from offload.native import kernels
 from offload.native.io import File, IoEngine, wait_for_all
@@ -282,6 +282,8 @@ def probe(
     free = tightest_limit(memory_limits()).free_bytes
     disks = {place.stat().st_dev: free_bytes(place) for place in places}
     source = f"measured on {rates.pop('day')}"
+    if accelerator is not None and multiplies_fp8(accelerator.device.type) and not accelerator.lacks_fp8:
+        rates["flops_per_s"] = {**rates["flops_per_s"], FP8: FP8_GAIN * rates["flops_per_s"]["bf16"]}
     device_properties = key["cpu"] if accelerator is None else accelerator.describe()
     return Hardware(
         name=device_properties.get("name") or device_properties["machine"],

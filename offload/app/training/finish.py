@@ -17,12 +17,14 @@ from offload.app.hf import reload
 from offload.app.hf.models import max_positions
 from offload.app.training.build import Run
 from offload.app.training.objectives import Batch
+from offload.app.training.parts import make_settings
 from offload.app.training.progress import RunProgress
 from offload.app.training.resident import using_link_weights
 from offload.app.training.run_folder import RunFolder
 from offload.checkpoint.manifest import MANIFEST
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
+from offload.engine.units.stages import stages_in_memory
 from offload.errors import DiskError, common, format_bytes, is_common, shorten
 
 _RETRY_S, _POLL_S = 60.0, 0.5
@@ -83,7 +85,8 @@ class Export:
             self._say(f"the export is not loaded again for a check, since {reason}.")
             return
         model, link = self._trainable.load(self.path, self._run.build_base), settings.link_weights
-        with using_link_weights(model, self._precision, link) if link != "exact" else nullcontext():
+        in_link = using_link_weights(model, self._precision, link) if link != "exact" else nullcontext()
+        with in_link, stages_in_memory(model, make_settings(self._run.config)):
             comparison = reload.check_logits(model, self._probe, self._precision)
         self._say(f"reloaded: by {self._trainable.library}, from {self.path}: {comparison}")
         if self._run.model_kind.name == "causal" and data.tokenizer is not None and not data.has_pictures:

@@ -172,7 +172,7 @@ def describe_parameters(
     fp32_patterns = _fp32_patterns(model)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     filters = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, _FILTERS)}
-    in_blocks = {id(parameter) for block in _blocks(model) for parameter in block.parameters()}
+    in_blocks = {id(parameter) for block in find_blocks(model) for parameter in block.parameters()}
     quantized, infos = quantized or {}, []
     _check_quantized(named, quantized, frozen_weights)
     for index, (name, parameter) in enumerate(named):
@@ -274,7 +274,7 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], splitting: Splittin
 
     units: list[UnitCandidate] = []
     inside: set[int] = set()
-    for block in _blocks(model):
+    for block in find_blocks(model):
         block_places = places(block.modules())
         if id(block) not in inside and num_bytes(block_places) <= splitting.share_bytes:
             units.append(
@@ -310,7 +310,7 @@ def find_units(model: nn.Module, infos: list[ParameterInfo], splitting: Splittin
     return sorted(units, key=lambda unit: order.get(unit.layer or unit.name, 0))
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the elements of the outermost module lists, nested lists flattened.
 
     A Sequential with at least two elements counts as a list if every element has parameters.

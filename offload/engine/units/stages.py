@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from offload.doors import Door
 from offload.engine.units.arguments import Arguments
@@ -78,6 +79,11 @@ class Stage:
     def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
         """Return a stage around `inner` for an `EngineState`, or `inner` if the settings leave this stage out."""
         return inner
+
+    @classmethod
+    def in_memory(cls, model: nn.Module, settings: Settings) -> AbstractContextManager[None]:  # noqa: ARG003
+        """Within the context, a model in memory computes as units with this stage do. Default: as it is."""
+        return nullcontext()
 
     def forward_of(self, unit: Unit, use: Use) -> Forward:
         """Return the forward for a use, with the signature of the module forward. The recomputation has the same."""
@@ -152,3 +158,12 @@ def open_stages(innermost: Stage, state: Any, settings: Settings) -> Stage:
     for each in STAGES.used_with(settings):
         stage = each.over(stage, state, settings)
     return stage
+
+
+@contextmanager
+def stages_in_memory(model: nn.Module, settings: Settings) -> Iterator[None]:
+    """Within the context, a model in memory computes as units do, up to the last bits of other kernels."""
+    with ExitStack() as stack:
+        for each in STAGES.used_with(settings):
+            stack.enter_context(each.in_memory(model, settings))
+        yield

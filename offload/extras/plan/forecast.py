@@ -29,7 +29,7 @@ from offload.app.hf.read import quantized_parameters
 from offload.app.training.parts import make_settings
 from offload.engine.assemble import EnginePlan, Structure
 from offload.engine.units.recompute_policy import PRODUCTS
-from offload.errors import DoesNotFitError, format_bytes
+from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large.tiles import Tiles
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
@@ -41,7 +41,7 @@ from offload.extras.plan.timing import PlannedStep, Timing
 from offload.extras.plan.workload import Workload
 from offload.layout.codecs import Codec
 from offload.layout.residence import DEVICE, DISK, HOST
-from offload.machine.hardware import Hardware
+from offload.machine.hardware import FP8, Hardware
 from offload.planning.machines import Machine, SpecifiedMachine
 from offload.planning.plan import sharding_of
 from offload.planning.settings import Settings
@@ -227,7 +227,7 @@ class Forecaster:
     plans_downloads: bool = False
     """Plan a model without files, such as a preset, like one downloaded in bf16."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
-    _tiles: dict[str, dict[Hashable, Tiles]] = field(default_factory=dict)
+    _tiles: dict[tuple[str, str], dict[Hashable, Tiles]] = field(default_factory=dict)
     _structures: dict[str, Structure] = field(default_factory=dict)
     _forecasts: dict[str, Forecast] = field(default_factory=dict)
 
@@ -275,6 +275,12 @@ class Forecaster:
         has_accelerator = hardware.device != "cpu"
         config = config.resolve(has_accelerator=has_accelerator, max_positions=max_positions(self._architecture))
         settings, machine = make_settings(config), self.machine or SpecifiedMachine(hardware, self.num_ranks)
+        if settings.matmul != "precision" and has_accelerator and FP8 not in hardware.rates.flops_per_s:
+            raise ConfigError(
+                f"train.matmul is {settings.matmul}, but {hardware.name} has no rate for FP8 products (they begin with "
+                "compute capability 8.9): set --train.matmul precision, or give rates.flops_per_s.fp8 in the "
+                "description of the machine."
+            )
         structure_of, refusal = partial(self._structure, ranks=ranks), ""
         plan = partial(EnginePlan.fit, structure_of, settings, ranks)
         try:
@@ -355,17 +361,12 @@ class Forecaster:
         if config.attends_documents:
             # The lengths are unknown: one document takes the whole row but a token, so the forecast is an upper bound.
             batch = replace(batch, document_length=length - 1)
-        options = settings.micro_batch_size, settings.precision, settings.device, settings.sequence_tile
-        key = (
-            batch,
-            options,
-            settings.recompute == PRODUCTS,
-            prepared.chunk_bytes,
-            prepared.structure.splitting.share_bytes,
-        )
+        products = settings.precision, settings.matmul, settings.recompute == PRODUCTS
+        options = settings.micro_batch_size, products, settings.device, settings.sequence_tile
+        key = batch, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes
         if key not in self._workloads:
             try:
-                found_tiles = self._tiles.setdefault(settings.precision, {})
+                found_tiles = self._tiles.setdefault((settings.precision, settings.matmul), {})
                 self._workloads[key] = measure(self._built.model, batch, prepared, found_tiles)
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)

@@ -14,7 +14,7 @@ import yaml
 
 from offload.accelerators import parse_device
 from offload.errors import ConfigError, nearest, shorten
-from offload.machine.hardware import Hardware, Rates
+from offload.machine.hardware import FP8, Hardware, Rates
 from offload.sizes import parse_size
 
 _BUILTIN_FOLDER = Path(__file__).parent / "described"
@@ -154,7 +154,7 @@ class _MachineFile:
         """Parse a rate, or rates by precision."""
         if key not in _FLOPS:
             return self._number(f"rates.{key}", value)
-        by_precision = self._checked_keys(value, f"rates.{key}.", _PRECISIONS, _FLOPS[key])
+        by_precision = self._checked_keys(value, f"rates.{key}.", (*_PRECISIONS, FP8), _FLOPS[key])
         return {precision: self._number(f"rates.{key}.{precision}", rate) for precision, rate in by_precision.items()}
 
     def _number(self, key: str, value: Any, is_whole: bool = False) -> float:

@@ -24,6 +24,7 @@ from offload.engine.units.attention import ATTENTIONS, attention_for
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_tensor import make_placeholder
 from offload.engine.units.recompute_policy import PRODUCTS, saved_tensors_watched
+from offload.engine.units.stages import stages_in_memory
 from offload.engine.units.unit import put_parameters
 from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlocks, blocks_of
@@ -154,7 +155,8 @@ def _find_tiles(
 def _run(model: nn.Module, batch: BatchSpec, prepared: EnginePlan, rows: int, tiles: TiledUses | None) -> Workload:
     """Return the workload for one micro-batch with `rows` rows."""
     probe = _WorkloadProbe(prepared, tiles)
-    num_chunks = probe.run(model, rows, prepared.chunk_bytes, batch)
+    with stages_in_memory(model, prepared.settings):
+        num_chunks = probe.run(model, rows, prepared.chunk_bytes, batch)
     return Workload(probe.works(num_chunks), 1, batch.rows * batch.length, num_chunks, probe.last_result_bytes)
 
 

@@ -120,7 +120,8 @@ class OpCounter(WatchingMode):
                 inputs = [*outputs, *inputs[1:]]
             num_bytes = sum(map(_touched_bytes, inputs)) + sum(map(_touched_bytes, outputs))
             flops = _flops(func, args, kwargs, result)
-            self.cost += Cost(flops, num_bytes, 1) if flops else Cost(0.0, 0.0, 1, num_bytes)
+            fp8_flops = flops if func.overloadpacket is _aten._scaled_mm else 0.0
+            self.cost += Cost(flops, num_bytes, 1, fp8_flops=fp8_flops) if flops else Cost(0.0, 0.0, 1, num_bytes)
         self._compute_values(func, args, kwargs, inputs, outputs, result)
         return result
 

@@ -19,7 +19,7 @@ from offload.layout.planes import PAGE_BYTES
 from offload.layout.regions import Region
 from offload.layout.residence import DEVICE, DISK, FILES, Residence
 from offload.layout.sharding import Sharding
-from offload.machine.hardware import Hardware, Rates
+from offload.machine.hardware import FP8, Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
 from offload.planning.device_updates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.memory import (
@@ -405,7 +405,9 @@ def kernel_seconds(cost: Cost, precision: str, rates: Rates, share: float = 1.0)
     Products and attention read and write their operands meanwhile, and together take no less than these bytes.
     """
     attention = cost.attention_flops / rates.attention(precision)
-    products = (cost.flops - cost.attention_flops) / rates.flops_per_s[precision]
+    rate = rates.flops_per_s[precision]
+    products = (cost.flops - cost.attention_flops - cost.fp8_flops) / rate
+    products += cost.fp8_flops / rates.flops_per_s.get(FP8, rate)  # emulated on a CPU
     products = max(products, cost.num_bytes / rates.device_bytes_per_s - attention)
     return products, attention, share * cost.moved_bytes / rates.elementwise
 

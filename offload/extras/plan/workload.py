@@ -15,6 +15,7 @@ class Cost:
     moved_bytes: bytes all other operations read and write, one operation after the other.
     exchanged_bytes: bytes sent to other ranks in the sequence-parallel group. Compute waits for this exchange.
     attention_flops: the part of `flops` in fused attention.
+    fp8_flops: the part of `flops` in FP8 products.
     """
 
     flops: float
@@ -23,6 +24,7 @@ class Cost:
     moved_bytes: float = 0.0
     exchanged_bytes: float = 0.0
     attention_flops: float = 0.0
+    fp8_flops: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(own + others for own, others in zip(astuple(self), astuple(other), strict=True)))

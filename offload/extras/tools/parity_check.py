@@ -19,7 +19,7 @@ from offload.app.config.config import Config
 from offload.app.hf.models import BuiltModel, attention_options, fill_all, is_pretrained, load_model_config, load_whole
 from offload.app.training.build import Run, make_run
 from offload.app.training.objectives import Batch
-from offload.app.training.parts import rate_at
+from offload.app.training.parts import make_settings, rate_at
 from offload.app.training.ranks import Share
 from offload.app.training.resident import BatchPart, ResidentTrainer, resident_bytes
 from offload.app.training.resume import ResumePoint, check_settings
@@ -28,6 +28,7 @@ from offload.distributed.outcomes import share_failure
 from offload.distributed.share import share
 from offload.engine.engine import Engine
 from offload.engine.units.find import describe_parameters
+from offload.engine.units.stages import stages_in_memory
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.extras.large.compiled_forwards import compile_modules
 from offload.layout.planes import DTYPES
@@ -298,6 +299,7 @@ def _train_both(
                 raise ConfigError(f"--steps is {num_steps}, but the run has only {most}: raise --train.steps as well.")
             if comm.rank == 0:
                 resident = _build_resident(run, same_order)
+                stack.enter_context(stages_in_memory(resident.model, make_settings(run.config)))
         sides = _Sides(run, resident, comm, same_order)
         result = ParityResult(comm.size, str(run.config.train.precision), same_order, list(_notes(config, run.engine)))
         for group in [[step] for step in steps] if compares_each_step else [steps]:
@@ -332,6 +334,8 @@ def _notes(config: Config, engine: Engine) -> Iterator[str]:
         yield "moments in int8 are an approximation of AdamW or Lion, made by the same kernel on both sides."
     if optimizer.states == "bf16":
         yield "moments in bf16 are rounded at random, by the same generator of (seed, step, element) on both sides."
+    if train.matmul != "precision":
+        yield f"products in {train.matmul} are made by the same functions on both sides."
     if train.delay:
         yield f"updates come a step late on both sides, from step {train.delay_after + 1} on."
 

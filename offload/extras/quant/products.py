@@ -1,0 +1,208 @@
+"""Linear layers of blocks multiply in FP8, numbers of eight bits, by `torch._scaled_mm`.
+
+Two recipes of torchao (torchao/float8/config.py: rowwise_with_gw_hp and tensorwise), with scales from the values of
+each use. x: input [tokens, K], W: weight [N, K], g: gradient of the result [tokens, N].
+
+| product | fp8_rowwise | fp8_tensorwise |
+|---|---|---|
+| result x W' | a scale per row of x and of W, e4m3 | a scale for x and one for W, e4m3 |
+| gradient of x: g W | a scale per row of g, one for W, e4m3 | a scale for g (e5m2) and one for W (e4m3) |
+| gradient of W: g' x | bf16 | a scale for g (e5m2) and one for x (e4m3) |
+
+With a scale per row a token does not depend on the others, so micro-batches have the results of the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offload.accelerators import multiplies_fp8, own_accelerator
+from offload.engine.units.find import find_blocks
+from offload.engine.units.stages import Stage
+from offload.engine.units.unit import CutLayer
+from offload.errors import ConfigError
+from offload.modules import forwards_replaced
+from offload.planning.settings import Settings
+
+LEAST_SIZE = 1024
+"""Smallest K and N of a layer. Below, the casts take longer than the product saves; routers are smaller, too."""
+_MULTIPLE = 16
+"""Sizes in FP8 products are multiples of this number."""
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_LEAST_AMAX = 1e-12
+"""Lower limit for the largest absolute value, as in torchao: a row of zeros has a scale, too."""
+
+
+class ScaledMatrix(NamedTuple):
+    """A matrix in FP8."""
+
+    values: Tensor
+    """float8 [rows, columns], contiguous."""
+    scale: Tensor
+    """Factor for the values, fp32 [rows, 1], or [1, 1] for the whole matrix."""
+
+
+def to_fp8(matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledMatrix:
+    """Cast a matrix [rows, columns] to FP8. The largest absolute value (of each row) becomes the largest FP8 number."""
+    amax = torch.linalg.vector_norm(matrix, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
+    scale = amax.clamp(min=_LEAST_AMAX) / _LARGEST[dtype]
+    return ScaledMatrix((matrix / scale).to(dtype, memory_format=torch.contiguous_format), scale)
+
+
+def multiply(left: ScaledMatrix, right: ScaledMatrix, *, is_fast: bool) -> Tensor:
+    """Return left times right', bf16 [M, N], for left [M, K] and right [N, K].
+
+    `is_fast`: the device may sum with fewer bits (`use_fast_accum`). Devices without FP8 products multiply in fp32.
+    """
+    columns = right.values.t()
+    if not multiplies_fp8(left.values.device.type):
+        return ((left.values.float() @ columns.float()) * left.scale * right.scale.t()).bfloat16()
+    scales = left.scale, right.scale.t()
+    if left.scale.numel() > 1 or right.scale.numel() > 1:  # both by row, or both for the matrix
+        shape = len(left.values), columns.shape[1]
+        scales = scales[0].expand(shape[0], 1).contiguous(), scales[1].expand(1, shape[1]).contiguous()
+    return torch._scaled_mm(left.values, columns, *scales, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
+
+
+class _Product(torch.autograd.Function):
+    """tokens [tokens, K] times weight' [K, N], bf16. The graph saves both in bf16, like the product in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+        ctx.by_row = by_row
+        ctx.save_for_backward(tokens, weight)
+        return multiply(to_fp8(tokens, by_row=by_row), to_fp8(weight, by_row=by_row), is_fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        tokens, weight = ctx.saved_tensors
+        of_tokens = of_weight = None
+        if ctx.by_row:
+            if ctx.needs_input_grad[0]:
+                scaled = to_fp8(gradient, by_row=True)
+                of_tokens = multiply(scaled, _transposed(to_fp8(weight, by_row=False)), is_fast=True)
+            if ctx.needs_input_grad[1]:
+                of_weight = gradient.t() @ tokens
+            return of_tokens, of_weight, None
+        num_tokens = len(tokens)
+        if missing := -num_tokens % _MULTIPLE:  # rows of zeros, because one product is over tokens
+            gradient, tokens = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (gradient, tokens))
+        scaled = to_fp8(gradient, by_row=False, dtype=torch.float8_e5m2)
+        if ctx.needs_input_grad[0]:
+            of_tokens = multiply(scaled, _transposed(to_fp8(weight, by_row=False)), is_fast=False)[:num_tokens]
+        if ctx.needs_input_grad[1]:
+            of_weight = multiply(_transposed(scaled), _transposed(to_fp8(tokens, by_row=False)), is_fast=False)
+        return of_tokens, of_weight, None
+
+
+def _transposed(matrix: ScaledMatrix) -> ScaledMatrix:
+    """Return the transpose of a matrix with one scale."""
+    return ScaledMatrix(matrix.values.t().contiguous(), matrix.scale)
+
+
+def _linear_by_row(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
+    return _linear(layer, input, by_row=True)
+
+
+def _linear_by_matrix(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
+    return _linear(layer, input, by_row=False)
+
+
+def _linear(layer: nn.Linear, input: Tensor, *, by_row: bool) -> Tensor:  # noqa: A002
+    """Return the result of a linear layer, multiplied in FP8. Other dtypes than bf16, and no tokens: as without FP8."""
+    weight = layer.weight
+    casts = input.dtype != weight.dtype and torch.is_autocast_enabled(input.device.type)
+    tokens = input.to(weight.dtype) if casts else input
+    if tokens.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not tokens.numel():
+        return nn.functional.linear(input, weight, layer.bias)
+    result = _Product.apply(tokens.reshape(-1, tokens.shape[-1]), weight, by_row)
+    result = result.view(*tokens.shape[:-1], len(weight))
+    return result if layer.bias is None else result + layer.bias
+
+
+class Fp8Products(Stage):
+    """Linear layers inside of blocks multiply in FP8, also in trials and evaluations.
+
+    Trials compare the engine with the same layers in plain PyTorch, so they find models whose results change between
+    micro-batches, as with one scale for a matrix. Weights are cast in each use, for each micro-batch.
+    """
+
+    def __init__(self, inner: Stage, model: nn.Module, settings: Settings, text: str) -> None:
+        super().__init__(inner)
+        self._model, self._settings, self._text = model, settings, text
+        self._undo = ExitStack()
+
+    @classmethod
+    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
+        accelerator = own_accelerator(settings.device)
+        if accelerator is not None and accelerator.lacks_fp8:
+            raise ConfigError(
+                f"train.matmul is {settings.matmul}, but {accelerator.describe()['name']} {accelerator.lacks_fp8}: set "
+                "--train.matmul precision."
+            )
+        layers = _check_layers(state.model, settings)
+        for unit in state.units:
+            if isinstance(unit, CutLayer) and unit.module in layers:
+                raise ConfigError(
+                    f"train.matmul is {settings.matmul}, but {unit.name} is larger than the device memory per unit and "
+                    "is split into row blocks, and scales need the whole weight: raise --offload.device_memory, or set "
+                    "--train.matmul precision."
+                )
+        way = "" if multiplies_fp8(state.device.torch_device.type) else ", emulated in fp32 on this device (slow)"
+        text = f"{len(layers)} linear layers of blocks multiply in FP8 ({settings.matmul}){way}"
+        return cls(inner, state.model, settings, text)
+
+    @classmethod
+    def in_memory(cls, model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
+        forward = _linear_by_row if settings.matmul == "fp8_rowwise" else _linear_by_matrix
+        # Methods, because torch.compile makes a graph for each object in a `partial`.
+        return forwards_replaced({layer: MethodType(forward, layer) for layer in _find_layers(model)})
+
+    def divert(self) -> None:
+        super().divert()
+        self._undo.enter_context(self.in_memory(self._model, self._settings))
+
+    def undo(self) -> None:
+        super().undo()
+        self._undo.close()
+
+    @property
+    def description(self) -> str:
+        return ".\n".join(filter(None, (self.inner.description, self._text)))
+
+
+def _linears(model: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the linear layers of blocks with the forward of torch, each once."""
+    modules = dict.fromkeys(module for block in find_blocks(model) for module in block.modules())
+    for module in modules:
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            yield module
+
+
+def _find_layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the layers that multiply in FP8."""
+    return [
+        layer
+        for layer in _linears(model)
+        if all(size >= LEAST_SIZE and size % _MULTIPLE == 0 for size in layer.weight.shape)
+    ]
+
+
+def _check_layers(model: nn.Module, settings: Settings) -> list[nn.Linear]:
+    """Return the layers that multiply in FP8. Raises ConfigError for none."""
+    if layers := _find_layers(model):
+        return layers
+    shapes = [tuple(layer.weight.shape) for layer in _linears(model)]
+    largest = max(shapes, key=lambda shape: (min(shape), max(shape)), default=None)
+    found = "have no torch.nn.Linear" if largest is None else f"have none; the largest has {list(largest)}"
+    raise ConfigError(
+        f"train.matmul is {settings.matmul}, for linear layers of {LEAST_SIZE} or more inputs and outputs, in "
+        f"multiples of {_MULTIPLE}, but the blocks of the model {found}: set --train.matmul precision."
+    )

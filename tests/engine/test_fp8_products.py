@@ -1,0 +1,235 @@
+"""Products in FP8: losses, norms and weights equal plain PyTorch with the same rounding, over tiers, in micro-batches,
+over ranks, compiled, and after a resume.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import Engine, Placement
+from offload.accelerators import CudaAccelerator
+from offload.distributed.joining import open_comm
+from offload.engine.units.stages import stages_in_memory
+from offload.errors import ConfigError
+from offload.extras.large import compiled_forwards
+from offload.extras.quant import products
+from offload.extras.quant.products import Fp8Products, ScaledMatrix, multiply, to_fp8
+from offload.planning.settings import Settings
+from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.device import cpu_only, own_device
+from tests.engine.families import batches, build, gpt2, llama, t5, tokens
+from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
+from tests.engine.inside import parts_of
+from tests.engine.ranks import run
+from tests.engine.ranks_child import JOB, first_row, share
+from tests.engine.reference import Reference, count_labels, sum_by_layer
+from tests.engine.test_frozen_weights import adapted, dequantised
+
+ROWWISE: dict[str, Any] = {"matmul": "fp8_rowwise", "precision": "bf16"}
+TENSORWISE: dict[str, Any] = {"matmul": "fp8_tensorwise", "precision": "bf16"}
+TIERS: dict[str, dict[str, str]] = {
+    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme", "activations": "nvme"},
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LEAST_SIZE", LEAST_SIZE)
+
+
+def model(**settings: Any) -> nn.Module:
+    """All linear layers in the blocks have multiples of 16; the keys and values of grouped heads are too narrow."""
+    return build(lambda: llama(**settings))
+
+
+def both(settings: dict[str, Any], make: Any = model, **options: Any) -> Engine:
+    """Train the engine beside plain PyTorch for two steps and compare all bits."""
+    group = partial(multiply_in_fp8, settings["matmul"])
+    return train_both(make(), batches(2), group=group, **settings, **options)[0]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("settings", [ROWWISE, TENSORWISE], ids=["rowwise", "tensorwise"])
+def test_steps_are_those_of_plain_pytorch_with_the_same_products(
+    settings: dict[str, Any], tier: str, tmp_path: Path
+) -> None:
+    engine = both(settings, placement=Placement(**TIERS[tier], nvme_dir=str(tmp_path)))
+    assert "10 linear layers of blocks multiply in FP8" in engine.told_tiles
+    with Engine(model(), precision="bf16") as exact:
+        assert exact.step(tokens(0)).loss.item() != Engine(model(), **settings).step(tokens(0)).loss.item()
+
+
+def test_micro_batches_multiply_by_row_as_the_whole_batch_does() -> None:
+    """The loss and the gradients of all layers in the blocks have the bits of whole batches in plain PyTorch, where a
+    weight gradient is the sum over rows in fp32, rounded once.
+    """
+    own, wide = build(lambda: llama(num_key_value_heads=4)), {"max_grad_norm": None, "precision": "bf16"}
+    plain = Reference(own, group=partial(multiply_in_fp8, "in parts"), **wide)
+    loss, _ = plain.step(tokens(0))
+    with Engine(own, micro_batch_size=1, matmul="fp8_rowwise", **wide) as engine:
+        assert engine.step(tokens(0)).loss.item() == loss.item()
+        found = weights(engine)
+    layers = [name for name in found if "proj" in name]
+    assert len(layers) == 14
+    assert_same({name: found[name] for name in layers}, {name: plain.masters[name] for name in layers})
+
+
+def test_one_scale_for_all_rows_is_found_by_the_trial_runs() -> None:
+    """A token depends on all rows. As with any model that mixes rows, batches stay whole, with a warning."""
+    with pytest.warns(UserWarning, match="the engine and plain PyTorch give different.*batches are not split"):
+        both(TENSORWISE | {"micro_batch_size": 1}, whole=True)
+
+
+def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    with Engine(model(), placement=Placement(**TIERS["cpu"]), **ROWWISE) as engine:
+        engine.step(tokens(0))
+        engine.save_checkpoint(tmp_path / "saved")
+        loss = engine.step(tokens(1)).loss.item()
+        wanted = weights(engine)
+    with Engine(model(), **ROWWISE) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert engine.step(tokens(1)).loss.item() == loss
+        assert_same(weights(engine), wanted)
+
+
+def on_ranks(tier: dict[str, str], folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses and the final weights of two steps. Rank 0 has the row with the targets."""
+    with open_comm(times=JOB) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "LEAST_SIZE", LEAST_SIZE)
+        place = Placement(**tier, nvme_dir=folder)
+        with Engine(model(), comm=comm, placement=place, **ROWWISE) as engine:
+            rows = (1,) * comm.size
+            losses = [engine.step(share(first_row(seed, comm.size), rows, comm.rank)).loss.item() for seed in range(2)]
+            return losses, weights(engine)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_two_ranks_have_the_bits_of_one_process(tier: str, tmp_path: Path) -> None:
+    with Engine(model(), **ROWWISE) as engine:
+        losses = [engine.step(first_row(seed, 2)).loss.item() for seed in range(2)]
+        wanted = weights(engine)
+    for found, weights_of in run(2, on_ranks, tier=TIERS[tier], folder=str(tmp_path)):
+        assert found == losses
+        assert_same(weights_of, wanted)
+
+
+@cpu_only("compiles for the CPU")
+def test_compiled_blocks_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a backend that runs the traced operations, compiled blocks have the bits of plain PyTorch."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_forwards, "BACKEND", "aot_eager")
+    engine = both(ROWWISE | {"compile": "always"})
+    assert engine.compiled_classes
+    assert engine.compiled_graphs <= 2, "equal layers share their graphs"
+
+
+def test_layers_cut_out_of_blocks_multiply_as_in_whole_blocks() -> None:
+    """A budget below a block makes its modules units."""
+    places = [Placement(device_memory=size, activations="cpu") for size in (None, "40KiB")]
+    engines = [Engine(model(), placement=place, **ROWWISE) for place in places]
+    assert [any(unit.is_block for unit in parts_of(engine).units) for engine in engines] == [True, False]
+    losses = [[engine.step(tokens(seed)).loss.item() for seed in range(2)] for engine in engines]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("codec", ["nf4", "int8"])
+def test_quantized_frozen_weights_are_decoded_and_then_cast(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = build(adapted)
+    group = partial(multiply_in_fp8, "fp8_rowwise")
+    plain = dequantised(base, codec, torch.bfloat16)
+    train_both(base, batches(2), plain=plain, group=group, frozen_weights=codec, **ROWWISE)
+
+
+def test_other_layers_keep_their_products() -> None:
+    """Heads, embeddings, narrow layers and layers of another class stay in bf16; the original forwards come back."""
+    own = model()
+    engine = Engine(own, **ROWWISE)
+    changed = [
+        f"model.layers.{name}" for name, module in own.model.layers.named_modules() if has_own(module) and "." in name
+    ]
+    names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    assert changed == [f"model.layers.{number}.{name}" for number in range(2) for name in names]
+    engine.close(restore=True)
+    assert not any(map(has_own, own.modules()))
+    own.bfloat16()
+    exact = own(**tokens(0, device="cpu")).loss.item()
+    with stages_in_memory(own, Settings(**ROWWISE)):
+        assert own(**tokens(0, device="cpu")).loss.item() != exact
+    assert own(**tokens(0, device="cpu")).loss.item() == exact
+
+
+def has_own(module: nn.Module) -> bool:
+    return "forward" in vars(module)
+
+
+def test_fp32_layers_in_a_bf16_model_are_multiplied_in_fp32() -> None:
+    """T5 keeps one projection of each layer in fp32."""
+
+    def group(model: nn.Module) -> None:
+        sum_by_layer(model)
+        multiply_in_fp8("fp8_rowwise", model)
+
+    own, kept = build(lambda: t5(dropout_rate=0.0)), lambda name: name.endswith("DenseReluDense.wo.weight")
+    train_both(own, batches(2), count=count_labels, group=group, kept=kept, **ROWWISE)
+
+
+def test_a_matrix_in_fp8_is_scaled_to_the_largest_number() -> None:
+    matrix = torch.tensor([[1.0, -3.0], [0.0, 0.0], [1e30, 2e30]], dtype=torch.bfloat16, device=own_device())
+    by_row = to_fp8(matrix, by_row=True)
+    assert by_row.values.float().tolist() == [[144.0, -448.0], [0.0, 0.0], [224.0, 448.0]]
+    assert torch.allclose(by_row.scale[:, 0].cpu(), torch.tensor([3 / 448, 1e-12 / 448, 2e30 / 448]), rtol=1e-2)
+    assert to_fp8(matrix, by_row=False).values.float().tolist() == [[0.0, 0.0], [0.0, 0.0], [224.0, 448.0]]
+    bad = torch.tensor([[1.0, torch.nan], [torch.inf, 1.0]], dtype=torch.bfloat16, device=own_device())
+    ones = ScaledMatrix(torch.ones(16, 2, device=own_device()).to(torch.float8_e4m3fn), torch.ones(16, 1))
+    if own_device().type != "cuda":
+        assert multiply(to_fp8(bad, by_row=True), ones, is_fast=True).isnan().all(), "non-finite values are seen"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"matmul": "fp8"}, "train.matmul is 'fp8'; this version allows precision, fp8_rowwise, fp8_tensorwise"),
+        ({"matmul": "fp8_rowwise"}, "train.precision fp32 computes with all 32 bits.*--train.precision bf16"),
+    ],
+)
+def test_settings_without_fp8_products_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Engine(model(), **settings)
+
+
+def test_models_without_large_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LEAST_SIZE", 1024)
+    with pytest.raises(ConfigError, match=r"1024 or more inputs.*the largest has \[48, 32\]: set --train.matmul prec"):
+        Engine(model(), **ROWWISE)
+    with pytest.raises(ConfigError, match="have no torch.nn.Linear"):
+        Engine(build(gpt2), **ROWWISE)
+
+
+def test_layers_in_row_blocks_are_refused() -> None:
+    place = Placement(device_memory="64KiB", activations="cpu")
+    text = "proj is larger than the device memory per unit and is split into row blocks.*--offload.device_memory"
+    with pytest.raises(ConfigError, match=text):
+        Engine(model(intermediate_size=512), placement=place, **ROWWISE)
+
+
+def test_devices_without_fp8_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        cudart = None
+
+        @staticmethod
+        def get_device_properties(_device: torch.device) -> Any:
+            return type("Properties", (), {"name": "RTX 3090", "total_memory": 1, "major": 8, "minor": 6})()
+
+    accelerator = CudaAccelerator(torch.device("cuda"), Module)
+    assert accelerator.lacks_fp8 == "has compute capability 8.6, and FP8 products need 8.9 or above"
+    monkeypatch.setattr(products, "own_accelerator", lambda _name: accelerator)
+    text = "train.matmul is fp8_rowwise, but RTX 3090 has compute capability 8.6.*--train.matmul precision"
+    with pytest.raises(ConfigError, match=text):
+        Fp8Products.over(None, None, Settings(**ROWWISE))  # type: ignore[arg-type]

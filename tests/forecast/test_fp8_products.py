@@ -1,0 +1,56 @@
+"""Plans of runs with products in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offload.app.config.config import Config
+from offload.errors import ConfigError
+from offload.extras.plan.forecast import Forecaster
+from offload.extras.plan.machine_files import read_machine
+from offload.extras.plan.timing import kernel_seconds
+from offload.extras.plan.workload import Cost, Workload
+from offload.extras.quant import products
+
+TOKENS, LAYERS, WIDTH, INNER = 512, 8, 512, 1376
+"""Two rows of 256 tokens, and the sizes of the preset "small"."""
+
+
+def configure(matmul: str) -> Config:
+    values: dict[str, Any] = {"model.preset": "small", "data.sequence_length": 256, "train.batch_size": 2}
+    return Config.load(None, values | {"data.source": "builtin:stdlib", "train.matmul": matmul})
+
+
+def workload(forecaster: Forecaster, matmul: str) -> Workload:
+    found = forecaster.predict(configure(matmul), read_machine("h100"))
+    work = forecaster._workload(found.config, found.prepared, 1)
+    assert isinstance(work, Workload)
+    return work
+
+
+@pytest.mark.parametrize(("matmul", "num_products"), [("fp8_rowwise", 2), ("fp8_tensorwise", 3)])
+def test_products_of_blocks_are_planned_at_the_rate_of_fp8(
+    monkeypatch: pytest.MonkeyPatch, matmul: str, num_products: int
+) -> None:
+    """The result and the input gradient, and one scale per matrix also the weight gradient. Casts move bytes."""
+    monkeypatch.setattr(products, "LEAST_SIZE", WIDTH)
+    forecaster = Forecaster(configure("precision"), 1)
+    fp8, exact = workload(forecaster, matmul), workload(forecaster, "precision")
+    flops = [sum(call.forward.fp8_flops + call.backward.fp8_flops for call in work.calls) for work in (fp8, exact)]
+    assert flops == [num_products * 2 * TOKENS * LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INNER), 0]
+    totals = [sum(call.forward.flops + call.backward.flops for call in work.calls) for work in (fp8, exact)]
+    assert totals[0] == totals[1]
+    moved = [sum(call.forward.moved_bytes + call.backward.moved_bytes for call in work.calls) for work in (fp8, exact)]
+    assert moved[0] > moved[1]
+    rates = read_machine("h100").rates
+    assert rates.flops_per_s["fp8"] == 1.9 * rates.flops_per_s["bf16"]
+    seconds = [kernel_seconds(Cost(1e12, 0.0, 1, fp8_flops=part), "bf16", rates)[0] for part in (0.0, 1e12)]
+    assert seconds[0] / seconds[1] == pytest.approx(1.9)
+
+
+def test_machines_without_fp8_are_refused() -> None:
+    text = r"fp8_rowwise, but RTX 3090 has no rate for FP8 products.*--train.matmul precision.*rates.flops_per_s.fp8"
+    with pytest.raises(ConfigError, match=text):
+        Forecaster(configure("fp8_rowwise"), 1).predict(configure("fp8_rowwise"), read_machine("rtx-3090"))
