@@ -105,7 +105,12 @@ def compiles_by_default(device: str) -> bool:
 
     A CPU gains little over minutes of compilation, and the compiler may not know other devices.
     """
-    return torch.device(device).type == "cuda"
+    return runs_gpu_kernels(torch.device(device).type)
+
+
+def runs_gpu_kernels(device_type: str) -> bool:
+    """True if torch's own GPU kernels run on this type of device: on CUDA and ROCm GPUs."""
+    return device_type == "cuda"
 
 
 def multiplies_fp8(device_type: str) -> bool:

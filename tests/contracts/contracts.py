@@ -240,7 +240,7 @@ def micro_batches_add_up(cell: Cell) -> None:
         with cell.engine(micro_batch_size=rows, **rule) as engine:
             found.append(cell.train(engine, range(1)))
     one, other = found
-    is_coarse = cell.precision == "bf16" or "optimizer" in cell.case.settings
+    is_coarse = cell.settings["precision"] == "bf16" or "optimizer" in cell.case.settings
     assert other.numbers == pytest.approx(one.numbers, rel=2e-2 if is_coarse else 1e-5)
     if "optimizer" not in cell.case.settings:
         assert_same(other.weights, one.weights, within=2e-2 if is_coarse else 1e-5)

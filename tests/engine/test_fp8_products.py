@@ -158,11 +158,11 @@ def test_other_layers_keep_their_products() -> None:
     assert changed == [f"model.layers.{number}.{name}" for number in range(2) for name in names]
     engine.close(restore=True)
     assert not any(map(has_own, own.modules()))
-    own.bfloat16()
-    exact = own(**tokens(0, device="cpu")).loss.item()
+    batch = tokens(0, device=own.bfloat16().device)
+    exact = own(**batch).loss.item()
     with stages_in_memory(own, Settings(**ROWWISE)):
-        assert own(**tokens(0, device="cpu")).loss.item() != exact
-    assert own(**tokens(0, device="cpu")).loss.item() == exact
+        assert own(**batch).loss.item() != exact
+    assert own(**batch).loss.item() == exact
 
 
 def has_own(module: nn.Module) -> bool:
@@ -187,7 +187,9 @@ def test_a_matrix_in_fp8_is_scaled_to_the_largest_number() -> None:
     assert torch.allclose(by_row.scale[:, 0].cpu(), torch.tensor([3 / 448, 1e-12 / 448, 2e30 / 448]), rtol=1e-2)
     assert to_fp8(matrix, by_row=False).values.float().tolist() == [[0.0, 0.0], [0.0, 0.0], [224.0, 448.0]]
     bad = torch.tensor([[1.0, torch.nan], [torch.inf, 1.0]], dtype=torch.bfloat16, device=own_device())
-    ones = ScaledMatrix(torch.ones(16, 2, device=own_device()).to(torch.float8_e4m3fn), torch.ones(16, 1))
+    ones = ScaledMatrix(
+        torch.ones(16, 2, device=own_device()).to(torch.float8_e4m3fn), torch.ones(16, 1, device=own_device())
+    )
     if own_device().type != "cuda":
         assert multiply(to_fp8(bad, by_row=True), ones, is_fast=True).isnan().all(), "non-finite values are seen"
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.accelerators import runs_gpu_kernels
 from offload.distributed.comm import Comm
 from offload.engine.units.attention import Attention
 from offload.errors import warn
@@ -238,7 +239,7 @@ def _kernel_for(query: torch.Tensor, value: torch.Tensor) -> Callable[..., torch
     """Return the kernel for many documents on this device. None: there is none for these tensors."""
     width = query.shape[-1]
     is_fit = query.dtype in (torch.bfloat16, torch.float16) and width == value.shape[-1] and not width % 8
-    return _kernel() if query.is_cuda and is_fit and width <= _MOST_WIDTH else None
+    return _kernel() if runs_gpu_kernels(query.device.type) and is_fit and width <= _MOST_WIDTH else None
 
 
 @cache
