@@ -3,14 +3,15 @@
 python -m benchmarks.published > benchmarks/results/published.md     # minutes
 
 Our values are forecasts from the machine specifications in `offload/extras/plan/described/`, with their sources. The
-other projects measured theirs. The forecast is for the fastest fitting micro-batch of 8, 4, 2 and 1 rows, eager and
-with compiled blocks.
+other projects measured theirs. The forecast is for the fastest fitting micro-batch of 8, 4, 2 and 1 rows: eager, with
+compiled blocks, and compiled with products in FP8.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,23 +71,30 @@ ROWS = (
     Row("–", "Qwen2.5 14B", "h100", 512, 131072, None),
     Row("llmq [b]", "Qwen2.5 14B", "h100", 512, 524288, 6320),
 )
+COLUMNS: tuple[Mapping[str, str], ...] = (
+    {"train.compile": "never"},
+    {"train.compile": "auto"},
+    {"train.compile": "auto", "train.matmul": "fp8_rowwise"},
+)
+"""Settings of a plan in each column."""
 _HEAD = """# Published rows beside our plans
 
 Made by `python -m benchmarks.published > benchmarks/results/published.md`. Ours are forecasts, not measurements: AdamW
 with fp32 states and split fp32 masters, bf16, clipping, rows of 4096 tokens, everything else `auto`, by the described
 machines (`offload/extras/plan/described/`), with as much host memory as said. The share is of the products that the GPU
-could make; in brackets is the micro-batch.
+could make in bf16; in brackets is the micro-batch. An eager plan keeps the outputs of products (`train.recompute
+products`) where this is faster. FP8 is `train.matmul fp8_rowwise`.
 
-| published by | model | GPU, host | tokens a step | theirs, tokens/s | ours, eager | ours, compiled |
-|---|---|---|---|---|---|---|"""
+| published by | model | GPU, host | tokens a step | theirs, tokens/s | ours, eager | ours, compiled | compiled, FP8 |
+|---|---|---|---|---|---|---|---|"""
 _NOTES = """
 What they do that we do not:
 
 - [a] DeepSpeed, full training on one GPU, as others printed it; its rows lie on a line of 5.85 s and 0.38 ms a token.
   Nothing that we do not do: its update comes after the backward, and each micro-batch fetches the weights again.
-- [b] [LLMQ](https://arxiv.org/abs/2512.15306): products in FP8; kernels of its own for everything else, each with its
-  quantisation; moments and masters in bf16 with stochastic rounding; a choice of what is recomputed; a few families.
-  Of 524,288 tokens unit inputs and states are more than the host holds here, with states in fp32.
+- [b] [LLMQ](https://arxiv.org/abs/2512.15306): own kernels for everything beside products, each with the cast to FP8;
+  weight gradients in FP8; moments and masters in bf16 with stochastic rounding; a choice of what is recomputed; a few
+  families. Of 524,288 tokens unit inputs and states are more than the host holds here, with states in fp32.
 - [c] [MegaTrain](https://arxiv.org/abs/2604.05091): nothing that we do not do. The tokens of its step are not printed
   beside its figure; ours are for 32,768.
 
@@ -103,12 +111,12 @@ def cell(found: Forecast | None) -> str:
     return f"{timing.tokens_per_second:,.0f} ({100 * timing.mfu:.0f} %) [{rows}]"
 
 
-def best(forecaster: Forecaster, row: Row, compiled: str) -> Forecast | None:
+def best(forecaster: Forecaster, row: Row, settings: Mapping[str, str]) -> Forecast | None:
     """Return the fastest fitting plan; None without one."""
     hardware, found = read_machine(row.gpu).with_(host_bytes=row.host_gib << 30), []
     rows = row.tokens // SEQUENCE
     for micro_rows in (size for size in MICRO_ROWS if size <= rows):
-        change = {"train.batch_size": rows, "train.micro_batch_size": micro_rows, "train.compile": compiled}
+        change = {"train.batch_size": rows, "train.micro_batch_size": micro_rows, **settings}
         found.append(place(forecaster, forecaster.predict(apply_change(forecaster.config, change), hardware)))
     fitting = [each for each in found if each.fits and each.timing is not None]
     return max(fitting, key=lambda each: each.timing.tokens_per_second if each.timing else 0.0, default=None)
@@ -125,7 +133,7 @@ def main() -> None:
             config = Config.load(None, {"model.path": str(path), "data.sequence_length": SEQUENCE})
             forecasters[name] = Forecaster(config, 1)
         for row in ROWS:
-            cells = [cell(best(forecasters[row.model], row, compiled)) for compiled in ("never", "auto")]
+            cells = [cell(best(forecasters[row.model], row, settings)) for settings in COLUMNS]
             theirs = "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,}"
             where = f"{read_machine(row.gpu).name}, {row.host_gib} GiB"
             found = (row.who, row.model, where, f"{row.tokens:,}", theirs, *cells)
