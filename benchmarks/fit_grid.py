@@ -1,10 +1,10 @@
 """The plans behind the page "Will it fit?": models, cards, numbers of cards, hosts, a disk or none, three methods.
 
-python -m benchmarks.fit_grid              # writes benchmarks/results/fit.json, about 40 minutes; then make docs
+python -m benchmarks.fit_grid              # writes benchmarks/results/fit.json, an hour on two cores; then make docs
 python -m benchmarks.fit_grid --again      # plans everything again, such as after a change in the forecast
 
-The file is written after each model and method, and the next run continues from there. `--models`, `--cards`,
-`--counts` and `--hosts` choose a part of the grid. `--workers` counts processes.
+Each model and method goes to fit.partial.json at once, and the next run continues from there. The whole grid is the
+result. `--models`, `--cards`, `--counts` and `--hosts` choose a part of the grid. `--workers` counts processes.
 
 Every plan has 16 rows with 4096 tokens a step, in bf16, with AdamW and clipping, everything else `auto`, as in
 `benchmarks/plan_models.py`. A card computes at most 4 rows at a time, or 1 where 4 do not fit. A host keeps 4 GiB for
@@ -19,7 +19,6 @@ import argparse
 import functools
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -41,6 +40,7 @@ from offload.machine.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "fit.json"
+PARTIAL = RESULT.with_name("fit.partial.json")
 COMMAND = "python -m benchmarks.fit_grid"
 GIB = 1 << 30
 SYSTEM_GIB = 4
@@ -96,10 +96,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768, "num_local_experts": 8, "num_experts_per_tok": 2,
     },
     "Gemma-2-9B": _GEMMA2 | _shape(3584, 14336, 42, 16) | {"head_dim": 256},
-    "Gemma-2-27B": _GEMMA2 | _shape(4608, 36864, 46, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 144},
     "Gemma-3-4B": _GEMMA3 | _shape(2560, 10240, 34, 8, 4) | {"head_dim": 256},
-    "Gemma-3-12B": _GEMMA3 | _shape(3840, 15360, 48, 16) | {"head_dim": 256},
-    "Gemma-3-27B": _GEMMA3 | _shape(5376, 21504, 62, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 168},
     "Phi-4": {
         "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 100352,
         "max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
@@ -114,12 +111,12 @@ MODELS: dict[str, dict[str, Any]] = {
 _LORA = {"lora.rank": 16, "lora.alpha": 32, "lora.target_modules": "all-linear"}
 METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": _LORA, "nf4": _LORA | {"offload.frozen_weights": "nf4"}}
 DESKTOP = ("rtx-3090", "rtx-4080", "rtx-4090", "rtx-5090")
-SERVER = ("a6000", "l40s", "a100-40", "a100-80", "h100", "h200", "b200")
-OWN_HOST = ("gh200", "dgx-spark")
+SERVER = ("l40s", "a100-80", "h100", "h200", "b200")
+OWN_HOST = ("dgx-spark",)
 """One card with its own host memory, in one size."""
 CARDS = (*DESKTOP, *SERVER, *OWN_HOST)
-COUNTS = (1, 2, 4, 8)
-HOSTS_GIB = (32, 64, 128, 256, 512, 1024, 2048)
+COUNTS = (1, 2, 8)
+HOSTS_GIB = (32, 64, 128, 256, 1024)
 
 
 @functools.cache
@@ -142,7 +139,7 @@ def hosts(card: str, count: int) -> list[int]:
         own = machine(card).host_bytes // GIB + SYSTEM_GIB
         return [own] if count == 1 else []
     if card in DESKTOP:
-        return [size for size in HOSTS_GIB if count in (1, 2, 4) and 32 * count <= size <= 256 * count]
+        return [size for size in HOSTS_GIB if count in (1, 2) and 32 * count <= size <= 256 * count]
     return [size for size in HOSTS_GIB if count in (1, 8) and 64 * count <= size <= max(1024, 256 * count)]
 
 
@@ -324,11 +321,11 @@ def main() -> None:
     chosen["hosts"] = said.hosts, sizes == HOSTS_GIB
     words = [f"--{name} {value}" for name, (value, is_whole) in chosen.items() if not is_whole]
     document = header(grid, words) | {"models": {}}
-    if RESULT.is_file() and not said.again:
-        before = json.loads(RESULT.read_text())
-        if before["command"] != document["command"]:
-            sys.exit(f"{RESULT} is of {before['command']}: run this, or give --again.")
-        document["models"] = before["models"]
+    for path in (PARTIAL, RESULT):
+        before = json.loads(path.read_text()) if path.is_file() and not said.again else {}
+        if before.get("command") == document["command"]:
+            document["models"] = before["models"]
+            break
     missing = [
         (name, method)
         for name in said.models.split(",")
@@ -345,9 +342,11 @@ def main() -> None:
                 print(f"{number} of {len(tasks)}: {name}, {method}: {error!r}", flush=True)
                 continue
             document["models"].setdefault(name, {})[method] = found
-            RESULT.write_text(written(document))
+            PARTIAL.write_text(written(document))
             print(f"{number} of {len(tasks)}: {name}, {method}: {num_plans} plans, {seconds:.0f} s of CPU", flush=True)
-    RESULT.write_text(written(document))
+    if all(document["models"].get(name, {}).keys() == METHODS.keys() for name in said.models.split(",")):
+        RESULT.write_text(written(document))
+        PARTIAL.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -248,10 +248,10 @@ def test_outputs_of_products_are_kept_where_a_step_is_faster_and_nobody_says_oth
     assert found.timing.step_seconds < 0.98 * found.seconds_without_search, "whole graphs, as many as fit"
     compiled = config(**where | {"train.compile": "auto"})
     assert "products" not in place(forecaster, forecaster.predict(compiled, gpu)).placement_flags
-    small = gpu.with_(device_bytes=16 << 30)
+    small = gpu.with_(device_bytes=24 << 30)
     told = forecaster.predict(config(**where, **{"train.recompute": "products"}), small, times=False).memory
-    assert len(told.keeping) < len(found.memory.keeping)
-    assert told.total("device") <= 0.9 * (16 << 30)
+    assert 0 < len(told.keeping) < len(found.memory.keeping)
+    assert told.total("device") <= 0.9 * (24 << 30)
 
 
 @pytest.mark.slow
