@@ -98,7 +98,7 @@ What they do that we do not:
 - [c] [MegaTrain](https://arxiv.org/abs/2604.05091): nothing that we do not do. The tokens of its step are not printed
   beside its figure; ours are for 32,768.
 
-With a recompute of every block three quarters of the products count, so that no plan passes 75 %; kept graphs, of
+With a recompute of every block three quarters of the products count, so no plan in bf16 passes 75 %; kept graphs, of
 which some wait on the host, are what goes beyond. 14B at 131,072 tokens would have 600 GB of them.
 """
 
