@@ -504,7 +504,8 @@ def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, read_
     lease = tile.land(*names) if is_whole else tile.lend(*names)
     with lease.opened(engine.lanes.wait, changes=True) as own:
         beside = {region.plane(name) for name in read_names if name not in names}  # another rank's, to quantize
-        planes = own | {p.name: torch.zeros(p.numel(tile.end - tile.begin), dtype=p.dtype) for p in beside}
+        numel = tile.end - tile.begin
+        planes = own | {p.name: torch.zeros(p.numel(numel), dtype=p.dtype, device=own[CODES].device) for p in beside}
         for plane in (*(name for name in names if name != CODES), *(name for name in read_names if name not in names)):
             flat, filled = planes[plane], 0
             stretches = _stretches(engine, reader.contents, region, tile, plane) if plane in read_names else ()

@@ -178,10 +178,13 @@ def on_ranks(
     return losses, found, exchanged
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "tier", "replicas", "states"),
-    [(0, "cpu", 1, "whole"), (2, "cpu", 1, "whole"), (3, "nvme", 2, "whole"), (3, "device", 2, "shared")],
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "cpu", 1, "whole"), (2, "cpu", 1, "whole"))),
+        pytest.param(3, "nvme", 2, "whole", marks=pytest.mark.slow),
+        (3, "device", 2, "shared"),
+    ],
 )
 def test_ranks_exchange_codes(stage: int, tier: str, replicas: int, states: str, tmp_path: Path) -> None:
     """The two ranks in each replica have the one-process bits, from the start and from a checkpoint."""
