@@ -189,7 +189,8 @@ def test_training_is_that_of_one_process_whose_sums_are_quantised(
     within = 1e-6 if is_bitwise else 1e-3 if CASES[case].precision == "fp32" else 2e-2
     for one, other in zip(found.steps, steps, strict=True):
         assert one[:2] == pytest.approx(other, rel=within)
-    assert_same(found.weights, wanted.masters, 0.0 if is_bitwise else within)
+    # On some processors MKL's last bits depend on the alignment of rows, and micro-batches begin at any row.
+    assert_same(found.weights, wanted.masters, 0.0 if is_bitwise and rows != "micro-batches" else within)
 
 
 def test_own_loops_send_their_sums_once() -> None:
