@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -24,6 +24,7 @@ from tests.engine.device import cpu_only
 from tests.engine.documents import by_document, packed
 from tests.engine.families import batches, build, gemma2, gpt2, llama, qwen3, tokens
 from tests.engine.handmade import Block, CheckpointsItself, ScalesItsInput, Stack, cross_entropy, words
+from tests.engine.inside import parts_of
 from tests.engine.reference import Reference
 
 pytestmark = cpu_only("compiles for the CPU")
@@ -105,6 +106,31 @@ def test_equal_layers_share_one_graph_with_gradients_and_one_without() -> None:
         assert engine.compiled_graphs == 2
     engine.evaluate(tokens(9))
     assert engine.compiled_graphs == 3
+
+
+def graph_bytes(**settings: Any) -> int:
+    """Return the bytes that a block of a Llama keeps for the backward, beside the inputs."""
+    engine = Engine(build(llama), placement=Placement("cpu", "cpu", device_memory="64MiB"), **settings)
+    engine.step(tokens(0))
+    policy = parts_of(engine).runner.saved.policy
+    return max(policy._sizes.values())
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_keeps_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: a share of 1."""
+
+    def run_eagerly(graph: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
+        return make_boxed_func(graph.forward)
+
+    cut = aot_autograd(
+        fw_compiler=run_eagerly, bw_compiler=run_eagerly, partition_fn=min_cut_rematerialization_partition
+    )
+    monkeypatch.setattr(forwards, "BACKEND", cut)
+    products, compiled = graph_bytes(recompute="products"), graph_bytes(recompute="auto", compile="always")
+    num_tokens = tokens(0)["labels"].numel()
+    # The graph needs no output of the last product, but a root mean square for each norm.
+    assert compiled == products - num_tokens * 32 * 4 + 2 * num_tokens * 4
 
 
 def test_packed_documents_have_a_mask_in_compiled_blocks() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -24,6 +24,12 @@ _MOST_VARIANTS = 8
 _MOST_GRAPHS = 8
 """Maximum graphs per variant, or torch's own limit before torch 2.13. Code may read unit-specific numbers, and each
 number needs a graph.
+"""
+_GRAPH_SHARE = 0.99
+"""Part of a graph that a compiled block may keep for the backward (torch: `activation_memory_budget`).
+
+Below 1, torch weighs bytes against FLOPs: the outputs of matrix products and attention stay, and the backward computes
+all other operations again, within its own kernels (arXiv:2205.05198).
 """
 _MOST_LETTERS = 200
 """Maximum length of a torch error message in a warning."""
@@ -197,11 +203,20 @@ def _compile_class(owner: Any) -> Forward:
 
     Compilation starts with the first call.
     """
-    limits, options = _own_limits(), dict[str, Any]()
+    limits = _own_limits()
     function = owner.forward if limits or not isinstance(owner.forward, FunctionType) else _copy(owner.forward)
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph, **limits)
+
+
+def _compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Return the compiled graph. The forward keeps outputs of products and attention alone."""
+    from torch._functorch import config  # Imported late, as in `_num_graphs`.
+
+    options = dict[str, Any]()
     if BACKEND == "inductor":
-        options["options"] = {"fallback_random": True}  # Compiled code draws the same random numbers in the same order.
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **limits, **options)
+        options["config_patches"] = {"fallback_random": True}  # Draws the same random numbers in the same order.
+    with config.patch(activation_memory_budget=_GRAPH_SHARE):
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs, **options)
 
 
 def _own_limits() -> dict[str, Any]:
