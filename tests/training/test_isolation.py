@@ -97,15 +97,10 @@ def test_a_model_that_needs_a_mask_keeps_it(run: Any, chats: str, monkeypatch: p
     assert "attention: documents" not in config
 
 
-def test_packed_documents_run_uncompiled_unless_asked_for() -> None:
-    """Attention within documents can't be traced, and the mask of a compiled block computes all pairs of tokens."""
-
+def test_packed_documents_are_compiled_by_default() -> None:
     def compiles(**words: Any) -> str:
         config = Config.load(None, {key.replace("__", "."): value for key, value in words.items()})
         return make_settings(config.resolve(has_accelerator=True, max_positions=None)).compile
 
-    isolated: dict[str, Any] = {"data__packing_isolated": True}
-    assert compiles() == "auto"
-    assert compiles(**isolated) == "never"
-    assert compiles(**isolated, train__compile="always") == "always"
-    assert compiles(**isolated, model__attention="sdpa") == "auto"
+    for attention in ("auto", "documents", "sdpa"):
+        assert compiles(data__packing_isolated=True, model__attention=attention) == "auto"

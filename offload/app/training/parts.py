@@ -96,8 +96,6 @@ def make_update_rule(config: Config) -> UpdateRule:
 def make_settings(config: Config) -> Settings:
     """Return the engine settings for a resolved configuration. Raises ConfigError."""
     named = _matching_fields(Settings, config.train, config.offload, config.run)
-    if config.attends_documents and named["compile"] == "auto":
-        named["compile"] = "never"  # compiled blocks would build a mask over whole rows again
     of_rows = {"micro_batch_size": config.train.micro_rows}
     return Settings(**named | of_rows | {"optimizer": make_update_rule(config), "placement": make_placement(config)})
 
