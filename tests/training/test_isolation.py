@@ -97,10 +97,17 @@ def test_a_model_that_needs_a_mask_keeps_it(run: Any, chats: str, monkeypatch: p
     assert "attention: documents" not in config
 
 
-def test_packed_documents_are_compiled_by_default() -> None:
+def test_one_function_says_which_runs_stay_uncompiled() -> None:
+    """Break: leave a condition out of `settle_compile`, or an argument out in `make_settings`."""
+
     def compiles(**words: Any) -> str:
         config = Config.load(None, {key.replace("__", "."): value for key, value in words.items()})
         return make_settings(config.resolve(has_accelerator=True, max_positions=None)).compile
 
     for attention in ("auto", "documents", "sdpa"):
         assert compiles(data__packing_isolated=True, model__attention=attention) == "auto"
+    by_length = {"data__packing": False, "data__group_by_length": True}
+    for eager in ({"train__sequence_parallel": 2}, {"train__recompute": "products"}, by_length):
+        assert compiles(**eager) == "never"
+    assert compiles(**by_length, train__compile="always") == "always"
+    assert compiles(offload__experts="streamed") == "never"

@@ -168,14 +168,14 @@ def make_run(
     config = config.with_resolved(data__packing_isolated=data.is_isolated)
     if data.has_pictures:
         config = config.with_resolved(data__packing=False)
-    if config.model.attention == "auto" and data.is_isolated and not first and config.train.sequence_parallel == 1:
+    if config.attends_documents and not first:
         config = config.with_resolved(model__attention=DOCUMENTS)
     comm.agree("the training data", data.state_dict())
     if first:
         with share_failure(comm, "comparison of the data"):
             data.check_state(start.data)
-    if data.by_length and config.train.compile == "auto":  # each length would be a compilation
-        config = config.with_resolved(train__compile="never")
+    if data.by_length:
+        config = config.with_resolved(data__group_by_length=True)
     steps, epochs = config.train.steps, config.train.epochs
     if steps and epochs and config.origin("train.steps") != "resolved":
         say(f"note: train.steps is {steps}, and overrides train.epochs, {epochs:g}: leave one of them out.")
@@ -260,7 +260,7 @@ def make_run(
     meta = load_start(start, engine, say)
     why_mask = why = ""
     if data.is_isolated:
-        one_by_one = config.model.attention == DOCUMENTS and config.train.sequence_parallel == 1
+        one_by_one = config.attends_documents and config.model.attention == DOCUMENTS
         why_mask, why = isolate(engine, data.tokenizer, vocabulary, comm, one_by_one)
     if why_mask:
         config = config.with_resolved(model__attention="auto")

@@ -356,8 +356,7 @@ class Forecaster:
         rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
         data, shared_by = config.data, config.train.sequence_parallel
         length = -(-int(data.sequence_length or 0) // shared_by)
-        is_isolated = data.packing and data.packing_isolated is True
-        batch = BatchSpec(model_type, rows, length, not data.packing, is_isolated, shared_by)
+        batch = BatchSpec(model_type, rows, length, not data.packing, config.is_isolated, shared_by)
         if config.attends_documents:
             # The lengths are unknown: one document takes the whole row but a token, so the forecast is an upper bound.
             batch = replace(batch, document_length=length - 1)
