@@ -121,13 +121,13 @@ class Settings:
         if self.delay_after < 0:
             raise ConfigError(f"train.delay_after is {self.delay_after!r}; it must be a number of steps, at least 0.")
         refuse(chain(*ENGINE_CONFLICTS.values()), self._setting)
-        if self.placement.experts == "streamed":  # blocks with streamed experts run their own code
+        experts = self.placement.experts
+        if experts == "streamed":  # blocks with streamed experts run their own code
             object.__setattr__(self, "sequence_tile", "none")
-            object.__setattr__(self, "compile", "never")
         if self.sequence_parallel > 1 and self.recompute == "auto":
             object.__setattr__(self, "recompute", "always")
-        if (self.sequence_parallel > 1 or self.recompute == "products") and self.compile == "auto":
-            object.__setattr__(self, "compile", "never")
+        compiles = settle_compile(self.compile, experts, self.sequence_parallel, self.recompute)
+        object.__setattr__(self, "compile", compiles)
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and size < 1:
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
@@ -207,6 +207,18 @@ class Settings:
 
 
 Settings.__doc__ = with_texts(Settings.__doc__, ENGINE_TEXTS)
+
+
+def settle_compile(
+    compiles: str, experts: str, sequence_parallel: int, recompute: str, has_many_lengths: bool = False
+) -> str:
+    """Return `compile` as far as the configuration decides: auto is left to the device (`Settings.compile_on`).
+
+    Blocks with streamed experts run their own code. Shared rows and kept products are not traced, and each row length
+    is a compilation.
+    """
+    is_eager = sequence_parallel > 1 or recompute == "products" or has_many_lengths
+    return "never" if experts == "streamed" or (is_eager and compiles == "auto") else compiles
 
 
 def _check_rule(rule: Any) -> None:

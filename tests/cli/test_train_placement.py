@@ -82,7 +82,8 @@ def test_a_defect_of_the_forecast_is_told_as_one(
         monkeypatch.setattr(build, "PLANNERS", {"forecast": fail})
         notes: list[str] = []
         config = Config.load(None, {"offload.device": "cpu", "run.debug": debug})
-        decided = build._decide_placement(config, LlamaConfig(), comm, notes.append, notes.append, later.append)
+        data: Any = None
+        decided = build._decide_placement(config, LlamaConfig(), data, comm, notes.append, notes.append, later.append)
         assert decided == (config, None, "")
         return " ".join(notes)
 

@@ -19,9 +19,9 @@ from offload.errors import DoesNotFitError
 from offload.extras.large import compiled_forwards as forwards
 from offload.extras.large.compiled_forwards import compile_modules
 from offload.planning.settings import Settings
-from tests.engine.compare import assert_weights, train_both
+from tests.engine.compare import assert_same, assert_weights, train_both, weights
 from tests.engine.device import cpu_only
-from tests.engine.documents import by_document, packed
+from tests.engine.documents import by_document, counted, packed
 from tests.engine.families import batches, build, gemma2, gpt2, llama, qwen3, tokens
 from tests.engine.handmade import Block, CheckpointsItself, ScalesItsInput, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
@@ -133,15 +133,24 @@ def test_a_compiled_graph_keeps_products_alone(monkeypatch: pytest.MonkeyPatch) 
     assert compiled == products - num_tokens * 32 * 4 + 2 * num_tokens * 4
 
 
-def test_packed_documents_have_a_mask_in_compiled_blocks() -> None:
-    """A compiled block has no loop over documents: their number changes."""
-    with Engine(by_document(build(llama))) as engine:
-        loss = float(engine.step(packed(0)).loss)
-    with Engine(by_document(build(llama)), compile="always") as engine:
-        assert float(engine.step(packed(0)).loss) == pytest.approx(loss, rel=1e-4)
-        assert engine.compiled_graphs == 2
-        engine.step(packed(1))
-        assert engine.compiled_graphs == 2
+def test_packed_documents_are_one_node_in_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other documents in the rows compile nothing again. Break: trace `_as_mask` in `_attend`."""
+    monkeypatch.setattr(forwards, "BACKEND", "aot_eager")
+    losses, results = [], []
+    for compiles in ("never", "always"):
+        with Engine(by_document(build(llama)), compile=compiles) as engine:
+            losses.append([float(engine.step(packed(0)).loss)])
+            graphs, calls = engine.compiled_graphs, []
+            for seed in range(1, 5):
+                step = partial(engine.step, packed(seed))
+                calls += counted(lambda step=step: losses[-1].append(float(step().loss)), monkeypatch)
+            assert engine.compiled_graphs == graphs
+            assert graphs == 2 * (compiles == "always")
+            assert all(shape[0] == 1 for shape in calls)  # a document
+            assert not torch._dynamo.utils.counters["graph_break"]
+            results.append(weights(engine))
+    assert losses[0] == losses[1]
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("compiles", ["auto", "never"])

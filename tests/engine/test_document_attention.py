@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from torch import nn
 
 from offload import Engine
 from offload.errors import ConfigError
-from offload.extras.large.document_attention import IMPLEMENTATION, _as_mask, _read, find_starts
+from offload.extras.large import document_attention, document_operation
+from offload.extras.large.document_attention import IMPLEMENTATION, _as_mask, find_starts
+from offload.extras.large.document_operation import Documents
 from tests.engine.device import own_device
 from tests.engine.documents import LENGTHS, by_document, counted, deviations, mistral, packed, positions_of
 from tests.engine.families import VOCABULARY, build, gemma2, gpt2, llama, mixtral, qwen3, tokens
@@ -40,7 +44,7 @@ def test_no_mask_is_made_and_products_are_the_squares_of_the_documents(monkeypat
 
 
 def test_a_mask_of_the_starts_equals_the_mask_of_transformers() -> None:
-    """Compiled blocks use it."""
+    """Compiled blocks with dropout in attention use it."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     for make, create in ((llama, create_causal_mask), (mistral, create_sliding_window_causal_mask)):
@@ -61,7 +65,7 @@ def test_starts_have_a_window_at_each_document(window: int | None) -> None:
     starts = find_starts(torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]]), window)
     assert starts.tolist() == [[n * (window or 6) for n in row] for row in ([1, 0, 1, 0, 0, 1], [1, 0, 0, 0, 0, 0])]
     assert starts.dtype == torch.int32
-    documents = _read(starts.numpy().tobytes(), 6)
+    documents = Documents.of(starts)
     assert documents.borders == [0, 2, 5, 6, 12]
     assert documents.lengths == [2, 3, 1, 6]
     assert documents.window == (window or 6)
@@ -97,10 +101,8 @@ def test_another_condition_in_the_mask_keeps_the_mask() -> None:
 
 def test_layers_of_an_engine_never_wait_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches and recomputation get the starts as a host tensor, cut by rows."""
-    from offload.extras.large import document_attention
-
-    seen, read = [], document_attention._read
-    monkeypatch.setattr(document_attention, "_read", lambda *each: seen.append(each) or read(*each))
+    seen, read = [], document_operation._read
+    monkeypatch.setattr(document_operation, "_read", lambda *each: seen.append(each) or read(*each))
     with Engine(by_document(build(llama)), micro_batch_size=1, recompute="always") as engine:
         engine.step(packed(0))
         seen.clear()
@@ -111,31 +113,134 @@ def test_layers_of_an_engine_never_wait_for_documents(monkeypatch: pytest.Monkey
     assert {each[-1] for each in documents} == {12}
 
 
+def run_attention(starts: torch.Tensor, inputs: list[torch.Tensor], attend: Callable[..., Any]) -> list[torch.Tensor]:
+    """Return the result of `attend`, and the gradients of query, key and value."""
+    leaves, module = [tensor.clone().requires_grad_() for tensor in inputs], nn.Module()
+    module.num_key_value_groups = inputs[0].shape[1] // inputs[1].shape[1]
+    result, _ = attend(module, *leaves, starts, scaling=0.3)
+    generator = torch.Generator(result.device).manual_seed(1)
+    result.backward(torch.randn(result.shape, generator=generator, device=result.device).to(result.dtype))
+    return [result.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def attention_inputs(num_keys: int, tokens: int, width: int, device: str = "cpu") -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(2, heads, tokens, width) for heads in (8, num_keys, num_keys)]
+    return [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+
+
+def starts_of(window: int | None, *lengths: int) -> torch.Tensor:
+    """Return the starts of two rows with documents of these lengths."""
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return find_starts(numbers.view(2, -1), window)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("num_keys", [2, 8])
+def test_a_traced_operation_has_the_bits_of_the_loop(window: int | None, num_keys: int) -> None:
+    """Break: leave `scaling` out in `_backward`."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    traced = torch.compile(document_attention._attend, backend="aot_eager", fullgraph=True, dynamic=False)
+    inputs = attention_inputs(num_keys, 12, 16)
+    for lengths in ((7, 1, 4, 12), (12, 12), (2,) * 12):
+        starts = starts_of(window, *lengths)
+        expected = run_attention(starts, inputs, document_attention._attend)
+        assert all(map(torch.equal, run_attention(starts, inputs, traced), expected))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """Stand-ins on the CPU for torch's GPU kernels, in plain products. Yields the documents and window of each call."""
+    calls: list[tuple[Any, ...]] = []
+
+    def attend(query: Any, key: Any, value: Any, borders: Any, longest: int, scale: float, window: Any) -> Any:
+        results, sums = [], []
+        left, right = window
+        for begin, end in itertools.pairwise(borders.tolist()):
+            assert end - begin <= longest
+            q, k, v = (each[begin:end].transpose(0, 1) for each in (query, key, value))
+            k, v = (each.repeat_interleave(len(q) // len(k), 0) for each in (k, v))
+            scores = scale * q @ k.transpose(1, 2)
+            places = torch.arange(end - begin)
+            distance = places[:, None] - places
+            is_seen = (distance >= -right) & (distance <= left if left >= 0 else distance == distance)
+            scores = scores.masked_fill(~is_seen, float("-inf"))
+            results.append((scores.softmax(-1) @ v).transpose(0, 1))
+            sums.append(scores.logsumexp(-1))
+        return torch.cat(results), torch.cat(sums, 1)
+
+    def forward(
+        query: Any, key: Any, value: Any, borders: Any, _k: Any, longest: int, _l: int, dropout: float, causal: bool,
+        debug: bool, *, scale: float, window_size_left: int, window_size_right: int,
+    ) -> Any:  # fmt: skip
+        assert causal == (window_size_left < 0)
+        calls.append((borders.tolist(), window_size_left))
+        empty = query.new_empty(0)
+        window = window_size_left, window_size_right
+        return *attend(query, key, value, borders, longest, scale, window), empty, empty, empty
+
+    def backward(
+        gradient: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, borders: Any, _k: Any, longest: int,
+        _l: int, dropout: float, causal: bool, _state: Any, _unused: Any, *, scale: float, window_size_left: int,
+        window_size_right: int,
+    ) -> Any:  # fmt: skip
+        window = window_size_left, window_size_right
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in (query, key, value)]
+            again = attend(*leaves, borders, longest, scale, window)
+        assert torch.allclose(again[0], out, atol=1e-6)
+        assert torch.equal(again[1], sums)
+        return torch.autograd.grad(again[0], leaves, gradient)
+
+    monkeypatch.setattr(document_operation, "has_kernel", lambda query, value: True)
+    monkeypatch.setattr(document_attention, "has_kernel", lambda query, value: True)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", torch.library.fallthrough_kernel, "AutogradCPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield calls
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("num_keys", [2, 8])
+def test_one_launch_of_the_kernel_has_all_documents(
+    window: int | None, num_keys: int, is_traced: bool, kernel: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: leave the 1 out in the window of `_kernel_arguments`."""
+    torch._dynamo.reset()
+    inputs, attend = attention_inputs(num_keys, 12, 16), document_attention._attend
+    if is_traced:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
+    for lengths in ((7, 1, 4, 12), (2,) * 12):
+        kernel.clear()
+        starts = starts_of(window, *lengths)
+        mine = run_attention(starts, inputs, attend)
+        borders = [0, *itertools.accumulate(lengths)]
+        assert kernel == [(borders, -1 if window is None or max(lengths) <= window else window - 1)]
+        with monkeypatch.context() as patch:
+            patch.setattr(document_attention, "has_kernel", lambda query, value: False)
+            expected = run_attention(starts, inputs, document_attention._attend)
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("num_keys", [2, 8])
-def test_the_kernel_equals_the_loop_on_a_gpu(window: int | None, num_keys: int) -> None:
-    from offload.extras.large import document_attention
-
-    lengths = ((300, 1, 211), (512,))
-    numbers = torch.repeat_interleave(torch.arange(4), torch.tensor(list(chain(*lengths)))).view(2, 512)
-    starts, module = find_starts(numbers.cuda(), window), nn.Module()
-    module.num_key_value_groups = 8 // num_keys
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(2, heads, 512, 64) for heads in (8, num_keys, num_keys)]
-    inputs = [torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in shapes]
-    gradient = torch.randn(2, 512, 8, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
-    assert document_attention._kernel_for(inputs[0], inputs[2]) is not None
-
-    def run(dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
-        result, _ = document_attention._attend(module, *leaves, starts)
-        result.backward(gradient.to(dtype))
-        return [result.detach().float(), *(leaf.grad.float() for leaf in leaves)]
-
-    for mine, exact in zip(run(torch.bfloat16), run(torch.float32), strict=True):  # fp32 runs by the loop
-        assert float((mine - exact).norm() / exact.norm()) < 1e-2
+def test_the_kernel_equals_the_loop_on_a_gpu(window: int | None, num_keys: int, is_traced: bool) -> None:
+    torch._dynamo.reset()
+    starts, attend = starts_of(window, 300, 1, 211, 512), document_attention._attend
+    inputs = [tensor.bfloat16() for tensor in attention_inputs(num_keys, 512, 64, "cuda")]
+    assert document_operation.has_kernel(inputs[0], inputs[2])
+    exact = run_attention(starts, [tensor.float() for tensor in inputs], attend)  # fp32 runs by the loop
+    traced = torch.compile(attend, fullgraph=True, dynamic=False) if is_traced else attend
+    for mine, its in zip(run_attention(starts, inputs, traced), exact, strict=True):
+        assert float((mine.float() - its).norm() / its.norm()) < 1e-2
 
 
 def test_an_engine_gives_the_attention_back() -> None:

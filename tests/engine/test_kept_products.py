@@ -22,6 +22,7 @@ from offload import Engine, Placement
 from offload.engine.units.call import UnitCall
 from offload.engine.units.saved_inputs import KeptOutputs
 from offload.errors import ConfigError, OffloadError
+from offload.extras.large.document_operation import OPERATION
 from offload.extras.large.kept_products import ProductsForward
 from offload.extras.plan.memory import INPUTS, KEPT
 from tests.engine.compare import assert_same, train_both, weights
@@ -234,6 +235,14 @@ def test_attention_with_dropout_is_computed_again() -> None:
     for dropout, num_outputs in ((0.0, True), (0.1, False)):
         _, _, kept = record(lambda q, p=dropout: attend(q, q, q, p), query)
         assert bool(kept) == num_outputs
+
+
+def test_attention_of_documents_by_a_kernel_is_kept() -> None:
+    """Break: leave `OPERATION` out of `_OPERATIONS`."""
+    starts = torch.tensor([[8, 0, 0, 8, 0, 0, 0, 0]], dtype=torch.int32)
+    query = torch.empty(1, 2, 8, 16, device="meta")
+    _, _, kept = record(lambda q: OPERATION(q, q, q, starts, None), query)
+    assert [tuple(each.shape) for each in kept] == [(1, 8, 2, 16), (0,)]
 
 
 @pytest.mark.parametrize(

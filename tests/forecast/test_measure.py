@@ -214,6 +214,12 @@ def test_documents_one_by_one_take_no_mask_and_the_squares_of_their_lengths(peak
     for cost in ("forward", "backward"):
         ratio = getattr(block[LENGTH // 4], cost).attention_flops / getattr(block[LENGTH - 1], cost).attention_flops
         assert ratio == pytest.approx(4 * (LENGTH // 4) ** 2 / LENGTH**2, rel=0.1)
+    _, known = told(model, settings, document_length=LENGTH - 1, document_share=0.25)
+    for one, other in zip(known.calls, long.calls, strict=True):
+        for cost, whole in ((one.forward, other.forward), (one.backward, other.backward)):
+            assert cost.attention_flops == pytest.approx(whole.attention_flops / 4, rel=0.01)
+            assert cost.flops - cost.attention_flops == whole.flops - whole.attention_flops
+            assert (cost.num_operations, cost.num_bytes) == (whole.num_operations, whole.num_bytes)
     tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
     positions = torch.arange(LENGTH // 4).repeat(4).expand(ROWS, -1).contiguous()
     peaks.clear()

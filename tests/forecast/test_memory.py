@@ -99,7 +99,8 @@ def test_packed_documents_have_no_mask_in_a_plan_unless_it_is_asked_for() -> Non
     forecaster, works = Forecaster(config(), 1), list[Workload]()
     for attention in ("sdpa", "auto", "documents"):
         where = config(**{"data.packing_isolated": True, "model.attention": attention})
-        work = forecaster._workload(where, forecaster.predict(where, GPU, times=False).prepared, 1)
+        prepared = forecaster.predict(where, GPU, times=False).prepared
+        work = forecaster._workload(where, prepared, 1)
         assert isinstance(work, Workload)
         works.append(work)
     with_mask, by_default, without = works
@@ -107,6 +108,11 @@ def test_packed_documents_have_no_mask_in_a_plan_unless_it_is_asked_for() -> Non
     flops = [sum(call.forward.attention_flops for call in work.calls) for work in (with_mask, without)]
     assert flops[1] == pytest.approx(flops[0] / 2, rel=0.02)  # a causal kernel over one document of almost a row
     rows = without.num_tokens // 256
+    squares = 255**2 + 1
+    for share, expected in ((squares / 256**2, 1.0), (0.25, 0.25 * 256**2 / squares)):
+        known = Forecaster(config(), 1, document_share=share)._workload(where, prepared, 1)
+        assert isinstance(known, Workload)
+        assert sum(call.forward.attention_flops for call in known.calls) == pytest.approx(expected * flops[1], rel=1e-4)
     mask_bytes = [max(call.input_bytes for call in work.calls) for work in (with_mask, without)]
     assert mask_bytes[0] - mask_bytes[1] == rows * 256 * 256
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from offload.app.config.config import Config
+from offload.app.training import build
 from offload.app.training.parts import make_settings
+from offload.app.training.planner import PLANNERS, document_share
 from offload.errors import ConfigError
 from offload.extras.large import document_attention
+from tests.engine.documents import positions_of
 
 
 @pytest.fixture
@@ -81,6 +84,42 @@ def test_conversations_are_computed_one_by_one_unless_a_mask_is_asked_for(run: A
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in masked], rel=1e-5)
 
 
+def test_the_plan_of_a_run_has_the_lengths_of_its_documents(
+    run: Any, chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: count the positions of one row into the next in `document_share`."""
+    shares: list[float | None] = []
+    planner = PLANNERS["forecast"]
+
+    def noted(*given: Any) -> Any:
+        shares.append(given[-1])
+        return planner(*given)
+
+    monkeypatch.setattr(build, "PLANNERS", {"forecast": noted})
+    for name, attention in (("documents", "auto"), ("mask", "sdpa")):
+        run(name, data__source=chats, train__steps=1, model__attention=attention)
+    assert shares[0] is not None
+    assert 0 < shares[0] < 1
+    assert shares[1] is None
+
+
+def test_the_share_of_documents_is_the_mean_of_their_squares() -> None:
+    class Rows:
+        batch_size = 2
+
+        def batch(self, step: int) -> dict[str, torch.Tensor]:
+            if step == 2:
+                raise StopIteration
+            rows = ((2, 2, 4), (8,)) if step == 0 else ((1,) * 8, (3, 5))
+            return {"position_ids": positions_of(rows)}
+
+    data: Any = Rows()
+    config = Config.load(None, {"data.packing_isolated": True, "model.attention": "documents"})
+    squares = (4 + 4 + 16) + 64 + 8 + (9 + 25)
+    assert document_share(config, data) == squares / (4 * 64)
+    assert document_share(config.with_resolved(model__attention="auto"), data) is None
+
+
 def test_a_model_that_needs_a_mask_keeps_it(run: Any, chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The starts go to the layers as one document, so the probe sees documents of a row mixed."""
     find_starts = document_attention.find_starts
@@ -97,15 +136,17 @@ def test_a_model_that_needs_a_mask_keeps_it(run: Any, chats: str, monkeypatch: p
     assert "attention: documents" not in config
 
 
-def test_packed_documents_run_uncompiled_unless_asked_for() -> None:
-    """Attention within documents can't be traced, and the mask of a compiled block computes all pairs of tokens."""
+def test_one_function_says_which_runs_stay_uncompiled() -> None:
+    """Break: leave a condition out of `settle_compile`, or an argument out in `make_settings`."""
 
     def compiles(**words: Any) -> str:
         config = Config.load(None, {key.replace("__", "."): value for key, value in words.items()})
         return make_settings(config.resolve(has_accelerator=True, max_positions=None)).compile
 
-    isolated: dict[str, Any] = {"data__packing_isolated": True}
-    assert compiles() == "auto"
-    assert compiles(**isolated) == "never"
-    assert compiles(**isolated, train__compile="always") == "always"
-    assert compiles(**isolated, model__attention="sdpa") == "auto"
+    for attention in ("auto", "documents", "sdpa"):
+        assert compiles(data__packing_isolated=True, model__attention=attention) == "auto"
+    by_length = {"data__packing": False, "data__group_by_length": True}
+    for eager in ({"train__sequence_parallel": 2}, {"train__recompute": "products"}, by_length):
+        assert compiles(**eager) == "never"
+    assert compiles(**by_length, train__compile="always") == "always"
+    assert compiles(offload__experts="streamed") == "never"

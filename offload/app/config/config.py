@@ -291,10 +291,14 @@ class Config(BaseModel):
         return bool(self.data.sources) or not all(name.startswith("builtin:") for name in self.data.source)
 
     @property
+    def is_isolated(self) -> bool:
+        """True if documents in packed rows do not attend to each other, as far as known without data."""
+        return self.data.packing and self.data.packing_isolated is True
+
+    @property
     def attends_documents(self) -> bool:
         """True if attention may run within each document of packed rows, instead of under a mask."""
-        is_isolated = self.data.packing and self.data.packing_isolated is True
-        return is_isolated and self.train.sequence_parallel == 1 and self.model.attention in ("auto", DOCUMENTS)
+        return self.is_isolated and self.train.sequence_parallel == 1 and self.model.attention in ("auto", DOCUMENTS)
 
     def check_source(self) -> None:
         """Require an explicit data source for a user model and for preference training. Raises ConfigError."""

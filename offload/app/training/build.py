@@ -33,7 +33,7 @@ from offload.app.stored_model import rebuild_model
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective
 from offload.app.training.parts import build_engine, describe_length, stages
-from offload.app.training.planner import PLANNERS, RunForecast, measure_network, planned_advice
+from offload.app.training.planner import PLANNERS, RunForecast, document_share, measure_network, planned_advice
 from offload.app.training.ranks import rank_0_first
 from offload.app.training.resume import ResumePoint, no_intact_checkpoint
 from offload.app.training.run_folder import LONG_BYTES
@@ -168,14 +168,14 @@ def make_run(
     config = config.with_resolved(data__packing_isolated=data.is_isolated)
     if data.has_pictures:
         config = config.with_resolved(data__packing=False)
-    if config.model.attention == "auto" and data.is_isolated and not first and config.train.sequence_parallel == 1:
+    if config.attends_documents and not first:
         config = config.with_resolved(model__attention=DOCUMENTS)
     comm.agree("the training data", data.state_dict())
     if first:
         with share_failure(comm, "comparison of the data"):
             data.check_state(start.data)
-    if data.by_length and config.train.compile == "auto":  # each length would be a compilation
-        config = config.with_resolved(train__compile="never")
+    if data.by_length:
+        config = config.with_resolved(data__group_by_length=True)
     steps, epochs = config.train.steps, config.train.epochs
     if steps and epochs and config.origin("train.steps") != "resolved":
         say(f"note: train.steps is {steps}, and overrides train.epochs, {epochs:g}: leave one of them out.")
@@ -213,7 +213,7 @@ def make_run(
             note(text)
         built.model.train()
     late_notes: list[str] = []
-    config, forecast, misfit = _decide_placement(config, architecture, comm, say, note, late_notes.append)
+    config, forecast, misfit = _decide_placement(config, architecture, data, comm, say, note, late_notes.append)
     if forecast is not None and data.has_pictures:
         note("the memory forecast covers text only: images need more.")
     if forecast is not None:
@@ -260,7 +260,7 @@ def make_run(
     meta = load_start(start, engine, say)
     why_mask = why = ""
     if data.is_isolated:
-        one_by_one = config.model.attention == DOCUMENTS and config.train.sequence_parallel == 1
+        one_by_one = config.attends_documents and config.model.attention == DOCUMENTS
         why_mask, why = isolate(engine, data.tokenizer, vocabulary, comm, one_by_one)
     if why_mask:
         config = config.with_resolved(model__attention="auto")
@@ -308,7 +308,7 @@ def choose_trainable_part(
 
 
 def _decide_placement(
-    config: Config, architecture: PreTrainedConfig, comm: Comm, say: Say, note: Say, note_later: Say
+    config: Config, architecture: PreTrainedConfig, data: Task, comm: Comm, say: Say, note: Say, note_later: Say
 ) -> tuple[Config, RunForecast | None, str]:
     """Decide the placement of states, on rank 0 for all ranks.
 
@@ -327,7 +327,8 @@ def _decide_placement(
     forecast = None
     if comm.rank == 0:
         try:
-            forecast = PLANNERS["forecast"](config, architecture, comm.local_size, machine, say, network)
+            share = document_share(config, data)
+            forecast = PLANNERS["forecast"](config, architecture, comm.local_size, machine, say, network, share)
         except (OffloadError, OSError) as error:  # no forecast is needed, and the engine reports errors better
             note_later(f"there is no memory forecast: {error}")
         except Exception as error:

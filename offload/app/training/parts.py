@@ -17,7 +17,7 @@ from offload.engine.engine import Engine
 from offload.errors import counted, ratio
 from offload.optim.rule import UpdateRule
 from offload.optim.rules import make_rule
-from offload.planning.settings import Settings
+from offload.planning.settings import Settings, settle_compile
 from offload.tiers.placement import Placement
 
 
@@ -96,8 +96,8 @@ def make_update_rule(config: Config) -> UpdateRule:
 def make_settings(config: Config) -> Settings:
     """Return the engine settings for a resolved configuration. Raises ConfigError."""
     named = _matching_fields(Settings, config.train, config.offload, config.run)
-    if config.attends_documents and named["compile"] == "auto":
-        named["compile"] = "never"  # compiled blocks would build a mask over whole rows again
+    own = config.offload.experts, config.train.sequence_parallel, config.train.recompute
+    named["compile"] = settle_compile(config.train.compile, *own, config.data.group_by_length is True)
     of_rows = {"micro_batch_size": config.train.micro_rows}
     return Settings(**named | of_rows | {"optimizer": make_update_rule(config), "placement": make_placement(config)})
 

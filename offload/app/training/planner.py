@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from offload.app.config.config import Config
+from offload.app.config.sections import DOCUMENTS
+from offload.app.training.task import Task
 from offload.distributed.comm import Comm
 from offload.doors import Door
 from offload.errors import DoesNotFitError, format_bytes
@@ -38,7 +40,7 @@ class Planner(Protocol):
 
     Another package adds one by name:
 
-        def optimist(config, architecture, num_ranks, machine, say, network=None):
+        def optimist(config, architecture, num_ranks, machine, say, network=None, document_share=None):
             return RunForecast(config, "all fits", "", 1, {"fits": True, "tiers": {}})
 
         PLANNERS.register("optimist", optimist)
@@ -52,16 +54,39 @@ class Planner(Protocol):
         machine: ThisMachine,
         say: Callable[[str], None],
         network: Network | None = None,
+        document_share: float | None = None,
     ) -> RunForecast:
         """Choose open placement options, and forecast the run.
 
-        `num_ranks`: ranks per machine. `network`: measured between several machines. `say` prints a line. Raises
-        OffloadError if no forecast is possible; the run then starts without one.
+        `num_ranks`: ranks per machine. `network`: measured between several machines. `say` prints a line.
+        `document_share`: of the data (`document_share`). Raises OffloadError if no forecast is possible; the run then
+        starts without one.
         """
 
 
 PLANNERS: Door[Planner] = Door("planner", {})
 """Planners by name. Runs use "forecast"."""
+
+
+def document_share(config: Config, data: Task) -> float | None:
+    """Return the mean of the squares of document lengths in a row, as a share of the square of the row length.
+
+    Documents begin where positions restart, also in padding. The mean is over the first batches. None: attention runs
+    over whole rows.
+    """
+    if config.model.attention != DOCUMENTS or not config.attends_documents:
+        return None
+    squares = whole = num_rows = 0
+    with suppress(StopIteration):
+        while num_rows < _MOST_ROWS:
+            positions = data.batch(num_rows // data.batch_size)["position_ids"]
+            is_start = torch.ones_like(positions, dtype=torch.bool)
+            is_start[:, 1:] = positions.diff() != 1
+            starts = is_start.flatten().nonzero().flatten()
+            squares += int((torch.cat([starts, starts.new_tensor([positions.numel()])]).diff() ** 2).sum())
+            whole += len(positions) * positions.shape[1] ** 2
+            num_rows += data.batch_size
+    return squares / whole if whole else None
 
 
 @contextmanager
@@ -93,6 +118,8 @@ def describe_budget(tiers: Mapping[str, Mapping[str, Any]], tier: str) -> str:
     return f"{together} of {format_bytes(budget)}"
 
 
+_MOST_ROWS = 256
+"""Rows for a mean over documents."""
 _SHORT_S = 0.02
 """Shorter measurements are repeated with more bytes."""
 _NUM_BYTES = (1 << 20, 1 << 24)

@@ -7,28 +7,22 @@ Micro-batches and recomputation cut and keep `starts` like any other input, and 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.accelerators import runs_gpu_kernels
 from offload.distributed.comm import Comm
 from offload.engine.units.attention import Attention
 from offload.errors import warn
+from offload.extras.large.document_operation import OPERATION, Documents, by_loop, has_kernel
 from offload.extras.large.shared_attention import attention_configs
 from offload.tiers.counters import Counters
 
 IMPLEMENTATION = "offload_documents"
 """Name of this attention in transformers."""
-_MOST_BATCHES = 64
-"""Micro-batches with remembered documents."""
-_MOST_WIDTH = 256
-"""Largest head of the GPU kernels, in elements."""
 
 
 class DocumentAttention(Attention):
@@ -131,40 +125,6 @@ def _as_mask(starts: torch.Tensor, device: torch.device) -> torch.Tensor:
 # -- attention -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """Documents in the rows of a micro-batch, joined to one sequence.
-
-    borders: start of each document, then the number of tokens.
-    window: attention window in tokens.
-    tokens: tokens in a row.
-    """
-
-    borders: list[int]
-    window: int
-    tokens: int
-    _copies: dict[torch.device, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each document."""
-        return [end - begin for begin, end in zip(self.borders, self.borders[1:], strict=False)]
-
-    def borders_on(self, device: torch.device) -> torch.Tensor:
-        """Return the borders, int32 [documents + 1]. The copy runs in stream order."""
-        if device not in self._copies:
-            with torch.inference_mode(False):  # a backward may save this tensor
-                borders = torch.tensor(self.borders, dtype=torch.int32, device="cpu")
-                self._copies[device] = borders.pin_memory().to(device, non_blocking=True)
-        return self._copies[device]
-
-
-@lru_cache(_MOST_BATCHES)
-def _read(starts: bytes, tokens: int) -> _Documents:
-    values = torch.frombuffer(bytearray(starts), dtype=torch.int32)
-    return _Documents([*values.nonzero().flatten().tolist(), len(values)], int(values[0]), tokens)
-
-
 def _attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -179,88 +139,15 @@ def _attend(
 
     Query, key and value are [rows, heads, tokens, width], the result is [rows, tokens, heads, width].
     """
+    has_starts = isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
+    has_bias, is_traced = options.get("position_bias") is not None, torch.compiler.is_compiling()
+    is_plain = not dropout and not has_bias and options.get("softcap") is None
+    if has_starts and is_plain and (is_traced or has_kernel(query, value)):
+        return OPERATION(query, key, value, mask, scaling)[0], None
+    options |= {"dropout": dropout, "scaling": scaling}
+    if has_starts and not has_bias and not is_traced:
+        return by_loop(query, key, value, Documents.of(mask), **options), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    has_starts = isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
-    if not has_starts or torch.compiler.is_compiling() or options.get("position_bias") is not None:
-        mask = _as_mask(mask, query.device) if has_starts else mask
-        return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **options)
-    documents = _read(mask.numpy().tobytes(), mask.shape[1])
-    kernel = None if dropout or options.get("softcap") is not None else _kernel_for(query, value)
-    if kernel is not None:
-        return _by_kernel(kernel, query, key, value, documents, scaling), None
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        length, band = query.shape[2], None
-        if length > documents.window:
-            band = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - documents.window)
-        more = {**options, "is_causal": True}
-        result, _ = own(module, query, key, value, band, dropout=dropout, scaling=scaling, **more)
-        return result
-
-    return by_loop(attend, query, key, value, documents), None
-
-
-def by_loop(
-    attend: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: _Documents,
-) -> torch.Tensor:
-    """Compute one document after the other."""
-    results = []
-    for begin, length in zip(documents.borders, documents.lengths, strict=False):
-        row, first = divmod(begin, documents.tokens)
-        parts = [tensor[row : row + 1, :, first : first + length] for tensor in (query, key, value)]
-        results.append(attend(*parts))  # [1, length, heads, width]
-    joined = torch.cat(results, 1)
-    return joined.view(query.shape[0], documents.tokens, *joined.shape[2:])
-
-
-def _by_kernel(
-    kernel: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: _Documents,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Compute all documents in one launch."""
-    borders, longest = documents.borders_on(query.device), max(documents.lengths)
-    window = documents.window - 1 if documents.window < longest else -1
-    joined = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]  # [all tokens, heads, width]
-    result = kernel(*joined, borders, longest, scaling, window)
-    return result.view(query.shape[0], documents.tokens, *result.shape[1:])
-
-
-def _kernel_for(query: torch.Tensor, value: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """Return the kernel for many documents on this device. None: there is none for these tensors."""
-    width = query.shape[-1]
-    is_fit = query.dtype in (torch.bfloat16, torch.float16) and width == value.shape[-1] and not width % 8
-    return _kernel() if runs_gpu_kernels(query.device.type) and is_fit and width <= _MOST_WIDTH else None
-
-
-@cache
-def _kernel() -> Callable[..., Any] | None:
-    """Return a function of (query, key, value, borders, longest, scaling, window to the left): torch's own, else of
-    flash-attn. None: neither is installed.
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        if {"window_size", "enable_gqa", "scale"} <= set(inspect.signature(varlen_attn).parameters):
-            return lambda q, k, v, borders, longest, scaling, window: varlen_attn(
-                q, k, v, borders, borders, longest, longest,
-                scale=scaling, window_size=(window, 0), enable_gqa=q.shape[1] != k.shape[1],
-            )  # fmt: skip
-    except ImportError:
-        pass
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return lambda q, k, v, borders, longest, scaling, window: flash_attn_varlen_func(
-        q, k, v, borders, borders, longest, longest, softmax_scale=scaling, causal=True, window_size=(window, 0)
-    )
+    mask = _as_mask(mask, query.device) if has_starts else mask
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options)

@@ -18,6 +18,7 @@ from offload.engine.units.saved_inputs import KeptOutputs
 from offload.engine.units.stages import Forward, Stage, Use
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
+from offload.extras.large.document_operation import OPERATION
 from offload.planning.settings import Settings
 
 _NAMES = (
@@ -36,7 +37,9 @@ _NAMES = (
     *("_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward"),
 )
 _TENSOR = object()
-_OPERATIONS = frozenset(getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name))
+_OPERATIONS = frozenset(
+    [OPERATION, *(getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name))]
+)
 
 
 class _Call(NamedTuple):

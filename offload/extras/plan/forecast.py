@@ -226,6 +226,8 @@ class Forecaster:
     """Machine for planning; None: derived from the hardware figures."""
     plans_downloads: bool = False
     """Plan a model without files, such as a preset, like one downloaded in bf16."""
+    document_share: float | None = None
+    """Mean of the squares of document lengths in a row, as a share of the square of the row length; None: unknown."""
     _workloads: dict[Any, Workload | str] = field(default_factory=dict)
     _tiles: dict[tuple[str, str], dict[Hashable, Tiles]] = field(default_factory=dict)
     _structures: dict[str, Structure] = field(default_factory=dict)
@@ -356,11 +358,11 @@ class Forecaster:
         rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
         data, shared_by = config.data, config.train.sequence_parallel
         length = -(-int(data.sequence_length or 0) // shared_by)
-        is_isolated = data.packing and data.packing_isolated is True
-        batch = BatchSpec(model_type, rows, length, not data.packing, is_isolated, shared_by)
+        batch = BatchSpec(model_type, rows, length, not data.packing, config.is_isolated, shared_by)
         if config.attends_documents:
-            # The lengths are unknown: one document takes the whole row but a token, so the forecast is an upper bound.
-            batch = replace(batch, document_length=length - 1)
+            # Without data, one document takes the whole row but a token, so the forecast is an upper bound.
+            share = 1.0 if self.document_share is None else self.document_share * length**2 / ((length - 1) ** 2 + 1)
+            batch = replace(batch, document_length=length - 1, document_share=share)
         products = settings.precision, settings.matmul, settings.recompute == PRODUCTS
         options = settings.micro_batch_size, products, settings.device, settings.sequence_tile
         key = batch, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes

@@ -58,6 +58,7 @@ class BatchSpec:
     is_padded: rows end in padding, so attention needs a mask.
     is_isolated: positions restart in each document of a row, and attention needs a mask.
     document_length: tokens in each document, if documents are computed one by one, without a mask. 0: they are not.
+    document_share: actual squares of document lengths, as a share of those with `document_length`.
     shared_by: sequence-parallel ranks per sequence.
     """
 
@@ -68,6 +69,7 @@ class BatchSpec:
     is_isolated: bool = False
     shared_by: int = 1
     document_length: int = 0
+    document_share: float = 1.0
 
     def make(self, rows: int) -> dict[str, torch.Tensor]:
         """Return a `meta` batch with `rows` rows.
@@ -241,6 +243,7 @@ class _WorkloadProbe:
 
     def run(self, model: nn.Module, rows: int, chunk_bytes: int | None, batch: BatchSpec) -> int:
         """Run forward and backward over `rows` rows of the batch. Returns the head chunk count."""
+        self.counter.causal_share = batch.document_share
         with self.intercepting(), self.counter.watching(), torch.enable_grad():
             tensors, ranks = batch.make(rows), _CountingRanks(batch.shared_by, self.counter)
             kind = ATTENTIONS[DOCUMENTS] if batch.document_length else attention_for(batch.shared_by)

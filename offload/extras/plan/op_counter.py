@@ -66,6 +66,8 @@ class OpCounter(WatchingMode):
         self._fuses_dropout = fuses_dropout
         self.live_bytes = self.peak_bytes = 0
         self.cost = NO_COST
+        self.causal_share = 1.0
+        """Computed share of causal attention."""
         self.products: ProductsForward | None = None
         """Forward with kept outputs of products, if one runs: fused attention is a product too."""
         self._own: dict[int, int] = {}  # storage address -> bytes
@@ -178,7 +180,7 @@ class _FusedAttention(TorchFunctionMode):
                 # A causal kernel skips the upper triangle, unless a mask is given.
                 is_half = arguments.get("is_causal", False) and arguments.get("attn_mask") is None
                 tensors = arguments["query"], arguments["key"], arguments["value"]
-                return _Attention.apply(*tensors, self._counter, 0.5 if is_half else 1.0)
+                return _Attention.apply(*tensors, self._counter, self._counter.causal_share / 2 if is_half else 1.0)
         return func(*args, **kwargs)
 
 

@@ -36,13 +36,14 @@ def forecast_run(
     machine: ThisMachine,
     say: Callable[[str], None],
     network: Network | None = None,
+    document_share: float | None = None,
 ) -> RunForecast:
     """Resolve open placement options by search, then forecast memory and step time for a run on this machine.
 
     The machine is measured only if no cached rates exist and a placement decision depends on them; `say` announces the
     measurement. With `network`, the forecast covers all machines. Raises ConfigError.
     """
-    forecaster = Forecaster(config, num_ranks, architecture, machine)
+    forecaster = Forecaster(config, num_ranks, architecture, machine, document_share=document_share)
     try:
         hardware, is_measured = _with_network(network, this_hardware(config, measures=False)), True
     except LookupError:
