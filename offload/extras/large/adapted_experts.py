@@ -1,7 +1,7 @@
 """Streamed experts under PEFT's LoRA on parameters (`target_parameters`).
 
-PEFT adds scale * lhs @ rhs to a whole stack of experts before the forward. Streamed experts add the same product, by the
-same operation, to one expert after the fetch. The factors of all experts are trained parameters of the block.
+PEFT adds scale * lhs @ rhs to a whole stack of experts before the forward. Streamed experts add the same product, by
+the same operation, to one expert after the fetch. The factors of all experts are trained parameters of the block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.engine.units.unit import Unit
+from offload.engine.units.find import ParameterPlace
 
 _LEVEL = ".base_layer"
 """End of the name of a module under an adapter."""
@@ -76,10 +76,9 @@ class ExpertAdapters:
         self.active: list[Factors] = []
 
     @classmethod
-    def over(cls, experts: Unit, model: nn.Module) -> ExpertAdapters:
-        """Return the adapters over a unit of experts in `model`."""
-        parameters = {place.key: place.parameter for place in experts.places}
-        return cls(wrappers_over(experts.name, model.get_submodule), parameters)
+    def over(cls, name: str, places: Sequence[ParameterPlace], model: nn.Module) -> ExpertAdapters:
+        """Return the adapters over the unit of experts `name` in `model`. `places`: of the stacks."""
+        return cls(wrappers_over(name, model.get_submodule), {place.key: place.parameter for place in places})
 
     def divert(self) -> None:
         """Collect the factors in place of PEFT's change of the whole stack."""

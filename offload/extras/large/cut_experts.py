@@ -102,7 +102,9 @@ def _check(
     for info in (infos[place.parameter] for place in stacks):
         numel = info.numel // info.shape[0]
         rule_part = rule.parts[info.rule]
-        block = math.lcm(info.link.block, info.codec.block, *(plane.block for plane in rule_part.moments if info.trainable))
+        block = math.lcm(
+            info.link.block, info.codec.block, *(plane.block for plane in rule_part.moments if info.trainable)
+        )
         if uses[info.index] > 1:
             raise refuse(f"{info.name} is used in {uses[info.index]} places, and shared weights cannot be split")
         if info.trainable and (rule_part.by_matrix or not rule_part.has_gradients):

@@ -305,9 +305,11 @@ class ExpertStreams(Stage):
             slot_name=EXPERT_SLOT,
             decoder=state.slots.weight_decoder,
         )
-        stream = RecordStream(slots, state.lanes, state.counters, 2 if state.plan.overlap else 1)
+        stream, model = RecordStream(slots, state.lanes, state.counters, 2 if state.plan.overlap else 1), state.model
         self._streamed = [
-            StreamedExperts(unit, state.runner, stream, state.comm, ExpertAdapters.over(unit, state.model))
+            StreamedExperts(
+                unit, state.runner, stream, state.comm, ExpertAdapters.over(unit.name, unit.places, state.model)
+            )
             for unit in experts
         ]
 
