@@ -45,6 +45,11 @@ class Factors(NamedTuple):
             return torch.baddbmm(weight, self.lhs, self.rhs, alpha=self.scale)
 
 
+def matrices(changes: Sequence[Factors]) -> list[Tensor]:
+    """Return lhs and rhs of each change, in turns."""
+    return [matrix for each in changes for matrix in (each.lhs, each.rhs)]
+
+
 def wrappers_over(name: str, get_module: Callable[[str], nn.Module]) -> list[Any]:
     """Return the adapter modules around the module `name`, the innermost first."""
     wrappers = []

@@ -20,7 +20,7 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.stages import Stage
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
-from offload.extras.large.adapted_experts import ExpertAdapters, Factors
+from offload.extras.large.adapted_experts import ExpertAdapters, Factors, matrices
 from offload.extras.large.expert_rows import ExpertForward, ExpertRows
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Piece, Region
@@ -105,8 +105,7 @@ class StreamedExperts:
         if not torch.is_grad_enabled():
             return self.result(hidden, index, weights, changes)
         anchor = self._runner.anchor if self._unit.trainable else None
-        factors = [factor for each in changes for factor in (each.lhs, each.rhs)]
-        return _ExpertsFunction.apply(self, anchor, hidden, index, weights, changes, *factors)
+        return _ExpertsFunction.apply(self, anchor, hidden, index, weights, changes, *matrices(changes))
 
     def _check_arguments(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if len(arguments) == 3 and all(isinstance(value, torch.Tensor) for value in arguments):
@@ -160,8 +159,7 @@ class StreamedExperts:
         rows = ExpertRows(index, self._num_experts)
         chosen = rows.sort(weights)
         of_hidden, of_chosen = torch.zeros_like(hidden), torch.zeros_like(chosen)
-        factors = [factor for each in changes for factor in (each.lhs, each.rhs)]
-        of_factors = [torch.zeros_like(factor) if factor.requires_grad else None for factor in factors]
+        of_factors = [torch.zeros_like(each) if each.requires_grad else None for each in matrices(changes)]
         for expert, live in self._fetch_experts(set(rows.spans), descending=True, trains=trains):
             span = rows.spans[expert]
             tokens = rows.tokens[span]
@@ -169,7 +167,7 @@ class StreamedExperts:
             with torch.enable_grad():
                 inputs = [hidden[tokens].requires_grad_(), chosen[span].requires_grad_()]
                 result = self._run(live, by_expert, *inputs)
-            leaves = [factor for each in by_expert for factor in (each.lhs, each.rhs)]
+            leaves = matrices(by_expert)
             trained = [leaf for leaf in leaves if leaf.requires_grad]
             torch.autograd.backward(result, gradient[tokens], inputs=None if trains else [*inputs, *trained])
             of_rows, of_span = (tensor.grad for tensor in inputs)
@@ -305,12 +303,11 @@ class ExpertStreams(Stage):
             slot_name=EXPERT_SLOT,
             decoder=state.slots.weight_decoder,
         )
-        stream, model = RecordStream(slots, state.lanes, state.counters, 2 if state.plan.overlap else 1), state.model
+        stream = RecordStream(slots, state.lanes, state.counters, 2 if state.plan.overlap else 1)
+        adapters = [ExpertAdapters.over(unit.name, unit.places, state.model) for unit in experts]
         self._streamed = [
-            StreamedExperts(
-                unit, state.runner, stream, state.comm, ExpertAdapters.over(unit.name, unit.places, state.model)
-            )
-            for unit in experts
+            StreamedExperts(unit, state.runner, stream, state.comm, over)
+            for unit, over in zip(experts, adapters, strict=True)
         ]
 
     @classmethod

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from offload.engine.units.find import UnitCandidate
-from offload.extras.large.adapted_experts import ExpertAdapters
+from offload.extras.large.adapted_experts import ExpertAdapters, matrices
 from offload.extras.plan.op_counter import OpCounter
 from offload.modules import forwards_replaced
 
@@ -34,7 +34,8 @@ def adapters_on_shapes(model: nn.Module, units: Sequence[UnitCandidate], counter
             stack.callback(adapters.undo)
             forward = partial(_run_streamed, adapters, unit.module, unit.module.forward, counter)
             stack.enter_context(forwards_replaced({unit.module: forward}))
-        for module in model.modules() if lora is not None else ():
+        modules: list[Any] = list(model.modules()) if lora is not None else []
+        for module in modules:
             is_stack = isinstance(module, lora.ParamWrapper) and module.num_experts > 1
             if is_stack and "_activate_lora" not in vars(module):
                 module._activate_lora = partial(_activate_whole, module)
@@ -82,10 +83,9 @@ def _run_streamed(
     *others: Any,
 ) -> Tensor:
     """Run the experts, and count the change of the stacks."""
-    factors = [factor for each in adapters.active for factor in (each.lhs, each.rhs)]
-    if factors:
+    if adapters.active:
         num_rows = -(-index.numel() // module.num_experts)
-        hidden = _StreamedChange.apply(hidden, counter, num_rows, *factors)
+        hidden = _StreamedChange.apply(hidden, counter, num_rows, *matrices(adapters.active))
     return forward(hidden, index, *others)
 
 
