@@ -20,11 +20,12 @@ from offload.errors import ConfigError
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large import cut_experts
 from offload.layout.codecs import decoded
-from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.compare import assert_same, assert_weights, weights
 from tests.engine.families import batches, build, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import share
+from tests.engine.reference import Reference
 from tests.engine.test_streamed_experts import RULE, mixture, streamed
 from tests.hf.quantized import deepseek, gpt_oss, quantized
 from tests.integrations.plain import needs
@@ -65,6 +66,21 @@ def dequantized(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32
     return plain
 
 
+def train(model: nn.Module, plain: nn.Module, **settings: Any) -> Engine:
+    """Train next to the reference over `plain`, with equal bits of all weights after every step."""
+    told = ("optimizer", "precision", "micro_batch_size")
+    reference = Reference(plain, **{key: settings[key] for key in told if key in settings})
+    engine = Engine(model, **settings)
+    for seed, batch in enumerate(batches(2)):
+        loss, norm = reference.step(batch)
+        result = engine.step(batch)
+        assert_weights(engine, reference, when=f"after step {seed}")
+        assert result.grad_norm == norm
+        # The losses of micro-batches are added in another order.
+        assert abs(result.loss.item() - loss.item()) <= (1e-6 * loss.item() if "micro_batch_size" in settings else 0)
+    return engine
+
+
 def placed(name: str, folder: Path) -> Placement:
     return streamed(**PLACES[name], **({"nvme_dir": str(folder)} if name == "nvme" else {}))
 
@@ -79,10 +95,11 @@ def placed(name: str, folder: Path) -> Placement:
         ("mixtral", "int8", "nvme", {"micro_batch_size": 2}),
         ("mixtral", "nf4", "cpu", {"precision": "bf16", "micro_batch_size": 1, "recompute": "always"}),
         ("olmoe", "nf4", "device", {"micro_batch_size": 1}),
+        ("olmoe", "int8", "cpu", {}),
         ("deepseek_v3", "nf4", "cpu", {"recompute": "never"}),
         ("deepseek_v3", "int8", "nvme", {}),
         ("gpt_oss", "nf4", "nvme", {"micro_batch_size": 2}),
-        ("gpt_oss", "int8", "cpu", {"precision": "bf16"}),
+        ("gpt_oss", "int8", "cpu", {"recompute": "always"}),
         ("glm4_moe", "nf4", "cpu", {}),
     ],
 )
@@ -93,9 +110,7 @@ def test_families_have_the_bits_of_peft_over_the_dequantized_weights(
     model, told = adapted(family), settings | {"optimizer": RULE}
     dtype = torch.bfloat16 if told.get("precision") == "bf16" else torch.float32
     plain = dequantized(model, codec, dtype) if codec != "exact" else None
-    engine, _ = train_both(
-        model, batches(2), plain=plain, placement=placed(place, tmp_path), frozen_weights=codec, **told
-    )
+    engine = train(model, plain or model, placement=placed(place, tmp_path), frozen_weights=codec, **told)
     experts = [unit for unit in parts_of(engine).units if unit.in_records]
     assert len(experts) == 2
     assert {region.codec.name for unit in experts for region in unit.regions} >= {codec}
@@ -155,11 +170,15 @@ def test_codes_of_a_folder_are_those_that_stream(
         return Adaptation.of(LoraSection(rank=4, target_parameters=STACKS), "causal").apply_to(base, seed=7)
 
     built = built_from(folder)
-    plain = fill_all(built_from(folder.with_name("base-plain")))
+    plain: Any = fill_all(built_from(folder.with_name("base-plain")))
+    plain.set_experts_implementation("eager")
     settings: dict[str, Any] = {"fill": built.fill, "quantized": built.quantized}
-    engine, _ = train_both(built.model, batches(2), plain=plain, placement=streamed(parameters=place), **settings)
-    coded = [r.codec.name for unit in parts_of(engine).units if unit.in_records for r in unit.regions if r.codec.decodes]
-    assert {name.partition(" ")[0] for name in coded} == {kind}
+    engine = train(built.model, plain, placement=streamed(parameters=place), **settings)
+    coded = [
+        r.codec.name for unit in parts_of(engine).units if unit.in_records for r in unit.regions if r.codec.decodes
+    ]
+    assert coded
+    assert all(kind in name for name in coded)
     engine.close()
     built.close()
 
