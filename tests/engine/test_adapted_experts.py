@@ -19,6 +19,7 @@ from offload.engine.units.find import describe_parameters
 from offload.errors import ConfigError
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large import cut_experts
+from offload.extras.large.adapted_experts import unsupported_reason
 from offload.layout.codecs import decoded
 from tests.engine.compare import assert_same, assert_weights, weights
 from tests.engine.families import batches, build, tokens
@@ -244,6 +245,10 @@ def two_adapters() -> Any:
     model = peft_of(mixture("mixtral")())
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=[], target_parameters=STACKS))
     return model
+
+
+def test_another_adapter_over_experts_is_refused_by_name() -> None:
+    assert unsupported_reason([nn.Identity()], ["down_proj"]) == "Identity changes its parameters as a whole"
 
 
 @pytest.mark.parametrize(("make", "settings", "words"), REFUSED)
