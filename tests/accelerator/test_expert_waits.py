@@ -16,16 +16,14 @@ from offload.extras.large.expert_rows import ExpertForward, ExpertRows
 from offload.extras.large.streamed_experts import StreamedExperts
 from tests.accelerator.control import Control
 from tests.engine.families import build, tokens
+from tests.engine.test_adapted_experts import adapted
 from tests.engine.test_streamed_experts import FAMILIES, mixture, streamed
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("sim")]
 
 
-@pytest.mark.parametrize(("family", "num_experts"), [*product(["qwen3_moe"], (4, 32)), *product(FAMILIES, (8,))])
-def test_the_host_waits_once_a_layer_and_pass(
-    sim: Control, family: str, num_experts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Break: ask for the rows of each expert; run the family's own forward."""
+def count_waits(sim: Control, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the waits of each pass over a layer of experts."""
     monkeypatch.setattr(cut_experts, "RECORD_BYTES", 1)
     waits: list[int] = []
 
@@ -40,6 +38,15 @@ def test_the_host_waits_once_a_layer_and_pass(
 
     for name in ("result", "backward"):
         monkeypatch.setattr(StreamedExperts, name, counted(getattr(StreamedExperts, name)))
+    return waits
+
+
+@pytest.mark.parametrize(("family", "num_experts"), [*product(["qwen3_moe"], (4, 32)), *product(FAMILIES, (8,))])
+def test_the_host_waits_once_a_layer_and_pass(
+    sim: Control, family: str, num_experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break: ask for the rows of each expert; run the family's own forward."""
+    waits = count_waits(sim, monkeypatch)
     sizes = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), num_experts)
     with Engine(build(mixture(family, **sizes)), AdamW(), streamed(), recompute="always") as engine:
         engine.step(tokens(0, device="cpu"))  # compares the forward of an expert with the family's
@@ -48,6 +55,19 @@ def test_the_host_waits_once_a_layer_and_pass(
         assert engine.counters.experts_fetched >= num_experts
     assert waits.count(1) == 2 * 2  # passes, layers
     assert set(waits) <= {0, 1}  # 0: a recompute takes the outputs of the forward
+
+
+@pytest.mark.parametrize("codec", ["exact", "nf4"])
+def test_the_host_waits_no_more_under_an_adapter(sim: Control, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break: read a value of the factors of an expert."""
+    waits = count_waits(sim, monkeypatch)
+    with Engine(adapted("qwen3_moe"), AdamW(), streamed(), frozen_weights=codec, recompute="always") as engine:
+        engine.step(tokens(0, device="cpu"))
+        waits.clear()
+        engine.step(tokens(1, device="cpu"))
+        assert engine.counters.experts_fetched >= 8
+    assert waits.count(1) == 2 * 2
+    assert set(waits) <= {0, 1}
 
 
 @pytest.mark.parametrize("place", ["cpu", "sim"])

@@ -270,13 +270,6 @@ def test_an_adapter_trains_over_frozen_experts_of_which_nothing_comes_down() -> 
         assert engine.counters.experts_fetched > 0
 
 
-def test_an_adapter_over_experts_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"experts\.base_layer cannot be split by expert: an adapter changes its parameters"
-    ):
-        Engine(build(adapted(target_modules=[], target_parameters=["experts.down_proj"])), placement=streamed())
-
-
 class Shared(nn.Module):
     """Two layers with the same experts."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from offload.engine.assemble import Structure
 from offload.extras.large import cut_experts
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
+from offload.extras.plan.memory import OPERATIONS
 from offload.extras.plan.routed import routed_experts
 from offload.extras.plan.workload import Workload
 from offload.planning.settings import Settings
@@ -39,12 +41,12 @@ def one_expert_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_experts, "RECORD_BYTES", 1)
 
 
-def plan(folder: Path, experts: str, device_memory: int | None = None) -> Forecast:
+def plan(folder: Path, experts: str, device_memory: int | None = None, **more: Any) -> Forecast:
     MIXTURE.save_pretrained(folder)
     values = {"model__path": str(folder), "model__init": "random", "train__precision": "fp32", "train__batch_size": 1}
     config = Config().with_resolved(**values, train__head_chunk_bytes=1 << 16, data__sequence_length=16)
     places = {f"offload__{kind}": "cpu" for kind in ("parameters", "optimizer", "gradients")}
-    config = config.with_resolved(offload__experts=experts, offload__device_memory=device_memory, **places)
+    config = config.with_resolved(offload__experts=experts, offload__device_memory=device_memory, **places, **more)
     return Forecaster(config, 1).predict(config, read_machine("rtx-4090"))
 
 
@@ -97,3 +99,25 @@ def test_auto_streams_where_the_device_does_not_hold_a_layer(tmp_path: Path) -> 
     assert "unit slot" in whole.refusal
     assert (auto.refusal, "expert slot" in held(auto)) == ("", True)
     assert "expert slot" not in held(plan(tmp_path, "auto"))
+
+
+@pytest.mark.slow
+def test_whole_experts_under_an_adapter_are_changed_at_once_and_streamed_ones_one_by_one(tmp_path: Path) -> None:
+    """Break: leave out the copy of the changed stack; leave out the work of its gradient."""
+    pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
+    stacks = ("experts.gate_up_proj", "experts.down_proj")
+    lora = {"lora__rank": 2, "lora__target_modules": ("q_proj",)}
+    whole, streamed, without = (
+        plan(tmp_path, experts, **lora, **({"lora__target_parameters": stacks} if is_adapted else {}))
+        for experts, is_adapted in (("whole", True), ("streamed", True), ("streamed", False))
+    )
+    timings = [each.timing for each in (whole, streamed, without)]
+    assert None not in timings
+    operations = [
+        sum(line.num_bytes for line in each.memory.allocations if line.name == OPERATIONS)
+        for each in (whole, streamed, without)
+    ]
+    stack_bytes = NUM_EXPERTS * EXPERT_BYTES
+    assert operations[0] > operations[1] + stack_bytes / 2
+    assert operations[1] < operations[2] + stack_bytes / 2
+    assert timings[1].step_seconds > timings[2].step_seconds  # type: ignore[union-attr]

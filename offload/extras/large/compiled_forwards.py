@@ -28,8 +28,8 @@ number needs a graph.
 _GRAPH_SHARE = 0.99
 """Part of a graph that a compiled block may keep for the backward (torch: `activation_memory_budget`).
 
-Below 1, torch weighs bytes against FLOPs: the outputs of matrix products and attention stay, and the backward computes
-all other operations again, within its own kernels (arXiv:2205.05198).
+Below 1, the backward computes again all operations that torch can fuse. The outputs of matrix products and attention
+stay (arXiv:2205.05198).
 """
 _MOST_LETTERS = 200
 """Maximum length of a torch error message in a warning."""

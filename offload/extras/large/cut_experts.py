@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from offload.engine.units.find import ParameterPlace, UnitCandidate
 from offload.errors import ConfigError
-from offload.layout.codecs import EXACT
+from offload.extras.large.adapted_experts import unsupported_reason, wrappers_over
 from offload.layout.planes import DTYPES
 from offload.layout.regions import ParameterInfo, Piece
 from offload.optim.rule import UpdateRule
@@ -48,11 +49,13 @@ def cut_experts(
     uses = Counter(place.parameter for unit in candidates for place in unit.places)
     units = []
     for unit in candidates:
-        names = {module: name for name, module in unit.module.named_modules(prefix=unit.name)}
+        modules_by_name = dict(unit.module.named_modules(prefix=unit.name))
+        names = {module: name for name, module in modules_by_name.items()}
         expert_units: list[UnitCandidate] = []
         for module in [module for module in names if unit.is_block and is_stack_of_experts(module)]:
             stacks = [place for place in unit.places if place.module is module and _is_stack(module, place, infos)]
-            _check(names[module], module, stacks, infos, uses, rule)
+            wrappers = wrappers_over(names[module], modules_by_name.__getitem__)
+            _check(names[module], module, stacks, infos, uses, rule, wrappers)
             records = _records(stacks, infos, module.num_experts)
             expert_units.append(
                 UnitCandidate(names[module], module, stacks, whole=False, resident=False, records=records)
@@ -83,6 +86,7 @@ def _check(
     infos: Sequence[ParameterInfo],
     uses: Counter[int],
     rule: UpdateRule,
+    wrappers: Sequence[Any],
 ) -> None:
     """Raise ConfigError if the experts of a module cannot be cut."""
 
@@ -91,20 +95,20 @@ def _check(
             f"offload.experts is streamed, but {name} cannot be split by expert: {reason}. Set --offload.experts whole."
         )
 
-    if name.endswith(".base_layer"):  # A PEFT base layer: PEFT parametrizes the module during calls.
-        raise refuse("an adapter changes its parameters as a whole")
+    if reason := unsupported_reason(wrappers, [place.key for place in stacks]):
+        raise refuse(reason)
     if not stacks:
         raise refuse(f"the module itself has no parameters [{module.num_experts} experts, ...]")
     for info in (infos[place.parameter] for place in stacks):
         numel = info.numel // info.shape[0]
         rule_part = rule.parts[info.rule]
-        block = math.lcm(info.link.block, *(plane.block for plane in rule_part.moments if info.trainable))
+        block = math.lcm(
+            info.link.block, info.codec.block, *(plane.block for plane in rule_part.moments if info.trainable)
+        )
         if uses[info.index] > 1:
             raise refuse(f"{info.name} is used in {uses[info.index]} places, and shared weights cannot be split")
         if info.trainable and (rule_part.by_matrix or not rule_part.has_gradients):
             raise refuse(f"{type(rule_part).__name__} needs {info.name} as a whole")
-        if info.codec is not EXACT:
-            raise refuse(f"{info.name} is stored as {info.codec.name}, which is decoded as a whole")
         if numel % block:
             raise refuse(
                 f"an expert has {numel} elements of {info.name}, which is no multiple of the block of {block} elements"

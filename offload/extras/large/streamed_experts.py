@@ -20,6 +20,7 @@ from offload.engine.units.runner import UnitRunner
 from offload.engine.units.stages import Stage
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
+from offload.extras.large.adapted_experts import ExpertAdapters, Factors, matrices
 from offload.extras.large.expert_rows import ExpertForward, ExpertRows
 from offload.lanes.lanes import Lanes
 from offload.layout.regions import Piece, Region
@@ -73,7 +74,10 @@ class RecordStream:
 class StreamedExperts:
     """The experts of one layer, with the replacement forward."""
 
-    def __init__(self, unit: Unit, runner: UnitRunner, stream: RecordStream, comm: Comm) -> None:
+    def __init__(
+        self, unit: Unit, runner: UnitRunner, stream: RecordStream, comm: Comm, adapters: ExpertAdapters
+    ) -> None:
+        self.adapters = adapters
         self._unit, self._runner, self._stream, self._comm = unit, runner, stream, comm
         own: Callable[..., torch.Tensor] = type(unit.module).forward.__wrapped__  # type: ignore[attr-defined]
         self._signature, self._forward = inspect.signature(own), ExpertForward(unit.module, own)
@@ -97,10 +101,11 @@ class StreamedExperts:
         """Return the combined expert output [tokens, hidden]. Raises ConfigError for arguments not from a router."""
         arguments = tuple(self._signature.bind(self.module, *args, **kwargs).arguments.values())[1:]
         hidden, index, weights = self._check_arguments(arguments)
+        changes = self.adapters.active
         if not torch.is_grad_enabled():
-            return self.result(hidden, index, weights)
+            return self.result(hidden, index, weights, changes)
         anchor = self._runner.anchor if self._unit.trainable else None
-        return _ExpertsFunction.apply(self, anchor, hidden, index, weights)
+        return _ExpertsFunction.apply(self, anchor, hidden, index, weights, changes, *matrices(changes))
 
     def _check_arguments(self, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if len(arguments) == 3 and all(isinstance(value, torch.Tensor) for value in arguments):
@@ -118,8 +123,10 @@ class StreamedExperts:
             "choices]. Set --offload.experts whole."
         )
 
-    def result(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the expert output.
+    def result(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, changes: Sequence[Factors]
+    ) -> torch.Tensor:
+        """Return the expert output. `changes`: of the stacks under adapters.
 
         A recomputation returns the saved forward output; otherwise experts are computed in ascending order, with the
         same summation order as the family's forward.
@@ -131,33 +138,47 @@ class StreamedExperts:
             for expert, live in self._fetch_experts(set(rows.spans), descending=False, trains=False):
                 span = rows.spans[expert]
                 tokens = rows.tokens[span]
-                result.index_add_(0, tokens, self._run(live, hidden[tokens], chosen[span]))
+                by_expert = [each.of_expert(expert) for each in changes]
+                result.index_add_(0, tokens, self._run(live, by_expert, hidden[tokens], chosen[span]))
             self._runner.outputs.record(result)
         return result
 
     def backward(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gradient: torch.Tensor, trains: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients for tokens and choice weights.
+        self,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        changes: Sequence[Factors],
+        gradient: torch.Tensor,
+        trains: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
+        """Return the gradients for tokens, choice weights, and both factors of each change (None: not trained).
 
         Expert gradients go to the gradient flow if `trains`. Experts run in descending order, as in autograd.
         """
         rows = ExpertRows(index, self._num_experts)
         chosen = rows.sort(weights)
         of_hidden, of_chosen = torch.zeros_like(hidden), torch.zeros_like(chosen)
+        of_factors = [torch.zeros_like(each) if each.requires_grad else None for each in matrices(changes)]
         for expert, live in self._fetch_experts(set(rows.spans), descending=True, trains=trains):
             span = rows.spans[expert]
             tokens = rows.tokens[span]
+            by_expert = [each.of_expert(expert) for each in changes]
             with torch.enable_grad():
                 inputs = [hidden[tokens].requires_grad_(), chosen[span].requires_grad_()]
-                result = self._run(live, *inputs)
-            torch.autograd.backward(result, gradient[tokens], inputs=None if trains else inputs)
+                result = self._run(live, by_expert, *inputs)
+            leaves = matrices(by_expert)
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            torch.autograd.backward(result, gradient[tokens], inputs=None if trains else [*inputs, *trained])
             of_rows, of_span = (tensor.grad for tensor in inputs)
             assert of_rows is not None
             of_hidden.index_add_(0, tokens, of_rows)
             if of_span is not None:
                 of_chosen[span] = of_span
-        return of_hidden, rows.unsort(of_chosen)
+            for of_factor, leaf in zip(of_factors, leaves, strict=True):
+                if of_factor is not None and leaf.grad is not None:
+                    of_factor[expert] = leaf.grad[0]
+        return of_hidden, rows.unsort(of_chosen), of_factors
 
     def _fetch_experts(
         self, hit: set[int], *, descending: bool, trains: bool
@@ -205,10 +226,17 @@ class StreamedExperts:
             by_expert.setdefault(_expert(piece), {})[piece.parameter] = parameter
         return by_expert
 
-    def _run(self, live: Mapping[int, nn.Parameter], rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self,
+        live: Mapping[int, nn.Parameter],
+        changes: Sequence[Factors],
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
         """Run one expert on the given rows."""
         unit = self._unit
-        unit.install({**unit.placeholders, **live})
+        changed: Any = {each.parameter: each.add_to(live[each.parameter]) for each in changes}
+        unit.install({**unit.placeholders, **live, **changed})
         try:
             return self._forward(rows, weights)
         finally:
@@ -226,19 +254,24 @@ class _ExpertsFunction(torch.autograd.Function):
         hidden: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,
+        changes: Sequence[Factors],
+        *factors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.experts = experts
-        ctx.save_for_backward(hidden, index, weights)
-        return experts.result(hidden, index, weights)
+        ctx.experts, ctx.changes = experts, [(each.parameter, each.scale) for each in changes]
+        ctx.save_for_backward(hidden, index, weights, *factors)
+        return experts.result(hidden, index, weights, changes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # As for units: a backward with chosen inputs must not change weight gradients.
         trains = ctx.needs_input_grad[1] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         # Detached from the surrounding graph.
-        hidden, index, weights = (tensor.detach() for tensor in ctx.saved_tensors)
-        of_hidden, of_weights = ctx.experts.backward(hidden, index, weights, gradient, trains)
-        return None, None, of_hidden, None, of_weights
+        hidden, index, weights, *factors = (tensor.detach() for tensor in ctx.saved_tensors)
+        factors = [each.requires_grad_(needs) for each, needs in zip(factors, ctx.needs_input_grad[6:], strict=True)]
+        pairs = zip(ctx.changes, factors[::2], factors[1::2], strict=True)
+        changes = [Factors(parameter, lhs, rhs, scale) for (parameter, scale), lhs, rhs in pairs]
+        of_hidden, of_weights, of_factors = ctx.experts.backward(hidden, index, weights, changes, gradient, trains)
+        return None, None, of_hidden, None, of_weights, None, *of_factors
 
 
 def _expert(piece: Piece) -> int:
@@ -271,7 +304,11 @@ class ExpertStreams(Stage):
             decoder=state.slots.weight_decoder,
         )
         stream = RecordStream(slots, state.lanes, state.counters, 2 if state.plan.overlap else 1)
-        self._streamed = [StreamedExperts(unit, state.runner, stream, state.comm) for unit in experts]
+        adapters = [ExpertAdapters.over(unit.name, unit.places, state.model) for unit in experts]
+        self._streamed = [
+            StreamedExperts(unit, state.runner, stream, state.comm, over)
+            for unit, over in zip(experts, adapters, strict=True)
+        ]
 
     @classmethod
     def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:  # noqa: ARG003
@@ -288,6 +325,8 @@ class ExpertStreams(Stage):
         for config in configs.values():
             config._experts_implementation = IMPLEMENTATION
         _STREAMED.update((id(each.module), each) for each in self._streamed)
+        for each in self._streamed:
+            each.adapters.divert()
 
     def undo(self) -> None:
         super().undo()
@@ -295,3 +334,4 @@ class ExpertStreams(Stage):
             config._experts_implementation = implementation
         for each in self._streamed:
             _STREAMED.pop(id(each.module), None)
+            each.adapters.undo()

@@ -30,6 +30,7 @@ from offload.extras.large.row_block_head import RowBlockHead
 from offload.extras.large.row_blocks import RowBlocks, blocks_of
 from offload.extras.large.shared_rows import SharedRows, WholeRows
 from offload.extras.large.tiles import Tiles
+from offload.extras.plan.adapted_stacks import adapters_on_shapes
 from offload.extras.plan.op_counter import OpCounter, UnknownValueError
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.unit_use import ROWS, TiledUses, UnitMeasurement, UnitMeasurements
@@ -244,7 +245,8 @@ class _WorkloadProbe:
     def run(self, model: nn.Module, rows: int, chunk_bytes: int | None, batch: BatchSpec) -> int:
         """Run forward and backward over `rows` rows of the batch. Returns the head chunk count."""
         self.counter.causal_share = batch.document_share
-        with self.intercepting(), self.counter.watching(), torch.enable_grad():
+        adapters = adapters_on_shapes(model, self._prepared.structure.candidates, self.counter)
+        with self.intercepting(), adapters, self.counter.watching(), torch.enable_grad():
             tensors, ranks = batch.make(rows), _CountingRanks(batch.shared_by, self.counter)
             kind = ATTENTIONS[DOCUMENTS] if batch.document_length else attention_for(batch.shared_by)
             attention = kind.open(model, batch.shared_by, ranks, Counters())

@@ -72,7 +72,7 @@ def _merge_regions(regions: Iterable[Region]) -> Iterator[Region]:
     """Merge regions with equal properties. A merged region has the index of the first."""
     groups: dict[object, list[Region]] = {}
     for region in regions:
-        key = region.compute, region.trainable, region.has_low, region.rule, region.link
+        key = region.compute, region.trainable, region.has_low, region.rule, region.codec, region.link
         groups.setdefault(key, []).append(region)
     for group in groups.values():
         begins = accumulate((region.numel for region in group), initial=0)
