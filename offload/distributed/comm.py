@@ -11,7 +11,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import xxhash
@@ -190,6 +190,11 @@ class Comm:
     def gather_objects(self, value: _Value, operation: str) -> list[_Value]:  # noqa: ARG002
         """Return all ranks' values, in rank order. Pickled: for small host objects."""
         return [value]
+
+    def from_rank(self, source: int, value: _Value, operation: str) -> _Value:
+        """Return the value on rank `source`, on all ranks. Values on other ranks are not sent."""
+        result: Any = self.gather_objects(value if self.rank == source else None, operation)[source]
+        return cast(_Value, result)
 
     def agree(self, name: str, value: Any) -> None:
         """Check that `value` (dicts, lists, numbers, strings, bytes) is equal on all ranks.

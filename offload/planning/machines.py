@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,9 +96,9 @@ class ThisMachine:
     def speeds(self, comm: Comm) -> Speeds:
         """Return the cached rates. Without a cache, rank 0 measures for a few seconds. Collective."""
         measured = PROBES[MEASURED](self.device) if comm.rank == 0 else None
-        hardware = comm.gather_objects(measured, "rates of the machine")[0]
+        hardware = comm.from_rank(0, measured, "rates of the machine")
         assert hardware is not None
-        return Speeds(hardware, comm.local_size)
+        return Speeds(hardware, max(Counter(comm.machines).values()))
 
     def free_memory(self, comm: Comm) -> FreeMemory:
         """Return the minimum over all ranks, because all ranks need the same plan. Collective."""

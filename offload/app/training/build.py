@@ -342,7 +342,7 @@ def _decide_placement(
     decided = (config, "") if forecast is None else (forecast.config, forecast.misfit)
     if decided[1]:
         note(decided[1])
-    config, misfit = comm.gather_objects(decided, "placement")[0]
+    config, misfit = comm.from_rank(0, decided, "placement")
     return config, forecast, misfit
 
 

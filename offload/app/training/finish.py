@@ -52,7 +52,7 @@ class Export:
         with suppress(OSError):
             exported_ns = (self.path / self._trainable.main_file).stat().st_mtime_ns
             is_newer = config.checkpoint.resume == "auto" and exported_ns >= manifest.stat().st_mtime_ns
-        return not comm.any(comm.rank == 0 and not is_newer, "whether to export")
+        return comm.from_rank(0, is_newer, "whether to export")
 
     def write(self, engine: Engine) -> Path:
         """Write the folder, and return its path. Collective. Raises DiskError."""
@@ -134,7 +134,7 @@ def load_best(
         return None
     path = folder.checkpoints / f"step-{best.step}"
     description = f"step {best.step}, with the lowest eval loss ({best.loss:.4f})"
-    if comm.any(comm.rank == 0 and not (path / MANIFEST).exists(), "whether the best states are there"):
+    if not comm.from_rank(0, (path / MANIFEST).exists(), "whether the best states are there"):
         say(f"note: there is no {path} of {description}, so the last weights are exported.")
         return None
     engine.load_checkpoint(path, reset=config.optimizer.reset)

@@ -59,7 +59,7 @@ def rank_0_first(comm: Comm, label: str, make: Callable[[Callable[[], object]], 
 
 
 def _wait(comm: Comm, is_busy: bool, label: str) -> bool:
-    return comm.any(is_busy, f"{label} on rank 0")
+    return comm.from_rank(0, is_busy, f"{label} on rank 0")
 
 
 def tally(comm: Comm, label: str, **counts: float) -> dict[str, float]:

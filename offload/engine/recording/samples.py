@@ -94,8 +94,8 @@ class Samples:
     def compute_on_leader(self, leader: int, compute: Callable[[], _Result]) -> _Result:
         """Return the value computed by the leader. Collective."""
         comm = self._state.comm
-        values = comm.gather_objects(compute() if comm.rank == leader else None, "recording samples")
-        return cast(_Result, values[leader])
+        own: Any = compute() if comm.rank == leader else None
+        return cast(_Result, comm.from_rank(leader, own, "recording samples"))
 
     def variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
         """Return samples without and with padding if there are several ranks.

@@ -149,7 +149,7 @@ def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say
         with share_failure(comm, "reading of the reference"):
             if cache is not None:
                 batches = _read(cache, [end - begin for _, begin, end in spans])
-        num_cached = int(comm.gather_objects(len(batches), "what is known of the reference")[0])
+        num_cached = comm.from_rank(0, len(batches), "what is known of the reference")
         if num_cached < len(spans):
             known = f", of which {sum(map(len, batches)):,} are already computed" if num_cached else ""
             say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{known} ...")

@@ -271,7 +271,7 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
                 "loss: compare train.method sft with the same settings."
             )
     result = _train_both(config, num_steps, same_order, comm, say, compares_each_step=False)
-    result.is_equal = not comm.any(not result.is_close, "whether both sides are equal")
+    result.is_equal = comm.from_rank(0, result.is_close, "whether both sides are equal")
     if not result.is_equal and result.tolerance is None:
         say("something differs: both sides train once more, with a comparison after each step.")
         result.first = _train_both(
@@ -310,7 +310,7 @@ def _train_both(
                 say(f"the data end before step {group[len(done)] + 1}.")
             if compares_each_step and result.first is None:
                 result.first = sides.compare().first
-            if compares_each_step and comm.any(result.first is not None, "whether a side differs"):
+            if compares_each_step and comm.from_rank(0, result.first is not None, "whether a side differs"):
                 return result
         result.weights = sides.compare()
         result.first = result.first or result.weights.first
@@ -353,7 +353,7 @@ class _Sides:
     def train_offloaded(self, step: int) -> bool:
         """Train the engine on one batch. Return False at the end of the data. Collective."""
         batches = self._batches(step)
-        if self._comm.any(not batches, "whether there are rows"):
+        if not batches:
             return False
         self._engine.lr = rate_at(step, self._run.config)
         self._begin(step)
