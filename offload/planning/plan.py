@@ -263,21 +263,20 @@ def make_plan(
     on_host = plan_with("cpu")  # raises DoesNotFitError before any measurement
     if not checks or not machine.has_accelerator or settings.host_bound or on_host.residence.common == DEVICE:
         return on_host
-    # Throttles can differ between ranks.
-    if not comm.any(not is_small_update(regions, sharding, settings.throttles), "whether updates are small"):
+    throttles = device_updates.slowest_throttles(comm, settings.throttles)
+    if is_small_update(regions, sharding, throttles):
         return on_host
     speeds, chosen = machine.speeds(comm), on_host
 
     def seconds(plan: Plan) -> float:
-        return device_updates.estimate_seconds(regions, plan.residence, settings.throttles, speeds)
+        return device_updates.estimate_seconds(regions, plan.residence, throttles, speeds)
 
     for update in ("both", "device"):
         try:
             plan = plan_with(update)
         except DoesNotFitError:
             continue
-        if not comm.any(seconds(plan) >= seconds(chosen), "choice of offload.update"):
-            chosen = plan
+        chosen = min(chosen, plan, key=seconds)
     return chosen
 
 
