@@ -275,7 +275,7 @@ class Trainer:
         if votes["save"] and not votes["stop"] and not is_saved:
             self._save()
         if votes["stop"]:
-            self._stop.agree(comm)
+            self._stop.is_agreed(comm)
         elif votes["over"]:
             self._say(
                 f"{self._run_progress.end_reason or 'a callback asks for it'}, so the run ends after step {step}."
@@ -306,7 +306,7 @@ class Trainer:
         progress, comm = self._run_progress, self._comm
         self._saves.settle()
         self._leave_if_requested(folder)
-        is_asked = comm.any(self._callbacks.control.take("should_save"), "whether to save the last step")
+        is_asked = tally(comm, "whether to save the last step", save=self._callbacks.control.take("should_save"))["save"]
         has_checkpoints = isinstance(self.config.checkpoint.every, int) or self._saves.last_step is not None
         if (is_asked or has_checkpoints) and self._saves.last_step != progress.num_done > 0:
             self._save()
