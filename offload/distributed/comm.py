@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import xxhash
 
-from offload.errors import ConfigError, RankLostError
+from offload.errors import ConfigError, RankLostError, is_common
 
 LOOK_S = 0.2
 """Seconds between two checks for a lost rank during a wait on gloo. A gloo wait cannot be interrupted."""
@@ -203,12 +204,25 @@ class Comm:
             ConfigError: on all ranks, if a value differs. The message names ranks and dictionary keys.
         """
 
+    def is_shared(self, error: BaseException) -> bool:
+        """Return whether every rank has this error, so that all may go on together."""
+        return self.size == 1 or is_common(error)
+
     def any(self, flag: bool, operation: str) -> bool:  # noqa: ARG002
         """Return True on all ranks if `flag` is true on any rank."""
         return flag
 
     def barrier(self, operation: str) -> None:
         """Return after all ranks have arrived."""
+
+    @contextmanager
+    def turn(self, operation: str) -> Iterator[None]:
+        """Context that the ranks enter one after another, in rank order. Contains no collectives. Collective."""
+        for _ in range(self.rank):
+            self.barrier(operation)
+        yield
+        for _ in range(self.rank, self.size):
+            self.barrier(operation)
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
         """Register `listener`, called by a watchdog thread after the loss of a rank to wake waiting threads. The

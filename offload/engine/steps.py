@@ -56,7 +56,7 @@ class Steps:
     def __init__(self, state: EngineState, settings: Settings) -> None:
         self._state, self._recovery = state, state.recovery
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
-        cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
+        cuts, has_backward = settings.micro_batch_size is not None or state.runner.has_peers, self._rule.has_gradients
         self.losses = Losses(state, settings.chunk_bytes(state.plan.device_bytes), has_backward)
         self._chooses_chunks, self._chooses_clip = settings.head_chunk_bytes == "auto", state.updates.clip == "auto"
         self.known = KnownPasses(state, settings.rows)
@@ -304,7 +304,7 @@ class Steps:
     def _give_back_memory(self, error: BaseException) -> bool:
         state = self._state
         with self._recovery.working():
-            if state.comm.size > 1:  # the other ranks had room and are further on
+            if state.runner.has_peers:  # the other ranks had room and are further on
                 return False
             if isinstance(error, DoesNotFitError):
                 return state.spare_memory.give_back()

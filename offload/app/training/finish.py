@@ -25,7 +25,7 @@ from offload.checkpoint.manifest import MANIFEST
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.engine.units.stages import stages_in_memory
-from offload.errors import DiskError, common, format_bytes, is_common, shorten
+from offload.errors import DiskError, common, format_bytes, shorten
 
 _RETRY_S, _POLL_S = 60.0, 0.5
 """Seconds before a failed export is retried, and seconds between signal checks until then."""
@@ -162,7 +162,7 @@ def export_or_save(
         try:
             return export()
         except Exception as error:
-            if comm.size > 1 and not is_common(error):  # the other ranks are elsewhere and cannot save
+            if not comm.is_shared(error):  # the other ranks are elsewhere and cannot save
                 raise
             failure = error
         try:

@@ -36,6 +36,8 @@ class Attention:
 
     comm = Comm()
     """Communicator for the ranks with the same rows."""
+    size = 1
+    """Number of ranks with the same rows (`train.sequence_parallel`)."""
 
     @classmethod
     def open(cls, model: nn.Module, size: int, comm: Comm, counters: Counters) -> Attention:  # noqa: ARG003
