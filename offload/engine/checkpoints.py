@@ -173,7 +173,7 @@ def _spare_bytes(engine: EngineState, contents: Contents) -> int:
         free = host.budget_bytes - host.current_bytes
     else:
         free = memory().get("available_bytes", 0) // engine.comm.local_size // 2
-    return max(0, min(share // engine.comm.size + CHUNK_BYTES, free))
+    return max(0, min(share // engine.store.sharding.num_ranks + CHUNK_BYTES, free))
 
 
 def spans_to_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> Iterator[Span]:
