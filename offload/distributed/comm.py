@@ -12,12 +12,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 import xxhash
 
-from offload.errors import ConfigError, RankLostError, is_common
+from offload.errors import ConfigError, RankLostError
 
 LOOK_S = 0.2
 """Seconds between two checks for a lost rank during a wait on gloo. A gloo wait cannot be interrupted."""
@@ -193,9 +193,8 @@ class Comm:
         return [value]
 
     def from_rank(self, source: int, value: _Value, operation: str) -> _Value:
-        """Return the value on rank `source`, on all ranks. Values on other ranks are not sent."""
-        result: Any = self.gather_objects(value if self.rank == source else None, operation)[source]
-        return cast(_Value, result)
+        """Return the value on rank `source`, on all ranks."""
+        return self.gather_objects(value, operation)[source]
 
     def agree(self, name: str, value: Any) -> None:
         """Check that `value` (dicts, lists, numbers, strings, bytes) is equal on all ranks.
@@ -203,10 +202,6 @@ class Comm:
         Raises:
             ConfigError: on all ranks, if a value differs. The message names ranks and dictionary keys.
         """
-
-    def is_shared(self, error: BaseException) -> bool:
-        """Return whether every rank has this error, so that all may go on together."""
-        return self.size == 1 or is_common(error)
 
     def any(self, flag: bool, operation: str) -> bool:  # noqa: ARG002
         """Return True on all ranks if `flag` is true on any rank."""
@@ -218,11 +213,10 @@ class Comm:
     @contextmanager
     def turn(self, operation: str) -> Iterator[None]:
         """Context that the ranks enter one after another, in rank order. Contains no collectives. Collective."""
-        for _ in range(self.rank):
-            self.barrier(operation)
-        yield
-        for _ in range(self.rank, self.size):
-            self.barrier(operation)
+        for rank in range(self.size):
+            if rank == self.rank:
+                yield
+            self.barrier(f"{operation} on rank {rank}")
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
         """Register `listener`, called by a watchdog thread after the loss of a rank to wake waiting threads. The

@@ -106,10 +106,7 @@ class Analyst:
         return Analysis.from_json(json.dumps(values, default=sorted))
 
     def differences(self, analysis: Analysis) -> list[str]:
-        """Return the keys of `Analysis.model` with other values for this model, on the first rank that has any.
-
-        Collective.
-        """
+        """Return the keys of `Analysis.model` with other values for this model, on the first such rank. Collective."""
         own = [key for key in self._model if analysis.model.get(key) != self._model[key]]
         return next(filter(None, self._state.comm.gather_objects(own, "model of the analysis")), [])
 

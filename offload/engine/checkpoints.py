@@ -194,7 +194,7 @@ def spans_to_read(engine: EngineState, reader: Reader, *, anew: bool = False) ->
 
 def _has_same_ranks(engine: EngineState, reader: Reader) -> bool:
     """Return whether an equal number of ranks wrote the checkpoint."""
-    return len(reader.meta["engine"]["random"]) == engine.comm.size
+    return len(reader.meta["engine"]["random"]) == engine.store.sharding.num_ranks
 
 
 def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -274,18 +274,18 @@ class Engine(StateAccess):
         """
         if self._recovery.is_closed:
             return
-        is_alone = self.comm.size == 1
-        if is_alone:
+        has_peers = self._state.runner.has_peers
+        if not has_peers:
             self._recovery.recover()
         error = sys.exc_info()[1]  # error in the block for which this call cleans up
         is_sound = error is None and not self._recovery.torn and self._state.updates.failure() is None
-        if is_sound and (restore or (not is_alone and self.comm.is_alive)):
+        if is_sound and (restore or (has_peers and self.comm.is_alive)):
             self._settle(f"close(restore={restore})")
         if self._owned_comm is not None and not is_sound:
             self._owned_comm.close(error)
         self._own_loop.close()
         self._steps.method.free()
-        self._state.close(restore and (is_sound or is_alone))
+        self._state.close(restore and (is_sound or not has_peers))
         self.comm.release()
         if self._owned_comm is not None:
             self._owned_comm.close()

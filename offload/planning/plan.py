@@ -178,16 +178,11 @@ def num_replicas(settings: Settings, comm: Comm) -> int:
 def gradient_codec(settings: Settings, comm: Comm) -> Codec:
     """Return the codec for gradients between replicas.
 
-    Raises ConfigError for quantized gradients if the update rule has no gradients, or if one replica spans machines.
+    Raises ConfigError for quantized gradients if one replica spans machines.
     """
     chosen = GRADIENT_CODECS[settings.link_gradients]
     if not chosen.decodes:
         return chosen
-    if not settings.optimizer.has_gradients:
-        raise ConfigError(
-            f"offload.link_gradients is {settings.link_gradients}, but {type(settings.optimizer).__name__} has no "
-            "gradients to send: set --offload.link_gradients exact."
-        )
     if num_replicas(settings, comm) > 1:
         return chosen
     if len(set(comm.machines)) > 1:

@@ -19,6 +19,7 @@ from offload.app.training.build import Run
 from offload.app.training.objectives import Batch
 from offload.app.training.parts import make_settings
 from offload.app.training.progress import RunProgress
+from offload.app.training.ranks import is_shared
 from offload.app.training.resident import using_link_weights
 from offload.app.training.run_folder import RunFolder
 from offload.checkpoint.manifest import MANIFEST
@@ -162,7 +163,7 @@ def export_or_save(
         try:
             return export()
         except Exception as error:
-            if not comm.is_shared(error):  # the other ranks are elsewhere and cannot save
+            if not is_shared(comm, error):  # the other ranks are elsewhere and cannot save
                 raise
             failure = error
         try:

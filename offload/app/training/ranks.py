@@ -23,6 +23,7 @@ from offload.errors import (
     InterruptedRun,
     OffloadError,
     RankLostError,
+    is_common,
     leave_to_another_rank,
 )
 
@@ -59,6 +60,11 @@ def rank_0_first(comm: Comm, label: str, make: Callable[[Callable[[], object]], 
 
 def _wait(comm: Comm, is_busy: bool, label: str) -> bool:
     return comm.from_rank(0, is_busy, f"{label} on rank 0")
+
+
+def is_shared(comm: Comm, error: BaseException) -> bool:
+    """Return whether every rank has this error, so that all may go on together. Not collective."""
+    return comm.size == 1 or is_common(error)
 
 
 def tally(comm: Comm, label: str, **counts: float) -> dict[str, float]:
@@ -129,7 +135,7 @@ class RankExit:
         if not self._prints(error, int(cause["rank"]) if cause else None):
             leave_to_another_rank(error)
         # After a common error the others know, and may still be leaving the exchange with the report.
-        comm.close(None if comm.is_shared(error) else error)
+        comm.close(None if is_shared(comm, error) else error)
         return error
 
     def _prints(self, error: BaseException, cause: int | None) -> bool:
@@ -140,7 +146,7 @@ class RankExit:
         """
         comm = self._comm
         local_ranks = [rank for rank, machine in enumerate(comm.machines) if machine == comm.machines[comm.rank]]
-        is_of_all = comm.is_shared(error) or isinstance(error, InterruptedRun | KeyboardInterrupt)
+        is_of_all = is_shared(comm, error) or isinstance(error, InterruptedRun | KeyboardInterrupt)
         if is_of_all or (cause is not None and cause not in local_ranks):
             return comm.local_rank == 0
         if cause is not None:

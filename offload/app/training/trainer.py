@@ -30,7 +30,7 @@ from offload.app.training.objectives import Batch
 from offload.app.training.parts import rate_at, with_decisions
 from offload.app.training.planner import planned_advice
 from offload.app.training.progress import Best, RunProgress
-from offload.app.training.ranks import Notes, RankExit, Share, next_share, tally
+from offload.app.training.ranks import Notes, RankExit, Share, is_shared, next_share, tally
 from offload.app.training.records import Records, describe_coarse, describe_streaming, describe_tiers, step_fields
 from offload.app.training.resume import open_run
 from offload.app.training.run_folder import RunFolder
@@ -160,7 +160,7 @@ class Trainer:
                 self._say(*describe_coarse(self._run_progress))
             return self._finish(self._folder)
         except Exception as error:
-            if comm.is_shared(error):  # a save completed before the failure is intact
+            if is_shared(comm, error):  # a save completed before the failure is intact
                 with suppress(OffloadError):
                     self._saves.settle()
             raise

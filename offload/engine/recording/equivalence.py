@@ -167,25 +167,20 @@ class PassComparator:
                     plain = self._run_plain(passes, snapshot)
             with sampling_context():
                 streamed = self._run_streamed(passes, snapshot)
-                result = self._settle(plain, streamed, is_exact=is_exact)
+                result = self._settle(plain, streamed, is_exact)
                 if result.has_failed:
                     error, streamed = streamed.error, self._run_streamed(passes, snapshot)
                     if error is not None and streamed.error is None:  # a random failure: the caller's own error
                         raise error
-                    result = self._settle(plain, streamed, is_exact=is_exact)
+                    result = self._settle(plain, streamed, is_exact)
                 if result.difference:
                     # Compare an unstable model only in the properties where two plain passes agree.
                     again = self._run_plain(passes, snapshot)
-                    result = self._settle(plain, streamed, is_exact=is_exact, again=again)
+                    result = self._settle(plain, streamed, is_exact, again)
         return result
 
     def _settle(
-        self,
-        plain: PassObservations,
-        streamed: PassObservations,
-        *,
-        is_exact: bool,
-        again: PassObservations | None = None,
+        self, plain: PassObservations, streamed: PassObservations, is_exact: bool, again: PassObservations | None = None
     ) -> EquivalenceResult:
         """Compare this rank's passes, and return the result of all ranks. `again`: as in `_first_difference`."""
         own = EquivalenceResult(

@@ -34,8 +34,6 @@ class SharedRows(Protocol):
 class Attention:
     """Each rank has whole rows. Base class of all objects behind the door `ATTENTIONS`."""
 
-    comm = Comm()
-    """Communicator for the ranks with the same rows."""
     size = 1
     """Number of ranks with the same rows (`train.sequence_parallel`)."""
 

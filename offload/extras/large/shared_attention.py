@@ -115,7 +115,7 @@ class SharedAttention(Attention):
 
     def check(self, state: Any, inputs: Any) -> bool:
         if inputs.shared is not None:
-            _check_sharing(state, inputs, inputs.shared)
+            _check_sharing(state, inputs, inputs.shared, self.comm)
         return inputs.shared is not None
 
     def mask(self, config: Any, **options: Any) -> Any:
@@ -272,13 +272,13 @@ def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
     )
 
 
-def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows) -> None:
+def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows, comm: Comm) -> None:
     """Run the model on the first tokens of a few rows, whole and shared, and compare the base model outputs.
 
     Collective. Raises ConfigError on all ranks if a module mixes tokens outside attention, if attention bypasses the
     transformers interface, or if the loss is not a mean over tokens.
     """
-    head, comm, size = inputs.head, state.attention.comm, state.attention.size
+    head, size = inputs.head, state.attention.size
     name = type(state.model).__name__
     if head is None:
         raise ConfigError(
