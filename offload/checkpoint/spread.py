@@ -105,7 +105,7 @@ def copy_missing_files(comm: Comm, reader: Reader, wanted: Collection[str]) -> N
 def broadcast_value(comm: Comm, value: _Value, label: str) -> _Value:
     """Return the value from rank 0, with any length. Collective."""
     data = pickle.dumps(value if comm.rank == 0 else None)
-    num_bytes = comm.gather_objects(len(data), f"{label}: length")[0]
+    num_bytes = comm.from_rank(0, len(data), f"{label}: length")
     flat = torch.frombuffer(bytearray(data.ljust(num_bytes)), dtype=torch.uint8)[:num_bytes]
     comm.broadcast(flat, 0, label)
     result: _Value = pickle.loads(flat.numpy().tobytes())

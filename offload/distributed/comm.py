@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -191,6 +192,10 @@ class Comm:
         """Return all ranks' values, in rank order. Pickled: for small host objects."""
         return [value]
 
+    def from_rank(self, source: int, value: _Value, operation: str) -> _Value:
+        """Return the value on rank `source`, on all ranks."""
+        return self.gather_objects(value, operation)[source]
+
     def agree(self, name: str, value: Any) -> None:
         """Check that `value` (dicts, lists, numbers, strings, bytes) is equal on all ranks.
 
@@ -204,6 +209,14 @@ class Comm:
 
     def barrier(self, operation: str) -> None:
         """Return after all ranks have arrived."""
+
+    @contextmanager
+    def turn(self, operation: str) -> Iterator[None]:
+        """Context that the ranks enter one after another, in rank order. Contains no collectives. Collective."""
+        for rank in range(self.size):
+            if rank == self.rank:
+                yield
+            self.barrier(f"{operation} on rank {rank}")
 
     def on_lost(self, listener: Callable[[RankLostError], None]) -> None:
         """Register `listener`, called by a watchdog thread after the loss of a rank to wake waiting threads. The

@@ -56,9 +56,11 @@ _Outcome = TypeVar("_Outcome")
 def share_outcome(comm: Comm, value: _Outcome, failure: Exception | None, operation: str) -> list[_Outcome]:
     """Return all ranks' results, or raise the lowest failed rank's error on all ranks, marked `common`. Collective.
 
-    Raises ConfigError, DoesNotFitError, CheckpointError, DiskError, or OffloadError for any other error, with the same
-    text on all ranks.
+    A single rank raises `failure` itself. Several ranks raise ConfigError, DoesNotFitError, CheckpointError, DiskError,
+    or OffloadError for any other error, with the same text.
     """
+    if failure is not None and comm.size == 1:
+        raise failure
     outcomes = comm.gather_objects((value, None if failure is None else _describe(failure)), f"outcome of {operation}")
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
@@ -69,20 +71,18 @@ def share_outcome(comm: Comm, value: _Outcome, failure: Exception | None, operat
 
 @contextmanager
 def share_failure(comm: Comm, operation: str) -> Iterator[None]:
-    """Turn a failure in the block on one rank into the same error on all ranks. The block must not contain collectives.
+    """Turn a failure in the block on one rank into the same error on all ranks (see `share_outcome`).
 
-    With one rank the original error is raised; otherwise see `share_outcome`.
+    The block must not contain collectives.
     """
-    failure: Exception | None = None
     try:
         yield
     except RankLostError:
         raise
     except Exception as error:
-        if comm.size == 1:
-            raise
-        failure = error
-    share_outcome(comm, None, failure, operation)
+        share_outcome(comm, None, error, operation)
+    else:
+        share_outcome(comm, None, None, operation)
 
 
 def _describe(failure: Exception) -> tuple[Any, ...]:

@@ -106,10 +106,9 @@ class Analyst:
         return Analysis.from_json(json.dumps(values, default=sorted))
 
     def differences(self, analysis: Analysis) -> list[str]:
-        """Return the keys of `Analysis.model` with other values for this model. Collective: empty only on all ranks."""
+        """Return the keys of `Analysis.model` with other values for this model, on the first such rank. Collective."""
         own = [key for key in self._model if analysis.model.get(key) != self._model[key]]
-        is_other = self._state.comm.any(bool(own), "model of the analysis")
-        return own or (["values on another rank"] if is_other else [])
+        return next(filter(None, self._state.comm.gather_objects(own, "model of the analysis")), [])
 
     def adopt(self, analysis: Analysis) -> None:
         """Take over decisions, and for the same model all recorded kinds of passes. Recordings must be empty."""

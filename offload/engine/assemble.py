@@ -191,7 +191,7 @@ class Structure:
             infos,
             {name: cargo for unit in candidates for name, cargo in unit.cargoes.items()},
             [rule.moments for rule in rules],
-            comm.size,
+            sharding.num_ranks,
             delays=settings.delay > 0,
             factors={number: rule.factors for number, rule in enumerate(rules) if rule.by_matrix},
             num_ranges=sharding.num_ranges,

@@ -173,7 +173,7 @@ def _spare_bytes(engine: EngineState, contents: Contents) -> int:
         free = host.budget_bytes - host.current_bytes
     else:
         free = memory().get("available_bytes", 0) // engine.comm.local_size // 2
-    return max(0, min(share // engine.comm.size + CHUNK_BYTES, free))
+    return max(0, min(share // engine.store.sharding.num_ranks + CHUNK_BYTES, free))
 
 
 def spans_to_read(engine: EngineState, reader: Reader, *, anew: bool = False) -> Iterator[Span]:
@@ -194,7 +194,7 @@ def spans_to_read(engine: EngineState, reader: Reader, *, anew: bool = False) ->
 
 def _has_same_ranks(engine: EngineState, reader: Reader) -> bool:
     """Return whether an equal number of ranks wrote the checkpoint."""
-    return len(reader.meta["engine"]["random"]) == engine.comm.size
+    return len(reader.meta["engine"]["random"]) == engine.store.sharding.num_ranks
 
 
 def load_states(engine: EngineState, reader: Reader, *, anew: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -240,9 +240,9 @@ class Engine(StateAccess):
         several documents then round differently from plain PyTorch. "whole" restores the model's own attention.
         """
         state = self._state
-        if state.attention.comm.size > 1:
+        if state.attention.size > 1:
             raise ConfigError(
-                f"train.sequence_parallel is {state.attention.comm.size}, and ranks that share rows have an attention "
+                f"train.sequence_parallel is {state.attention.size}, and ranks that share rows have an attention "
                 f"of their own: leave out attention {name}, or set --train.sequence_parallel 1."
             )
         kind = ATTENTIONS[name]
@@ -274,17 +274,18 @@ class Engine(StateAccess):
         """
         if self._recovery.is_closed:
             return
-        if self.comm.size == 1:
+        has_peers = self._state.runner.has_peers
+        if not has_peers:
             self._recovery.recover()
         error = sys.exc_info()[1]  # error in the block for which this call cleans up
         is_sound = error is None and not self._recovery.torn and self._state.updates.failure() is None
-        if is_sound and (restore or (self.comm.size > 1 and self.comm.is_alive)):
+        if is_sound and (restore or (has_peers and self.comm.is_alive)):
             self._settle(f"close(restore={restore})")
         if self._owned_comm is not None and not is_sound:
             self._owned_comm.close(error)
         self._own_loop.close()
         self._steps.method.free()
-        self._state.close(restore and (is_sound or self.comm.size == 1))
+        self._state.close(restore and (is_sound or not has_peers))
         self.comm.release()
         if self._owned_comm is not None:
             self._owned_comm.close()

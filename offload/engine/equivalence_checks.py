@@ -152,7 +152,7 @@ class EquivalenceChecks:
                 mode.change(cut=before)
         if difference:
             raise ConfigError(
-                f"each of {self._state.comm.size} ranks has a part of the batch, but their losses cannot be combined, "
+                f"each of {len(inputs.plan.ranks)} ranks has a part of the batch, but their losses cannot be combined, "
                 f"since the loss of a few rows is not a mean over rows: {difference}. Write your own loop: scale the "
                 "loss as needed, and call engine.backward(loss) and engine.update()."
             )

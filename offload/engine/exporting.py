@@ -72,7 +72,7 @@ def export_model(
             write_model = MODEL_FORMATS[FORMAT].write_model
             write_model(model, get_weights, folder, dtype=dtype, shard_bytes=shard_bytes, files=files, replace=replace)
     except Exception as error:
-        if is_reading or comm.size == 1:  # the other ranks are in another collective
+        if is_reading:  # the other ranks are in another collective
             raise
         failure = error
     _broadcast_range(state, _END, 0, 0)

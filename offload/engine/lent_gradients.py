@@ -35,8 +35,8 @@ class LentGradients:
         if not info.trainable:
             return None
         why = ""
-        if self._store.comm.size > 1:
-            why = f"the gradients are divided over {self._store.comm.size} ranks"
+        if (size := self._store.sharding.num_ranks) > 1:
+            why = f"the gradients are divided over {size} ranks"
         elif self._store.values.is_cut(info.index):
             why = "the engine has cut the parameter into pieces, for a small offload.device_memory"
         else:

@@ -85,9 +85,9 @@ class OwnLoop:
         check_max_grad_norm(max_grad_norm)
         state, lr = self._state, self._steps.method.lr
         operation = "update" if max_grad_norm is None else f"update(max_grad_norm={max_grad_norm:g})"
-        agree_on_pass(state.comm, RankBatch(operation, lr=lr))
+        plan = agree_on_pass(state.comm, RankBatch(operation, lr=lr))
         unknown = torch.full((), math.nan, device=state.device.torch_device)
-        loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / state.comm.size
+        loss = torch.stack([value.to(torch.float32) for value in self.losses or [unknown]]).mean() / len(plan.ranks)
         state.updates.steer(lr, max_grad_norm)
         with self._recovery.given_up_on_error():
             state.runner.check_writes()
@@ -137,7 +137,7 @@ class OwnLoop:
             try:
                 state.slots.compute_after_resident()
             except BaseException:  # only this call fails: the gradients so far are complete
-                if state.comm.size == 1:  # several ranks would all have to retry
+                if not state.runner.has_peers:  # several ranks would all have to retry
                     state.slots.retry()
                 raise
             if not torch.is_grad_enabled():

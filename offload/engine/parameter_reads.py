@@ -62,11 +62,11 @@ class ParameterReads:
                 "another engine call, which discards the unfinished pass.)"
             )
         recovery.check_sound()
-        if state.plan.residence.sharding.gathers:
+        if state.store.sharding.gathers:
             raise ConfigError(
                 f"{info.name} was read from the model on rank {state.comm.rank}, but its weights are partitioned over "
-                f"{state.comm.size} ranks. Call engine.named_parameters() or engine.export(folder) on all ranks, or "
-                "set --offload.zero_stage to 2 or less, where each rank has all weights."
+                f"{state.store.sharding.size} ranks. Call engine.named_parameters() or engine.export(folder) on all "
+                "ranks, or set --offload.zero_stage to 2 or less, where each rank has all weights."
             )
         with torch.inference_mode(False), recovery.working(), state.counters.preserve():
             state.updates.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from offload.distributed.comm import Comm
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.unit import Unit
@@ -30,10 +29,9 @@ class Recovery:
         updates: Updates,
         runner: UnitRunner,
         units: Sequence[Unit],
-        comm: Comm,
     ) -> None:
         self._store, self._slots, self._executor = store, slots, executor
-        self._updates, self._runner, self._units, self._comm = updates, runner, units, comm
+        self._updates, self._runner, self._units = updates, runner, units
         self.torn: str | None = None
         self._num_forced = interrupts.num_forced
         self.is_closed = False
@@ -73,7 +71,7 @@ class Recovery:
             self._executor.forget()
             # Several ranks: nothing was given up together, and the others may be elsewhere. Torn weights are useless on
             # the device.
-            if self._comm.size == 1 and not self.torn:
+            if not (self._runner.has_peers or self.torn):
                 self._slots.refresh()  # copies of resident weights may have been in progress
             self._runner.reset()
             for unit in self._units:

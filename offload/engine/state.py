@@ -184,7 +184,7 @@ class EngineState:
             comm=comm,
         )
         self.read_outside: set[str] = set()  # names of units with weights read from outside
-        self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units, comm)
+        self.recovery = Recovery(self.store, self.slots, self.executor, self.updates, self.runner, self.units)
         self.router = Router(self.runner, self.recovery.recover)
         self.units += open_units(candidates, regions, self.slots, self.runner.make_live)
         self.users = [[unit for unit in self.units if region in unit.regions] for region in regions]
@@ -232,22 +232,17 @@ class EngineState:
         for allocation in self.plan.allocations:
             if allocation.tier == DISK:
                 self.nvme_ledger.reserve(allocation.name, allocation.num_bytes)
-        nvme: Nvme | None = None
-        for turn in range(self.comm.size):
-            if turn == self.comm.rank:
-                nvme = Nvme(
-                    placement.dirs,
-                    self.plan.residence.num_bytes(self.regions),
-                    rings=self.plan.rings,
-                    lanes=self.lanes,
-                    counters=counters,
-                    ledger=self.nvme_ledger,
-                    host=self.host,
-                    pinning=self.device.pinning,
-                )
-            self.comm.barrier(f"creation of the files of rank {turn}")
-        assert nvme is not None
-        return nvme
+        with self.comm.turn("creation of the files"):
+            return Nvme(
+                placement.dirs,
+                self.plan.residence.num_bytes(self.regions),
+                rings=self.plan.rings,
+                lanes=self.lanes,
+                counters=counters,
+                ledger=self.nvme_ledger,
+                host=self.host,
+                pinning=self.device.pinning,
+            )
 
     @contextmanager
     def with_placeholders(self) -> Iterator[None]:

@@ -219,7 +219,7 @@ class StateAccess(Figures):
 
     def _check_moments(self, access: str) -> None:
         """Raise ConfigError if moments cannot be read or written for a single parameter."""
-        size, title = self._state.comm.size, self._state.rules[0].title
+        size, title = self._state.store.sharding.num_ranks, self._state.rules[0].title
         narrow = any(
             plane.dtype != torch.float32
             for info in self._state.infos

@@ -28,7 +28,7 @@ from offload.engine.units.snapshots import PassSnapshot, buffer_places
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.modules import in_eval_mode
-from offload.planning.device_updates import forward_seconds, is_small_update, update_seconds
+from offload.planning.device_updates import forward_seconds, is_small_update, slowest_throttles, update_seconds
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import LEAST_CHUNK_BYTES, Settings
 
@@ -56,7 +56,7 @@ class Steps:
     def __init__(self, state: EngineState, settings: Settings) -> None:
         self._state, self._recovery = state, state.recovery
         self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
-        cuts, has_backward = settings.micro_batch_size is not None or state.comm.size > 1, self._rule.has_gradients
+        cuts, has_backward = settings.micro_batch_size is not None or state.runner.has_peers, self._rule.has_gradients
         self.losses = Losses(state, settings.chunk_bytes(state.plan.device_bytes), has_backward)
         self._chooses_chunks, self._chooses_clip = settings.head_chunk_bytes == "auto", state.updates.clip == "auto"
         self.known = KnownPasses(state, settings.rows)
@@ -138,14 +138,14 @@ class Steps:
 
     def _hides_updates(self, tokens: int) -> bool:
         """Return whether an update that begins after the norm ends within the next forward. Collective."""
-        state, throttles = self._state, self._state.throttles
+        state, throttles = self._state, slowest_throttles(self._state.comm, self._state.throttles)
         regions, sharding = state.regions, state.plan.residence.sharding
-        if not state.comm.any(not is_small_update(regions, sharding, throttles), "size of the updates"):
+        if is_small_update(regions, sharding, throttles):
             return True
         speeds = ThisMachine(own_accelerator(str(state.device.torch_device))).speeds(state.comm)
         forward_s = forward_seconds(state.infos, regions, len(state.units), tokens, sharding, throttles, speeds)
-        is_late = update_seconds(regions, state.plan.residence, throttles, speeds) > forward_s
-        return not state.comm.any(is_late, "choice of train.clip")  # token counts differ by rank
+        hides = update_seconds(regions, state.plan.residence, throttles, speeds) <= forward_s
+        return state.comm.from_rank(0, hides, "choice of train.clip")  # token counts may differ
 
     @property
     def analysis(self) -> Analysis:
@@ -304,7 +304,7 @@ class Steps:
     def _give_back_memory(self, error: BaseException) -> bool:
         state = self._state
         with self._recovery.working():
-            if state.comm.size > 1:  # the other ranks had room and are further on
+            if state.runner.has_peers:  # the other ranks had room and are further on
                 return False
             if isinstance(error, DoesNotFitError):
                 return state.spare_memory.give_back()

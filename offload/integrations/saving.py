@@ -67,7 +67,7 @@ def share_write_errors(engine: Engine, folder: Path) -> Iterator[None]:
             path = error.filename2 or error.filename
             raise disk_error("the write", Path(path) if isinstance(path, str) else folder, error) from error
         except Exception as error:
-            if isinstance(error, OffloadError) or engine.comm.size == 1:
+            if isinstance(error, OffloadError) or engine.world_size == 1:
                 raise
             raise OffloadError(f"the write to {folder} failed: {type(error).__name__}: {error}") from error
 

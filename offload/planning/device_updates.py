@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from offload.distributed.comm import Comm
 from offload.lanes.timeline import Throttle
 from offload.layout.planes import CODES, STALE
 from offload.layout.regions import SHARD_MULTIPLE, ParameterInfo, Region, align
@@ -22,6 +23,12 @@ def is_small_update(regions: Sequence[Region], sharding: Sharding, throttles: Ma
     """Return True if the update is too small for alternatives to matter."""
     num_bytes = update_bytes(regions, sharding)
     return num_bytes < _SMALL_BYTES and throttles.get("update", Throttle()).seconds(num_bytes) < _SMALL_S
+
+
+def slowest_throttles(comm: Comm, throttles: Mapping[str, Throttle]) -> Mapping[str, Throttle]:
+    """Return the throttles of the rank with the slowest lanes, so that all ranks choose alike. Collective."""
+    by_rank = comm.gather_objects(throttles, "throttles of the lanes")
+    return max(by_rank, key=lambda each: sum(throttle.seconds(_SMALL_BYTES) for throttle in each.values()))
 
 
 def update_bytes(regions: Iterable[Region], sharding: Sharding) -> int:

@@ -94,10 +94,10 @@ class ThisMachine:
 
     def speeds(self, comm: Comm) -> Speeds:
         """Return the cached rates. Without a cache, rank 0 measures for a few seconds. Collective."""
-        measured = PROBES[MEASURED](self.device) if comm.rank == 0 else None
-        hardware = comm.gather_objects(measured, "rates of the machine")[0]
-        assert hardware is not None
-        return Speeds(hardware, comm.local_size)
+        measured = Speeds(PROBES[MEASURED](self.device), comm.local_size) if comm.rank == 0 else None
+        speeds = comm.from_rank(0, measured, "rates of the machine")
+        assert speeds is not None
+        return speeds
 
     def free_memory(self, comm: Comm) -> FreeMemory:
         """Return the minimum over all ranks, because all ranks need the same plan. Collective."""

@@ -178,16 +178,11 @@ def num_replicas(settings: Settings, comm: Comm) -> int:
 def gradient_codec(settings: Settings, comm: Comm) -> Codec:
     """Return the codec for gradients between replicas.
 
-    Raises ConfigError for quantized gradients if the update rule has no gradients, or if one replica spans machines.
+    Raises ConfigError for quantized gradients if one replica spans machines.
     """
     chosen = GRADIENT_CODECS[settings.link_gradients]
     if not chosen.decodes:
         return chosen
-    if not settings.optimizer.has_gradients:
-        raise ConfigError(
-            f"offload.link_gradients is {settings.link_gradients}, but {type(settings.optimizer).__name__} has no "
-            "gradients to send: set --offload.link_gradients exact."
-        )
     if num_replicas(settings, comm) > 1:
         return chosen
     if len(set(comm.machines)) > 1:
@@ -263,21 +258,20 @@ def make_plan(
     on_host = plan_with("cpu")  # raises DoesNotFitError before any measurement
     if not checks or not machine.has_accelerator or settings.host_bound or on_host.residence.common == DEVICE:
         return on_host
-    # Throttles can differ between ranks.
-    if not comm.any(not is_small_update(regions, sharding, settings.throttles), "whether updates are small"):
+    throttles = device_updates.slowest_throttles(comm, settings.throttles)
+    if is_small_update(regions, sharding, throttles):
         return on_host
     speeds, chosen = machine.speeds(comm), on_host
 
     def seconds(plan: Plan) -> float:
-        return device_updates.estimate_seconds(regions, plan.residence, settings.throttles, speeds)
+        return device_updates.estimate_seconds(regions, plan.residence, throttles, speeds)
 
     for update in ("both", "device"):
         try:
             plan = plan_with(update)
         except DoesNotFitError:
             continue
-        if not comm.any(seconds(plan) >= seconds(chosen), "choice of offload.update"):
-            chosen = plan
+        chosen = min(chosen, plan, key=seconds)
     return chosen
 
 

@@ -95,6 +95,11 @@ def exchanges(comm: Comm) -> None:
     ]
     assert comm.any(rank == size - 1, "flag")
     assert not comm.any(False, "flag")
+    assert comm.from_rank(size - 1, rank, "value") == size - 1
+    with comm.turn("work"):
+        begin = time.monotonic_ns()  # of one clock for all processes
+    begins = comm.gather_objects(begin, "begins")
+    assert begins == sorted(begins)
     comm.barrier("barrier")
     comm.agree("schedule", {"b": [1, 2.5], "a": "text"})
     if size > 1:

@@ -240,7 +240,7 @@ def make_run(
         replicas = f" in {forecast.num_replicas} replicas {states}"
     say(
         f"model: {name}, {num_parameters:,} parameters, {weights}, {config.train.precision} on {engine.device}"
-        + (f", {comm.size} ranks{replicas}" if comm.size > 1 else "")
+        + (f", {engine.world_size} ranks{replicas}" if engine.world_size > 1 else "")
     )
     for text in description:
         say(text)
@@ -265,7 +265,7 @@ def make_run(
     if why_mask:
         config = config.with_resolved(model__attention="auto")
     if why_mask and not why:
-        mask_bytes = data.batch_size // comm.size * int(config.data.sequence_length or 0) ** 2
+        mask_bytes = data.batch_size // engine.world_size * int(config.data.sequence_length or 0) ** 2
         say(
             f"note: without a mask, {why_mask}: packed documents keep a mask over whole rows, at most "
             f"{format_bytes(mask_bytes)}, and no plan counts it."
@@ -317,7 +317,7 @@ def _decide_placement(
     engine starts, because an engine error would say the same. Collective.
     """
     network = None
-    if comm.size != comm.local_size:
+    if comm.num_far:
         if comm.num_machines == 1:
             note("there is no memory forecast: the machines have different numbers of ranks.")
             return config, None, ""
@@ -343,7 +343,7 @@ def _decide_placement(
     decided = (config, "") if forecast is None else (forecast.config, forecast.misfit)
     if decided[1]:
         note(decided[1])
-    config, misfit = comm.gather_objects(decided, "placement")[0]
+    config, misfit = comm.from_rank(0, decided, "placement")
     return config, forecast, misfit
 
 

@@ -19,13 +19,14 @@ from offload.app.training.build import Run
 from offload.app.training.objectives import Batch
 from offload.app.training.parts import make_settings
 from offload.app.training.progress import RunProgress
+from offload.app.training.ranks import is_shared
 from offload.app.training.resident import using_link_weights
 from offload.app.training.run_folder import RunFolder
 from offload.checkpoint.manifest import MANIFEST
 from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.engine.units.stages import stages_in_memory
-from offload.errors import DiskError, common, format_bytes, is_common, shorten
+from offload.errors import DiskError, common, format_bytes, shorten
 
 _RETRY_S, _POLL_S = 60.0, 0.5
 """Seconds before a failed export is retried, and seconds between signal checks until then."""
@@ -52,7 +53,7 @@ class Export:
         with suppress(OSError):
             exported_ns = (self.path / self._trainable.main_file).stat().st_mtime_ns
             is_newer = config.checkpoint.resume == "auto" and exported_ns >= manifest.stat().st_mtime_ns
-        return not comm.any(comm.rank == 0 and not is_newer, "whether to export")
+        return comm.from_rank(0, is_newer, "whether to export")
 
     def write(self, engine: Engine) -> Path:
         """Write the folder, and return its path. Collective. Raises DiskError."""
@@ -134,7 +135,7 @@ def load_best(
         return None
     path = folder.checkpoints / f"step-{best.step}"
     description = f"step {best.step}, with the lowest eval loss ({best.loss:.4f})"
-    if comm.any(comm.rank == 0 and not (path / MANIFEST).exists(), "whether the best states are there"):
+    if not comm.from_rank(0, (path / MANIFEST).exists(), "whether the best states are there"):
         say(f"note: there is no {path} of {description}, so the last weights are exported.")
         return None
     engine.load_checkpoint(path, reset=config.optimizer.reset)
@@ -162,7 +163,7 @@ def export_or_save(
         try:
             return export()
         except Exception as error:
-            if comm.size > 1 and not is_common(error):  # the other ranks are elsewhere and cannot save
+            if not is_shared(comm, error):  # the other ranks are elsewhere and cannot save
                 raise
             failure = error
         try:

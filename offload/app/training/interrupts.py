@@ -58,21 +58,17 @@ class StopSignals:
         self._is_ignoring = True
 
     def is_agreed(self, comm: Comm) -> bool:
-        """Return, equal on all ranks, whether any rank has a stop request. Sets `name` everywhere. Collective."""
-        if not comm.any(self.requested, "requests to stop"):
-            return False
-        self.agree(comm)
-        return True
-
-    def agree(self, comm: Comm) -> None:
-        """Apply the stop request of one rank to all ranks. Collective."""
-        if not self._is_agreed:
-            names = comm.gather_objects(self.name, "name of the signal")
-            self._is_agreed = True
+        """Apply a stop request of one rank to all ranks. Return False if no rank has one. Collective."""
+        if self._is_agreed:
+            return True
+        names = comm.gather_objects(self.name, "requests to stop")
+        self._is_agreed = any(names)
+        if self._is_agreed:
             rank, name = next((rank, name) for rank, name in enumerate(names) if name)
             if not self._is_announced:
                 self._say(f"{name} (rank {rank}): saving; once more to leave at once.")
             self.requested, self.name = True, name
+        return self._is_agreed
 
     def take_save(self) -> bool:
         """Return whether a checkpoint was requested since the last call."""
@@ -100,7 +96,7 @@ class StopSignals:
         was_requested, self.requested = self.requested, True
         self.name = self.name or signal.Signals(number).name
         # When a rank is gone, torchrun sends SIGTERM to the others, maybe before they notice. Then nothing is saved, so
-        # print nothing here. If a user sent the signal, `agree` prints the message.
+        # print nothing here. If a user sent the signal, `is_agreed` prints the message.
         if not was_requested and not (_IS_LAUNCHED in os.environ and number == signal.SIGTERM):
             self._is_announced = self._announce(
                 f"{self.name}: finishing this step, then saving; once more to leave at once."

@@ -76,4 +76,4 @@ def isolate(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm, one_by_
 def check_isolation(engine: Engine, tokenizer: Any, vocab_size: int, comm: Comm) -> str:
     """Like `why_not_isolated`, with the same result on all ranks. Collective."""
     spared = set(getattr(tokenizer, "all_special_ids", ()))
-    return comm.gather_objects(why_not_isolated(engine.model, engine.device, vocab_size, spared), "documents apart")[0]
+    return comm.from_rank(0, why_not_isolated(engine.model, engine.device, vocab_size, spared), "documents apart")

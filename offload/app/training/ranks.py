@@ -59,7 +59,12 @@ def rank_0_first(comm: Comm, label: str, make: Callable[[Callable[[], object]], 
 
 
 def _wait(comm: Comm, is_busy: bool, label: str) -> bool:
-    return comm.any(is_busy, f"{label} on rank 0")
+    return comm.from_rank(0, is_busy, f"{label} on rank 0")
+
+
+def is_shared(comm: Comm, error: BaseException) -> bool:
+    """Return whether every rank has this error, so that all may go on together. Not collective."""
+    return comm.size == 1 or is_common(error)
 
 
 def tally(comm: Comm, label: str, **counts: float) -> dict[str, float]:
@@ -82,8 +87,7 @@ class Notes:
         """Add a warning. Not collective."""
         if self._comm.rank == 0:
             self._show(f"note: {text}")
-        if self._comm.size > 1:
-            self._new.append(text)
+        self._new.append(text)
 
     @property
     def num_new(self) -> int:
@@ -123,8 +127,6 @@ class RankExit:
         code. The exception is marked if another rank on this machine prints the message.
         """
         comm = self._comm
-        if comm.size == 1:
-            return error
         cause = _ENDED.match(str(error)) if isinstance(error, RankLostError) else None
         if cause and cause["error"] == "KeyboardInterrupt":  # a signal for this rank may still be on the way
             error = InterruptedRun("interrupted; nothing was saved.")
@@ -133,7 +135,7 @@ class RankExit:
         if not self._prints(error, int(cause["rank"]) if cause else None):
             leave_to_another_rank(error)
         # After a common error the others know, and may still be leaving the exchange with the report.
-        comm.close(None if is_common(error) else error)
+        comm.close(None if is_shared(comm, error) else error)
         return error
 
     def _prints(self, error: BaseException, cause: int | None) -> bool:
@@ -144,7 +146,7 @@ class RankExit:
         """
         comm = self._comm
         local_ranks = [rank for rank, machine in enumerate(comm.machines) if machine == comm.machines[comm.rank]]
-        is_of_all = is_common(error) or isinstance(error, InterruptedRun | KeyboardInterrupt)
+        is_of_all = is_shared(comm, error) or isinstance(error, InterruptedRun | KeyboardInterrupt)
         if is_of_all or (cause is not None and cause not in local_ranks):
             return comm.local_rank == 0
         if cause is not None:
@@ -176,20 +178,17 @@ class Share:
 
 
 def next_share(
-    data: Task, objective: Objective, comm: Comm, own: Share, step: int, num_rows: int
+    data: Task, objective: Objective, own: Share, step: int, num_rows: int
 ) -> tuple[Batch | None, Exception | None]:
     """Return this rank's rows for a step (None: data exhausted), and an exception.
 
-    With several ranks, an exception is returned, not raised, because the other ranks must hear first.
+    An exception is returned, not raised, because the other ranks must hear first.
     """
     try:
         return own.apply(objective, data.batch(step, own.number, own.num_shares), step, num_rows), None
     except StopIteration:
         if step:
             return None, None
-        failure: Exception = ConfigError("data.source has no rows for a first step; give more data.")
+        return None, ConfigError("data.source has no rows for a first step; give more data.")
     except Exception as error:
-        failure = error
-    if comm.size == 1:
-        raise failure
-    return None, failure
+        return None, error

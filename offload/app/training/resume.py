@@ -58,7 +58,7 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
             check_loggers(config.run.report_to)
             if comm.rank == 0:
                 folder = RunFolder.open(config)
-        path: Any = comm.gather_objects(folder and folder.path, "run folder")[0]
+        path: Any = comm.from_rank(0, folder and folder.path, "run folder")
         keeper = keepers(comm, path)
         own = folder or RunFolder(path, keeps=keeper[comm.rank] == comm.rank)
         with share_failure(comm, "look for checkpoints"):
@@ -80,7 +80,7 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
                 folder.check(start_point.config, resumes=bool(start_point.folders))
                 if start_point.config.checkpoint.export:
                     check_export_folder(folder.hf, replace=True)
-        start: Any = comm.gather_objects(start_point, "start of the run")[0]
+        start: Any = comm.from_rank(0, start_point, "start of the run")
         with share_failure(comm, "check of the settings"):
             check_settings(start.config, comm.size)
     except BaseException:

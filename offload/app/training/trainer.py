@@ -30,7 +30,7 @@ from offload.app.training.objectives import Batch
 from offload.app.training.parts import rate_at, with_decisions
 from offload.app.training.planner import planned_advice
 from offload.app.training.progress import Best, RunProgress
-from offload.app.training.ranks import Notes, RankExit, Share, next_share, tally
+from offload.app.training.ranks import Notes, RankExit, Share, is_shared, next_share, tally
 from offload.app.training.records import Records, describe_coarse, describe_streaming, describe_tiers, step_fields
 from offload.app.training.resume import open_run
 from offload.app.training.run_folder import RunFolder
@@ -39,7 +39,7 @@ from offload.distributed.joining import open_comm
 from offload.distributed.outcomes import share_failure, share_outcome
 from offload.engine.engine import Engine
 from offload.engine.methods.result import StepResult
-from offload.errors import ConfigError, InterruptedRun, OffloadError, common, counted, is_common
+from offload.errors import ConfigError, InterruptedRun, OffloadError, common, counted
 from offload.native.io import disk_error
 
 
@@ -160,7 +160,7 @@ class Trainer:
                 self._say(*describe_coarse(self._run_progress))
             return self._finish(self._folder)
         except Exception as error:
-            if comm.size == 1 or is_common(error):  # a save completed before the failure is intact
+            if is_shared(comm, error):  # a save completed before the failure is intact
                 with suppress(OffloadError):
                     self._saves.settle()
             raise
@@ -249,7 +249,7 @@ class Trainer:
         runs requested saves and evaluations first.
         """
         comm, control = self._comm, self._callbacks.control
-        batch, failure = next_share(self._data, self._objective, comm, self._share, step, self.config.train.num_rows)
+        batch, failure = next_share(self._data, self._objective, self._share, step, self.config.train.num_rows)
         votes = tally(
             comm,
             "what comes after a step",
@@ -259,14 +259,14 @@ class Trainer:
             save=self._stop.take_save() or control.take("should_save") or (self._is_first and self._saves.is_time),
             evaluate=control.take("should_evaluate"),
             over=control.should_training_stop or (self._is_first and bool(self._run_progress.end_reason)),
-            saved=self._saves.is_due,
+            unsaved=not self._saves.is_due,
             without=batch is None,
         )
         if votes["notes"]:
             self._notes.exchange()
         if votes["failed"]:
             share_outcome(comm, None, failure, "making of a batch")
-        if votes["saved"] == comm.size:
+        if not votes["unsaved"]:
             self._saves.settle()
         if votes["evaluate"] and not votes["stop"] and self._run_progress.eval_step != step:
             self._records.amend(step, self._evaluations.evaluate(self._engine))
@@ -275,7 +275,7 @@ class Trainer:
         if votes["save"] and not votes["stop"] and not is_saved:
             self._save()
         if votes["stop"]:
-            self._stop.agree(comm)
+            self._stop.is_agreed(comm)
         elif votes["over"]:
             self._say(
                 f"{self._run_progress.end_reason or 'a callback asks for it'}, so the run ends after step {step}."
@@ -306,9 +306,9 @@ class Trainer:
         progress, comm = self._run_progress, self._comm
         self._saves.settle()
         self._leave_if_requested(folder)
-        is_asked = comm.any(self._callbacks.control.take("should_save"), "whether to save the last step")
+        votes = tally(comm, "whether to save the last step", save=self._callbacks.control.take("should_save"))
         has_checkpoints = isinstance(self.config.checkpoint.every, int) or self._saves.last_step is not None
-        if (is_asked or has_checkpoints) and self._saves.last_step != progress.num_done > 0:
+        if (votes["save"] or has_checkpoints) and self._saves.last_step != progress.num_done > 0:
             self._save()
             self._saves.settle()
         self._evaluations.evaluate_last(self._engine)

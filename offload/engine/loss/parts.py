@@ -52,7 +52,7 @@ class Losses:
         in_calls = plan.num_parts > 1 and self.is_called_per_micro_batch
         if inputs.shared is not None and (in_calls or self.chunk_tokens(inputs) == 0):
             raise ConfigError(
-                f"train.sequence_parallel is {self._state.attention.comm.size}, but the model runs on one micro-batch "
+                f"train.sequence_parallel is {self._state.attention.size}, but the model runs on one micro-batch "
                 "after the other or with a loss over all logits (see the warnings above), and ranks cannot share rows "
                 "then: set --train.sequence_parallel 1, or leave out --train.micro_batch_size."
             )

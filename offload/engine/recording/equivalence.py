@@ -64,6 +64,8 @@ class EquivalenceResult(NamedTuple):
     """False if a second plain pass differs from the first."""
     is_conclusive: bool
     """False if a plain loss is not finite, so the check is not conclusive."""
+    has_failed: bool
+    """True if the model raised an error in a streamed pass."""
 
 
 @dataclass
@@ -148,7 +150,7 @@ class PassComparator:
         model samples in other ways, the check uses forwards in eval mode.
         """
         state = self._state
-        has_equal_samples = is_exact and state.comm.size == 1
+        has_equal_samples = is_exact and not state.runner.has_peers
         sampling_context: Callable[[], AbstractContextManager[Any]] = (
             nullcontext if has_equal_samples else NoDropoutMode
         )
@@ -164,23 +166,33 @@ class PassComparator:
                 with sampling_context():
                     plain = self._run_plain(passes, snapshot)
             with sampling_context():
-                streamed, is_repeatable = self._run_streamed(passes, snapshot), True
-                if state.comm.any(streamed.error is not None, "errors of a trial run"):
+                streamed = self._run_streamed(passes, snapshot)
+                result = self._settle(plain, streamed, is_exact)
+                if result.has_failed:
                     error, streamed = streamed.error, self._run_streamed(passes, snapshot)
                     if error is not None and streamed.error is None:  # a random failure: the caller's own error
                         raise error
-                difference = self._first_difference(plain, streamed, is_exact=is_exact)
-                if state.comm.any(bool(difference), "differences of a trial run"):
+                    result = self._settle(plain, streamed, is_exact)
+                if result.difference:
                     # Compare an unstable model only in the properties where two plain passes agree.
                     again = self._run_plain(passes, snapshot)
-                    is_repeatable = not self._first_difference(plain, again, is_exact=True)
-                    difference = self._first_difference(plain, streamed, is_exact=is_exact, again=again)
-        own = EquivalenceResult(difference, is_repeatable, is_conclusive=all(map(math.isfinite, plain.losses)))
-        differences, are_repeatable, are_conclusive = zip(
-            *state.comm.gather_objects(own, "result of the equivalence check"), strict=True
+                    result = self._settle(plain, streamed, is_exact, again)
+        return result
+
+    def _settle(
+        self, plain: PassObservations, streamed: PassObservations, is_exact: bool, again: PassObservations | None = None
+    ) -> EquivalenceResult:
+        """Compare this rank's passes, and return the result of all ranks. `again`: as in `_first_difference`."""
+        own = EquivalenceResult(
+            self._first_difference(plain, streamed, is_exact=is_exact, again=again),
+            again is None or not self._first_difference(plain, again, is_exact=True),
+            all(map(math.isfinite, plain.losses)),
+            streamed.error is not None,
         )
-        difference = difference or ("another rank's pass differs" if any(differences) else "")
-        return EquivalenceResult(difference, all(are_repeatable), all(are_conclusive))
+        ranks = self._state.comm.gather_objects(own, "result of the equivalence check")
+        differences, are_repeatable, are_conclusive, have_failed = zip(*ranks, strict=True)
+        difference = own.difference or ("another rank's pass differs" if any(differences) else "")
+        return EquivalenceResult(difference, all(are_repeatable), all(are_conclusive), any(have_failed))
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:

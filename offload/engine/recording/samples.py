@@ -22,7 +22,7 @@ class Samples:
     """Takes samples from batches. `rows`: configured row axes, or None."""
 
     def __init__(self, state: EngineState, rows: Rows | None) -> None:
-        self._state, self._rows = state, rows
+        self._state, self._rows, self._has_peers = state, rows, state.runner.has_peers
 
     def _select_rows(self, batch: Batch, form: BatchForm, rows: int, has_full_length: bool, group: int = 1) -> Batch:
         """Return `rows` rows (or groups of `group` rows) of a batch, repeated if there are too few.
@@ -67,7 +67,7 @@ class Samples:
         padding, the lowest rank.
         """
         comm = self._state.comm
-        if comm.size == 1:
+        if not self._has_peers:
             return 0
         form = BatchForm.of(batch, self._rows)
         mask = _padding_mask(form, self._select_rows(batch, form, max(ROWS), departed is not None))
@@ -86,7 +86,7 @@ class Samples:
 
     def _build_on_leader(self, leader: int, build: Callable[[], Batch]) -> Batch:
         """Return the batch built by the leader."""
-        if self._state.comm.size == 1:
+        if not self._has_peers:
             return build()
         host = self.compute_on_leader(leader, lambda: map_tensors(torch.Tensor.cpu, build()))
         return map_tensors(lambda tensor: tensor.to(self._state.device.torch_device), host)
@@ -94,8 +94,8 @@ class Samples:
     def compute_on_leader(self, leader: int, compute: Callable[[], _Result]) -> _Result:
         """Return the value computed by the leader. Collective."""
         comm = self._state.comm
-        values = comm.gather_objects(compute() if comm.rank == leader else None, "recording samples")
-        return cast(_Result, values[leader])
+        own: Any = compute() if comm.rank == leader else None
+        return cast(_Result, comm.from_rank(leader, own, "recording samples"))
 
     def variants(self, form: BatchForm, samples: list[Batch]) -> list[list[Batch]]:
         """Return samples without and with padding if there are several ranks.
@@ -103,7 +103,7 @@ class Samples:
         Later batches may have padding on one rank only, and the model may skip the mask on the others.
         """
         mask = _padding_mask(form, samples[0])
-        if self._state.comm.size == 1 or mask is None:
+        if not self._has_peers or mask is None:
             return [samples]
         variants: list[list[Batch]] = []
         for num_padded in (0, min(max(1, mask.shape[1] // 4), mask.shape[1] - 1)):

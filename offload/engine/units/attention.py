@@ -34,8 +34,8 @@ class SharedRows(Protocol):
 class Attention:
     """Each rank has whole rows. Base class of all objects behind the door `ATTENTIONS`."""
 
-    comm = Comm()
-    """Communicator for the ranks with the same rows."""
+    size = 1
+    """Number of ranks with the same rows (`train.sequence_parallel`)."""
 
     @classmethod
     def open(cls, model: nn.Module, size: int, comm: Comm, counters: Counters) -> Attention:  # noqa: ARG003

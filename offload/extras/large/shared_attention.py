@@ -43,7 +43,7 @@ class SharedAttention(Attention):
     """The ranks of `comm` share sequences, split in rank order."""
 
     def __init__(self, model: nn.Module, comm: Comm, counters: Counters) -> None:
-        self.comm, self._counters = comm, counters
+        self.comm, self.size, self._counters = comm, comm.size, counters
         self._configs = {id(config): config for config in attention_configs(model)}
         self._own = {key: config._attn_implementation for key, config in self._configs.items()}
         self._rows: WholeRows | None = None
@@ -89,7 +89,7 @@ class SharedAttention(Attention):
 
     def refuse_own_loop(self) -> None:
         raise ConfigError(
-            f"train.sequence_parallel is {self.comm.size}, but the model was called in your own training loop, where "
+            f"train.sequence_parallel is {self.size}, but the model was called in your own training loop, where "
             "the engine cannot split rows into tokens: use engine.step(batch), or set --train.sequence_parallel 1."
         )
 
@@ -115,7 +115,7 @@ class SharedAttention(Attention):
 
     def check(self, state: Any, inputs: Any) -> bool:
         if inputs.shared is not None:
-            _check_sharing(state, inputs, inputs.shared)
+            _check_sharing(state, inputs, inputs.shared, self.comm)
         return inputs.shared is not None
 
     def mask(self, config: Any, **options: Any) -> Any:
@@ -147,7 +147,7 @@ class SharedAttention(Attention):
         own = self._attention_of(module)
         if self._rows is None:
             return own(module, query, key, value, mask, **options)
-        size, label = self.comm.size, f"all-to-all of attention {getattr(module, 'layer_idx', '')}"
+        size, label = self.size, f"all-to-all of attention {getattr(module, 'layer_idx', '')}"
         check_heads(size, query.shape[_HEADS], key.shape[_HEADS])
         extra = [name for name, each in options.items() if isinstance(each, torch.Tensor) and name != "position_ids"]
         if extra:
@@ -180,7 +180,7 @@ class SharedAttention(Attention):
 
         Each rank receives one part, in rank order. One all-to-all serves all tensors.
         """
-        size = self.comm.size
+        size = self.size
         parts = [tensor.chunk(size, split) for tensor in tensors]
         pieces = [torch.cat([of_tensor[rank].reshape(-1) for of_tensor in parts]) for rank in range(size)]
         received_pieces = [torch.empty_like(piece) for piece in pieces]
@@ -272,17 +272,17 @@ def check_heads(size: int, num_heads: int, num_key_value_heads: int) -> None:
     )
 
 
-def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows) -> None:
+def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows, comm: Comm) -> None:
     """Run the model on the first tokens of a few rows, whole and shared, and compare the base model outputs.
 
     Collective. Raises ConfigError on all ranks if a module mixes tokens outside attention, if attention bypasses the
     transformers interface, or if the loss is not a mean over tokens.
     """
-    head, comm = inputs.head, state.attention.comm
+    head, size = inputs.head, state.attention.size
     name = type(state.model).__name__
     if head is None:
         raise ConfigError(
-            f"train.sequence_parallel is {comm.size}, but the loss of {name} is not a mean over tokens with shifted "
+            f"train.sequence_parallel is {size}, but the loss of {name} is not a mean over tokens with shifted "
             "labels: it has a term over all tokens (such as a router's auxiliary loss, output_router_logits), uses "
             "other targets, or takes no shift_labels. Leave that out, or set --train.sequence_parallel 1."
         )
@@ -318,7 +318,7 @@ def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows) -
     difference = next(filter(None, state.comm.gather_objects(difference, "trial run with shared sequences")), "")
     if difference:
         raise ConfigError(
-            f"train.sequence_parallel is {comm.size}, but {name} gives other results on shared sequences than on whole "
+            f"train.sequence_parallel is {size}, but {name} gives other results on shared sequences than on whole "
             f"ones ({difference}): a module other than attention mixes tokens (such as a convolution or linear "
             "attention), or attention is not called through transformers' interface. Set --train.sequence_parallel 1."
         )

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from offload.distributed.comm import Comm, digest
+from offload.distributed.share import share
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
 from offload.engine.units.attention import Copy
 from offload.errors import ConfigError
@@ -61,19 +62,20 @@ def share_rows(batch: Batch, loss_fn: object, comm: Comm) -> tuple[Batch, Shared
 
     Collective. Raises ConfigError.
     """
-    _check(batch, loss_fn, comm.size)
+    size = comm.size
+    _check(batch, loss_fn, size)
     digests = {key: digest(value.cpu().numpy().tobytes()) for key, value in sorted(batch.items())}
     comm.agree("the batch of ranks that share sequences", digests)
-    filled = _fill(batch, comm.size)
+    filled = _fill(batch, size)
     length = filled["labels"].shape[1]
-    own = slice(comm.rank * length // comm.size, (comm.rank + 1) * length // comm.size)
+    own = share(length, comm.rank, size)
     mask, positions = filled.get("attention_mask"), filled["position_ids"]
     document_numbers = pad((positions[:, 1:] - positions[:, :-1] != 1).cumsum(1), (1, 0))
     has_documents = mask is None and bool(document_numbers.any())  # positions that restart, as in transformers
     whole = WholeRows(
         length, positions, None if mask is None else mask.bool(), document_numbers if has_documents else None
     )
-    sample = {key: value[:_SAMPLE_ROWS, : comm.size * _SAMPLE_TOKENS] for key, value in batch.items()}
+    sample = {key: value[:_SAMPLE_ROWS, : size * _SAMPLE_TOKENS] for key, value in batch.items()}
     shared = SharedRows(whole, next_labels(filled)[:, own].contiguous(), sample)
     return {key: value[:, own].contiguous() for key, value in filled.items()}, shared
 

@@ -191,7 +191,7 @@ class StreamedExperts:
         flow, frozen = self._runner.gradients, self._unit.frozen
         order = -1 if descending else 1
         hit_on_any_rank = hit
-        if self._comm.size > 1 and (trains or self._stream.slots.gathers):
+        if self._runner.has_peers and (trains or self._stream.slots.gathers):
             self._runner.exchanges.append(partial(self._repeat_exchanges, descending=descending, trains=trains))
             # The gather of weights and the reduction of gradients are collective.
             hit_on_any_rank = set().union(*self._comm.gather_objects(hit, f"routing of tokens to {self._unit.name}"))

@@ -149,13 +149,13 @@ def _measure(config: Config, engine: Engine, data: Dataset, comm: Comm, say: Say
         with share_failure(comm, "reading of the reference"):
             if cache is not None:
                 batches = _read(cache, [end - begin for _, begin, end in spans])
-        num_cached = int(comm.gather_objects(len(batches), "what is known of the reference")[0])
+        num_cached = comm.from_rank(0, len(batches), "what is known of the reference")
         if num_cached < len(spans):
             known = f", of which {sum(map(len, batches)):,} are already computed" if num_cached else ""
             say(f"reference: the initial weights' log-probabilities of {num_rows:,} answers{known} ...")
         printed_at, loss = time.monotonic(), LogProbs()
         for name, begin, end in spans[num_cached:]:
-            engine.evaluate(data.batch_of(name, begin, end, comm.rank, comm.size), loss)
+            engine.evaluate(data.batch_of(name, begin, end, engine.rank, engine.world_size), loss)
             own = loss.metrics.get("log_probs")
             parts = comm.gather_objects(None if own is None else own.numpy(), "log-probabilities of the reference")
             batches.append(np.concatenate([part for part in parts if part is not None]))
@@ -216,7 +216,7 @@ def _write(cache: BinaryIO, values: np.ndarray) -> None:
 def reference_key(config: Config, engine: Engine, data: Dataset) -> str:
     """Return 32 hexadecimal digits, equal only for runs with a bit-equal reference. Collective."""
     streams_experts = any(name == EXPERT_BUFFER for _, name, _ in engine.allocations)  # with auto, memory decides
-    passes = engine.device.type, engine.comm.size, engine.head_chunk_bytes, engine.told_tiles, streams_experts
+    passes = engine.device.type, engine.world_size, engine.head_chunk_bytes, engine.told_tiles, streams_experts
     rows = [(name, rows.identity, rows.sequence_length) for name, rows in data.row_sets.items()]
     batches = data.pad_id, data.batch_size, type(data.batching).__name__
     machine = describe_environment(), torch.get_float32_matmul_precision()

@@ -271,7 +271,7 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
                 "loss: compare train.method sft with the same settings."
             )
     result = _train_both(config, num_steps, same_order, comm, say, compares_each_step=False)
-    result.is_equal = not comm.any(not result.is_close, "whether both sides are equal")
+    result.is_equal = comm.from_rank(0, result.is_close, "whether both sides are equal")
     if not result.is_equal and result.tolerance is None:
         say("something differs: both sides train once more, with a comparison after each step.")
         result.first = _train_both(
@@ -301,7 +301,8 @@ def _train_both(
                 resident = _build_resident(run, same_order)
                 stack.enter_context(stages_in_memory(resident.model, make_settings(run.config)))
         sides = _Sides(run, resident, comm, same_order)
-        result = ParityResult(comm.size, str(run.config.train.precision), same_order, list(_notes(config, run.engine)))
+        notes = list(_notes(config, run.engine))
+        result = ParityResult(sides.num_ranks, str(run.config.train.precision), same_order, notes)
         for group in [[step] for step in steps] if compares_each_step else [steps]:
             done = [step for step in group if sides.train_offloaded(step)]
             for step in done:
@@ -310,7 +311,7 @@ def _train_both(
                 say(f"the data end before step {group[len(done)] + 1}.")
             if compares_each_step and result.first is None:
                 result.first = sides.compare().first
-            if compares_each_step and comm.any(result.first is not None, "whether a side differs"):
+            if compares_each_step and comm.from_rank(0, result.first is not None, "whether a side differs"):
                 return result
         result.weights = sides.compare()
         result.first = result.first or result.weights.first
@@ -345,6 +346,7 @@ class _Sides:
 
     def __init__(self, run: Run, resident: ResidentTrainer | None, comm: Comm, same_order: bool) -> None:
         self._run, self._resident, self._comm, self._same_order = run, resident, comm, same_order
+        self.num_ranks = comm.size
         self._engine: Engine = run.engine
         self._share = Share.of(run.config, comm)
         self._offloaded: dict[int, dict[str, float]] = {}
@@ -353,7 +355,7 @@ class _Sides:
     def train_offloaded(self, step: int) -> bool:
         """Train the engine on one batch. Return False at the end of the data. Collective."""
         batches = self._batches(step)
-        if self._comm.any(not batches, "whether there are rows"):
+        if not batches:
             return False
         self._engine.lr = rate_at(step, self._run.config)
         self._begin(step)
@@ -404,7 +406,7 @@ class _Sides:
                 f"{' '.join(str(error).split())[:300]} Lower --train.batch_size or --data.sequence_length."
             ) from None
         draws = any(not torch.equal(one, other) for one, other in zip(before, _generators(device), strict=True))
-        if draws and (self._comm.size > 1 or self._micro_rows):
+        if draws and (self.num_ranks > 1 or self._micro_rows):
             raise ConfigError(
                 "the model draws random numbers (dropout), and ranks or micro-batches draw other numbers than plain "
                 "PyTorch for a whole batch, so nothing can be compared. Leave out --gpus and --train.micro_batch_size, "
@@ -448,8 +450,8 @@ class _Sides:
     def reasons(self) -> list[str]:
         """Return the reasons for bit differences outside the engine's guarantees."""
         engine, reasons = self._engine, []
-        if self._comm.size > 1:
-            reasons.append(f"{self._comm.size} ranks: each sums the gradients of its own rows, and a part of the norm")
+        if self.num_ranks > 1:
+            reasons.append(f"{self.num_ranks} ranks: each sums the gradients of its own rows, and a part of the norm")
         if (size := self._run.config.train.sequence_parallel) > 1:
             reasons.append(f"sequences shared by {size} ranks: sums over tokens are split")
         if self._micro_rows:

@@ -13,6 +13,8 @@ ENGINE_CONFLICTS = (
         "set another --optimizer.name, or --train.sequence_parallel 1"),
     Conflict("offload.replica_states", "shared", "optimizer.has_gradients", False,
         "{optimizer.name} has no gradients and no states", "set another rule, or --offload.replica_states whole"),
+    Conflict("offload.link_gradients", other_than("exact"), "optimizer.has_gradients", False,
+        "{optimizer.name} has no gradients to send", "set --offload.link_gradients exact"),
     Conflict("train.delay", 1, "optimizer.has_gradients", False,
         "{optimizer.name} has no backward pass to overlap with a delayed update", "set --train.delay 0"),
 )  # fmt: skip
