@@ -48,11 +48,12 @@ def main(words: list[str]) -> int:
             "its steps with MeZO in plain PyTorch."
         )
     num_steps, same_order, as_json = _steps(own["steps"]), is_on(own, "same-order"), is_on(own, "json")
-    if 0 < (every := config.lora.restart_every) < num_steps:
-        raise ConfigError(
-            f"--steps is {num_steps}, but the comparison run in plain PyTorch cannot merge and restart an adapter "
-            f"(lora.restart_every is {every}): set --steps to at most {every}."
-        )
+    for key in ("lora.restart_every", "optimizer.reset_every"):
+        if 0 < (every := config.get(key)) < num_steps:
+            raise ConfigError(
+                f"--steps is {num_steps}, but the comparison run in plain PyTorch restarts no adapter and resets no "
+                f"states ({key} is {every}): set --steps to at most {every}."
+            )
     if config.offload.link_gradients != "exact":
         raise ConfigError(
             f"offload.link_gradients is {config.offload.link_gradients}, but the resident side is one process and "

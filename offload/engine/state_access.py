@@ -174,14 +174,16 @@ class StateAccess(Figures):
 
     def load_moments(self, moments: Mapping[str, Mapping[str, torch.Tensor | float | None]]) -> None:
         """Set the optimizer states of parameters by name, as `named_moments` yields them or a torch optimizer has them.
-        An empty state begins anew. A state without `step` (torch's SGD) counts as one update.
+        An empty state begins anew: zero moments, no updates yet. A state without `step` (torch's SGD) counts as one
+        update. Collective, with equal arguments on all ranks.
 
-        Raises ConfigError, before the first write, for an unknown name, missing, unknown or misshapen moments, over
-        several ranks, and for moments that are not fp32.
+        Raises ConfigError, before the first write, for an unknown name, missing, unknown or misshapen moments, and for
+        states that are not empty over several ranks, or with moments that are not fp32.
         """
         infos = self._infos_of("engine.load_moments", moments)
         self._own_loop.refuse_during_step("engine.load_moments")
-        self._check_moments("written")
+        if any(moments.values()):
+            self._check_moments("written")
         states: list[tuple[ParameterInfo, int, dict[str, torch.Tensor]]] = []
         for info in infos:
             num_steps = int(moments[info.name].get("step", 1) or 0) if moments[info.name] else 0

@@ -152,18 +152,18 @@ class Steps:
         """Results of all trial runs so far."""
         return self._analyst.collect(self.trial_runs.loss_decisions)
 
-    def adopt(self, analysis: Analysis, *, of_other_models: bool = False) -> None:
-        """Take over another engine's analysis in place of the own recordings.
-
-        Raises ConfigError for the analysis of another model. With `of_other_models` only its decisions are taken over.
-        """
-        if not of_other_models and (differences := self._analyst.differences(analysis)):
+    def adopt(self, analysis: Analysis) -> None:
+        """Take over another engine's analysis in place of the own recordings. Raises ConfigError for another model."""
+        if differences := self._analyst.differences(analysis):
             raise ConfigError(
                 f"the analysis given to Engine() belongs to another model: {', '.join(differences)} differ. Leave out "
                 "analysis, so that the first step analyses this model."
             )
+        self._adopt(analysis)
+
+    def _adopt(self, analysis: Analysis) -> None:
         self.trial_runs.reset(analysis.losses)
-        self._analyst.adopt(analysis)
+        self._analyst.adopt(analysis)  # of another model only the decisions
 
     @property
     def decisions(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Steps:
             self._state.updates.decide(decided["clip"], decided.get("unclipped"))
         if self._chooses_chunks:
             self.losses.chunk_bytes = decided.get("chunk_bytes", LEAST_CHUNK_BYTES)  # the value before it was saved
-        self.adopt(Analysis.of_decisions(decided), of_other_models=True)
+        self._adopt(Analysis.of_decisions(decided))
 
     def _agree(self, operation: str, batch: Batch, loss_fn: LossFunction | None, lr: float | None = None) -> PassInputs:
         """Look up the batch, agree with the other ranks on a pass, and copy the batch to the device."""

@@ -195,11 +195,11 @@ class Values:
         return state.steps[position], {name: flat.view(shapes[name]) for name, flat in moments.items()}
 
     def write_moments(self, parameter: int, num_steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """Set the number of updates and the moments of a parameter (missing ones: zero), on a single rank."""
+        """Set the number of updates and the moments of a parameter, on a single rank, or all to zero, on any number."""
         flat = {name: value.detach().reshape(-1) for name, value in moments.items()}
         for plane in self.moment_planes(parameter):
             for planes, in_tile, in_parameter in self.open_tiles(parameter, plane.name, changes=True):
-                planes[plane.name][in_tile] = flat[plane.name][in_parameter] if flat else 0
+                planes[plane.name][plane.cut(in_tile)] = flat[plane.name][in_parameter] if flat else 0
         for _, state, position in self._pieces[parameter]:
             state.steps[position] = num_steps
             for name, values in state.factors_of(position).items():

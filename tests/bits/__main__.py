@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,13 @@ class Worker:
     """A process of tests/bits/worker.py over the `offload` package in a folder."""
 
     def __init__(self, tree: Path, log: Path) -> None:
-        self._log = log
-        with log.open("wb") as file:
+        self._tree, self._log = tree, log
+        self._begin()
+
+    def _begin(self) -> None:
+        with self._log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.bits.worker", str(tree)],
+                [sys.executable, "-m", "tests.bits.worker", str(self._tree)],
                 cwd=ROOT,
                 env={**os.environ, **COMMON},
                 stdin=subprocess.PIPE,
@@ -98,13 +101,16 @@ class Worker:
             )
 
     def ask(self, **job: Any) -> dict[str, Any]:
-        """Send a job and return the reply."""
+        """Send a job and return the reply. After the end of a process, a new one takes the next job."""
+        if self._process.poll() is not None:
+            self.close()
+            self._begin()
+            if "error" in (hello := self.reply()):
+                return hello
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
         return self.reply()
 
     def reply(self) -> dict[str, Any]:
@@ -113,15 +119,18 @@ class Worker:
         timer = threading.Timer(PATIENCE_S, self._process.kill)
         timer.start()
         line = self._process.stdout.readline()
+        is_late = timer.finished.is_set()
         timer.cancel()
-        return json.loads(line) if line else {"error": f"the process ended:\n{self._log.read_text()[-3000:]}"}
+        if line:
+            return json.loads(line)
+        self._process.wait()
+        how = f"was killed: no reply in {PATIENCE_S} s" if is_late else "ended"
+        return {"error": f"the process {how}:\n{self._log.read_text()[-3000:]}"}
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         self._process.terminate()
         self._process.wait()
 
@@ -255,7 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
         wanted = sections.get(here.machine, {})
 
         def tell(name: str, value: str) -> None:
-            word = "  DIFFERS" if not asked.write and wanted.get(name, value) != value else ""
+            is_other = not asked.write and " " not in value and wanted.get(name, value) != value
+            word = "  DIFFERS" if is_other else ""
             print(f"{name} {value}{word}", flush=True)
 
         found = here.run(names, tell)

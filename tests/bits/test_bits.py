@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload.optim.adamw import AdamW
+from tests.bits import __main__ as bits
 from tests.bits import worker
 from tests.bits.__main__ import FILE, read, written
 from tests.bits.cases import CASES
@@ -27,6 +29,38 @@ def test_a_hash_is_stable_and_a_mutation_changes_it(name: str, monkeypatch: pyte
     monkeypatch.setattr(AdamW, "update", late)
     changed = worker.run(name)
     assert all(one != other for one, other in zip(found.split("-"), changed.split("-"), strict=True))
+
+
+WORKER = """
+import json, sys, time
+print(json.dumps({"cases": {}}), flush=True)
+for line in sys.stdin:
+    name = json.loads(line)["name"]
+    if name == "late":
+        time.sleep(600)
+    if name == "dead":
+        sys.exit("on purpose")
+    print(json.dumps({"hash": name}), flush=True)
+"""
+
+
+def test_a_killed_process_is_named_and_the_next_configuration_has_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Break: ask the dead process again."""
+    (tmp_path / "tests/bits").mkdir(parents=True)
+    (tmp_path / "tests/bits/worker.py").write_text(WORKER)
+    monkeypatch.setattr(bits, "ROOT", tmp_path)
+    started = bits.Worker(tmp_path, tmp_path / "log")
+    assert started.reply() == {"cases": {}}
+    assert started.ask(name="a") == {"hash": "a"}
+    assert "the process ended:\non purpose" in started.ask(name="dead")["error"]
+    assert started.ask(name="b") == {"hash": "b"}
+    monkeypatch.setattr(bits, "PATIENCE_S", 1)
+    assert "the process was killed: no reply in 1 s" in started.ask(name="late")["error"]
+    monkeypatch.setattr(bits, "PATIENCE_S", 300)
+    assert started.ask(name="c") == {"hash": "c"}
+    started.close()
 
 
 def test_the_file_has_a_line_for_each_configuration() -> None:

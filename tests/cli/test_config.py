@@ -34,9 +34,9 @@ def test_every_key_of_the_contract_is_there() -> None:
         "sequence_parallel "
         "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
         "early_stopping_min_delta log_every head_chunk_bytes",
-        "optimizer": "name reset lr states betas eps weight_decay beta2_decay d clip_value momentum nesterov ns_steps "
-        "adjust_lr_fn num_perturbations layer_fraction magnitude_quantile master freeze decay_1d groups schedule "
-        "warmup_steps",
+        "optimizer": "name reset reset_every lr states betas eps weight_decay beta2_decay d clip_value momentum "
+        "nesterov ns_steps adjust_lr_fn num_perturbations layer_fraction magnitude_quantile master freeze decay_1d "
+        "groups schedule warmup_steps",
         "lora": "rank alpha dropout target_modules target_parameters modules_to_save trainable_tokens init use_rslora "
         "use_dora config adapter restart_every restart_prune restart_warmup_steps",
         "offload": "parameters optimizer gradients activations graphs experts optimizer_memory graphs_memory "

@@ -431,7 +431,7 @@ def test_a_damaged_row_group_and_a_long_line(load: Load, tmp_path: Path, monkeyp
     start = pq.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
     data[start + 4000] ^= 255  # after the page header with statistics
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"a\.parquet is damaged from row 20 on"):
+    with pytest.raises(ConfigError, match=r"a\.parquet is damaged in row group 2 of 4, from row 20 on"):
         load(path)
     monkeypatch.setattr("offload.extras.data.rows._MAX_ROW_BYTES", 64)
     lines = [{"text": "ok"}, {"text": "x" * 300}, {"text": "fine"}]

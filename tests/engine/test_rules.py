@@ -28,6 +28,7 @@ from tests.engine.inside import parts_of, stored_factors, stored_plane
 from tests.engine.ranks import run
 from tests.engine.ranks_child import trained, wide_llama
 from tests.engine.reference import Reference
+from tests.engine.test_delay import Late
 
 PLACES: dict[str, dict[str, Any]] = {
     "device": {"parameters": "device", "optimizer": "device"},
@@ -152,6 +153,38 @@ def test_a_rule_is_plain_torch_with_its_kernel_and_goes_on_from_a_checkpoint(
     assert resumed.step(tokens(3)).loss.item() == reference.step(tokens(3))[0].item()
     assert_same(weights(resumed), reference.masters)
     assert_planes(resumed, reference)
+
+
+@pytest.mark.parametrize(
+    ("rule", "place", "precision", "delay"),
+    [
+        (AdamW(lr=1e-2), "nvme", "bf16", 0),
+        (AdamW(lr=1e-2), "cpu", "fp32", 1),
+        (SMALL["AdamW int8"], "device", "bf16", 0),
+        (SMALL["Lion bf16"], "cpu", "bf16", 0),
+        (MATRIX["adafactor"], "nvme", "fp32", 0),
+        (MATRIX["adalomo"], "cpu", "fp32", 0),
+        (MATRIX["muon"], "cpu", "bf16", 0),
+    ],
+)
+def test_an_empty_state_begins_anew(
+    rule: UpdateRule, place: str, precision: str, delay: int, tmp_path: Path, small_bytes: None
+) -> None:
+    """After a reset, every rule goes on like a new optimizer. Break: leave the number of updates unchanged."""
+    settings = {"optimizer": rule, "precision": precision, "max_grad_norm": None}
+    reference = (Late if delay else Reference)(build(llama), **settings)
+    engine = Engine(build(llama), delay=delay, placement=placed(place, tmp_path), **settings)
+    reference.update_on(updating_device(engine))
+    for seed in range(5):
+        if seed == 3:
+            engine.load_moments({name: {} for name in reference.named})
+            reference.steps = dict.fromkeys(reference.named, 0)
+            for states in reference.states.values():
+                for name in states.keys() - {"weights"}:
+                    states[name].zero_()
+        assert engine.step(tokens(seed)).loss.item() == reference.step(tokens(seed))[0].item(), seed
+    assert_same(weights(engine), reference.masters)
+    assert_planes(engine, reference)
 
 
 class Wide(nn.Module):

@@ -92,7 +92,7 @@ def planned_step(name: str, folder: Path) -> PlannedStep:
 
 def by_kind(step: PlannedStep) -> dict[str, float]:
     """Return the kernel seconds by kind, as in `measured`."""
-    kept, units = step.memory.kept, {unit.name: unit.regions for unit in step.units if not unit.resident}
+    kept, units = step.memory.kept.graphs, {unit.name: unit.regions for unit in step.units if not unit.resident}
     totals = {"products": 0.0, "attention": 0.0, "elementwise": 0.0}
     for number, work in enumerate(step.workload.calls):
         regions = units.get(work.name or "", ())

@@ -13,7 +13,7 @@ from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.extras.plan.alternatives import forecast, place
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
-from offload.extras.plan.memory import StepMemory
+from offload.extras.plan.memory import Kept, StepMemory
 from offload.extras.plan.run_forecast import note_slow_precision
 from offload.extras.plan.timing import PlannedStep
 from offload.extras.plan.workload import Workload
@@ -124,7 +124,7 @@ def test_budgets_are_those_of_the_machine_or_less() -> None:
     held = forecaster.predict(config(**{"offload.device_memory": "300MiB"}), GPU, times=False).memory
     assert held.budgets["device"] == 300 << 20
     assert held.total("device") <= 300 << 20
-    assert len(held.kept) <= len(free.kept)
+    assert len(held.kept.graphs) <= len(free.kept.graphs)
 
 
 @pytest.mark.slow
@@ -158,10 +158,10 @@ def test_as_many_graphs_are_kept_as_the_budget_holds() -> None:
     its, work = found.prepared, forecaster._workload(found.config, found.prepared, 1)
     assert isinstance(work, Workload)
     step = StepMemory(its, work, GPU)
-    missing = [n for n in range(len(work.calls)) if n not in step.kept]
+    missing = [n for n in range(len(work.calls)) if n not in step.kept.graphs]
     assert missing
     planned = step.device_bytes - step._on_device(step.kept)
-    assert step.device_bytes <= 300 << 20 < planned + step._on_device(step.kept | {missing[-1]})
+    assert step.device_bytes <= 300 << 20 < planned + step._on_device(Kept(step.kept.graphs | {missing[-1]}))
 
 
 def test_more_ranks_share_the_host() -> None:
@@ -247,7 +247,7 @@ def test_outputs_of_products_are_kept_where_a_step_is_faster_and_nobody_says_oth
     forecaster = Forecaster(config(**where), 1)
     found = place(forecaster, forecaster.predict(config(**where), gpu))
     assert "--train.recompute products" in found.placement_flags
-    assert found.memory.keeping
+    assert found.memory.kept.products
     assert found.memory.total("device") <= 0.9 * gpu.device_bytes  # type: ignore[operator]
     assert found.timing is not None
     assert found.seconds_without_search is not None
@@ -256,7 +256,7 @@ def test_outputs_of_products_are_kept_where_a_step_is_faster_and_nobody_says_oth
     assert "products" not in place(forecaster, forecaster.predict(compiled, gpu)).placement_flags
     small = gpu.with_(device_bytes=24 << 30)
     told = forecaster.predict(config(**where, **{"train.recompute": "products"}), small, times=False).memory
-    assert 0 < len(told.keeping) < len(found.memory.keeping)
+    assert 0 < len(told.kept.products) < len(found.memory.kept.products)
     assert told.total("device") <= 0.9 * (24 << 30)
 
 

@@ -52,6 +52,9 @@ RUN = (
             f"leave it out, or set --optimizer.name {' or '.join(_rules_with(key))}")
         for key in dict.fromkeys(key for settings in RULE_SETTINGS.values() for key in settings.keys)
     ),
+    Conflict("optimizer.reset_every", is_set, "optimizer.name", "sgd",
+        "sgd without momentum has no moments", "set --optimizer.momentum, such as 0.9, or leave it out",
+        {"optimizer.momentum": is_unset}),
     *(
         Conflict("optimizer.freeze", is_set, key, value,
             f"checkpoints of a partly frozen model contain all weights, and with {key} {{{key}}} the frozen ones "

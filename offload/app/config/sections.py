@@ -503,6 +503,10 @@ class OptimizerSection(Section):
     """Resume from a checkpoint with another update rule or optimizer.states. Weights, step and data position come from
     the checkpoint; optimizer states start empty.
     """
+    reset_every: Natural = 0
+    """Momentum reset (arXiv:2505.22922): every this many steps, set all moments to zero and start the count of updates
+    for the bias correction again. The learning rate is unchanged. The paper's code uses 500. 0: never.
+    """
     lr: Rate | None = None
     """Peak learning rate. none: 2e-5 for pretrained weights, 2e-4 for an adapter over pretrained weights (either
     divided by 20 with train.method dpo and orpo), 1e-3 for random weights (4e-3 for tiny). Multiplied by 0.1 for

@@ -119,6 +119,8 @@ class WholeModel(TrainablePart):
     model_kind: ModelKind
     frozen: tuple[str, ...] = ()
     """Name patterns for frozen parameters. Checkpoints contain them anyway."""
+    reset_every: int = 0
+    """Number of steps between resets of the optimizer states. 0: never."""
     trained_only: ClassVar[bool] = False
     main_file: ClassVar[str] = "config.json"
     library: ClassVar[str] = "transformers"
@@ -132,7 +134,9 @@ class WholeModel(TrainablePart):
 
     @classmethod
     def of(cls, config: Config, architecture: PreTrainedConfig, kind: ModelKind, start: ResumePoint) -> WholeModel:  # noqa: ARG003
-        return (WholeModel if kind.auto is not None else CustomModule)(kind, config.optimizer.freeze)
+        return (WholeModel if kind.auto is not None else CustomModule)(
+            kind, config.optimizer.freeze, config.optimizer.reset_every
+        )
 
     def prepare(self, built: BuiltModel) -> BuiltModel:
         freeze(built.model, self.frozen)
@@ -154,6 +158,18 @@ class WholeModel(TrainablePart):
 
     def export_bytes(self, model: nn.Module, weight_bytes: int) -> int:
         return weight_bytes * sum(parameter.numel() for parameter in model.parameters())
+
+    def before_step(self, engine: Engine, step: int) -> Iterator[str]:
+        """Reset the optimizer states before each step with a number (from 0) divisible by `reset_every`, except step 0.
+
+        Momentum reset, Glentis et al., arXiv:2505.22922. As in the authors' code (Stable-SPAM), all moments become zero
+        and the update count starts again, so the first update after a reset is corrected like the first one of a run.
+        A checkpoint at this step contains the state before the reset; a resumed run resets first.
+        """
+        if self.reset_every and step and not step % self.reset_every:
+            parameters = engine.model.named_parameters()
+            engine.load_moments({name: {} for name, parameter in parameters if parameter.requires_grad})
+            yield f"step {step}  the optimizer states are reset"
 
     def write(
         self,

@@ -337,14 +337,14 @@ def call_unit_without_graph(
     runner.enter(unit)
     try:
         with torch.no_grad():
-            results = run_rows(unit, runner, arguments, draws=False)
+            results = run_without_backward(unit, runner, arguments, draws=False)
     finally:
         runner.leave()
     return results[0], runner.join(unit, results)
 
 
-def run_rows(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool = True) -> list[Arguments]:
-    """Run a unit without a backward. Return a result per micro-batch. The weights are in the slot."""
+def run_without_backward(unit: Unit, runner: UnitRunner, arguments: Arguments, draws: bool = True) -> list[Arguments]:
+    """Run a unit on all its rows. Return a result per micro-batch. The weights are in the slot."""
 
     def run(_rows: Rows | None, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Arguments:
         use = Use(runner, arguments, tensors, others)

@@ -52,6 +52,9 @@ CONFLICTS = (
     Conflict("lora.restart_warmup_steps", is_above, "lora.restart_every", is_set,
         "lora.restart_every is {lora.restart_every}, so the learning rate would never reach its schedule again",
         "lower --lora.restart_warmup_steps"),
+    Conflict("optimizer.reset_every", is_set, "lora.adapts", True,
+        "an adapter resets its moments when it restarts", "set --lora.restart_every and --lora.restart_prune 1 in its "
+        "place, or leave it out"),
     Conflict("optimizer.freeze", is_set, "lora.adapts", True,
         "an adapter is configured, and all weights of its base are frozen anyway", "leave it out"),
     Conflict("checkpoint.export_best", True, "lora.restart_every", is_set,

@@ -254,40 +254,42 @@ def _open_arrow(file: SourceFile) -> tuple[Any, Iterator[Any]]:
         raise ConfigError(f"{place} is not a readable Arrow file (IPC, as a file or a stream): {error}.") from error
 
 
-def _table_batches(file: SourceFile, names: list[str]) -> Iterator[Any]:
-    """Yield the rows of a table in order, as pyarrow tables or record batches."""
+def _table_parts(file: SourceFile, names: list[str]) -> Iterator[tuple[str, Iterator[Any]]]:
+    """Yield the parts of a table in order: (name; rows as pyarrow tables or record batches)."""
     if file.container == "parquet":
         parquet = _open_parquet(file)
         for group in range(parquet.num_row_groups):
             row_group = parquet.metadata.row_group(group)
             step = _piece_rows(row_group.total_byte_size, row_group.num_rows)
-            yield from parquet.iter_batches(step, [group], names, use_threads=False)
+            name = f"row group {group} of {parquet.num_row_groups}"
+            yield name, parquet.iter_batches(step, [group], names, use_threads=False)
     elif file.container == "arrow":
-        yield from (batch.select(names) for batch in _open_arrow(file)[1])
+        yield "the table", (batch.select(names) for batch in _open_arrow(file)[1])
     else:
         rows = file.place.rows.select_columns(names).with_format("arrow")  # type: ignore[union-attr]
         step = _piece_rows(file.num_bytes, len(rows))
-        yield from (rows[first : first + step] for first in range(0, len(rows), step))
+        yield "the data set", (rows[first : first + step] for first in range(0, len(rows), step))
 
 
 def _table_rows(file: SourceFile, names: list[str]) -> Iterator[Row]:
     """Yield the rows of a table, numbered from 0 as in `datasets`. A read error raises ConfigError."""
-    batches, row = _table_batches(file, names), 0
-    while True:
-        try:
-            batch = next(batches, None)
-        except Exception as error:  # see _open_parquet
-            raise ConfigError(
-                f"{file.place} is damaged from row {row:,} on: {' '.join(str(error).split())[:200]}. Write it again, "
-                "or leave it out."
-            ) from error
-        if batch is None:
-            return
-        step = _piece_rows(batch.nbytes, batch.num_rows)
-        for begin in range(0, batch.num_rows, step):
-            for content in batch.slice(begin, step).to_pylist():
-                yield f"{file.place}, row {row}", _without_nulls(content)
-                row += 1
+    row = 0
+    for part, batches in _table_parts(file, names):
+        while True:
+            try:
+                batch = next(batches, None)
+            except Exception as error:  # see _open_parquet
+                raise ConfigError(
+                    f"{file.place} is damaged in {part}, from row {row:,} on: "
+                    f"{' '.join(str(error).split())[:200]}. Write it again, or leave it out."
+                ) from error
+            if batch is None:
+                break
+            step = _piece_rows(batch.nbytes, batch.num_rows)
+            for begin in range(0, batch.num_rows, step):
+                for content in batch.slice(begin, step).to_pylist():
+                    yield f"{file.place}, row {row}", _without_nulls(content)
+                    row += 1
 
 
 def _without_nulls(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
@@ -26,6 +27,15 @@ OPERATIONS = "operations"
 """Peak bytes held by operations beyond all named allocations."""
 
 
+class Kept(NamedTuple):
+    """Call indices of uses with memory kept on the device from the forward to the backward."""
+
+    graphs: frozenset[int] = frozenset()
+    """Uses with the autograd graph, not recomputed."""
+    products: frozenset[int] = frozenset()
+    """Uses with the outputs of products."""
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Memory use on one rank.
@@ -35,8 +45,6 @@ class Footprint:
     host_bytes: total host memory for this rank, for any purpose.
     is_one_memory: device memory is part of host memory.
     loading_bytes: temporary host memory before the first step, while operations hold nothing yet.
-    kept: indices of uses with the autograd graph saved on the device instead of recomputation.
-    keeping: indices of uses with outputs of products kept on the device.
     """
 
     allocations: tuple[Allocation, ...]
@@ -44,8 +52,7 @@ class Footprint:
     host_bytes: int
     is_one_memory: bool
     loading_bytes: int
-    kept: frozenset[int]
-    keeping: frozenset[int] = frozenset()
+    kept: Kept
 
     def total(self, *tiers: str) -> int:
         """Return the total bytes on some tiers."""
@@ -70,10 +77,10 @@ class Footprint:
 
 def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardware, num_ranks: int = 1) -> Footprint:
     """Return the memory use on one rank. `workload` None: unknown; the result then covers planned allocations only."""
-    allocations, kept, keeping = prepared.plan.allocations, frozenset[int](), frozenset[int]()
+    allocations, kept = prepared.plan.allocations, Kept()
     if workload is not None:
         step = StepMemory(prepared, workload, hardware)
-        allocations, kept, keeping = step.allocations, step.kept, step.keeping
+        allocations, kept = step.allocations, step.kept
     resting = prepared.plan.residence.resting_labels(prepared.structure.regions)
     pins = hardware.device == "cuda"  # transfer buffers are pinned only on CUDA devices
     tiered = (
@@ -92,7 +99,6 @@ def footprint(prepared: EnginePlan, workload: Workload | None, hardware: Hardwar
         is_one_memory=hardware.shares_memory or hardware.device == "cpu",
         loading_bytes=4 * max(units),
         kept=kept,
-        keeping=keeping,
     )
 
 
@@ -130,10 +136,10 @@ class StepMemory:
     @cached_property
     def _largest_step(self) -> list[Allocation]:
         """The allocations a step adds. The first step recomputes uses whose graphs are offloaded later."""
-        later = list(self._step_allocations(self.kept, self.offloaded, self.keeping))
+        later = list(self._step_allocations(self.kept, self.offloaded))
         if not self.offloaded or self.settings.recompute == "never":
             return later
-        first = list(self._step_allocations(self._always_kept, frozenset()))
+        first = list(self._step_allocations(Kept(self._always_kept), frozenset()))
         if bytes_on("device", first) <= bytes_on("device", later):
             return later
         buffers = (CHECKPOINTS, GRAPHS)  # allocated once for all steps
@@ -146,29 +152,24 @@ class StepMemory:
         call = self.workload.calls[number]
         if number in self.offloaded:
             return 0, self._graph_bytes(call)
-        return self._place_inputs(call, number in self.kept)[1], 0
+        return self._place_inputs(call, number in self.kept.graphs)[1], 0
 
     @cached_property
-    def keeping(self) -> frozenset[int]:
-        """Call indices with outputs of products kept on the device, with the same choice as `RecomputePolicy`."""
-        if self.settings.recompute != PRODUCTS or not self._has_backward:
-            return frozenset()
-        sizes = {n: call.products.kept_bytes for n, call in enumerate(self.workload.calls) if call.products is not None}
-        return self._choose(sizes, lambda keeping: self._on_device(self.kept, keeping))
-
-    @cached_property
-    def kept(self) -> frozenset[int]:
-        """Call indices with the graph saved on the device, with the same choice as `RecomputePolicy`."""
+    def kept(self) -> Kept:
+        """Uses with memory kept on the device, with the same choice as `RecomputePolicy`."""
         calls, mode = self.workload.calls, self.settings.recompute
         if not self._has_backward:
-            return frozenset()
+            return Kept()
         always = self._always_kept
-        if mode in ("always", PRODUCTS) or (mode == "never" and self.settings.placement.graphs in OFFLOADED):
-            return always
+        if mode == PRODUCTS:
+            sizes = {n: call.products.kept_bytes for n, call in enumerate(calls) if call.products is not None}
+            return Kept(always, self._choose(sizes, lambda more: self._on_device(Kept(always, more))))
+        if mode == "always" or (mode == "never" and self.settings.placement.graphs in OFFLOADED):
+            return Kept(always)
         if mode == "never" or self.budget is None:
-            return frozenset(range(len(calls)))
+            return Kept(frozenset(range(len(calls))))
         sizes = {number: call.saved_bytes for number, call in enumerate(calls) if number not in always}
-        return always | self._choose(sizes, lambda more: self._on_device(always | more))
+        return Kept(always | self._choose(sizes, lambda more: self._on_device(Kept(always | more))))
 
     def _choose(self, sizes: Mapping[int, int], on_device: Callable[[frozenset[int]], int]) -> frozenset[int]:
         """Return the uses with room for their memory until the backward.
@@ -196,15 +197,15 @@ class StepMemory:
     @cached_property
     def offloaded(self) -> frozenset[int]:
         """Call indices with offloaded graphs."""
-        return self._choose_offloaded(self.kept)
+        return self._choose_offloaded(self.kept.graphs)
 
-    def _choose_offloaded(self, kept: frozenset[int]) -> frozenset[int]:
-        """Return the calls with offloaded graphs: as many calls outside `kept` as the tier has room for."""
+    def _choose_offloaded(self, graphs: frozenset[int]) -> frozenset[int]:
+        """Return the calls with offloaded graphs: as many calls outside `graphs` as the tier has room for."""
         calls, placement = self.workload.calls, self.settings.placement
         tier = placement.graphs
         if tier not in OFFLOADED or not self._has_backward:
             return frozenset()
-        numbers = [number for number, call in reversed(list(enumerate(calls))) if number not in kept and call.is_cut]
+        numbers = [number for number, call in reversed(list(enumerate(calls))) if number not in graphs and call.is_cut]
         if self.settings.recompute == "never":
             return frozenset(numbers)
         used = bytes_on(tier, self.plan.allocations)
@@ -226,12 +227,10 @@ class StepMemory:
     def _planned_bytes(self) -> int:
         return bytes_on("device", self.plan.allocations) + self._lasting_bytes
 
-    def _on_device(self, kept: frozenset[int], keeping: frozenset[int] = frozenset()) -> int:
-        return bytes_on("device", self._step_allocations(kept, self._choose_offloaded(kept), keeping))
+    def _on_device(self, kept: Kept) -> int:
+        return bytes_on("device", self._step_allocations(kept, self._choose_offloaded(kept.graphs)))
 
-    def _step_allocations(
-        self, kept: frozenset[int], offloaded: frozenset[int], keeping: frozenset[int] = frozenset()
-    ) -> Iterator[Allocation]:
+    def _step_allocations(self, kept: Kept, offloaded: frozenset[int]) -> Iterator[Allocation]:
         """Yield the allocations a step adds: tensors kept for the backward, and operation memory."""
         work, operations_tier = self.workload, "cpu" if self.hardware.device == "cpu" else "device"
         if not self._has_backward:
@@ -247,11 +246,11 @@ class StepMemory:
                 on_device[KEPT] += total_bytes - graph_bytes
                 offloaded_graph_bytes += graph_bytes
                 continue
-            name, offloaded_bytes = self._place_inputs(call, number in kept)
+            name, offloaded_bytes = self._place_inputs(call, number in kept.graphs)
             on_device[name] += _total_bytes(call, call.input_bytes, work) - offloaded_bytes
-            if number in kept and call.name is not None and not call.keeps_graph:
+            if number in kept.graphs and call.name is not None and not call.keeps_graph:
                 on_device[KEPT] += call.saved_bytes * work.num_micro_batches
-            elif number in keeping and call.products is not None:
+            elif number in kept.products and call.products is not None:
                 on_device[KEPT] += call.products.kept_bytes * work.num_micro_batches
         for name in (INPUTS, KEPT):
             yield Allocation("device", name, on_device[name])
@@ -259,9 +258,7 @@ class StepMemory:
             yield Allocation(self.settings.placement.activations, CHECKPOINTS, input_bytes_offloaded)
         if offloaded_graph_bytes:
             yield Allocation(self.settings.placement.graphs, GRAPHS, offloaded_graph_bytes)
-        yield Allocation(
-            operations_tier, OPERATIONS, self._operations(kept, offloaded, keeping, sum(on_device.values()))
-        )
+        yield Allocation(operations_tier, OPERATIONS, self._operations(kept, offloaded, sum(on_device.values())))
 
     def _calls(self) -> Iterator[tuple[int, UnitWork]]:
         """Yield (index, call). For a chunked head, only the last chunk, of the last row block."""
@@ -287,9 +284,7 @@ class StepMemory:
         always_kept = call.keeps_graph or call.name is None
         return 0 if always_kept or self.settings.recompute == "never" else self._place_inputs(call, False)[1]
 
-    def _operations(
-        self, kept: frozenset[int], offloaded: frozenset[int], keeping: frozenset[int], waiting_bytes: int
-    ) -> int:
+    def _operations(self, kept: Kept, offloaded: frozenset[int], waiting_bytes: int) -> int:
         """Return the peak device bytes minus bytes kept at the end of the forward."""
         work = self.workload
         parts, kept_bytes, peak_bytes = work.num_micro_batches, 0, 0
@@ -297,8 +292,8 @@ class StepMemory:
         last_result = [call.result_bytes for call in work.calls if call.name is not None and call.is_cut][-1:]
         hidden = sum(last_result) * parts if work.num_chunks > 1 else 0
         for number, call in self._calls():
-            is_kept, is_offloaded = number in kept, number in offloaded
-            if number in keeping and call.products is not None:
+            is_kept, is_offloaded = number in kept.graphs, number in offloaded
+            if number in kept.products and call.products is not None:
                 kept_bytes += call.products.kept_bytes * parts
                 call = call.with_products(call.products)
             offloaded_bytes = self._graph_bytes(call) if is_offloaded else self._place_inputs(call, is_kept)[1]

@@ -160,7 +160,7 @@ class PlannedStep:
     def calls(self) -> list[SimulatedCall]:
         """Unit uses in a step, in forward order."""
         memory, parts = self.memory, self.workload.num_micro_batches
-        in_graphs = memory.kept | memory.offloaded
+        in_graphs = memory.kept.graphs | memory.offloaded
         unit_regions = {unit.name: unit.regions for unit in self.units if not unit.resident}
         if not self._has_backward:
             return list(self._forward_only_calls(unit_regions))
@@ -168,7 +168,7 @@ class PlannedStep:
         for number, (work, times) in enumerate(_limit_chunks(self.workload)):
             regions = unit_regions.get(work.name or "", ())
             experts = self._experts.get(work.name or "")
-            products = work.products if number in memory.keeping else None
+            products = work.products if number in memory.kept.products else None
             again = work.forward if products is None else products.recomputation
             recomputation = [again] if regions and number not in in_graphs else []
             inputs, graph = memory.offloaded_bytes(number)

@@ -66,7 +66,7 @@ class TiledUses:
     ) -> Callable[..., Any]:
         """Return the forward function for a use: tiled if the search was successful, else `own`."""
         if not self._is_searched:
-            if unit.is_block and signature not in self._samples | self._tiles:
+            if unit.is_block and signature not in self._samples and signature not in self._tiles:
                 self._samples[signature] = _build_stand_in(unit.module), arguments
             return own
         modules, tiles = dict(unit.module.named_modules()), self._tiles.get(signature, Tiles(()))

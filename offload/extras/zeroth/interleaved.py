@@ -10,7 +10,7 @@ from torch import nn
 
 from offload.engine.state import EngineState
 from offload.engine.units.arguments import deliver_result, receive_call
-from offload.engine.units.call import run_rows
+from offload.engine.units.call import run_without_backward
 from offload.engine.units.snapshots import DictSnapshots, RngState, ThreadState
 from offload.engine.units.unit import Unit
 from offload.extras.zeroth.lockstep import Lockstep
@@ -85,7 +85,7 @@ class InterleavedForwards:
         self._enter(unit)
         self._perturbed.enter(unit, self._lockstep.current)
         try:
-            results = run_rows(unit, runner, arguments)
+            results = run_without_backward(unit, runner, arguments)
         finally:
             unit.install(unit.placeholders)
         delivered = deliver_result(results[0], runner.join(unit, results), containers)
