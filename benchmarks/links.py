@@ -14,7 +14,7 @@ import statistics
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
-from benchmarks.states import last_line
+from benchmarks.final_losses import last_line
 from offload.extras.tools.benches.report import BenchmarkOutput, Result
 
 LINKS = {"link_weights": ("exact", "int8"), "link_gradients": ("exact", "int8", "int4")}
