@@ -391,8 +391,8 @@ def updates(check: Check) -> str:
     for states in ("fp32", "bf16", "int8"):
         apart, fused = planes(states), planes(states)
         before, after = milliseconds(in_operations, apart), milliseconds(kernels.adamw, fused)
-        if device_update._refused:
-            raise RuntimeError(f"updates have no kernels of their own: {device_update._refused}")
+        if device_update.KERNELS.refused:
+            raise RuntimeError(f"updates have no kernels of their own: {device_update.KERNELS.refused}")
         host = tree_map(Tensor.cpu, planes(states))
         for step in steps:
             kernels.adamw(*host, **settings | {"step": step})

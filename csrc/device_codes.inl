@@ -1,7 +1,7 @@
 // Records of codes and scales decoded as GPU kernels, with the bits of codes_kernel.inl. A thread decodes 8 neighbouring
 // weights, so neighbours read neighbours and write whole lines. Records begin at a multiple of 4 bytes, weights at a
 // multiple of 16, and the records of a launch do not overlap its weights. Compiled by
-// offload/extras/quant/device_kernels.py.
+// offload/native/run_time_kernels.py.
 #include "device.inl"
 
 namespace offload {

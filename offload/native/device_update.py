@@ -10,17 +10,14 @@ on a test with ordinary and extreme numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.accelerators import open_accelerator
-from offload.errors import warn
-from offload.native.core import core
 from offload.native.moments import BLOCK
+from offload.native.run_time_kernels import Launch, RunTimeKernels, program
 from offload.native.torch_fallback import join, split
 
 _RULES = {  # function: (file, scalar class, {number of moments: rule class}, rule class for bf16 and 8-bit moments)
@@ -29,12 +26,13 @@ _RULES = {  # function: (file, scalar class, {number of moments: rule class}, ru
     "lion": ("lion", "LionScalars", {1: "LionStep"}, "LionStep"),
     "sgd": ("sgd", "SgdScalars", {0: "SgdStep", 1: "SgdMomentumStep"}, ""),
 }
-_THREADS, _EACH = 256, 8  # threads per block; elements per thread
+_EACH = 8  # elements per thread
 _NUM_SCALARS = 8
 _Moments = Sequence[Tensor | tuple[Tensor, Tensor]]
-_Kernel = Callable[..., None]
-_refused: dict[torch.device, str] = {}
-"""Devices without compiled kernels, with the reason."""
+KERNELS = RunTimeKernels(
+    "Updates on {device} run as torch operations (some thirty launches each), because their own kernels do not work "
+    "there ({reason}). Results are equal up to the last bits."
+)
 
 
 class KernelVariant(NamedTuple):
@@ -49,8 +47,6 @@ class KernelVariant(NamedTuple):
     @property
     def program(self) -> tuple[str, str, list[str]]:
         """Source, C++ kernel name and compiler options."""
-        assert core is not None
-        assert core.__file__ is not None
         file, scalars, rules, of_rounded = _RULES[self.function]
         rule = rules[self.num_moments] if self.states == "fp32" else of_rounded
         master = "SplitMaster" if self.is_split else "WholeMaster"
@@ -58,9 +54,8 @@ class KernelVariant(NamedTuple):
         arguments = (
             f"offload::{rule}, offload::{scalars}, offload::{master}, offload::States::{self.states}, {gradient}"
         )
-        folder = Path(core.__file__).with_name("csrc")
         source = f'#define OFFLOAD_KERNEL "{file}_kernel.inl"\n#include "device_update.inl"\n'
-        return source, f"offload::update<{arguments}>", ["-std=c++17", f"-I{folder}"]
+        return program(source, f"update<{arguments}>")
 
 
 def update(
@@ -77,15 +72,16 @@ def update(
     """Run `torch_fallback.update` as one kernel launch, with the same result. Returns None if no kernel exists.
     `on_host` runs the same update on host arrays, for the comparison before first use.
     """
-    if core is None or master.device in _refused or (function == "correct_adamw" and scalars[0] == scalars[1]):
-        return None  # sources are installed only together with the C++ kernels
+    if not KERNELS.can_run(master.device) or (function == "correct_adamw" and scalars[0] == scalars[1]):
+        return None
     variant = KernelVariant(function, states, len(moments), lo is not None, grad.dtype == torch.bfloat16)
-    kernel = _checked_kernel(master.device, variant, len(scalars), on_host)
-    return None if kernel is None else _launch(kernel, master, lo, moments, grad, scalars, rounding_key)
+    find_difference = partial(_find_difference, master.device, variant, len(scalars), on_host)
+    launch = KERNELS.find(master.device, variant, lambda: variant.program, find_difference)
+    return None if launch is None else _launch(launch, master, lo, moments, grad, scalars, rounding_key)
 
 
 def _launch(
-    kernel: _Kernel,
+    launch: Launch,
     master: Tensor,
     lo: Tensor | None,
     moments: _Moments,
@@ -104,39 +100,17 @@ def _launch(
     numbers = [*halves, step, element & 0xFFFFFFFF, element >> 32]
     padded = [*map(float, scalars), *[0.0] * (_NUM_SCALARS - len(scalars))]
     arguments = [master, master if lo is None else lo, *values, *scales, grad, count, *numbers, *padded]
-    grid = -(-master.numel() // (_THREADS * _EACH))
-    device = open_accelerator(master.device)
-    with device.module.device(master.device):
-        kernel((grid, 1, 1), (_THREADS, 1, 1), arguments, stream=device.current_stream())
+    launch(-(-master.numel() // _EACH), arguments)
     return count
 
 
-@cache
-def _checked_kernel(
-    device: torch.device, variant: KernelVariant, num_scalars: int, on_host: Callable[..., int | Tensor]
-) -> _Kernel | None:
-    """Return a kernel with verified bits on this device, or None."""
-    try:
-        kernel = open_accelerator(device).compile_kernel(*variant.program)
-        if kernel is not None and not _equals_host(kernel, device, variant, num_scalars, on_host):
-            raise RuntimeError(f"{variant.function} with {variant.states} moments gives other bits than on the host")
-    except Exception as error:  # from a compiler, a driver, or an old torch
-        _refused[device] = f"{type(error).__name__}: {error}"
-        warn(
-            f"Updates on {device} run as torch operations (some thirty launches each), because their own kernels do "
-            f"not work there ({_refused[device][:300]}). Results are equal up to the last bits."
-        )
-        return None
-    return kernel
-
-
-def _equals_host(
-    kernel: _Kernel,
+def _find_difference(
     device: torch.device,
     variant: KernelVariant,
     num_scalars: int,
     on_host: Callable[..., int | Tensor],
-) -> bool:
+    launch: Launch,
+) -> str:
     """Compare a test update on the device with the C++ kernels, bit for bit. Waits for the device."""
     n = 20 * BLOCK + 7
     words = torch.arange(4 * n, dtype=torch.int64, device="cpu").mul_(0x9E3779B1).bitwise_and_(0xFFFFFFFF).sub_(2**31)
@@ -160,7 +134,7 @@ def _equals_host(
     rounding_key = (2**63 + 12345, 7, 5 * BLOCK)
     (whole, *low), *moments = device_arrays
     num_nonfinite = _launch(
-        kernel,
+        launch,
         whole,
         low[0] if low else None,
         [as_argument(each) for each in moments],
@@ -176,7 +150,10 @@ def _equals_host(
     if variant.is_split:
         results[0], host_arrays[0] = ((join(*each),) for each in (results[0], host_arrays[0]))
     parts = ((a, b) for f, h in zip(results, host_arrays, strict=True) for a, b in zip(f, h, strict=True))
-    return int(num_nonfinite) == int(expected) and all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in parts)
+    is_equal = all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in parts)
+    if is_equal and int(num_nonfinite) == int(expected):
+        return ""
+    return f"{variant.function} with {variant.states} moments gives other bits than on the host"
 
 
 def as_argument(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:

@@ -121,10 +121,9 @@ def test_launches_hardly_grow_with_the_weights(
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Recompile kernels and clear the caches afterwards."""
-    device_kernels._checked_kernel.cache_clear()
+    device_kernels.KERNELS.forget()
     yield
-    device_kernels._checked_kernel.cache_clear()
-    device_kernels._refused.clear()
+    device_kernels.KERNELS.forget()
 
 
 @pytest.mark.usefixtures("forgetful")

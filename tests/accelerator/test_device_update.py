@@ -136,10 +136,9 @@ def test_a_step_has_the_bits_of_updates_on_the_host(
 @pytest.fixture
 def forgetful() -> Any:
     """Recompile kernels and clear the caches afterwards."""
-    device_update._checked_kernel.cache_clear()
+    device_update.KERNELS.forget()
     yield
-    device_update._checked_kernel.cache_clear()
-    device_update._refused.clear()
+    device_update.KERNELS.forget()
 
 
 @pytest.mark.usefixtures("forgetful")

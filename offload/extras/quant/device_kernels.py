@@ -5,44 +5,47 @@ Before first use a kernel must reproduce the host's bits on records with all cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from offload.accelerators import open_accelerator
-from offload.errors import warn
 from offload.layout.codecs import QuantizedCodec
-from offload.native.core import core
+from offload.native.run_time_kernels import Launch, RunTimeKernels
+from offload.native.run_time_kernels import program as kernel_program
 
-_KERNELS = {
+_NAMES = {
     "int8": "decode_whole_on_device<8, {}>",
     "int4": "decode_whole_on_device<4, {}>",
     "nf4": "decode_nf4_on_device<{}>",
 }
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "uint16_t"}
-_THREADS, _EACH = 256, 8  # threads per block; weights per thread
-_Kernel = Callable[..., None]
-_refused: dict[torch.device, str] = {}
-"""Devices without compiled kernels, with the reason."""
+_EACH = 8  # weights per thread
+KERNELS = RunTimeKernels(
+    "Quantized weights on {device} are decoded by torch operations (several launches for every million), because their "
+    "own kernel does not work there ({reason}). Results are equal."
+)
 
 
 def decode(codec: QuantizedCodec, records: Tensor, out: Tensor, workspace: Tensor) -> bool:
     """Run `codec.decode` by kernels, with the same arguments. Returns False if no kernel exists."""
-    if core is None or out.is_cpu or out.device in _refused:
-        return False  # sources are installed only together with the C++ kernels
-    if codec.name not in _KERNELS or out.dtype not in _ELEMENTS or not out.numel():
+    if out.is_cpu or not KERNELS.can_run(out.device):
+        return False
+    if codec.name not in _NAMES or out.dtype not in _ELEMENTS or not out.numel():
         return False
     if records.data_ptr() % 4 or out.data_ptr() % 16:
         return False
-    kernel = _checked_kernel(codec, out.device, out.dtype)
-    if kernel is None:
-        return False
+    launch = None
+    for dtype in dict.fromkeys((torch.float32, out.dtype)):  # in bf16, rounding can hide a wrong product
+        find_difference = partial(_find_difference, codec, out.device, dtype)
+        launch = KERNELS.find(out.device, (codec, dtype), partial(program, codec.name, dtype), find_difference)
+        if launch is None:
+            return False
+    assert launch is not None
     num_table_bytes = codec.tables.nbytes
     for stretch, weights in _stretches(codec, records, out, workspace[num_table_bytes:]):
-        _launch(kernel, codec, stretch, weights, workspace[:num_table_bytes])
+        _launch(launch, codec, stretch, weights, workspace[:num_table_bytes])
     return True
 
 
@@ -63,45 +66,17 @@ def _stretches(codec: QuantizedCodec, records: Tensor, out: Tensor, spare: Tenso
     yield records, out[begin * codec.block :]
 
 
-def _launch(kernel: _Kernel, codec: QuantizedCodec, records: Tensor, out: Tensor, tables: Tensor) -> None:
-    device = open_accelerator(out.device)
+def _launch(launch: Launch, codec: QuantizedCodec, records: Tensor, out: Tensor, tables: Tensor) -> None:
     arguments = [records, tables if len(tables) else records, out, records.nbytes // codec.record_bytes]
-    with device.module.device(out.device):
-        grid = -(-out.numel() // (_THREADS * _EACH))
-        kernel((grid, 1, 1), (_THREADS, 1, 1), arguments, stream=device.current_stream())
+    launch(-(-out.numel() // _EACH), arguments)
 
 
 def program(codec: str, dtype: torch.dtype) -> tuple[str, str, list[str]]:
     """Return (source, C++ kernel name, compiler options)."""
-    assert core is not None
-    assert core.__file__ is not None
-    name = f"offload::{_KERNELS[codec].format(_ELEMENTS[dtype])}"
-    folder = Path(core.__file__).with_name("csrc")
-    return '#include "device_codes.inl"\n', name, ["-std=c++17", f"-I{folder}"]
+    return kernel_program('#include "device_codes.inl"\n', _NAMES[codec].format(_ELEMENTS[dtype]))
 
 
-@cache
-def _checked_kernel(codec: QuantizedCodec, device: torch.device, dtype: torch.dtype) -> _Kernel | None:
-    """Return a kernel with verified bits on this device, or None. In bf16, rounding can hide a wrong product: the
-    float32 kernel is verified too.
-    """
-    if dtype != torch.float32 and _checked_kernel(codec, device, torch.float32) is None:
-        return None
-    try:
-        kernel = open_accelerator(device).compile_kernel(*program(codec.name, dtype))
-        if kernel is not None and not _equals_host(kernel, codec, device, dtype):
-            raise RuntimeError(f"{codec.name} gives other weights than on the host")
-    except Exception as error:  # from a compiler, a driver, or an old torch
-        _refused[device] = f"{type(error).__name__}: {error}"
-        warn(
-            f"Quantized weights on {device} are decoded by torch operations (several launches for every million), "
-            f"because their own kernel does not work there ({_refused[device][:300]}). Results are equal."
-        )
-        return None
-    return kernel
-
-
-def _equals_host(kernel: _Kernel, codec: QuantizedCodec, device: torch.device, dtype: torch.dtype) -> bool:
+def _find_difference(codec: QuantizedCodec, device: torch.device, dtype: torch.dtype, launch: Launch) -> str:
     """Decode some records with arbitrary codes on the device and on the host, and compare. Waits for the device."""
     num_records = max(2, 2048 // codec.block)
     words = torch.arange(num_records * codec.record_bytes, dtype=torch.int64, device="cpu").mul_(0x9E3779B1)
@@ -111,5 +86,6 @@ def _equals_host(kernel: _Kernel, codec: QuantizedCodec, device: torch.device, d
     wanted = torch.empty(num_records * codec.block, dtype=dtype, device="cpu")
     codec.decode(records, wanted, codec.workspace(len(wanted)))
     found = torch.empty_like(wanted, device=device)
-    _launch(kernel, codec, records.to(device), found, codec.tables.to(device))
-    return torch.allclose(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+    _launch(launch, codec, records.to(device), found, codec.tables.to(device))
+    is_equal = torch.allclose(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+    return "" if is_equal else f"{codec.name} gives other weights than on the host"

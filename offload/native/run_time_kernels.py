@@ -1,0 +1,90 @@
+"""GPU kernels compiled at run time from `csrc/`. Before first use each must reproduce known results on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.accelerators import open_accelerator
+from offload.errors import warn
+from offload.native.core import core
+
+THREADS = 256
+"""Threads per block."""
+Launch = Callable[[int, Sequence[Any]], None]
+"""Runs a kernel on the current stream: number of threads, arguments."""
+
+
+def program(source: str, name: str) -> tuple[str, str, list[str]]:
+    """Return (source, C++ kernel name, compiler options) for a kernel in the namespace `offload`."""
+    assert core is not None
+    assert core.__file__ is not None
+    folder = Path(core.__file__).with_name("csrc")
+    return source, f"offload::{name}", ["-std=c++17", f"-I{folder}"]
+
+
+class RunTimeKernels:
+    """Kernels for one task, by device and key. After a failure a device has none of them, with one warning.
+
+    text: the warning, with places for {device} and {reason}.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._found: dict[tuple[torch.device, Hashable], Launch | None] = {}
+        self.refused: dict[torch.device, str] = {}
+        """Devices without kernels, with the reason."""
+
+    def can_run(self, device: torch.device) -> bool:
+        """False if no kernel exists. Sources are installed only together with the C++ kernels."""
+        return core is not None and device not in self.refused
+
+    def find(
+        self,
+        device: torch.device,
+        key: Hashable,
+        program_of: Callable[[], tuple[str, str, list[str]]],
+        find_difference: Callable[[Launch], str],
+    ) -> Launch | None:
+        """Return a kernel, compiled and verified at the first call with this key, or None.
+
+        find_difference: runs the kernel on test data and returns a text about wrong results, empty without any.
+        """
+        if (device, key) not in self._found:
+            self._found[device, key] = self._open(device, program_of, find_difference)
+        return None if device in self.refused else self._found[device, key]
+
+    def _open(
+        self,
+        device: torch.device,
+        program_of: Callable[[], tuple[str, str, list[str]]],
+        find_difference: Callable[[Launch], str],
+    ) -> Launch | None:
+        try:
+            kernel = open_accelerator(device).compile_kernel(*program_of())
+            if kernel is None:
+                return None
+            launch = partial(_launch, device, kernel)
+            if difference := find_difference(launch):
+                raise RuntimeError(difference)
+        except Exception as error:  # from a compiler, a driver, or an old torch
+            self.refused[device] = f"{type(error).__name__}: {error}"
+            warn(self._text.format(device=device, reason=self.refused[device][:300]))
+            return None
+        return launch
+
+    def forget(self) -> None:
+        """Compile and verify again at the next use."""
+        self._found.clear()
+        self.refused.clear()
+
+
+def _launch(device: torch.device, kernel: Callable[..., None], num_threads: int, arguments: Sequence[Any]) -> None:
+    accelerator = open_accelerator(device)
+    with accelerator.module.device(device):
+        grid = -(-num_threads // THREADS)
+        kernel((grid, 1, 1), (THREADS, 1, 1), arguments, stream=accelerator.current_stream())
