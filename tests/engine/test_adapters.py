@@ -8,6 +8,7 @@ import importlib.util
 import json
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from offload.app.hf.sources import TensorSource
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, MissingLibraryError
 from offload.extras.adapters.adapters import Adaptation, describe_adapter
-from tests.engine import families
+from offload.extras.quant import products
+from tests.engine import families, fp8
 from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both
 from tests.engine.inside import parts_of, resident_names
 from tests.engine.ranks import run
@@ -93,6 +95,21 @@ def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, t
     assert (engine.head_chunks == 3) == (name == "lora")
     trained = {name for name, value in plain.named_parameters() if value.requires_grad}
     assert dict(engine.named_parameters(trained_only=True)).keys() == trained
+    engine.close()
+
+
+def test_an_adapter_trains_over_a_base_multiplied_in_fp8(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frozen layers multiply in FP8, also for the gradients of inputs. The small products of the adapter do not."""
+    monkeypatch.setattr(products, "LEAST_SIZE", fp8.LEAST_SIZE)
+    adapter = adaptation(tmp_path, CASES["lora"])
+    built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
+    settings: dict[str, Any] = {"placement": Placement(**PLACES["cpu"]), "matmul": "fp8_rowwise", "precision": "bf16"}
+    group = partial(fp8.multiply_in_fp8, "fp8_rowwise")
+    engine, _ = train_both(built.model, families.batches(2), plain=plain, fill=built.fill, group=group, **settings)
+    built.close()
+    assert "10 linear layers of blocks multiply in FP8" in engine.told_tiles
     engine.close()
 
 
