@@ -253,7 +253,7 @@ def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, 
             layout["parameters"] = "device"
     chances = {
         "debug": (0.5, lambda: dice.randrange(1, 10**6)),
-        "recompute": (0.6, lambda: dice.choice(["never", "never", "auto", "products"])),
+        "recompute": (0.6, lambda: dice.choice(["never", "never", "auto"])),
         "prefetch": (0.5, lambda: dice.choice([0, 1, 1, 2, 3, 9])),
         "compile": (0.06, lambda: "always"),
         "throttle": (0.25, lambda: _throttle(dice)),
@@ -264,9 +264,6 @@ def _layout(dice: random.Random, world: int, is_speculative: bool) -> dict[str, 
         "zero_stage": (0.6 if world > 1 else 0.1, lambda: dice.randrange(4)),
     }
     drawn = {key: value for key, (chance, make) in chances.items() if dice.random() < chance for value in [make()]}
-    if drawn.get("recompute") == "products":  # refused beside these
-        drawn.pop("compile", None)
-        layout["graphs"] = "device"
     if drawn.get("update") == "both":  # some optimizer states are on the device
         layout |= {"optimizer": "auto", "optimizer_memory": dice.choice([1, 1 << 14, 1 << 16, 1 << 18])}
         if is_speculative:  # unsupported with all states on the device

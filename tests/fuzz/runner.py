@@ -675,7 +675,7 @@ def _trace(error: BaseException) -> str:
 def find_budgets(case: Case, comm: Comm, folder: Path, ops: list[Op], layout: Mapping[str, Any]) -> dict[str, int]:
     """Return budgets slightly above the minimum for these operations."""
     calm = dict(layout)
-    if calm.get("recompute") in ("auto", "products"):
+    if calm.get("recompute") == "auto":
         calm["recompute"] = "always"
     player = make(case, comm, folder, calm, {})
     player.may_copy = False
