@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -208,7 +208,7 @@ def _compile_class(owner: Any) -> Forward:
     return torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph, **limits)
 
 
-def _compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
     """Return the compiled graph. The forward keeps outputs of products and attention alone."""
     from torch._functorch import config  # Imported late, as in `_num_graphs`.
 
