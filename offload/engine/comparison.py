@@ -78,6 +78,22 @@ def _signs(device: torch.device) -> torch.Tensor:
     return (torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1).to(device)
 
 
+def signed_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a sketch on the device of the tensor, float64 [256]."""
+    flat = tensor.detach()
+    flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
+    signs, sums = _signs(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
+    whole = flat.numel() // _CHUNK * _CHUNK
+    periods = 1 if flat.device.type == "cpu" else _PERIODS_PER_LAUNCH
+    for part in flat[:whole].split(periods * _CHUNK):
+        sums += (part.view(-1, _CHUNK).double() * signs).view(-1, _SUMS).sum(0)
+    signed = flat[whole:].double() * signs[: flat.numel() - whole]
+    even = signed.numel() // _SUMS * _SUMS
+    sums += signed[:even].view(-1, _SUMS).sum(0)
+    sums[: signed.numel() - even] += signed[even:]
+    return sums
+
+
 @dataclass(frozen=True, eq=False)
 class Sketch:
     """Signed sums over tensor elements, float64 (count sketch, Charikar et al. 2002).
@@ -93,19 +109,8 @@ class Sketch:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Sketch:
-        """Return the sketch for a tensor with any dtype and device."""
-        flat = tensor.detach()
-        flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
-        signs, sums = _signs(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
-        whole = flat.numel() // _CHUNK * _CHUNK
-        periods = 1 if flat.device.type == "cpu" else _PERIODS_PER_LAUNCH
-        for part in flat[:whole].split(periods * _CHUNK):
-            sums += (part.view(-1, _CHUNK).double() * signs).view(-1, _SUMS).sum(0)
-        signed = flat[whole:].double() * signs[: flat.numel() - whole]
-        even = signed.numel() // _SUMS * _SUMS
-        sums += signed[:even].view(-1, _SUMS).sum(0)
-        sums[: signed.numel() - even] += signed[even:]
-        return cls(tensor.shape, sums.cpu())
+        """Return the sketch for a tensor with any dtype and device. Waits for the device."""
+        return cls(tensor.shape, signed_sums(tensor).cpu())
 
     def __add__(self, other: Sketch) -> Sketch:
         return Sketch(self.shape, self.sums + other.sums)

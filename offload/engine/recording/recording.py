@@ -13,16 +13,16 @@ Every unit runs with a separate autograd graph here, cut at the unit border. The
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from offload.engine.comparison import Sketch, same_bits
+from offload.engine.comparison import same_bits, signed_sums
 from offload.engine.recording.watching import WatchingMode
 from offload.engine.units.arguments import Arguments, deliver_result, receive_call
 from offload.engine.units.offloaded_tensor import OffloadedTensor
@@ -323,26 +323,47 @@ def _operands(args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 class _Contents:
-    """Tensor contents at one moment. Version counters alone miss writes through `tensor.data` or numpy."""
+    """Tensor contents at one moment. Version counters alone miss writes through `tensor.data` or numpy.
+
+    Sums stay on the device of a tensor. A comparison waits once, for all tensors together.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._entries: list[tuple[torch.Tensor, int, Sketch]] = []
+        self._entries: list[_Content] = []
         for tensor in tensors:
             self.add(tensor)
-
-    def has_changed(self) -> bool:
-        """True if the contents of some tensor changed."""
-        return any(not sketch.equals(Sketch.of(t)) for t, _, sketch in self._entries)
 
     def add(self, tensor: torch.Tensor) -> None:
         """Record the contents of a tensor."""
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if is_plain and not tensor.is_quantized:
-            self._entries.append((tensor, tensor._version, Sketch.of(tensor)))
+            self._entries.append(_Content(tensor, tensor._version, tensor.shape, signed_sums(tensor)))
+
+    def has_changed(self) -> bool:
+        """True if the contents of some tensor changed."""
+        return _have_changed(self._entries)
 
     def is_rewritten(self) -> bool:
         """True if contents changed without a new version."""
-        return any(t._version == version and not sketch.equals(Sketch.of(t)) for t, version, sketch in self._entries)
+        return _have_changed([entry for entry in self._entries if entry.tensor._version == entry.version])
+
+
+class _Content(NamedTuple):
+    """A tensor at one moment."""
+
+    tensor: torch.Tensor
+    version: int
+    shape: torch.Size
+    sums: torch.Tensor
+
+
+def _have_changed(entries: Sequence[_Content]) -> bool:
+    if any(entry.tensor.shape != entry.shape for entry in entries):
+        return True
+    sums = defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]](list)
+    for entry in entries:
+        sums[entry.sums.device].append((entry.sums, signed_sums(entry.tensor)))
+    return any(not same_bits(*map(torch.cat, zip(*pairs, strict=True))) for pairs in sums.values())
 
 
 class _SavedTensors(SavedBytes):
