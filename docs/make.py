@@ -353,7 +353,7 @@ def plans_table() -> str:
     tokens_8b, tokens_3b = (f"{number:,}" for number in tokens.values())
     lines.append(
         "\nForecasts are [plans](benchmarks/readme_plans.py) by data sheets: all parameters, compiled, AdamW with fp32 "
-        f"states, {told['tokens_a_step']:,} tokens a\nstep. Measured: [long runs](benchmarks/README.md#a-real-gpu), "
+        f"states, {told['tokens_a_step']:,} tokens a\nstep. Measured: [few steps](benchmarks/README.md#a-real-gpu), "
         f"random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
         f"tokens a step. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations."
     )
