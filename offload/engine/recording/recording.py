@@ -349,9 +349,14 @@ class _Contents:
 
 
 class _Content(NamedTuple):
-    """A tensor at one moment."""
+    """A tensor and values from one moment.
+
+    version, shape: version counter and shape of the tensor.
+    sums: `signed_sums`, on the device of the tensor.
+    """
 
     tensor: torch.Tensor
+    """The live tensor."""
     version: int
     shape: torch.Size
     sums: torch.Tensor
