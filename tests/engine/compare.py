@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload import AdamW, Engine
+from offload import AdamW, Engine, Placement
 from tests.engine.device import set_seed
 from tests.engine.inside import updating_device
 from tests.engine.reference import Batch, LossFunction, Reference
@@ -17,6 +18,17 @@ PROPORTIONAL = AdamW(lr=0.05, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
 """Update by nearly lr * gradient, for comparison within a tolerance. AdamW turns a gradient of 1e-9 into a full step,
 so a different summation order would change weights by a full step.
 """
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {"parameters": "device", "optimizer": "device"},
+    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
+    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"},
+}
+"""Placements of all states on one tier."""
+
+
+def placed(place: str, folder: Path, **more: Any) -> Placement:
+    """Return the placement with a name in `PLACES`, on disk in `folder`."""
+    return Placement(**PLACES[place], **more, nvme_dir=str(folder) if place == "nvme" else None)
 
 
 def train_both(

@@ -21,7 +21,7 @@ from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large import cut_experts
 from offload.extras.large.adapted_experts import unsupported_reason
 from offload.layout.codecs import decoded
-from tests.engine.compare import assert_same, assert_weights, weights
+from tests.engine.compare import assert_same, assert_weights, placed, weights
 from tests.engine.families import batches, build, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
@@ -36,11 +36,6 @@ needs("peft")
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
 """An expert of each stack is a multiple of 16,384 elements, the block of nf4."""
-PLACES: dict[str, dict[str, str]] = {
-    "device": {"parameters": "device", "optimizer": "device"},
-    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +77,6 @@ def train(model: nn.Module, plain: nn.Module, **settings: Any) -> Engine:
     return engine
 
 
-def placed(name: str, folder: Path) -> Placement:
-    return streamed(**PLACES[name], **({"nvme_dir": str(folder)} if name == "nvme" else {}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "codec", "place", "settings"),
@@ -111,7 +102,9 @@ def test_families_have_the_bits_of_peft_over_the_dequantized_weights(
     model, told = adapted(family), settings | {"optimizer": RULE}
     dtype = torch.bfloat16 if told.get("precision") == "bf16" else torch.float32
     plain = dequantized(model, codec, dtype) if codec != "exact" else None
-    engine = train(model, plain or model, placement=placed(place, tmp_path), frozen_weights=codec, **told)
+    engine = train(
+        model, plain or model, placement=placed(place, tmp_path, experts="streamed"), frozen_weights=codec, **told
+    )
     experts = [unit for unit in parts_of(engine).units if unit.in_records]
     assert len(experts) == 2
     assert {region.codec.name for unit in experts for region in unit.regions} >= {codec}
@@ -143,12 +136,14 @@ def test_only_codes_of_chosen_experts_come_up_and_only_gradients_of_factors_go_d
 def test_a_resumed_run_on_another_tier_has_the_bits_of_one_run(tmp_path: Path) -> None:
     found = []
     for stop in (False, True):
-        engine = Engine(adapted("mixtral"), RULE, placed("cpu", tmp_path), frozen_weights="nf4")
+        engine = Engine(adapted("mixtral"), RULE, placed("cpu", tmp_path, experts="streamed"), frozen_weights="nf4")
         engine.step(tokens(0))
         if stop:
             engine.save_checkpoint(tmp_path / "states", trained_only=True)
             engine.close()
-            engine = Engine(adapted("mixtral"), RULE, placed("nvme", tmp_path), frozen_weights="nf4")
+            engine = Engine(
+                adapted("mixtral"), RULE, placed("nvme", tmp_path, experts="streamed"), frozen_weights="nf4"
+            )
             engine.load_checkpoint(tmp_path / "states")
         engine.step(tokens(1))
         found.append(weights(engine))

@@ -14,7 +14,7 @@ from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
 from offload.extras.rules.factored import Adafactor
 from tests.engine import ranks
-from tests.engine.compare import same_bits, weights
+from tests.engine.compare import PLACES, same_bits, weights
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.inside import State, states
 from tests.engine.ranks_child import share
@@ -24,11 +24,6 @@ needs("peft")
 
 from peft import LoraConfig, get_peft_model  # noqa: E402
 
-PLACES: dict[str, dict[str, Any]] = {
-    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
-    "device": {"parameters": "device", "optimizer": "device"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"},
-}
 SHARE = 0.9
 
 

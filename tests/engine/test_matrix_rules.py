@@ -13,7 +13,7 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DoesNotFitError
 from offload.layout import build_regions
 from offload.planning import disk
-from tests.engine.compare import assert_same, train_both, weights
+from tests.engine.compare import PLACES, assert_same, placed, train_both, weights
 from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, llama, mamba, mixtral, tokens
 from tests.engine.inside import parts_of
@@ -21,7 +21,6 @@ from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, opened, trained
 from tests.engine.reference import Reference
 from tests.engine.test_rules import MATRIX as RULES
-from tests.engine.test_rules import PLACES, placed
 
 
 @pytest.fixture(autouse=True)

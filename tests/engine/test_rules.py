@@ -20,7 +20,7 @@ from offload.optim import states as optimizer_states
 from offload.optim.rule import ParameterTraits, UpdateRule
 from offload.optim.states import master
 from offload.planning import disk
-from tests.engine.compare import assert_same, assert_weights, train_both, updating_device, weights
+from tests.engine.compare import PLACES, assert_same, assert_weights, placed, train_both, updating_device, weights
 from tests.engine.device import own_device
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
@@ -30,20 +30,10 @@ from tests.engine.ranks_child import trained, wide_llama
 from tests.engine.reference import Reference
 from tests.engine.test_delay import Late
 
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {"parameters": "device", "optimizer": "device"},
-    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"},
-}
-
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
-
-
-def placed(place: str, folder: Path) -> Placement:
-    return Placement(**PLACES[place], nvme_dir=str(folder) if place == "nvme" else None)
 
 
 @dataclass(frozen=True)
