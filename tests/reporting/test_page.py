@@ -187,7 +187,7 @@ def test_it_says_what_it_shows(chromium: Browser, pages: dict[str, Path]) -> Non
     ):
         assert said in text, said
     text = chromium.open(pages["broken"], LOOK, width=1280).found["text"]
-    assert "metrics.jsonl has no step." in text
+    assert "metrics.jsonl has no steps." in text
     assert "trace.json.gz is missing" in text
     text = chromium.open(pages["several"], LOOK, width=1280).found["text"]
     assert "4 runs" in text
