@@ -19,5 +19,24 @@ def no_graph_is_left() -> Iterator[None]:
     assert not left, [(tuple(each.shape), each.grad_fn) for each in left]
 
 
+@contextmanager
+def no_tensor_waits_for_collection() -> Iterator[None]:
+    """Check the block for tensors in reference cycles: their memory is free only after a run of Python's collector."""
+    left: list[Tensor] = []
+    gc.disable()
+    gc.freeze()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield
+        gc.collect()
+        left += [each for each in gc.garbage if isinstance(each, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.unfreeze()
+        gc.enable()
+    assert not left, [(tuple(each.shape), each.grad_fn) for each in left]
+
+
 def _with_graph() -> list[Tensor]:
     return [each for each in gc.get_objects() if isinstance(each, Tensor) and each.grad_fn is not None]

@@ -81,6 +81,9 @@ class Arguments:
         A spec is None for a leaf, the number of a known container, or (kind, keys, is_container, child specs).
         """
         node_type: Any = type(tree)
+        if node_type in _LEAVES:
+            leaves.append(tree)
+            return None
         keys, parts = None, tree
         is_container = node_type is not tuple and node_type is not _Keywords
         if node_type is _Keywords:
@@ -93,7 +96,7 @@ class Arguments:
                 keys, parts = tuple(tree), tree.values()
             elif node_type is not list:
                 is_container = _is_container(tree) and (self._opens_caches or not isinstance(tree, _cache_types()))
-                parts, spec = tree_flatten(tree, lambda part: part is not tree)
+                parts, spec = _open_node(tree)
                 if not spec.is_leaf():
                     node_type = spec
                 elif is_container:
@@ -103,13 +106,7 @@ class Arguments:
                     return None
             if is_container:
                 containers.append(tree)
-        specs: list[Hashable] = []
-        for part in parts:
-            if type(part) in _LEAVES:
-                leaves.append(part)
-                specs.append(None)
-            else:
-                specs.append(self._flatten(part, leaves, containers))
+        specs = [self._flatten(part, leaves, containers) for part in parts]
         return node_type, keys, is_container, tuple(specs)
 
     def _rebuild(self, spec: Any, leaves: Iterator[Any], containers: list[Any]) -> Any:
@@ -140,6 +137,18 @@ class Arguments:
 
 
 # -- containers ----------------------------------------------------------------------------------------------
+
+
+def _open_node(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the direct parts of a tree and the spec for them; `[tree]` for a leaf.
+
+    torch's function is a reference cycle, so a filter with a tensor would keep it until a garbage collection.
+    """
+    root = [tree]
+    try:
+        return tree_flatten(tree, lambda part: part is not root[0])
+    finally:
+        root.clear()
 
 
 def _is_container(value: Any) -> bool:
