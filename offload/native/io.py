@@ -6,9 +6,9 @@
         reading = engine.read(file, offset, tile)            # returns at once
         reading.wait()                                       # sleeps without the GIL; raises DiskError
 
-Only this module, `offload.native.kernels`, `codes` and `offload.extras.zeroth.directions` call the C++ module
-`offload._core`. Three engines have the same interface: io_uring; C++ threads, if the kernel or a sandbox refuses
-io_uring; and slower Python threads, without C++. An `IoEngine` selects one at creation.
+Only this module, `offload.native.kernels`, `offload.extras.quant.kernels` and `offload.extras.zeroth.directions` call
+the C++ module `offload._core`. Three engines have the same interface: io_uring; C++ threads, if the kernel or a sandbox
+refuses io_uring; and slower Python threads, without C++. An `IoEngine` selects one at creation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Kernels on flat arrays: update rules, split masters, sums of squares, bfloat16 conversion.
 
-Only this module, `offload.native.io`, `codes` and `offload.extras.zeroth.directions` call the C++ module
-`offload._core`. Arrays are torch tensors or numpy arrays, contiguous, of any shape, without overlap within a call. C++
-handles CPU arrays; `torch_fallback` runs the same operations in the same order on other devices and without C++. An
-invalid argument raises ConfigError with the argument name, before any modification. bfloat16 arrays may also be int16
-or uint16 bits, since numpy has no bfloat16.
+Only this module, `offload.native.io`, `offload.extras.quant.kernels` and `offload.extras.zeroth.directions` call
+the C++ module `offload._core`. Arrays are torch tensors or numpy arrays, contiguous, of any shape, without overlap
+within a call. C++ handles CPU arrays; `torch_fallback` runs the same operations in the same order on other devices and
+without C++. An invalid argument raises ConfigError with the argument name, before any modification. bfloat16 arrays may
+also be int16 or uint16 bits, since numpy has no bfloat16.
 
 Compute functions take `threads` and `isa` (None: default). Results do not depend on either.
 """
