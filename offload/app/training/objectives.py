@@ -27,6 +27,7 @@ class Objective:
     language models nothing changes: the model shifts the labels.
 
     This is a door: `train.method` is the name of an objective in `OBJECTIVES`, with a loss of its own if it has one.
+    The type of `TrainSection.method` also lists the name.
 
         class Short(Objective):
             name = "the first tokens"
