@@ -6,6 +6,7 @@ Separate from `command_line`, so an interrupt during the import of tyro and pyda
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ _COMMON_OPTIONS = {
     "help-extra": ("", "", "Show all settings, with full texts."),
 }
 """Options by name: (value in the help, default in the help, help text)."""
-_WIDTH, _INDENT = 110, 34  # columns of the first help, and of the names in it
+_WIDTHS, _INDENT = (80, 110), 33  # columns of the first help (fewest, most), and of the names in it
 _UNSET = "\0"  # tyro parses the word None as None, so an absent option needs a value impossible to type
 
 
@@ -74,23 +75,29 @@ def read_command(
 
 def first_help(prog: str, description: str, own: _Own) -> str:
     """Return one screen: the options, and the main settings of each section with default and first sentence."""
-    lines = [f"usage: {prog} [OPTIONS] [--SECTION.SETTING VALUE ...]", "", *textwrap.wrap(description, _WIDTH), ""]
+    fewest, most = _WIDTHS
+    width = min(max(shutil.get_terminal_size((most, 60)).columns, fewest), most)
+
+    def fit(text: str, indent: int = _INDENT) -> str:
+        return textwrap.shorten(text, width - indent, placeholder=" ...")
+
+    lines = [f"usage: {prog} [OPTIONS] [--SECTION.SETTING VALUE ...]", *textwrap.wrap(description, width), ""]
     for name, (metavar, default, about) in {**own, **_COMMON_OPTIONS}.items():
-        texts = textwrap.wrap(f"{about} {default}", _WIDTH - _INDENT - 3)
-        word = f"--{name} {metavar.removeprefix('{true,false}')}"
-        lines.append(f"  {word:<{_INDENT}} {texts[0]}")
-        lines.extend(" " * (_INDENT + 3) + text for text in texts[1:])
+        word, text = f"  --{name} {metavar.removeprefix('{true,false}')}", f"{about} {default}"
+        texts = [fit(text)] if name in _COMMON_OPTIONS else textwrap.wrap(text, width - _INDENT)
+        lines.append(f"{word:<{_INDENT - 1}} {texts[0]}")
+        lines.extend(" " * _INDENT + text for text in texts[1:])
     for name, section in Config.SECTIONS.items():
-        num_more = len(section.model_fields) - len(section.main)
-        lines.append(f"{name}: {str(section.__doc__).partition('. ')[0].rstrip('.')}. ({num_more} more)")
+        more = f" ({len(section.model_fields) - len(section.main)} more)"
+        lines.append(fit(f"{name}: {str(section.__doc__).partition('. ')[0].rstrip('.')}.", len(more)) + more)
         for key in section.main:
             field = section.model_fields[key]
             hint = value_hint(key, field)
-            choices = f"{hint} " if hint.startswith("{") and len(hint) < _INDENT + 20 and "true" not in hint else ""
-            about = f"{choices}{str(field.description).partition('. ')[0].rstrip('.')}."
-            about = textwrap.shorten(about, _WIDTH - _INDENT - 3, placeholder=" ...")
-            word = f"--{name}.{key} {show(field.get_default())}"
-            lines.append(f"  {word:<{_INDENT}} {about}")
+            is_short = 3 * len(hint) < 2 * (width - _INDENT)
+            choices = f"{hint} " if hint.startswith("{") and is_short and "true" not in hint else ""
+            word = f"  --{name}.{key} {show(field.get_default())}"
+            about = fit(f"{choices}{str(field.description).partition('. ')[0].rstrip('.')}.")
+            lines.append(f"{word:<{_INDENT - 1}} {about}")
     return "\n".join(lines)
 
 
