@@ -21,7 +21,8 @@ import pytest
 
 from offload.errors import ConfigError
 from offload.extras.data.dataset import Dataset, build_dataset
-from tests.data.asked import source_of
+from offload.extras.data.rows import read_rows
+from tests.data.asked import files_of, source_of
 
 Rows = list[dict[str, Any]]
 Write = Callable[[Path, Rows], Path]
@@ -410,7 +411,7 @@ def test_bad_rows_are_named_or_skipped_and_counted(name: str, load: Load, tmp_pa
     for _ in range(2):  # the second load reads the cache
         found = load(tmp_path / file, on_bad_row="skip")
         assert found.num_train_rows == num_good
-        assert found.sources[0].more[0].endswith("bad rows skipped")
+        assert found.sources[0].more(None, 0)[0].endswith("bad rows skipped")
         assert any("left out, since unreadable" in note for note in found.notes)
     with pytest.raises(ConfigError, match=words):
         load(tmp_path / file)
@@ -448,11 +449,14 @@ def test_a_damaged_row_group_and_a_long_line(load: Load, tmp_path: Path, monkeyp
 
 
 def test_a_long_array_is_read_in_pieces(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = rows_of(load(_jsonl(tmp_path / "a.jsonl", ROWS["messages"])))
+    """Break: take a number at the end of a block for whole."""
+    expected, numbers = rows_of(load(_jsonl(tmp_path / "a.jsonl", ROWS["messages"]))), [-12, 0.5, 1e-9, -2.5e300, 0]
+    (tmp_path / "numbers.json").write_text(json.dumps(numbers))
     for block in (1, 7, 64):
         monkeypatch.setattr("offload.extras.data.rows._BLOCK_CHARS", block)
-        found = load(_json(tmp_path / f"a{block}.json", ROWS["messages"]))
-        assert rows_of(found) == expected
+        assert rows_of(load(_json(tmp_path / f"a{block}.json", ROWS["messages"]))) == expected
+        (file,) = files_of(str(tmp_path / "numbers.json"), "jsonl")
+        assert [row for _, row in read_rows(file)] == numbers
 
 
 def test_a_hub_name_without_a_network_is_refused_at_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,9 @@ def test_by_weight_until_all_are_used_up(mix: Mix) -> None:
         assert {times[f"large {i}"] for i in range(50)} == {1}
         assert {times[f"small {i}"] for i in range(7)} == {3, 4}, "each as often as the others, but for one"
         assert {times[f"middle {i}"] for i in range(20)} == {1, 2}
-    assert dataset.sources[1].more == ("25% of the rows of an epoch, 3.57 times its own rows",)
+    assert dataset.sources[1].more(dataset.quotas[1], dataset.num_train_rows) == [
+        "25% of the rows of an epoch, 3.57 times its own rows"
+    ]
 
 
 def test_by_weight_until_one_is_used_up_and_each_epoch_drawn_anew(mix: Mix) -> None:
@@ -179,7 +181,7 @@ def test_a_file_that_is_trained_on_is_not_evaluated_on_by_another_name(mix: Mix,
     with pytest.raises(ConfigError, match=r"large\.jsonl.*, which data\.source .* trains on.*--data\.eval_share"):
         mix(eval_sources=[source_of(str(tmp_path / other))])
     twice = [source_of(str(tmp_path / name)) for name in ("large.jsonl", other)]
-    assert len(mix(sources=twice, eval_share=0).source_rows) == 2
+    assert len(mix(sources=twice, eval_share=0).sources) == 2
     if "/" in other or other == "large.jsonl":
         assert mix(sources=twice, eval_share=0.5).num_eval_rows, "the same rows are held out"
     else:

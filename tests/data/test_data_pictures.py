@@ -195,7 +195,7 @@ def test_bad_rows_are_named_or_skipped(
     with pytest.raises(ConfigError, match=words):
         prepared(path, folders["llava"])
     data = prepared(path, folders["llava"], on_bad_row="skip")
-    assert (data.num_train_rows, data.source_rows[0].tokens.num_bad) == (1, 1)
+    assert (data.num_train_rows, data.sources[0].tokens.num_bad) == (1, 1)
 
 
 def test_a_template_that_does_not_end_a_document_gets_an_end(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from offload.extras.data.mixture import LengthBatching, MixedBatching, Mixture, 
 from offload.extras.data.packing import IGNORE, Layout
 from offload.extras.data.picture_encoder import PictureInputs
 from offload.extras.data.prepare import Preparation, SourceFiles
-from offload.extras.data.source_rows import SourceRows, SourceSummary, names_of
+from offload.extras.data.source_rows import SourceRows, names_of
 from offload.extras.data.sources import Source, SourceFile, both_names, hash_text
 from offload.extras.data.storage import Mark
 from offload.extras.data.tokenizer import UNKNOWN, as_files
@@ -81,14 +81,10 @@ class Dataset:
     """Seed for the row order."""
     notes: tuple[str, ...] = ()
     """Messages for the user, e.g. about skipped texts or truncated tokens."""
-    sources: tuple[SourceSummary, ...] = ()
-    """Properties of the training sources."""
-    eval_sources: tuple[SourceSummary, ...] = ()
-    """Properties of the eval sources (without the held-out rows)."""
-    named_evals: Mapping[str, RowSet] = field(default_factory=dict)
-    """Eval source rows, by source name."""
-    source_rows: tuple[SourceRows, ...] = ()
-    """Rows from each training source."""
+    sources: tuple[SourceRows, ...] = ()
+    """Training sources."""
+    eval_sources: tuple[SourceRows, ...] = ()
+    """Eval sources (without the held-out rows)."""
     pad_id: int = 0
     """Padding token id."""
     batching: MixedBatching = field(default_factory=MixedBatching)
@@ -109,6 +105,11 @@ class Dataset:
         return self.train.num_rows
 
     @property
+    def quotas(self) -> Sequence[int]:
+        """Rows per epoch from each training source."""
+        return self.train.quotas if isinstance(self.train, Mixture) else (self.train.num_rows,)
+
+    @property
     def group(self) -> int:
         """Neighbouring rows that stay together: 2 for preferences."""
         return self.train.group
@@ -117,7 +118,7 @@ class Dataset:
     def evals(self) -> dict[str, RowSet]:
         """All eval row sets by name. The held-out rows have the empty name."""
         held_out: dict[str, RowSet] = {"": self.eval} if self.eval.num_rows else {}
-        return {**held_out, **self.named_evals}
+        return held_out | {each.name: each.train for each in self.eval_sources}
 
     @property
     def eval_sizes(self) -> dict[str, int]:
@@ -146,7 +147,7 @@ class Dataset:
     @property
     def has_one_picture_per_row(self) -> bool:
         """True if each training and eval row has exactly one picture."""
-        stores = [each for rows in self.source_rows for each in (rows.tokens.train, rows.tokens.eval)]
+        stores = [each for rows in self.sources for each in (rows.tokens.train, rows.tokens.eval)]
         return all(store.picture_store is not None and store.picture_store.has_one_picture_each for store in stores)
 
     @property
@@ -172,10 +173,12 @@ class Dataset:
     def describe(self, objective: Objective) -> Iterator[str]:
         """Yield lines about a run: notes, sources, rows."""
         yield from (f"note: {text}" for text in self.notes)
-        for word, each in [*(("data", one) for one in self.sources), *(("eval", one) for one in self.eval_sources)]:
-            done = "trained on" if word == "data" else "evaluated on"
+        for word, done, each, quota in (
+            *(("data", "trained on", *pair) for pair in zip(self.sources, self.quotas, strict=True)),
+            *(("eval", "evaluated on", each, None) for each in self.eval_sources),
+        ):
             share = f"{100 * objective.share(each.target_share):.3g}% of them {done}"
-            yield f"{word}: {', '.join([each.contents, share, *each.more])}"
+            yield f"{word}: {', '.join([each.contents, share, *each.more(quota, self.num_train_rows)])}"
         yield f"{self.rows_description}; objective: {objective.name}"
 
     def files(self) -> dict[str, bytes]:
@@ -437,10 +440,8 @@ def build_dataset(
         batch_size * group,
         seed,
         tuple(notes),
-        tuple(each.summarize(quota, sum(shares)) for each, quota in zip(training, shares, strict=True)),
-        tuple(each.summarize(None, 0) for each in evaluated),
-        {each.name: each.train for each in evaluated},
         tuple(training),
+        tuple(evaluated),
         pad_id,
         LengthBatching() if group_by_length and layout is False and not pairs else MixedBatching(),
         None if preparation.processor is None else PictureInputs(preparation.processor),

@@ -1,28 +1,11 @@
-"""Readers for all data formats: each row or file becomes one of five record types; errors name file and line.
+"""Rows and files to records: five record types for all formats; errors name file and line.
 
-format              one record
-text                a file; long files come in pieces of about 256 Ki characters, cut at line ends
-jsonl               {"text": "..."}
-messages            {"messages": [{"role": "user", "content": "..."}, ...]}; a content may be a
-                    list of parts {"type": "text", "text": "..."} and {"type": "image", "path": "..."}; pictures in a
-                    column "images" (paths, or bytes as in `datasets`) replace <image> in texts, and
-                    image parts without a path
-sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...]}, optionally with "images"
-alpaca              {"instruction": "...", "input": "...", "output": "..."}
-prompt-completion   {"prompt": "...", "completion": "..."}, two texts or two message lists
-preference          {"prompt": "...", "chosen": "...", "rejected": "..."}, each a text or messages; without a prompt,
-                    the common prefix of both answers; the prompt may be called "messages"
-tokens              {"input_ids": [...]}, optionally with "labels" (-100 for untrained tokens) and masks;
-                    .npy: integers [tokens], or [documents, tokens]; .bin: bare uint16
-                    (uint32 for vocabularies above 65536), or the same after an llm.c header
-
-Module `row_keys` lists the other keys in rows and messages. Module `rows` reads the row files. String tables, e.g. csv,
-hold lists as JSON.
+docs/reference/data.md describes the formats. `row_keys` lists the optional keys of rows and messages, `rows` reads the
+row files.
 """
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,9 +28,9 @@ from offload.extras.data.row_keys import (
     refused_in,
     without_marks,
 )
-from offload.extras.data.rows import BadRow, columns_of, read_rows
+from offload.extras.data.rows import BadRow, columns_of, open_text, read_rows
 from offload.extras.data.sources import STDLIB_CHAT, SourceFile
-from offload.extras.data.storage import LocalFile, first_bad_byte, open_decompressed
+from offload.extras.data.storage import LocalFile
 
 _PIECE_CHARS = 1 << 18
 _LONG_CHARS = 1 << 21  # a row text up to one batch stays whole
@@ -286,22 +269,15 @@ def _parse_row(file: SourceFile, row: Any, where: str) -> Record | BadRow:
 
 
 def _read_text(file: SourceFile) -> Iterator[Text]:
-    where = str(file.place)
-    try:
-        with open_decompressed(file.place) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
-            pending, opens = "", True
-            while block := text.read(_PIECE_CHARS):
-                if len(pending) >= _PIECE_CHARS:  # hold one block back, to recognize the last piece
-                    cut = _cut(pending, len(pending))
-                    yield Text(where, pending[:cut], opens, closes=False)
-                    pending, opens = pending[cut:], False
-                pending += block
-            yield Text(where, pending, opens, closes=True)
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{where} is not UTF-8 text ({first_bad_byte(file.place)}: {error.reason}). Convert it, such as by `iconv "
-            f"-f LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}."
-        ) from error
+    where, pending, opens = str(file.place), "", True
+    with open_text(file) as text:
+        while block := text.read(_PIECE_CHARS):
+            if len(pending) >= _PIECE_CHARS:  # hold one block back, to recognize the last piece
+                cut = _cut(pending, len(pending))
+                yield Text(where, pending[:cut], opens, closes=False)
+                pending, opens = pending[cut:], False
+            pending += block
+        yield Text(where, pending, opens, closes=True)
 
 
 def pieces_of(text: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from offload.errors import ConfigError, counted
 from offload.extras.data.sources import SourceFile
-from offload.extras.data.storage import LocalFile, Place, first_bad_byte, library, open_decompressed
+from offload.extras.data.storage import DataSet, LocalFile, first_bad_byte, library, open_decompressed
 
 Row = tuple[str, "dict[str, Any] | BadRow | Any"]
 """(Row name for messages, row content)."""
@@ -28,7 +28,9 @@ _PIECE_BYTES = 8 << 20  # decoded table bytes at once
 _MAX_PIECE_ROWS = 1024
 _BLOCK_CHARS = 1 << 20
 _NUM_EXAMPLES = 3
-_BLANK = re.compile(r"[ \t\r\n]*")
+_SIGN = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")  # before an element of a JSON array, and after the last
+_UNDECODED = re.compile("[\udc80-\udcff]")
+_EXPECTED = "One record a line is expected, or one array of records."
 
 
 class BadRow(ConfigError):
@@ -54,6 +56,19 @@ class BadRows:
             self.examples.append(str(bad))
 
 
+@contextmanager
+def open_text(file: SourceFile) -> Iterator[io.TextIOWrapper]:
+    """Open a file as UTF-8 text, decompressed. Read errors inside the context become ConfigError."""
+    try:
+        with open_decompressed(file.place) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
+            yield text
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file.place} is not UTF-8 text ({first_bad_byte(file.place)}: {error.reason}). Convert it, such as by "
+            f"`iconv -f LATIN1 -t UTF-8 IN > OUT`, or leave it out of {file.setting}."
+        ) from error
+
+
 def columns_of(file: SourceFile) -> list[str] | None:
     """Return a table's column names. None: each row has separate keys (JSON). Raises ConfigError."""
     if file.container == "json":
@@ -61,11 +76,10 @@ def columns_of(file: SourceFile) -> list[str] | None:
     if file.container in ("csv", "tsv"):
         with _open_csv(file) as (names, _):
             return names
-    if file.container == "parquet":
-        return list(_open_parquet(file).schema_arrow.names)
-    if file.container == "arrow":
-        return list(_open_arrow(file)[0].names)
-    return list(file.place.rows.column_names)  # type: ignore[union-attr]
+    if isinstance(file.place, DataSet):
+        return list(file.place.rows.column_names)
+    table = _open_table(file)
+    return list((table.schema_arrow if file.container == "parquet" else table.schema).names)
 
 
 def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[Row]:
@@ -83,8 +97,7 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
 def _json_rows(file: SourceFile) -> Iterator[Row]:
     with open_decompressed(file.place) as stream:
         if stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
-                yield from _json_array(text, file.place)
+            yield from _json_array(file)
             return
         number = 0
         while line := stream.readline(_MAX_ROW_BYTES):
@@ -95,74 +108,56 @@ def _json_rows(file: SourceFile) -> Iterator[Row]:
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(_MAX_ROW_BYTES)
             elif line.strip():
-                yield where, _parse_line(line, where)
+                try:
+                    yield where, json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand brackets
+                    yield where, BadRow(f"{where} is not valid JSON: {error}. {_EXPECTED}")
 
 
-def _parse_line(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand brackets
-        return BadRow(f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records.")
-
-
-def _json_array(text: io.TextIOWrapper, path: Place) -> Iterator[Row]:
+def _json_array(file: SourceFile) -> Iterator[Row]:
     """Yield the elements in a JSON array. The array may be larger than memory."""
     decode = json.JSONDecoder().raw_decode
-    buffer, at, number = "", 0, 0
+    buffer, at, number, expected = "", 0, 0, "["
 
     def refill() -> bool:
         """Read on; the block doubles for each retry on an incomplete element."""
         nonlocal buffer, at
-        try:
-            block = text.read(max(_BLOCK_CHARS, len(buffer) - at))
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{path} is not UTF-8 text ({first_bad_byte(path)}: {error.reason}). Convert it, such as by `iconv -f "
-                "LATIN1 -t UTF-8 IN > OUT`."
-            ) from error
-        buffer, at = buffer[at:] + block, 0
+        if block := text.read(max(_BLOCK_CHARS, len(buffer) - at)):
+            buffer, at = buffer[at:] + block, 0
         return bool(block)
 
-    def next_character() -> str:
-        """Return the next character after blanks, or an empty string at the file end."""
-        nonlocal at
+    with open_text(file) as text:
         while True:
-            at = _BLANK.match(buffer, at).end()  # type: ignore[union-attr]
-            if at < len(buffer) or not refill():
-                return buffer[at : at + 1]
-
-    next_character()
-    at += 1  # the bracket
-    while (character := next_character()) != "]":
-        if number:
-            if character != ",":
-                raise ConfigError(
-                    f"{path} is not valid JSON: after record {number} a comma or a bracket is expected, not "
-                    f"{character or 'the end of the file'!r}. One record a line is expected, or one array of records."
-                )
-            at += 1
-            next_character()
-        number += 1
-        where = f"{path}, record {number}"
-        while True:
-            try:
-                value, end = decode(buffer, at)
-            except (ValueError, RecursionError) as error:
-                if len(buffer) - at < _MAX_ROW_BYTES and refill():
-                    continue
-                raise ConfigError(
-                    f"{where} is not valid JSON: {error}. One record a line is expected, or one array of records."
-                ) from error
-            if end < len(buffer) or not refill():  # a number may continue in the next block
+            sign = _SIGN.match(buffer, at)
+            assert sign is not None
+            if sign.end() == len(buffer) and refill():
+                continue
+            at = sign.end()
+            if sign[1] == "]" and expected == ",":
                 break
-        length, at = end - at, end
-        yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if length > _MAX_ROW_BYTES else value
-    at += 1
-    if next_character():
-        raise ConfigError(
-            f"{path} is not valid JSON: there is more text after the array. One record a line is expected, or one "
-            "array of records."
-        )
+            if sign[1] != expected:
+                raise ConfigError(
+                    f"{file.place} is not valid JSON: after record {number} a comma or a bracket is expected, not "
+                    f"{sign[1] or buffer[at : at + 1] or 'the end of the file'!r}. {_EXPECTED}"
+                )
+            expected = ","
+            if not number and buffer.startswith("]", at):
+                continue
+            number += 1
+            where = f"{file.place}, record {number}"
+            while True:
+                try:
+                    value, end = decode(buffer, at)
+                except (ValueError, RecursionError) as error:
+                    if len(buffer) - at < _MAX_ROW_BYTES and refill():
+                        continue
+                    raise ConfigError(f"{where} is not valid JSON: {error}. {_EXPECTED}") from error
+                if end + 2 < len(buffer) or not refill():  # a number may continue: 1 | e-5
+                    break
+            is_long, at = end - at > _MAX_ROW_BYTES, end
+            yield where, BadRow(f"{where} is longer than {_MAX_ROW_BYTES:,} bytes.") if is_long else value
+        if at < len(buffer):
+            raise ConfigError(f"{file.place} is not valid JSON: there is more text after the array. {_EXPECTED}")
 
 
 # -- csv, tsv --------------------------------------------------------------------------------------------------------
@@ -211,11 +206,7 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
                 columns = f"{counted(len(names), 'column')} ({', '.join(names[:8])})"
                 yield where, BadRow(f"{where} has {counted(len(fields), 'field')}, but the header has {columns}.")
                 continue
-            try:
-                for text in fields:
-                    if not text.isascii():
-                        text.encode()
-            except UnicodeEncodeError:
+            if any(_UNDECODED.search(text) for text in fields if not text.isascii()):
                 yield where, BadRow(f"{where} is not UTF-8 text.")
                 continue
             yield where, dict(zip(names, fields, strict=True))
@@ -224,51 +215,45 @@ def _csv_rows(file: SourceFile) -> Iterator[Row]:
 # -- parquet, Arrow, data sets ---------------------------------------------------------------------------------------
 
 
-def _open_parquet(file: SourceFile) -> Any:
-    parquet = library("pyarrow.parquet", f"{file.place}, a parquet file,")
-    place = file.place
+def _open_table(file: SourceFile) -> Any:
+    """Return a pyarrow.parquet.ParquetFile, or an Arrow reader (IPC, as a file or a stream)."""
+    place, is_local = file.place, isinstance(file.place, LocalFile)
+    title = {"parquet": "parquet file", "arrow": "Arrow file (IPC, as a file or a stream)"}[file.container]
+    arrow = library("pyarrow.parquet" if file.container == "parquet" else "pyarrow", f"{place}, a {title},")
     try:
-        return parquet.ParquetFile(
-            str(place.path) if isinstance(place, LocalFile) else place.open(),
-            pre_buffer=False,  # a row group may be as large as the file
-            buffer_size=1 << 20,
-            page_checksum_verification=True,
-        )
-    except Exception as error:  # pyarrow raises OSError, ValueError and others
-        raise ConfigError(f"{place} is not a readable parquet file, or is truncated: {error}.") from error
-
-
-def _open_arrow(file: SourceFile) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches in an Arrow file (IPC file or stream format)."""
-    arrow, place = library("pyarrow", f"{file.place}, an Arrow file,"), file.place
-    try:
-        source = arrow.memory_map(str(place.path)) if isinstance(place, LocalFile) else arrow.PythonFile(place.open())
+        if file.container == "parquet":
+            return arrow.ParquetFile(
+                str(place) if is_local else place.open(),
+                pre_buffer=False,  # a row group may be as large as the file
+                buffer_size=1 << 20,
+                page_checksum_verification=True,
+            )
+        source = arrow.memory_map(str(place)) if is_local else arrow.PythonFile(place.open())
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
-        if is_file:
-            reader = arrow.ipc.open_file(source)
-            return reader.schema, (reader.get_batch(index) for index in range(reader.num_record_batches))
-        stream = arrow.ipc.open_stream(source)
-        return stream.schema, iter(stream)
-    except Exception as error:  # see _open_parquet
-        raise ConfigError(f"{place} is not a readable Arrow file (IPC, as a file or a stream): {error}.") from error
+        return (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(source)
+    except Exception as error:  # pyarrow raises OSError, ValueError and others
+        raise ConfigError(f"{place} is not a readable {title}, or is truncated: {error}.") from error
 
 
 def _table_parts(file: SourceFile, names: list[str]) -> Iterator[tuple[str, Iterator[Any]]]:
     """Yield the parts of a table in order: (name; rows as pyarrow tables or record batches)."""
-    if file.container == "parquet":
-        parquet = _open_parquet(file)
-        for group in range(parquet.num_row_groups):
-            row_group = parquet.metadata.row_group(group)
-            step = _piece_rows(row_group.total_byte_size, row_group.num_rows)
-            name = f"row group {group} of {parquet.num_row_groups}"
-            yield name, parquet.iter_batches(step, [group], names, use_threads=False)
-    elif file.container == "arrow":
-        yield "the table", (batch.select(names) for batch in _open_arrow(file)[1])
-    else:
-        rows = file.place.rows.select_columns(names).with_format("arrow")  # type: ignore[union-attr]
+    if isinstance(file.place, DataSet):
+        rows = file.place.rows.select_columns(names).with_format("arrow")
         step = _piece_rows(file.num_bytes, len(rows))
-        yield "the data set", (rows[first : first + step] for first in range(0, len(rows), step))
+        yield "the data set", rows.iter(step)
+        return
+    table = _open_table(file)
+    if file.container == "arrow":
+        is_stream = not hasattr(table, "get_batch")
+        batches = table if is_stream else map(table.get_batch, range(table.num_record_batches))
+        yield "the table", (batch.select(names) for batch in batches)
+        return
+    for index in range(table.num_row_groups):
+        group = table.metadata.row_group(index)
+        step = _piece_rows(group.total_byte_size, group.num_rows)
+        name = f"row group {index} of {table.num_row_groups}"
+        yield name, table.iter_batches(step, [index], names, use_threads=False)
 
 
 def _table_rows(file: SourceFile, names: list[str]) -> Iterator[Row]:

@@ -19,22 +19,8 @@ _A_ROW = "makes a row of each document"
 
 
 @dataclass(frozen=True)
-class SourceSummary:
-    """Source summary for logs and reports."""
-
-    name: str
-    """Source name in logs."""
-    contents: str
-    """Format, source and amount: `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
-    target_share: float
-    """Share of tokens with a label in the data, before an objective selects targets."""
-    more: tuple[str, ...] = ()
-    """Skipped data, and the share in an epoch."""
-
-
-@dataclass(frozen=True)
 class SourceRows:
-    """One source as rows, with counts."""
+    """One source as rows, with counts for logs and reports."""
 
     name: str
     """Source name in logs."""
@@ -75,7 +61,7 @@ class SourceRows:
         if not train.num_rows:
             source, enough = source_files.source, rows.num_tokens > 1
             fix = "Raise --data.sequence_length, or set data.train_on_prompt." if enough else "Give more data."
-            more = [fix, *(f"{text}." for text in rows._skipped()), *tokens.bad[:1]]
+            more = [fix, *(f"{text}." for text in rows.more(None, 0)), *tokens.bad[:1]]
             raise ConfigError(
                 f"{source.setting}={list(source.paths)!r} has {counted(rows.num_tokens, 'token')} but none to train "
                 f"on: a row needs a trained token after another token within data.sequence_length={sequence_length}. "
@@ -109,24 +95,37 @@ class SourceRows:
         rows = self.train
         return 1 - int(rows.lengths(np.arange(rows.num_rows)).sum()) / (rows.num_rows * rows.sequence_length)
 
-    def summarize(self, quota: int | None, num_rows: int) -> SourceSummary:
-        """Return the source summary.
+    @property
+    def target_share(self) -> float:
+        """Share of tokens with a label in the data, before an objective selects targets."""
+        return sum(rows.num_targets for rows in self.layouts) / self.num_tokens
 
-        `quota`: rows from this source among `num_rows` per epoch; None for an eval source.
-        """
-        more = self._skipped()
-        if quota is not None and num_rows != self.train.num_rows:
-            often = ratio(quota / self.train.num_rows)
-            passes = "" if quota == self.train.num_rows else f", {often} times its own rows"
-            more.append(f"{100 * quota / num_rows:.3g}% of the rows of an epoch{passes}")
-        targets = sum(rows.num_targets for rows in self.layouts)
+    @property
+    def contents(self) -> str:
+        """Format, source and amount: `text of notes/*.txt (3 files): 3 documents, 1,204 tokens`."""
         files, tokens = self.source_files, self.tokens
         num_documents = (tokens.train.num_documents + tokens.eval.num_documents) // self.train.group
         kind = "pair" if files.has_pairs else "conversation" if files.has_chats else "document"
         in_files = f" ({counted(len(files.files), 'file')})" if len(files.files) > 1 else ""
         amount = f"{counted(num_documents, kind)}, {counted(self.num_tokens, 'token')}"
-        contents = f"{self.format} of {files.source}{in_files}: {amount}"
-        return SourceSummary(self.name, contents, targets / self.num_tokens, tuple(more))
+        return f"{self.format} of {files.source}{in_files}: {amount}"
+
+    def more(self, quota: int | None, num_rows: int) -> list[str]:
+        """Return phrases about skipped data and the share in an epoch.
+
+        `quota`: rows from this source among `num_rows` per epoch; None for an eval source.
+        """
+        counts = {
+            "bad rows skipped": self.tokens.num_bad,
+            "documents without text left out": self.tokens.num_empty,
+            "documents with pictures longer than a row left out": self.num_too_long,
+        }
+        phrases = [f"{count:,} {label}" for label, count in counts.items() if count]
+        if quota is not None and num_rows != self.train.num_rows:
+            often = ratio(quota / self.train.num_rows)
+            passes = "" if quota == self.train.num_rows else f", {often} times its own rows"
+            phrases.append(f"{100 * quota / num_rows:.3g}% of the rows of an epoch{passes}")
+        return phrases
 
     @property
     def format(self) -> str:
@@ -134,14 +133,6 @@ class SourceRows:
         return " and ".join(
             dict.fromkeys(_describe_format(file.format, file.container) for file in self.source_files.files)
         )
-
-    def _skipped(self) -> list[str]:
-        counts = {
-            "bad rows skipped": self.tokens.num_bad,
-            "documents without text left out": self.tokens.num_empty,
-            "documents with pictures longer than a row left out": self.num_too_long,
-        }
-        return [f"{count:,} {label}" for label, count in counts.items() if count]
 
     def notes(self, with_name: bool) -> list[str]:
         """Return messages for the user. `with_name`: one among several sources, so messages begin with the name."""

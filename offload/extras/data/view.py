@@ -18,7 +18,6 @@ from offload.app.training.parts import stages
 from offload.app.training.resume import ResumePoint
 from offload.errors import counted, ratio
 from offload.extras.data.dataset import Dataset
-from offload.extras.data.mixture import Mixture
 from offload.extras.data.source_rows import SourceRows
 from offload.extras.data.task import FileRows
 
@@ -141,8 +140,8 @@ class DataView:
     ) -> DataView:
         """Build the preview. `num_samples`: sample rows (or pairs) from the first step on."""
         num_samples *= data.group
-        sources = tuple(_source(rows, data, targets) for rows in data.source_rows)
-        quotas = data.train.quotas if isinstance(data.train, Mixture) else (data.train.num_rows,)
+        sources = tuple(_source(rows, data, targets) for rows in data.sources)
+        quotas = data.quotas
         padding = sum(each.padding_share * quota for each, quota in zip(sources, quotas, strict=True)) / sum(quotas)
         if data.batching.by_length:
             sources, padding = _as_batched(sources, data)
@@ -227,14 +226,13 @@ def histogram(lengths: np.ndarray, row_length: int) -> tuple[tuple[int, int], ..
 
 def _source(rows: SourceRows, data: Dataset, targets: Objective) -> SourceView:
     lengths = rows.document_lengths
-    summary = next(each for each in data.sources if each.name == rows.name)
     return SourceView(
         rows.name,
         str(rows.source_files.source),
         rows.format,
         len(lengths),
         rows.num_tokens,
-        targets.share(summary.target_share),
+        targets.share(rows.target_share),
         rows.tokens.num_bad,
         rows.tokens.num_empty,
         rows.train.num_rows,
