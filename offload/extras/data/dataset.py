@@ -28,25 +28,6 @@ if TYPE_CHECKING:
 
     Batch = dict[str, torch.Tensor]
 
-LEFT_OUT: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("sources", "eval_sources", "eval_share", "on_bad_row"),
-        "Tokens are made of one source at a time: `SourceFiles` has it, and the key a hash of the files.",
-    ),
-    **dict.fromkeys(
-        ("tokenizer", "model_path", "is_pretrained"),
-        "It says where the tokenizer is from: the key has a hash of the tokenizer.",
-    ),
-    **dict.fromkeys(
-        ("sequence_length", "packing", "isolated", "group_by_length", "stopping_strategy", "batch_size", "seed"),
-        "It decides how rows and batches are made of the tokens, in each run anew.",
-    ),
-    **dict.fromkeys(
-        ("cache_dir", "num_workers", "progress", "no_pictures", "no_answers"),
-        "It says where and by whom tokens are made, or refuses them.",
-    ),
-}
-"""Arguments of `build_dataset` absent from the token cache key, each with the reason."""
 MOST_PROMPT_TOKENS = 256
 _TEXT_TOKENS = 16
 _EVAL_SEED = 0
@@ -387,7 +368,6 @@ def build_dataset(
         no_answers: The same for rows that separate a prompt from an answer.
         progress: Called with (stage, fraction done) during preparation.
     """
-    key_settings = {name: value for name, value in locals().items() if name not in LEFT_OUT}
     if sequence_length < 2:
         raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
     if batch_size < 1:
@@ -412,7 +392,7 @@ def build_dataset(
     cache_folder = cache_dir if cache_dir is not None else default_cache_dir()
     report = progress or (lambda *_: None)
     all_files = [*training_files, *eval_files]
-    preparation = Preparation(all_files, vocab_size, cache_folder, report, num_workers, key_settings)
+    preparation = Preparation(all_files, vocab_size, cache_folder, report, num_workers)
     loaded = preparation.open_tokenizer(tokenizer, model_path, is_pretrained)
     pad_id = next(
         (i for i in (getattr(loaded, "pad_token_id", None), getattr(loaded, "eos_token_id", None)) if i is not None), 0

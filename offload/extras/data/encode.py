@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -79,9 +78,7 @@ class EncodeRequest(NamedTuple):
 
 @dataclass
 class _Draft:
-    where: str
-    in_eval: bool
-    counts_bytes: bool
+    request: EncodeRequest
     segments: Segments
     is_framed: bool  # add the tokenizer's first and last special tokens; a chat template writes them itself
     opens: bool = True
@@ -99,7 +96,7 @@ class _Draft:
 
     @property
     def needs_offsets(self) -> bool:
-        return self.is_masked or self.counts_bytes
+        return self.is_masked or self.request.counts_bytes
 
 
 @dataclass
@@ -192,17 +189,15 @@ class _TextEncoder:
 
     def encode_batch(self, batch: list[EncodeRequest]) -> EncodedBatch:
         """Encode one batch."""
-        encoded, prepared = EncodedBatch([]), list[tuple[EncodeRequest, list[EncodedDocument | _Draft] | BadRow]]()
+        encoded, prepared = EncodedBatch([]), list[list[EncodedDocument | _Draft] | BadRow]()
         for request in batch:
             try:
-                prepared.append((request, self._draft_documents(request)))
+                prepared.append(self._draft_documents(request))
             except BadRow as bad:
-                prepared.append((request, bad))
-        drafts = (
-            part for _, parts in prepared if isinstance(parts, list) for part in parts if isinstance(part, _Draft)
-        )
+                prepared.append(bad)
+        drafts = (part for parts in prepared if isinstance(parts, list) for part in parts if isinstance(part, _Draft))
         tokenized = self._tokenize_in_batches(drafts)
-        for request, parts in prepared:
+        for request, parts in zip(batch, prepared, strict=True):
             documents = parts if isinstance(parts, BadRow) else self._finish_documents(request.record, parts, tokenized)
             if isinstance(documents, BadRow):
                 encoded.parts.append(documents)
@@ -225,17 +220,16 @@ class _TextEncoder:
             )
         if isinstance(record, Preference):
             return [self._draft_answer(request, record.chosen), self._draft_answer(request, record.rejected)]
-        draft = partial(_Draft, record.where, request.in_eval, request.counts_bytes)
         if isinstance(record, Text):
             pieces = list(pieces_of(record.text))
             last = len(pieces) - 1
             return [
-                draft([(piece, True)], True, record.opens and not i, record.closes and i == last)
+                _Draft(request, [(piece, True)], True, record.opens and not i, record.closes and i == last)
                 for i, piece in enumerate(pieces)
             ]
         if isinstance(record, Pair):
-            return [draft([(record.prompt, self._train_on_prompt), (record.completion, True)], is_framed=True)]
-        return [draft(segments, is_framed=False) for segments in self._renderer.render_documents(record)]
+            return [_Draft(request, [(record.prompt, self._train_on_prompt), (record.completion, True)], True)]
+        return [_Draft(request, segments, is_framed=False) for segments in self._renderer.render_documents(record)]
 
     def _draft_answer(self, request: EncodeRequest, record: Chat | Pair) -> _Draft:
         """Return one document (answer) for a preference. Raises BadRow."""
@@ -249,7 +243,7 @@ class _TextEncoder:
                     "in 'chosen' or 'rejected' cannot be written as one text: move all answers but the last into "
                     "'prompt'."
                 )
-        return _Draft(record.where, request.in_eval, request.counts_bytes, segments, is_framed, may_be_empty=True)
+        return _Draft(request, segments, is_framed, may_be_empty=True)
 
     def _finish_document(self, draft: _Draft, tokens: TokenizedText) -> EncodedDocument | None:
         """Return a document, or None for a document without a token."""
@@ -259,7 +253,8 @@ class _TextEncoder:
             tokens = tokens.with_frame(self._prefix, ())
         if draft.closes:
             tokens = self._close(tokens, draft.is_framed)
-        return EncodedDocument(draft.where, draft.in_eval, tokens.ids, tokens.trained, draft.closes, tokens.num_bytes)
+        record, in_eval, _ = draft.request
+        return EncodedDocument(record.where, in_eval, tokens.ids, tokens.trained, draft.closes, tokens.num_bytes)
 
     def _close(self, tokens: TokenizedText, is_framed: bool) -> TokenizedText:
         """Append the end tokens of a document. They are trained if the last token is."""
@@ -277,20 +272,18 @@ class _TextEncoder:
         If the tokenizer refuses one document, the result is a `BadRow` for the whole record, because a preference is
         two documents. Raises ConfigError for a refused piece of a text file, which is not a row.
         """
-        with_tokens = [part if isinstance(part, EncodedDocument) else (part, next(tokenized)) for part in parts]
         documents: list[EncodedDocument | None] = []
-        for each in with_tokens:
-            if isinstance(each, EncodedDocument):
-                documents.append(each)
-                continue
-            draft, tokens = each
-            if not isinstance(tokens, BadRow):
-                documents.append(self._finish_document(draft, tokens))
-            elif isinstance(record, Text) and not (record.opens and record.closes):
-                raise ConfigError(str(tokens)) from tokens
+        refused: BadRow | None = None
+        for part in parts:
+            if isinstance(part, EncodedDocument):
+                documents.append(part)
+            elif isinstance(tokens := next(tokenized), BadRow):
+                refused = refused or tokens
             else:
-                return tokens
-        return documents
+                documents.append(self._finish_document(part, tokens))
+        if refused and isinstance(record, Text) and not (record.opens and record.closes):
+            raise ConfigError(str(refused)) from refused
+        return refused or documents
 
     def _tokenize_in_batches(self, drafts: Iterable[_Draft]) -> Iterator[TokenizedText | BadRow]:
         """Yield the tokens per draft, or a `BadRow` with the tokenizer error.
@@ -314,8 +307,9 @@ class _TextEncoder:
         except Exception as error:  # tokenizers raise any exception, e.g. for half a surrogate pair
             if len(drafts) != 1:
                 return [tokens for draft in drafts for tokens in self._tokenize_each([draft])]
-            reason = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
-            return [BadRow(f"{drafts[0].where}: the tokenizer refuses {_describe_text(drafts[0].text)}: {reason}.")]
+            reason, (draft,) = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}", drafts
+            text = _describe_text(draft.text)
+            return [BadRow(f"{draft.request.record.where}: the tokenizer refuses {text}: {reason}.")]
 
     def _tokenize(self, drafts: list[_Draft]) -> list[TokenizedText]:
         """Return the tokens per draft."""
@@ -365,7 +359,7 @@ def _tokens(encoding: Any, draft: _Draft) -> TokenizedText:
     return TokenizedText(
         np.asarray(encoding.ids, np.int64),
         training_mask(encoding.offsets, draft.segments) if draft.is_masked else None,
-        _byte_counts(encoding.offsets, draft.text) if draft.counts_bytes else None,
+        _byte_counts(encoding.offsets, draft.text) if draft.request.counts_bytes else None,
     )
 
 

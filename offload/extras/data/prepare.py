@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -150,8 +150,6 @@ class Preparation:
     progress: Progress
     num_workers: int | None = None
     """Processes for tokenization. None: as many as save time."""
-    key_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Other settings in the cache key."""
     processor: Any = None
     """The model's processor for pictures, set by `open_tokenizer`. None: no pictures."""
 
@@ -229,7 +227,7 @@ class Preparation:
             places = [str(place.path.absolute() if isinstance(place, LocalFile) else place) for place in places_read]
         rules = None if encoder is None else hash_tokenizer(encoder)
         source = source_files.files_hash, source_files.eval_share, source_files.on_bad_row, source_files.is_evaluated
-        settings = sorted(self.key_settings.items()), self.vocab_size, train_on_prompt
+        settings = self.vocab_size, train_on_prompt
         name = hash_text(repr((code_hash("extras/data"), versions(), source, settings, rules, places)))
         return load_or_build(
             self.cache_dir / "tokens",
