@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.sources import Source
 from offload.extras.data.tokenizer import train_bpe
+from tests.data.asked import source_of
 
 PROSE = (
     "The quick brown fox jumps over the lazy dog. A streamed block is fetched, computed and freed.\n"
@@ -42,6 +45,19 @@ def bpe_folder(bpe: Any, tmp_path: Path) -> Callable[..., str]:
         return str(folder)
 
     return save
+
+
+@pytest.fixture
+def dataset_of(bpe_folder: Callable[..., str], tmp_path: Path) -> Callable[..., Dataset]:
+    """Return a function: build a dataset over sources or paths, with `bpe` and a document a row of 16 tokens."""
+    folder = bpe_folder()
+
+    def build(*sources: Source | Path | str, **settings: Any) -> Dataset:
+        defaults = {"tokenizer": folder, "vocab_size": 400, "sequence_length": 16, "packing": False, "batch_size": 6}
+        named = [each if isinstance(each, Source) else source_of(str(each)) for each in sources]
+        return build_dataset(**{"sources": named, "cache_dir": tmp_path / "cache", **defaults, **settings})
+
+    return build
 
 
 @pytest.fixture

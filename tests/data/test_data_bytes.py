@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ ASCII = [f"Row {number} of a text is as long as its {'numbers ' * (number % 5)}s
 WIDE = [f"Row {number}: Ünïcödé, 漢字, 🙂 and {'é' * (number % 4)}.\n" for number in range(40)]
 
 
-def built(bpe_folder: Callable[..., str], tmp_path: Path, path: Path, **more: Any) -> Dataset:
-    settings: dict[str, Any] = {"sequence_length": 48, "vocab_size": 400, "batch_size": 2, "eval_share": 0.2}
-    settings |= {"tokenizer": bpe_folder(), "cache_dir": tmp_path / "cache"}
-    return build_dataset(sources=[source_of(str(path))], **settings | more)
+@pytest.fixture
+def built(dataset_of: Callable[..., Dataset]) -> Callable[..., Dataset]:
+    return partial(dataset_of, sequence_length=48, batch_size=2, packing=True, eval_share=0.2)
 
 
 def counted(dataset: Dataset, num_rows: int, name: str) -> int:
@@ -46,9 +46,8 @@ def counted(dataset: Dataset, num_rows: int, name: str) -> int:
 def test_bytes_are_those_of_the_targets(
     rows: Sequence[str],
     more: dict[str, Any],
-    bpe_folder: Callable[..., str],
+    built: Callable[..., Dataset],
     write_lines: Callable[..., Path],
-    tmp_path: Path,
 ) -> None:
     """Held-out documents, an eval source, and both, for some rows and for all rows.
 
@@ -56,23 +55,21 @@ def test_bytes_are_those_of_the_targets(
     """
     held, path = (write_lines(f"{name}.jsonl", *({"text": row} for row in rows)) for name in ("held", "rows"))
     held.write_text("\n".join(held.read_text().splitlines()[7:20]) + "\n")
-    dataset = built(bpe_folder, tmp_path, path, eval_sources=[source_of(str(held))], **more)
+    dataset = built(path, eval_sources=[source_of(str(held))], **more)
     for name, found in dataset.evals.items():
         for num_rows in (1, found.num_rows):
             assert dataset.eval_bytes(num_rows, name) == counted(dataset, num_rows, name) > 0
     assert dataset.train.num_bytes(dataset.train.at(0, 1, 0)) is None, "nobody asks for those"
 
 
-def test_rows_that_are_held_out_of_one_document_have_their_bytes(
-    bpe_folder: Callable[..., str], tmp_path: Path
-) -> None:
+def test_rows_that_are_held_out_of_one_document_have_their_bytes(built: Callable[..., Dataset], tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("".join(ASCII))
-    dataset = built(bpe_folder, tmp_path, tmp_path / "one.txt")
+    dataset = built(tmp_path / "one.txt")
     assert dataset.eval_bytes(dataset.eval.num_rows, "") == counted(dataset, dataset.eval.num_rows, "") > 0
 
 
 def test_of_a_conversation_they_are_those_of_the_answers(
-    bpe_folder: Callable[..., str], write_lines: Callable[..., Path], tmp_path: Path
+    built: Callable[..., Dataset], write_lines: Callable[..., Path]
 ) -> None:
     """The targets are the answers with the end token from the template."""
     answers = [f"It is {number}." for number in range(30)]
@@ -82,7 +79,7 @@ def test_of_a_conversation_they_are_those_of_the_answers(
     ]
     held = write_lines("held.jsonl", *chats[:9])
     path = write_lines("chats.jsonl", *chats[9:])
-    dataset = built(bpe_folder, tmp_path, path, eval_share=0.0, eval_sources=[source_of(str(held))], isolated=None)
+    dataset = built(path, eval_share=0.0, eval_sources=[source_of(str(held))], isolated=None)
     ends = 9 * len(dataset.tokenizer.eos_token)
     assert dataset.eval_bytes(dataset.evals["held"].num_rows, "held") == sum(map(len, answers[:9])) + ends
 

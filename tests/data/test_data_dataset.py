@@ -30,28 +30,15 @@ Build = Callable[..., Dataset]
 
 
 @pytest.fixture
-def build(tmp_path: Path, bpe_folder: Callable[..., str], prose: str) -> Build:
-    """Return a function: build a dataset over 40 documents, with a default row length of 16."""
+def build(tmp_path: Path, dataset_of: Build, prose: str) -> Build:
+    """Return a function: build a packed dataset over 40 documents."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for index in range(40):
         (folder / f"{index:02}.txt").write_text(f"{index} {prose[index:]}")
-    tokenizer = bpe_folder()
 
-    def build(**changes: Any) -> Dataset:
-        settings = {
-            "source": str(folder),
-            "tokenizer": tokenizer,
-            "vocab_size": 400,
-            "sequence_length": 16,
-            "batch_size": 6,
-            "eval_share": 0.1,
-            "seed": 5,
-            "cache_dir": tmp_path / "cache",
-        }
-        values = {**settings, **changes}
-        source = source_of(values.pop("source"), **values.pop("how", {}))
-        return build_dataset(**{"sources": [source], **values})
+    def build(source: str | list[str] = str(folder), **changes: Any) -> Dataset:
+        return dataset_of(source_of(source), **{"packing": True, "eval_share": 0.1, "seed": 5, **changes})
 
     return build
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from offload.errors import ConfigError
-from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.dataset import Dataset
 from offload.extras.data.rows import read_rows
 from tests.data.asked import files_of, source_of
 
@@ -211,21 +211,14 @@ Load = Callable[..., Dataset]
 
 
 @pytest.fixture
-def load(tmp_path: Path, bpe_folder: Callable[..., str]) -> Load:
+def load(dataset_of: Load, bpe_folder: Callable[..., str]) -> Load:
     """Return a function: build a dataset with one document per row and no held-out part."""
-    tokenizer = bpe_folder(TEMPLATE)
+    tokenizer = bpe_folder(TEMPLATE, "calling")
 
     def load(source: Path | str, **more: Any) -> Dataset:
         how = {key: more.pop(key) for key in ("data_format", "columns", "split") if key in more}
-        values = {
-            "tokenizer": tokenizer,
-            "vocab_size": 400,
-            "sequence_length": 128,
-            "packing": False,
-            "batch_size": 2,
-            "cache_dir": tmp_path / "cache",
-        }
-        return build_dataset(sources=[source_of(str(source), **how)], **{**values, **more})
+        settings = {"tokenizer": tokenizer, "sequence_length": 128, "batch_size": 2}
+        return dataset_of(source_of(str(source), **how), **settings | more)
 
     return load
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.dataset import Dataset
 from offload.extras.data.mixture import LengthBatching, MixedBatching
 from offload.extras.data.packing import Rows
 from tests.data.asked import source_of
@@ -71,20 +71,13 @@ def test_batches_have_little_padding_and_come_in_another_order_each_epoch() -> N
 
 
 @pytest.fixture
-def build(tmp_path: Path, bpe_folder: Callable[..., str], write_lines: Callable[..., Path]) -> Build:
+def build(dataset_of: Build, write_lines: Callable[..., Path]) -> Build:
     """Return a function: build a dataset over two weighted sources with documents in many lengths."""
-    tokenizer = bpe_folder()
     paths = [
         write_lines(f"{name}.jsonl", *({"text": f"{name} " * (7 * i % 41)} for i in range(1, 60))) for name in "ab"
     ]
-
-    def build(**changes: Any) -> Dataset:
-        values = {"vocab_size": 400, "sequence_length": 64, "packing": False, "group_by_length": True, "batch_size": 6}
-        sources = [source_of(str(path), weight=weight) for path, weight in zip(paths, (2.0, 1.0), strict=True)]
-        more = {"sources": sources, "tokenizer": tokenizer, "cache_dir": tmp_path / "cache", "eval_share": 0.2}
-        return build_dataset(**{**values, **more, **changes})
-
-    return build
+    sources = [source_of(str(path), weight=weight) for path, weight in zip(paths, (2.0, 1.0), strict=True)]
+    return partial(dataset_of, *sources, sequence_length=64, group_by_length=True, eval_share=0.2)
 
 
 def test_ranks_have_shares_of_one_width_and_any_step_is_the_same_alone(build: Build) -> None:

@@ -27,8 +27,8 @@ sequence_length packing isolated group_by_length stopping_strategy batch_size se
 eval_sources pairs
 cache_dir num_workers progress no_pictures no_answers
 """
-"""Arguments of `build_dataset` without an effect on the tokens of a source: the position of the tokenizer (the key has a
-hash of it), the cut into rows and batches, other sources (pairs are a format), and who makes or refuses tokens.
+"""Arguments of `build_dataset` without an effect on the tokens of a source: the place of the tokenizer (the key has its
+hash), the cut into rows and batches, other sources (pairs are a format), and who makes or refuses tokens.
 """
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.dataset import Dataset
 from offload.extras.data.mixture import quotas
 from offload.extras.data.source_rows import names_of
 from offload.extras.data.sources import Source
@@ -22,31 +22,19 @@ from tests.data.asked import source_of
 from tests.matrix import examples
 
 SIZES = {"large": 50, "small": 7, "middle": 20}
-Mix = Callable[..., Dataset]
+Build = Callable[..., Dataset]
 
 
 @pytest.fixture
-def mix(tmp_path: Path, bpe_folder: Callable[..., str], write_lines: Callable[..., Path]) -> Mix:
+def mix(tmp_path: Path, dataset_of: Build, write_lines: Callable[..., Path]) -> Build:
     """Return a function: build a weighted dataset over three sources. Each row names source and row number."""
-    tokenizer = bpe_folder()
     for name, size in SIZES.items():
         write_lines(f"{name}.jsonl", *({"text": f"{name} {i}"} for i in range(size)))
 
     def mix(*weights: float | None, **changes: Any) -> Dataset:
-        sources = [
-            source_of(str(tmp_path / f"{name}.jsonl"), weight=weight)
-            for name, weight in zip(SIZES, weights or (None,) * 3, strict=False)
-        ]
-        values = {
-            "tokenizer": tokenizer,
-            "vocab_size": 400,
-            "sequence_length": 16,
-            "packing": False,
-            "batch_size": 6,
-            "seed": 3,
-            "cache_dir": tmp_path / "cache",
-        }
-        return build_dataset(**{"sources": sources, **values, **changes})
+        pairs = zip(SIZES, weights or (None,) * 3, strict=False)
+        sources = [source_of(str(tmp_path / f"{name}.jsonl"), weight=weight) for name, weight in pairs]
+        return dataset_of(*sources, **{"seed": 3, **changes})
 
     return mix
 
@@ -70,7 +58,7 @@ def by_source(rows: list[str]) -> Counter[str]:
     return Counter(row.split()[0] for row in rows)
 
 
-def test_without_weights_each_row_comes_once_an_epoch(mix: Mix) -> None:
+def test_without_weights_each_row_comes_once_an_epoch(mix: Build) -> None:
     dataset = mix()
     first, second = epochs_of(dataset, 2)
     assert sorted(first) == sorted(second) == sorted(f"{name} {i}" for name, size in SIZES.items() for i in range(size))
@@ -78,7 +66,7 @@ def test_without_weights_each_row_comes_once_an_epoch(mix: Mix) -> None:
     assert [each.name for each in dataset.sources] == list(SIZES)
 
 
-def test_by_weight_until_all_are_used_up(mix: Mix) -> None:
+def test_by_weight_until_all_are_used_up(mix: Build) -> None:
     dataset = mix(0.5, 0.25, 0.25)
     for rows in epochs_of(dataset, 2):
         assert by_source(rows) == {"large": 50, "small": 25, "middle": 25}
@@ -91,7 +79,7 @@ def test_by_weight_until_all_are_used_up(mix: Mix) -> None:
     ]
 
 
-def test_by_weight_until_one_is_used_up_and_each_epoch_drawn_anew(mix: Mix) -> None:
+def test_by_weight_until_one_is_used_up_and_each_epoch_drawn_anew(mix: Build) -> None:
     dataset = mix(2, 1, 1, stopping_strategy="first_exhausted")
     epochs = epochs_of(dataset, 4)
     for rows in epochs:
@@ -112,7 +100,7 @@ def test_by_weight_until_one_is_used_up_and_each_epoch_drawn_anew(mix: Mix) -> N
         ("all_exhausted", {"packing": True, "isolated": True}),
     ],
 )
-def test_any_step_is_the_same_alone_and_over_any_ranks(mix: Mix, strategy: str, cut: dict[str, bool]) -> None:
+def test_any_step_is_the_same_alone_and_over_any_ranks(mix: Build, strategy: str, cut: dict[str, bool]) -> None:
     dataset, again = (mix(0.6, 0.1, 0.3, stopping_strategy=strategy, **cut) for _ in range(2))
     steps = [dataset.batch(step) for step in range(40)]
     for step in (0, 7, 39):  # like a run resumed at this step
@@ -146,7 +134,7 @@ def test_quotas_follow_weights_and_what_there_is(parts: list[tuple[int, float]])
     assert quotas(rows, [None] * len(rows), "all_exhausted") == rows
 
 
-def test_a_source_of_which_nothing_is_trained_on_is_refused(mix: Mix, write_lines: Callable[..., Path]) -> None:
+def test_a_source_of_which_nothing_is_trained_on_is_refused(mix: Build, write_lines: Callable[..., Path]) -> None:
     good = write_lines("good.jsonl", {"text": "one two three"})
     chats = write_lines("users.jsonl", {"messages": [{"role": "user", "content": "Hi"}]})
     sources = [source_of(str(path), setting="data.sources") for path in (good, chats)]
@@ -156,7 +144,7 @@ def test_a_source_of_which_nothing_is_trained_on_is_refused(mix: Mix, write_line
         mix(eval_sources=[source_of(str(chats), setting="data.eval_source")])
 
 
-def test_eval_sources_have_names_and_are_apart_from_training(mix: Mix, write_lines: Callable[..., Path]) -> None:
+def test_eval_sources_have_names_and_are_apart_from_training(mix: Build, write_lines: Callable[..., Path]) -> None:
     names = ("news.jsonl", "code.jsonl")
     paths = [write_lines(name, *({"text": f"{name} {i}"} for i in range(9))) for name in names]
     dataset = mix(eval_sources=[source_of(str(path)) for path in paths], eval_share=0.2)
@@ -173,7 +161,7 @@ def test_eval_sources_have_names_and_are_apart_from_training(mix: Mix, write_lin
 
 
 @pytest.mark.parametrize("other", ["large.jsonl", "sub/../large.jsonl", "link.jsonl", "hard.jsonl"])
-def test_a_file_that_is_trained_on_is_not_evaluated_on_by_another_name(mix: Mix, tmp_path: Path, other: str) -> None:
+def test_a_file_that_is_trained_on_is_not_evaluated_on_by_another_name(mix: Build, tmp_path: Path, other: str) -> None:
     """Break: compare unresolved paths. A held-out file part must not be trained under another name."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "large.jsonl")
@@ -201,7 +189,7 @@ def test_names_tell_sources_apart() -> None:
     assert names_of(sources) == expected
 
 
-def test_packed_parts_keep_their_rows(mix: Mix) -> None:
+def test_packed_parts_keep_their_rows(mix: Build) -> None:
     """A row in a packed mixture has tokens from one source."""
     dataset = mix(1, 1, 1, packing=True)
     for step in range(5):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload.errors import ConfigError
-from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.dataset import Dataset
 from offload.extras.data.encode import Encoder
 from offload.extras.data.formats import Chat, Pair, Preference, read_records
 from offload.extras.data.mixture import Mixture
@@ -112,12 +112,11 @@ def test_an_answer_without_a_token_stays_beside_the_other() -> None:
 
 
 @pytest.fixture
-def build(bpe_folder: Callable[..., str], tmp_path: Path) -> Callable[..., Dataset]:
+def build(dataset_of: Callable[..., Dataset]) -> Callable[..., Dataset]:
     def made(*paths: Path, weights: tuple[float | None, ...] = (None,), **more: Any) -> Dataset:
         sources = [source_of(str(path), "preference", weight=w) for path, w in zip(paths, weights, strict=False)]
-        settings = {"tokenizer": bpe_folder(), "vocab_size": 400, "sequence_length": 48, "packing": False}
-        settings |= {"pairs": True, "batch_size": 3, "group_by_length": True}  # pairs stay together
-        return build_dataset(sources=sources, cache_dir=tmp_path / "cache", **settings | more)
+        settings = {"sequence_length": 48, "pairs": True, "batch_size": 3, "group_by_length": True}
+        return dataset_of(*sources, **settings | more)
 
     return made
 
@@ -196,11 +195,11 @@ def test_values_of_rows_come_with_them(write_lines: Callable[..., Path], build: 
     assert held_out["own"][:, 0].tolist() == data.eval.at(0, 2, 0).tolist()
 
 
-def test_other_data_than_preferences_are_refused(write_lines: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_data_than_preferences_are_refused(
+    write_lines: Callable[..., Path], dataset_of: Callable[..., Dataset]
+) -> None:
     files = write_lines("rows.jsonl", *numbered(3)), write_lines("text.jsonl", {"text": "x y z"})
-    sources = [source_of(str(file)) for file in files]
-    settings = {"vocab_size": 400, "sequence_length": 32, "packing": False, "batch_size": 1, "cache_dir": tmp_path}
     with pytest.raises(ConfigError, match=r"text.jsonl has the format jsonl, and train.method is not sft"):
-        build_dataset(sources=sources, pairs=True, **settings)
+        dataset_of(*files, pairs=True)
     with pytest.raises(ConfigError, match=r"rows.jsonl has the format preference, .*: set --train.method dpo"):
-        build_dataset(sources=sources[::-1], **settings)
+        dataset_of(*files[::-1])
