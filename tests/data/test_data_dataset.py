@@ -305,20 +305,6 @@ def test_answers_beyond_the_rows_want_longer_rows(build: Build, write_lines: Cal
     assert "Give more" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sequence_length": 1}, r"data\.sequence_length=1"),
-        ({"batch_size": 0}, r"train\.batch_size=0"),
-        ({"eval_share": 1.0}, r"data\.eval_share=1\.0"),
-        ({"source": "no-such-place"}, r"data\.source='no-such-place' does not exist"),
-    ],
-)
-def test_settings_out_of_range(build: Build, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        build(**changes)
-
-
 @pytest.mark.parametrize(("name", "content"), [("a.txt", ""), ("a.jsonl", ""), ("a.jsonl", '{"text": ""}\n')])
 def test_empty_data_is_refused_with_the_numbers(build: Build, tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)

@@ -45,6 +45,9 @@ RUN = (
         "this schedule needs the number of the last step, and only train.max_seconds limits the run",
         "set --train.steps or --train.epochs as well, or --optimizer.schedule constant",
         {"train.steps": None, "train.epochs": None}),
+    Conflict("data.group_by_length", True, "data.packing", True,
+        "packed rows all have the same length", "set --data.packing false for one document in each row, or leave it "
+        "out", {"train.method": "sft"}),
     *(
         Conflict(f"optimizer.{key}", other_than(OptimizerSection.model_fields[key].default),
             "optimizer.rules", _without(key),

@@ -362,7 +362,7 @@ class DataSection(Section):
     """Tokenizer folder, file or hub name. none: from the model folder; without one, a BPE trained on the data, for a
     model with random weights only.
     """
-    sequence_length: Count | None = None
+    sequence_length: Annotated[int, Field(ge=2)] | None = None
     """Tokens per row. none: 256 for the tiny preset, else 1024, limited by the model."""
     packing: bool = True
     """Pack several documents into a row. false: one document per row, truncated or padded. Conversations with pictures

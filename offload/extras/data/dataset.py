@@ -211,8 +211,6 @@ class Dataset:
         `name`: one of `evals`; None: the first. The last batch may be smaller. A rank with an empty share gets a row
         without targets (labels -100), so all ranks have equally many batches.
         """
-        if batch_size < 1:
-            raise ConfigError(f"An eval batch must have at least 1 row, not {batch_size}.")
         name = next(iter(self.evals), "") if name is None else name
         row_set = self.evals.get(name, self.eval)
         num_batches = -(-row_set.num_rows // batch_size)
@@ -339,7 +337,7 @@ def build_dataset(
 ) -> Dataset:
     """Prepare the data (once; later calls read the cache) and return the batches.
 
-    Raises ConfigError for an unusable setting or file, and for a source without a trainable row.
+    Raises ConfigError for an unusable file, and for a source without a trainable row.
 
     Args:
         sources: Training sources.
@@ -368,14 +366,6 @@ def build_dataset(
         no_answers: The same for rows that separate a prompt from an answer.
         progress: Called with (stage, fraction done) during preparation.
     """
-    if sequence_length < 2:
-        raise ConfigError(f"data.sequence_length={sequence_length} leaves no token to predict; it must be at least 2.")
-    if batch_size < 1:
-        raise ConfigError(f"train.batch_size={batch_size} must be at least 1.")
-    if not 0 <= eval_share < 1:
-        raise ConfigError(
-            f"data.eval_share={eval_share} must lie in [0, 1): the share of the data kept for evaluation."
-        )
     training_files = [SourceFiles(source, vocab_size, eval_share, on_bad_row) for source in sources]
     eval_files = [SourceFiles(source, vocab_size, 0.0, on_bad_row, is_evaluated=True) for source in eval_sources]
     _check_disjoint(training_files, eval_files)

@@ -13,11 +13,9 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePath
-from typing import get_args
 
 import xxhash
 
-from offload.app.config.sections import Format
 from offload.app.user_cache import hash_paths
 from offload.errors import ConfigError, nearest
 from offload.extras.data.file_types import (
@@ -39,7 +37,6 @@ from offload.extras.data.storage import DataSet, LocalFile, Mark, Place, from_fo
 
 STDLIB = "builtin:stdlib"
 STDLIB_CHAT = "builtin:stdlib-chat"
-FORMATS: tuple[str, ...] = get_args(Format)
 
 # Tests and tables carry little information per byte. The last three do not belong to the standard library.
 _STDLIB_LEFT_OUT = frozenset(
@@ -62,7 +59,7 @@ class Source:
     paths: tuple[str, ...]
     """Each is `builtin:stdlib`, `builtin:stdlib-chat`, a file, a folder, a glob, a URL or a data set name."""
     format: str = "auto"
-    """One of FORMATS."""
+    """As `data.format`."""
     split: str | None = None
     """Split to read: a data set split, or files by name in a folder with several splits. None: not selected."""
     name: str | None = None
@@ -90,7 +87,7 @@ class SourceFile:
     name: str
     """Path relative to the source."""
     format: str
-    """One of FORMATS, or STDLIB_CHAT for docstring chats."""
+    """As `data.format`, or STDLIB_CHAT for docstring chats."""
     num_bytes: int
     """Stored size in bytes."""
     container: str = "text"
@@ -113,11 +110,6 @@ def find_files(source: Source, notes: list[str] | None = None) -> list[SourceFil
     in globs, `**` crosses folders. `notes` receives messages about skipped and repeated files. Raises ConfigError if a
     path matches nothing, is unreadable or is ambiguous.
     """
-    if source.format not in FORMATS:
-        allowed = ", ".join(FORMATS)
-        raise ConfigError(
-            f"data.format={source.format!r} is unknown{nearest(source.format, FORMATS)}; the formats are {allowed}."
-        )
     if not source.paths or not all(source.paths):
         raise ConfigError(
             f"{source.setting}={list(source.paths)!r} names nothing to read. Give {STDLIB}, a file, a folder or a glob."

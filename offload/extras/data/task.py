@@ -218,14 +218,9 @@ def _isolated(data: DataSection, model_kind: ModelKind) -> bool | None:
 
 
 def _grouped(config: Config) -> bool:
-    """Return whether unpacked rows are batched by length. Raises ConfigError."""
-    data = config.data
-    if data.group_by_length is True and data.packing:
-        raise ConfigError(
-            "data.group_by_length is true, but packed rows all have the same length: set --data.packing false for one "
-            "document in each row, or leave data.group_by_length out."
-        )
-    return config.train.compile != "always" if data.group_by_length == "auto" else data.group_by_length
+    """Return whether unpacked rows are batched by length."""
+    by_length = config.data.group_by_length
+    return config.train.compile != "always" if by_length == "auto" else by_length
 
 
 def _sources(data: DataSection, sources: Iterable[Mapping[str, Any]], setting: str) -> list[Source]:
