@@ -163,6 +163,11 @@ def shorten(text: str) -> str:
     return f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 4 :]} ({len(text):,} characters)"
 
 
+def describe(error: BaseException) -> str:
+    """Return the class and the message of an error on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ` (did you mean NAME?)` for the allowed name closest to `word`, or an empty string."""
     if len(word) > _MAX_SHOWN:

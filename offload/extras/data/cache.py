@@ -36,9 +36,14 @@ def load_or_build(root: Path, name: str, build: Callable[[Path], None], load: Ca
             _build(root, name, build)
             return load(root / name)
     except OSError as error:
-        raise ConfigError(
-            f"The data cache {root} cannot be used: {error}. Make room there, or set XDG_CACHE_HOME to another folder."
-        ) from error
+        raise unusable(root, error) from error
+
+
+def unusable(folder: Path, error: OSError) -> ConfigError:
+    """Return the error for a data cache that cannot be written."""
+    return ConfigError(
+        f"The data cache {folder} cannot be used: {error}. Make room there, or set XDG_CACHE_HOME to another folder."
+    )
 
 
 def _build(root: Path, name: str, build: Callable[[Path], None]) -> None:

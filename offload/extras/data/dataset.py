@@ -339,6 +339,8 @@ def build_dataset(
 
     Raises ConfigError for an unusable file, and for a source without a trainable row.
 
+    Arguments with the name of a setting in `DataSection` have its meaning.
+
     Args:
         sources: Training sources.
         eval_sources: Evaluation sources, each evaluated under a separate name.
@@ -346,21 +348,10 @@ def build_dataset(
             one with at most `vocab_size` tokens is trained on the data, unless the model `is_pretrained` (the
             embeddings belong to another vocabulary).
         model_path: Model folder or hub name.
-        is_pretrained: The model starts from pretrained weights.
-        vocab_size: Vocabulary size of the model.
-        sequence_length: Tokens per row.
-        packing: Pack several documents into a row.
         isolated: Separate packed documents from each other. None: only for data with conversations.
         pairs: The data are preferences. A batch has `batch_size` row pairs.
-        group_by_length: Build batches from rows with similar length. Applies to rows with one document each.
-        train_on_prompt: Train on prompts too.
-        eval_share: Share of each training source held out for evaluation, in [0, 1).
-        on_bad_row: `error` or `skip`.
-        stopping_strategy: See `mixture.quotas`.
         batch_size: Rows (or pairs) per step.
-        seed: Seed for the row order.
         cache_dir: Token cache folder. None: the default folder.
-        num_workers: Processes for tokenization. None: as many as save time. 0: this process only.
         no_pictures: Reason why rows with pictures are not trainable, and the remedy. Empty: pictures are allowed, and
             each document is a row for any `packing`.
         no_answers: The same for rows that separate a prompt from an answer.

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from offload.errors import ConfigError, shorten
+from offload.errors import ConfigError, describe, shorten
 from offload.extras.data.chat import ChatRenderer, Segments
 from offload.extras.data.formats import Chat, Ids, Pair, Preference, Record, Text, picture_bytes, pieces_of, texts_of
 from offload.extras.data.pictures import PictureDocument
@@ -307,9 +307,8 @@ class _TextEncoder:
         except Exception as error:  # tokenizers raise any exception, e.g. for half a surrogate pair
             if len(drafts) != 1:
                 return [tokens for draft in drafts for tokens in self._tokenize_each([draft])]
-            reason, (draft,) = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}", drafts
-            text = _describe_text(draft.text)
-            return [BadRow(f"{draft.request.record.where}: the tokenizer refuses {text}: {reason}.")]
+            where, text = drafts[0].request.record.where, _describe_text(drafts[0].text)
+            return [BadRow(f"{where}: the tokenizer refuses {text}: {shorten(describe(error))}.")]
 
     def _tokenize(self, drafts: list[_Draft]) -> list[TokenizedText]:
         """Return the tokens per draft."""

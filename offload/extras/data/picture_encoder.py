@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.errors import ConfigError, MissingLibraryError, counted, shorten
+from offload.errors import ConfigError, MissingLibraryError, counted, describe, shorten
 from offload.extras.data.chat import ChatRenderer, Segments
 from offload.extras.data.encode import EncodedBatch, EncodedDocument, EncodeRequest, training_mask
 from offload.extras.data.formats import Chat
@@ -40,10 +40,10 @@ def load_processor(path: str | None) -> Any:
         processor: Any = AutoProcessor.from_pretrained(str(folder) if folder.is_dir() else path, local_files_only=True)
     except ImportError as error:
         raise MissingLibraryError(
-            f"{needs}the processor of {path} cannot be loaded: {shorten(_line(error))}"
+            f"{needs}the processor of {path} cannot be loaded: {shorten(describe(error))}"
         ) from error
     except Exception as error:  # transformers raises many exception types for a folder without a processor
-        raise ConfigError(f"{needs}no processor can be loaded from {path}: {shorten(_line(error))}") from error
+        raise ConfigError(f"{needs}no processor can be loaded from {path}: {shorten(describe(error))}") from error
     if getattr(processor, "image_processor", None) is None or not isinstance(
         getattr(processor, "image_token", None), str
     ):
@@ -137,7 +137,7 @@ class PictureEncoder:
             encoding = run_processor(self._processor, [text], [images[:number]], return_offsets_mapping=True)
             widths = [self._width(image) for image in images[:number]]
         except Exception as error:  # processors raise any exception, e.g. for a picture of one pixel
-            raise BadRow(f"{where}: the processor refuses this row: {shorten(_line(error))}") from error
+            raise BadRow(f"{where}: the processor refuses this row: {shorten(describe(error))}") from error
         offsets: list[tuple[int, int]] = encoding["offset_mapping"][0]
         with_blanks = _with_widths(segments, self._placeholder, widths)
         if max(end for _, end in offsets) > sum(len(text) for text, _ in with_blanks):
@@ -193,7 +193,7 @@ class PictureInputs:
         except ConfigError:
             raise
         except Exception as error:  # processors raise any exception
-            raise ConfigError(f"the processor refuses the pictures of a batch: {shorten(_line(error))}") from error
+            raise ConfigError(f"the processor refuses the pictures of a batch: {shorten(describe(error))}") from error
         inputs: dict[str, torch.Tensor] = dict(outputs)
         if not np.array_equal(inputs.pop("input_ids").numpy(), ids):
             raise ConfigError(
@@ -240,7 +240,3 @@ def _with_widths(segments: Segments, placeholder: str, widths: Sequence[int]) ->
             with_blanks += [(" " * next(remaining), False)] if number else []
             with_blanks.append((piece, trained))
     return with_blanks
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, BinaryIO
 
-from offload.errors import ConfigError, MissingLibraryError, errno_text
+from offload.errors import ConfigError, MissingLibraryError, describe, errno_text
 
 PACKINGS = {".gz": "gunzip", ".zst": "zstd -d"}
 """Compressed file endings that can be read, with the command to decompress."""
@@ -219,7 +219,7 @@ def remote_files(url: str, setting: str) -> tuple[list[RemoteFile], str]:
         raise MissingLibraryError(f"{setting}={url!r}: {error}") from error
     except Exception as error:  # each protocol raises different exception types
         raise ConfigError(
-            f"{setting}={url!r} cannot be reached: {type(error).__name__}: {error}. Check the name, the network and "
+            f"{setting}={url!r} cannot be reached: {describe(error)}. Check the name, the network and "
             "the credentials for its protocol."
         ) from error
 
@@ -234,8 +234,7 @@ def from_folder(folder: Path, split: str | None, setting: str) -> DataSet:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # a damaged folder raises any exception
         raise ConfigError(
-            f"{setting}: {folder} was written by save_to_disk, but cannot be loaded: {type(error).__name__}: {error}. "
-            "Save it again."
+            f"{setting}: {folder} was written by save_to_disk, but cannot be loaded: {describe(error)}. Save it again."
         ) from error
     rows, split_name = _split_of(loaded, split, str(folder), setting)
     inside = folder / split_name if isinstance(loaded, dict) else folder
@@ -257,11 +256,10 @@ def from_hub(path: str, name: str | None, revision: str | None, split: str | Non
             hub.HfApi().dataset_info(path, revision=revision, timeout=_HUB_TIMEOUT_S)  # fail early if not reachable
         loaded = datasets.load_dataset(path, name, revision=revision, split=split)
     except Exception as error:  # from the network, the hub or the library
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
             f"{label} does not exist here (looked for {Path(path).absolute()}), and cannot be loaded from the hub: "
-            f"{reason[:300]}. Give a file, a folder or a glob; or check the name, the revision, the split and the "
-            "network. With HF_HUB_OFFLINE=1 only earlier downloads are used."
+            f"{describe(error)[:300]}. Give a file, a folder or a glob; or check the name, the revision, the split and "
+            "the network. With HF_HUB_OFFLINE=1 only earlier downloads are used."
         ) from error
     rows, split_name = _split_of(loaded, split, path, setting)
     num_bytes = int(rows.data.nbytes)

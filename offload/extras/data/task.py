@@ -18,6 +18,7 @@ from offload.app.config.config import Config
 from offload.app.config.sections import DataSection
 from offload.app.user_cache import default_cache_dir
 from offload.errors import ConfigError
+from offload.extras.data.cache import unusable
 from offload.extras.data.sources import Source, check_exists
 
 if TYPE_CHECKING:
@@ -58,10 +59,7 @@ def write_rows(rows: Any, name: str) -> str:
         path.parent.mkdir(exist_ok=True)
         temporary.replace(path)
     except OSError as error:
-        raise ConfigError(
-            f"{name} cannot be written to the data cache {folder}: {error}. Make room there, or set XDG_CACHE_HOME to "
-            "another folder."
-        ) from error
+        raise unusable(folder, error) from error
     finally:
         temporary.unlink(missing_ok=True)
     return str(path)
