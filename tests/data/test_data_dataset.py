@@ -1,4 +1,4 @@
-"""Batches by step: resumable, sliced by rank, independent of the caller; the token cache; refused settings."""
+"""Batches by step: resumable, sliced by rank, independent of the caller; the token cache; the excerpt for a sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tokenizers import processors
 from offload.distributed.share import share
 from offload.errors import ConfigError
 from offload.extras.data.cache import load_or_build
-from offload.extras.data.dataset import Dataset, build_dataset
+from offload.extras.data.dataset import MOST_PROMPT_TOKENS, Dataset, build_dataset, cut_excerpt
 from tests.data.asked import source_of
 
 Build = Callable[..., Dataset]
@@ -495,3 +495,32 @@ def test_rows_with_answers_are_refused_where_they_cannot_be_told_apart(
         build(source=source, no_answers="it cannot", eval_share=0.0)
     for more in ({"train_on_prompt": True, "source": source}, {}):
         assert build(no_answers="it cannot", eval_share=0.0, **more).num_train_rows
+
+
+ASKED = "aaaaBBBa"
+"""A conversation with eight tokens: small letters are context, capitals are trained."""
+
+
+@pytest.mark.parametrize(
+    ("row", "starts", "prompt", "answer"),
+    [
+        (ASKED, [0], "aaaa", "BBB"),
+        ("aaBBaaCC", [0], "aa", "BB"),  # the first of two answers
+        ("Aaaaaaab", [0], None, None),  # no context before the trained token
+        ("BBB" + ASKED, [0, 3], "aaaa", "BBB"),  # the first answer began in another row
+        (ASKED + "aaB", [0, 8], "aa", "B"),
+        ("a" * (MOST_PROMPT_TOKENS + 1) + "B", [0], None, None),
+        ("a" * (MOST_PROMPT_TOKENS + 1) + "B" + ASKED, [0, MOST_PROMPT_TOKENS + 2], "aaaa", "BBB"),
+        ("A" * 40, [0], "A" * 16, None),
+        ("AAA", [0], "A", None),
+        ("A", [0], None, None),
+        ("AAAAAABBBB", [0, 6], "BB", None),
+    ],
+)
+def test_the_prompt_ends_where_the_answer_begins(
+    row: str, starts: Sequence[int], prompt: str | None, answer: str | None
+) -> None:
+    ids = np.array([ord(letter) for letter in row])
+    found = cut_excerpt(ids, np.where(ids < ord("a"), ids, -100), starts)
+    assert (None if found is None else "".join(map(chr, found.prompt))) == prompt
+    assert (None if found is None or found.answer is None else "".join(map(chr, found.answer))) == answer

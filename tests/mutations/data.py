@@ -52,13 +52,13 @@ def mask_of_the_loss_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rows, "read", unmasked)
 
 
-@mutation("tests/data/test_data_isolated.py")
+@mutation("tests/data/test_data_packing.py")
 def documents_of_a_row_not_apart(patch: pytest.MonkeyPatch) -> None:
     """Positions continue across documents, so attention does not separate the documents."""
     patch.setattr(Rows, "positions", lambda self, rows: np.tile(np.arange(self.sequence_length), (len(rows), 1)))
 
 
-@mutation("tests/data/test_data_isolated.py")
+@mutation("tests/data/test_data_packing.py")
 def first_token_of_a_document_is_a_target(patch: pytest.MonkeyPatch) -> None:
     """The previous document's last token gets a target."""
     read = Rows.read
