@@ -1,5 +1,5 @@
-// What a GPU's compiler has by itself, for g++: one kernel runs with 16 lanes, each a fiber that goes through its threads
-// of the whole grid, and lets the others go on where it waits for what they have.
+// What a GPU's compiler has by itself, for g++: a block's threads are fibers, each of which goes through all blocks of the
+// grid, and lets the others go on where it waits for what they have.
 #pragma once
 #include <ucontext.h>
 
@@ -12,6 +12,7 @@
 #include <vector>
 
 #define __global__
+#define __shared__ static thread_local
 struct Index {
   uint32_t x;
 };
@@ -27,32 +28,37 @@ inline void atomicAdd(unsigned long long* to, unsigned long long number) { __ato
 
 namespace played {
 
-constexpr int kLanes = 16;
+constexpr int kStack = 65536;
 
-struct Warp {
-  ucontext_t home, lanes[kLanes];
+struct Lane {
+  ucontext_t context;
+  int values[2];  // by turns: who is next may write before the last one has read
+  int turn = 0;
+};
+struct Block {
+  std::vector<Lane> lanes;
+  ucontext_t home;
   int current = 0;
-  int values[2][kLanes];  // by turns: who is next may write before the last one has read
-  int turn[kLanes] = {};
+  bool has_waited = false;  // at a barrier
   std::function<void(int)> run;
 };
-inline thread_local Warp* warp;
+inline thread_local Block* here;
 
-inline void go(int lane) {
-  const int from = warp->current;
+inline void let_others_go_on() {
+  const int from = here->current, next = (from + 1) % static_cast<int>(here->lanes.size());
   const Index block = blockIdx, thread = threadIdx;
-  warp->current = lane;
-  swapcontext(&warp->lanes[from], &warp->lanes[lane]);
+  here->current = next;
+  swapcontext(&here->lanes[from].context, &here->lanes[next].context);
   blockIdx = block, threadIdx = thread;
 }
 
 inline void begin(int lane) {
-  warp->run(lane);
-  if (lane + 1 < kLanes) {
-    warp->current = lane + 1;
-    setcontext(&warp->lanes[lane + 1]);
+  here->run(lane);
+  if (lane + 1 < static_cast<int>(here->lanes.size())) {
+    here->current = lane + 1;
+    setcontext(&here->lanes[lane + 1].context);
   }
-  setcontext(&warp->home);
+  setcontext(&here->home);
 }
 
 template <class T>
@@ -69,32 +75,40 @@ void call(void (*kernel)(A...), const uint64_t* slots, std::index_sequence<I...>
 
 template <class... A>
 void launch(void (*kernel)(A...), const uint64_t* slots, int64_t grid, int64_t block) {
-  Warp here;
-  std::vector<char> stacks(kLanes * 65536);
-  here.run = [&](int lane) {
+  Block own;
+  own.lanes.resize(block);
+  const std::unique_ptr<char[]> stacks(new char[block * kStack]);
+  own.run = [&](int lane) {
     blockDim.x = static_cast<uint32_t>(block);
-    for (int64_t number = lane; number < grid * block; number += kLanes) {
-      blockIdx.x = static_cast<uint32_t>(number / block), threadIdx.x = static_cast<uint32_t>(number % block);
+    for (int64_t number = 0; number < grid; ++number) {
+      blockIdx.x = static_cast<uint32_t>(number), threadIdx.x = static_cast<uint32_t>(lane);
       call(kernel, slots, std::index_sequence_for<A...>());
+      if (own.has_waited) let_others_go_on();  // the next block has the same shared memory
     }
   };
-  warp = &here;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    getcontext(&here.lanes[lane]);
-    here.lanes[lane].uc_stack.ss_sp = stacks.data() + lane * 65536;
-    here.lanes[lane].uc_stack.ss_size = 65536;
-    makecontext(&here.lanes[lane], reinterpret_cast<void (*)()>(begin), 1, lane);
+  here = &own;
+  for (int lane = 0; lane < block; ++lane) {
+    ucontext_t& context = own.lanes[lane].context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks.get() + lane * kStack;
+    context.uc_stack.ss_size = kStack;
+    makecontext(&context, reinterpret_cast<void (*)()>(begin), 1, lane);
   }
-  swapcontext(&here.home, &here.lanes[0]);
-  warp = nullptr;
+  swapcontext(&own.home, &own.lanes[0].context);
+  here = nullptr;
 }
 
 }  // namespace played
 
 inline int __shfl_xor_sync(unsigned, int value, int other, int) {
-  auto& warp = *played::warp;
-  const int lane = warp.current, turn = warp.turn[lane]++ % 2;
-  warp.values[turn][lane] = value;
-  played::go((lane + 1) % played::kLanes);
-  return warp.values[turn][lane ^ other];
+  auto& lanes = played::here->lanes;
+  const int lane = played::here->current, turn = lanes[lane].turn++ % 2;
+  lanes[lane].values[turn] = value;
+  played::let_others_go_on();
+  return lanes[lane ^ other].values[turn];
+}
+
+inline void __syncthreads() {
+  played::here->has_waited = true;
+  played::let_others_go_on();
 }

@@ -14,11 +14,10 @@ With a scale per row a token does not depend on the others, so micro-batches hav
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from offload.engine.units.find import find_blocks
 from offload.engine.units.stages import Stage
 from offload.engine.units.unit import CutLayer
 from offload.errors import ConfigError
+from offload.extras.quant.casts import ScaledMatrix, to_fp8
 from offload.modules import forwards_replaced
 from offload.planning.settings import Settings
 
@@ -35,25 +35,6 @@ LEAST_SIZE = 1024
 """Smallest K and N of a layer. Below, the casts take longer than the product saves; routers are smaller, too."""
 _MULTIPLE = 16
 """Sizes in FP8 products are multiples of this number."""
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-_LEAST_AMAX = 1e-12
-"""Lower limit for the largest absolute value, as in torchao: a row of zeros has a scale, too."""
-
-
-class ScaledMatrix(NamedTuple):
-    """A matrix in FP8."""
-
-    values: Tensor
-    """float8 [rows, columns], contiguous."""
-    scale: Tensor
-    """Factor for the values, fp32 [rows, 1], or [1, 1] for the whole matrix."""
-
-
-def to_fp8(matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledMatrix:
-    """Cast a matrix [rows, columns] to FP8. The largest absolute value (of each row) becomes the largest FP8 number."""
-    amax = torch.linalg.vector_norm(matrix, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
-    scale = amax.clamp(min=_LEAST_AMAX) / _LARGEST[dtype]
-    return ScaledMatrix((matrix / scale).to(dtype, memory_format=torch.contiguous_format), scale)
 
 
 def multiply(left: ScaledMatrix, right: ScaledMatrix, *, is_fast: bool) -> Tensor:

@@ -1,0 +1,152 @@
+"""Matrices cast to FP8 (arXiv:2209.05433): by torch operations, or on a GPU by kernels compiled at run time
+(`csrc/device_fp8.inl`) with the same bits.
+
+A kernel reads a row from device memory once, and finds the scale on the way: three bytes for each element in bf16,
+against thirteen of the torch operations. One scale for a matrix takes a second read. Graphs of torch.compile keep the
+operations, which are fused there.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offload.native.run_time_kernels import THREADS, Launch, RunTimeKernels
+from offload.native.run_time_kernels import program as kernel_program
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+LEAST_AMAX = 1e-12
+"""Lower limit for the largest absolute value, as in torchao: a row of zeros has a scale, too."""
+_MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+_ELEMENTS = {torch.float32: "float", torch.bfloat16: "uint16_t"}
+_EACH, _ALIGNMENT = 8, 16  # elements and bytes of a load
+KERNELS = RunTimeKernels(
+    "Matrices on {device} are cast to FP8 by torch operations (four times the bytes), because their own kernels do not "
+    "work there ({reason}). Results are equal."
+)
+
+
+class ScaledMatrix(NamedTuple):
+    """A matrix in FP8."""
+
+    values: Tensor
+    """float8 [rows, columns], contiguous."""
+    scale: Tensor
+    """Factor for the values, fp32 [rows, 1], or [1, 1] for the whole matrix."""
+
+
+def to_fp8(matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledMatrix:
+    """Cast a matrix [rows, columns] to FP8. The largest absolute value (of each row) becomes the largest FP8 number."""
+    if not torch.compiler.is_compiling() and _can_run(matrix):
+        launches = _find_launches(matrix, by_row, dtype)
+        if launches is not None:
+            return _launch(launches, matrix.contiguous(), by_row, dtype)
+    return _by_operations(matrix, by_row, dtype)
+
+
+def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
+    amax = torch.linalg.vector_norm(matrix, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
+    # Divided by a tensor, because GPUs multiply by the reciprocal of a number, with other last bits.
+    scale = amax.clamp(min=LEAST_AMAX) / torch.full_like(amax, LARGEST[dtype])
+    return ScaledMatrix((matrix / scale).to(dtype, memory_format=torch.contiguous_format), scale)
+
+
+# -- kernels -------------------------------------------------------------------------------------------------
+
+_Launches = tuple[Launch, Launch | None]
+"""The cast, and the largest absolute values of rows for a matrix with one scale."""
+
+
+def program(name: str, matrix_dtype: torch.dtype, dtype: torch.dtype, by_row: bool) -> tuple[str, str, list[str]]:
+    """Return (source, C++ kernel name, compiler options) for the kernel `cast_rows` or `find_amax_of_rows`."""
+    values = f", {_MANTISSA_BITS[dtype]}, {str(by_row).lower()}" if name == "cast_rows" else ""
+    return kernel_program('#include "device_fp8.inl"\n', f"{name}<{_ELEMENTS[matrix_dtype]}{values}>")
+
+
+def _can_run(matrix: Tensor) -> bool:
+    """True for a matrix of plain numbers on a device with kernels, in a form that they read."""
+    if matrix.is_cpu or matrix.is_meta or type(matrix) not in (Tensor, nn.Parameter):  # subclasses may lack memory
+        return False
+    is_fit = matrix.dtype in _ELEMENTS and matrix.shape[1] % _EACH == 0 and matrix.data_ptr() % _ALIGNMENT == 0
+    return is_fit and matrix.numel() > 0 and KERNELS.can_run(matrix.device)
+
+
+def _find_launches(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> _Launches | None:
+    amax_of_rows, key = None, (matrix.dtype, dtype, by_row)
+    if not by_row:
+        amax_of_rows = KERNELS.find(
+            matrix.device,
+            matrix.dtype,
+            partial(program, "find_amax_of_rows", *key),
+            partial(_find_wrong_amax, matrix.device, matrix.dtype),
+        )
+        if amax_of_rows is None:
+            return None
+    cast = KERNELS.find(
+        matrix.device,
+        key,
+        partial(program, "cast_rows", *key),
+        lambda launch: _find_wrong_cast((launch, amax_of_rows), matrix.device, *key),
+    )
+    return None if cast is None else (cast, amax_of_rows)
+
+
+def _launch(launches: _Launches, matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
+    cast, amax_of_rows = launches
+    rows, columns = matrix.shape
+    values = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
+    scale = torch.empty(rows if by_row else 1, 1, dtype=torch.float32, device=matrix.device)
+    amax = scale if amax_of_rows is None else _find_amax(amax_of_rows, matrix).amax()
+    cast(rows * THREADS, [matrix, amax, values, scale, columns, LEAST_AMAX, LARGEST[dtype]])
+    return ScaledMatrix(values, scale)
+
+
+def _find_amax(amax_of_rows: Launch, matrix: Tensor) -> Tensor:
+    """Return the largest absolute value of each row, fp32 [rows]."""
+    rows, columns = matrix.shape
+    amax = torch.empty(rows, dtype=torch.float32, device=matrix.device)
+    amax_of_rows(rows * THREADS, [matrix, amax, columns])
+    return amax
+
+
+def _find_wrong_amax(device: torch.device, matrix_dtype: torch.dtype, launch: Launch) -> str:
+    matrix = _example(matrix_dtype)
+    found = _find_amax(launch, matrix.to(device)).cpu()
+    return "" if _are_equal(found, matrix.abs().amax(1).float()) else "other largest values than on the host"
+
+
+def _find_wrong_cast(
+    launches: _Launches, device: torch.device, matrix_dtype: torch.dtype, dtype: torch.dtype, by_row: bool
+) -> str:
+    """Cast matrices with ordinary and extreme numbers on the device and on the host, and compare."""
+    matrix = _example(matrix_dtype)
+    for each in (matrix, matrix[3:4], matrix[5:6]):  # under one scale, the largest rows make the others 0 or NaN
+        wanted = _by_operations(each, by_row, dtype)
+        found = _launch(launches, each.to(device), by_row, dtype)
+        if not all(_are_equal(one.cpu().float(), other.float()) for one, other in zip(found, wanted, strict=True)):
+            return f"a matrix in {matrix_dtype} gives other numbers in {dtype} than on the host"
+    return ""
+
+
+def _example(dtype: torch.dtype) -> Tensor:
+    """Return rows of many exponents and several largest values, small, large, of zeros, and with infinity and NaN, [12,
+    columns], on the host.
+    """
+    rows, columns = 12, 2 * THREADS * _EACH + _EACH
+    words = torch.arange(rows * columns, dtype=torch.int64, device="cpu").mul_(0x9E3779B1).view(rows, columns)
+    fractions = words.bitwise_and(0xFFFFFF).double().div_(1 << 24).add_(1)
+    signs = 1 - 2 * words.bitwise_right_shift(16).bitwise_and(1)
+    matrix = torch.ldexp(signs * fractions, words.bitwise_right_shift(24).remainder(32).neg())
+    for row in range(8):  # with short ratios, which lie between two FP8 numbers
+        matrix[row].clamp_(-1 - row / 8, 1 + row / 8)
+    matrix[1], matrix[2], matrix[8] = matrix[1] * 1e-30, matrix[2] * 1e30, 0
+    matrix[-2, columns // 2], matrix[-1, -1] = math.inf, math.nan
+    return matrix.to(dtype)
+
+
+def _are_equal(found: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(found, wanted, rtol=0, atol=0, equal_nan=True)
