@@ -133,6 +133,19 @@ def test_a_compiled_graph_keeps_products_alone(monkeypatch: pytest.MonkeyPatch) 
     assert compiled == products - num_tokens * 32 * 4 + 2 * num_tokens * 4
 
 
+def test_blocks_with_dropout_in_documents_run_uncompiled() -> None:
+    """Inside a compiled block they would need a mask over whole rows. Break: remove the refusal from `_attend`."""
+    torch._dynamo.reset()
+    losses = []
+    for compiles in ("never", "always"):
+        refusal = "runs uncompiled(.|\n)*dropout, a bias or capped scores, needs a mask"
+        with Engine(by_document(build(partial(llama, attention_dropout=0.1))), compile=compiles) as engine:
+            with pytest.warns(UserWarning, match=refusal) if compiles == "always" else nullcontext():
+                losses.append([float(engine.step(packed(seed)).loss) for seed in (0, 1)])
+            assert not engine.compiled_classes
+    assert losses[0] == losses[1]
+
+
 def test_packed_documents_are_one_node_in_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other documents in the rows compile nothing again. Break: trace `_as_mask` in `_attend`."""
     monkeypatch.setattr(forwards, "BACKEND", "aot_eager")

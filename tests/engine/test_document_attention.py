@@ -44,7 +44,7 @@ def test_no_mask_is_made_and_products_are_the_squares_of_the_documents(monkeypat
 
 
 def test_a_mask_of_the_starts_equals_the_mask_of_transformers() -> None:
-    """Compiled blocks with dropout in attention use it."""
+    """Attention with a bias uses it."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     for make, create in ((llama, create_causal_mask), (mistral, create_sliding_window_causal_mask)):

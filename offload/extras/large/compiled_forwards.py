@@ -252,7 +252,9 @@ def _refusal(unit: Unit) -> str:
     return ""
 
 
-def _format_error(error: Exception) -> str:
+def _format_error(error: BaseException) -> str:
+    if "Observed exception" in str(error) and error.__cause__ is not None:  # raised by the traced code
+        error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_LETTERS]}"
 
 

@@ -144,8 +144,13 @@ def _attend(
     is_plain = not dropout and not has_bias and options.get("softcap") is None
     if has_starts and is_plain and (is_traced or has_kernel(query, value)):
         return OPERATION(query, key, value, mask, scaling)[0], None
+    if has_starts and is_traced:  # the stage of compiled blocks then leaves these uncompiled
+        raise NotImplementedError(
+            "attention within documents, with dropout, a bias or capped scores, needs a mask over whole rows in a "
+            "compiled block"
+        )
     options |= {"dropout": dropout, "scaling": scaling}
-    if has_starts and not has_bias and not is_traced:
+    if has_starts and not has_bias:
         return by_loop(query, key, value, Documents.of(mask), **options), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
