@@ -14,7 +14,8 @@ from offload.app.training import build
 from offload.app.training.parts import make_settings
 from offload.app.training.planner import PLANNERS, document_share
 from offload.errors import ConfigError
-from offload.extras.large import document_attention
+from offload.extras.large import compiled_forwards, document_attention
+from offload.planning import settings
 from tests.engine.documents import positions_of
 
 
@@ -75,6 +76,16 @@ def test_a_model_that_mixes_documents_has_one_a_row(run: Any, chats: str) -> Non
         run("other", "mamba", data__source=chats, data__packing_isolated=True)
     with pytest.raises(ConfigError, match=r"the model is a masked one"):
         run("third", "bert", data__source=chats, data__packing_isolated=True)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_get_rows_of_one_length_instead(run: Any, chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is compiled already when documents turn out to be mixed."""
+    monkeypatch.setattr(compiled_forwards, "BACKEND", "eager")
+    monkeypatch.setattr(settings, "compiles_by_default", lambda device: True)
+    result, _, said = run("run", "mamba", data__source=chats, train__steps=1)
+    assert "blocks are compiled" in said
+    assert "group_by_length: false" in (result.dir / "config.yaml").read_text()
 
 
 def test_conversations_are_computed_one_by_one_unless_a_mask_is_asked_for(run: Any, chats: str) -> None:
@@ -145,8 +156,12 @@ def test_one_function_says_which_runs_stay_uncompiled() -> None:
 
     for attention in ("auto", "documents", "sdpa"):
         assert compiles(data__packing_isolated=True, model__attention=attention) == "auto"
-    by_length = {"data__packing": False, "data__group_by_length": True}
-    for eager in ({"train__sequence_parallel": 2}, {"train__recompute": "products"}, by_length):
+    alone = {"data__packing": False}
+    by_length = alone | {"data__group_by_length": True}
+    for eager in ({"train__sequence_parallel": 2}, {"train__recompute": "products"}, by_length, alone):
         assert compiles(**eager) == "never"
-    assert compiles(**by_length, train__compile="always") == "always"
+    for padded in (alone | {"data__group_by_length": False}, alone | {"train__method": "dpo"}):
+        assert compiles(**padded) == "auto"
+    for each in (alone, by_length):
+        assert compiles(**each, train__compile="always") == "always"
     assert compiles(offload__experts="streamed") == "never"

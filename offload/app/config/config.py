@@ -296,6 +296,11 @@ class Config(BaseModel):
         return self.data.packing and self.data.packing_isolated is True
 
     @property
+    def has_many_lengths(self) -> bool:
+        """True if batches are by length, unless blocks are compiled and data.group_by_length is auto."""
+        return not self.data.packing and self.data.group_by_length is not False
+
+    @property
     def attends_documents(self) -> bool:
         """True if attention may run within each document of packed rows, instead of under a mask."""
         return self.is_isolated and self.train.sequence_parallel == 1 and self.model.attention in ("auto", DOCUMENTS)

@@ -376,8 +376,8 @@ class DataSection(Section):
     """
     group_by_length: Flag = "auto"
     """For one document per row (data.packing false): batch rows with similar lengths and pad to the longest in the
-    batch. false: random order, padded to data.sequence_length. auto: true, unless blocks are compiled (every new
-    length compiles again) or train.method is not sft.
+    batch. Every new length compiles again, so train.compile auto then means never. false: random order, padded to
+    data.sequence_length. auto: true, unless train.compile is always or train.method is not sft.
     """
     train_on_prompt: bool = False
     """Include prompts in the loss, not only answers; with train.method orpo, in the loss of the chosen answer."""

@@ -279,7 +279,8 @@ def make_run(
                     "--data.packing false for one document in each row, or --data.packing_isolated false."
                 )
             )
-        config = config.with_resolved(data__packing=False, data__packing_isolated=False)
+        by_length = {"data__group_by_length": False} if engine.compiles else {}
+        config = config.with_resolved(data__packing=False, data__packing_isolated=False, **by_length)
         data = rank_0_first(comm, "preparation of the data", build)
         again = without_steps.resolve_steps(data.num_steps)
         config = config.with_resolved(
