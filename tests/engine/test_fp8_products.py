@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from offload import Engine, Placement
 from offload.accelerators import CudaAccelerator
@@ -167,6 +168,19 @@ def test_other_layers_keep_their_products() -> None:
 
 def has_own(module: nn.Module) -> bool:
     return "forward" in vars(module)
+
+
+def test_a_weight_computed_from_parameters_is_cast() -> None:
+    """Break: read `weight` in `_find_layers`, before the engine has weights on the device."""
+
+    def make() -> nn.Module:
+        own = llama()
+        for layer in own.model.layers:
+            parametrizations.weight_norm(layer.mlp.up_proj)
+        return own
+
+    engine = both(ROWWISE, lambda: build(make))
+    assert "10 linear layers" in engine.told_tiles
 
 
 def test_fp32_layers_in_a_bf16_model_are_multiplied_in_fp32() -> None:

@@ -165,6 +165,8 @@ def draw(kind: str, seed: int) -> Case:
     case.plain = case.plain or kind in ("forwards", "forwards2")
     case.restore = dice.random() < 0.2
     _give_habits(random.Random(f"habits of {kind} {seed}"), case)
+    if case.forwards is None:
+        _give_products(random.Random(f"products of {kind} {seed}"), case)
     if case.settings.get("optimizer") in _BY_MATRIX:
         for layout in case.layouts:  # these rules update whole parameters, not pieces
             layout.pop("update", None)
@@ -188,6 +190,25 @@ def _give_habits(dice: random.Random, case: Case) -> None:
             layout |= {"parameters": "nvme", "optimizer": "nvme"}
             if layout.pop("optimizer_memory", None) is not None:  # no optimizer state is on the device now
                 del layout["update"]
+
+
+def _give_products(dice: random.Random, case: Case) -> None:
+    """Keep the outputs of products in some layouts, and multiply in FP8 in half of the cases in bf16."""
+    for layout in case.layouts:
+        if dice.random() < 0.25 and "sequence_tile" not in case.settings and "compile" not in layout:
+            layout |= {"recompute": "products", "graphs": "device"}
+    tiles = case.model.get("tiles", ["tile"])
+    is_other = case.model["make"] in ("gpt2", "handmade") or "odd" in case.model
+    has_layers = not is_other and ("tile" in tiles or "wide" in tiles)
+    if case.settings.get("precision") != "bf16" or not has_layers or dice.random() < 0.5:
+        return
+    # With one scale for a matrix, a row depends on the others, which ranks do not share.
+    case.settings["matmul"] = dice.choice(["fp8_rowwise", *["fp8_tensorwise"] * (case.world == 1)])
+    case.model |= {"width": 32, "inner": dice.choice([32, 48])}
+    if case.kind in ("engine", "loops") and dice.random() < 0.5:  # sums in the order of plain PyTorch
+        case.plain = True
+        for key in ("micro_batch_size", "head_chunk_bytes", "sequence_tile"):
+            case.settings.pop(key, None)
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

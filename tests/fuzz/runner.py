@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +35,9 @@ from offload.errors import (
     TornError,
 )
 from offload.extras.large import compiled_forwards as compiled
+from offload.extras.quant import products
 from offload.planning import device_updates, disk
+from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
 from tests.engine.inside import parts_of
 from tests.engine.reference import Reference, count_labels, count_shifted, sum_by_layer
 from tests.fuzz import forwards, habits, models
@@ -376,6 +379,7 @@ def run_case(case: Case, comm: Comm | None = None) -> Outcome:
                 leaving_nothing(folder / "nvme"),
                 mock.patch.object(compiled, "BACKEND", _BACKEND),
                 mock.patch.object(offloaded_graph, "SMALLEST_BYTES", 1),
+                mock.patch.object(products, "LEAST_SIZE", LEAST_SIZE),
             ):
                 _run(case, comm, folder, outcome)
                 comm.barrier("end of the engines")  # all ranks share a folder
@@ -730,7 +734,7 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
         max_grad_norm=settings.get("max_grad_norm", 1.0),
         seed=settings.get("seed", 0),
         micro_batch_size=None if models.mixes_rows(spec) else rows,  # their batches stay whole
-        group=sum_by_layer,
+        group=partial(_group, settings.get("matmul")),
     )
     outside, rate = habits.Outside(models.width_of(spec)), reference.rule.lr
     trained = {name: uses for name, uses in reference.named.items() if uses[0].requires_grad}
@@ -770,6 +774,13 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
                 return
         _judge_plain((loss.item(), norm, *outside.learn(op)), wanted, reference, is_exact, f"op {number}")
         outcome.notes["plain, to the bit" if is_exact else "plain"] += 1
+
+
+def _group(matmul: str | None, model: nn.Module) -> None:
+    """Make plain PyTorch sum gradients and multiply as the engine does."""
+    sum_by_layer(model)
+    if matmul is not None:
+        multiply_in_fp8(matmul, model)
 
 
 def _judge_plain(plain: tuple[float, ...], seen: Seen, reference: Reference, is_exact: bool, where: str) -> None:

@@ -172,15 +172,20 @@ def _find_layers(model: nn.Module) -> list[nn.Linear]:
     return [
         layer
         for layer in _linears(model)
-        if all(size >= LEAST_SIZE and size % _MULTIPLE == 0 for size in layer.weight.shape)
+        if all(size >= LEAST_SIZE and size % _MULTIPLE == 0 for size in _shape_of(layer))
     ]
+
+
+def _shape_of(layer: nn.Linear) -> tuple[int, int]:
+    """Return the shape of the weight, without reading the weight: a parametrization would compute it."""
+    return layer.out_features, layer.in_features
 
 
 def _check_layers(model: nn.Module, settings: Settings) -> list[nn.Linear]:
     """Return the layers that multiply in FP8. Raises ConfigError for none."""
     if layers := _find_layers(model):
         return layers
-    shapes = [tuple(layer.weight.shape) for layer in _linears(model)]
+    shapes = [_shape_of(layer) for layer in _linears(model)]
     largest = max(shapes, key=lambda shape: (min(shape), max(shape)), default=None)
     found = "have no torch.nn.Linear" if largest is None else f"have none; the largest has {list(largest)}"
     raise ConfigError(
