@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -90,6 +91,19 @@ class Comm:
     def num_far(self) -> int:
         """Number of ranks on other machines."""
         return sum(machine != self.machines[self.rank] for machine in self.machines)
+
+    @property
+    def world(self) -> Comm:
+        """Communicator of all ranks that make the same calls, also of those with other parts of the model."""
+        return self
+
+    def squares_of_model(self, squares: Mapping[Any, float]) -> Iterable[float]:
+        """Return the squared gradients of the model, given those by `Piece` in this communicator. Collective."""
+        return squares.values()
+
+    def folder_of(self, path: str | Path, *, of_model: bool = False) -> Path:  # noqa: ARG002
+        """Return the folder for a checkpoint at `path`, or `of_model` for a model. Raises ConfigError for none."""
+        return Path(path)
 
     def split(self, num_replicas: int) -> tuple[Comm, Comm]:
         """Return two communicators: for the ranks in this replica, and for the ranks at the same position in every

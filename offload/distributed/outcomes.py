@@ -59,6 +59,7 @@ def share_outcome(comm: Comm, value: _Outcome, failure: Exception | None, operat
     A single rank raises `failure` itself. Several ranks raise ConfigError, DoesNotFitError, CheckpointError, DiskError,
     or OffloadError for any other error, with the same text.
     """
+    comm = comm.world
     if failure is not None and comm.size == 1:
         raise failure
     outcomes = comm.gather_objects((value, None if failure is None else _describe(failure)), f"outcome of {operation}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.accelerators import device_of, own_accelerator
 from offload.distributed.comm import Comm
+from offload.doors import Door
 from offload.engine.state import EngineState
 from offload.engine.units.attention import attention_for
 from offload.engine.units.find import SPLITTINGS, Splitting, UnitCandidate, describe_parameters, find_units, regions_of
@@ -35,6 +36,11 @@ from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
 from offload.tiers.host import trim_heap
 from offload.tiers.placement import Placement
+
+MODEL_FORMS: Door[Any] = Door("model form", {"plain": lambda *given: nullcontext(given[1:3])})
+"""Functions (model, settings, comm, fill, quantized) -> context with settings and comm for an engine: plain parameters
+are in the model meanwhile. tensors: in place of those of another tensor class, such as DTensor.
+"""
 
 
 def take_over(state: EngineState, fill: Fill | None) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.arguments import check_types
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.engine.analysis import Analysis
-from offload.engine.assemble import assemble
+from offload.engine.assemble import MODEL_FORMS, assemble
 from offload.engine.compile_wrappers import remove_compile_wrappers
 from offload.engine.loss.batch import Batch
 from offload.engine.loss.batch_agreement import RankBatch, agree_on_pass
@@ -86,9 +88,14 @@ class Engine(StateAccess):
         self.comm = comm or self._owned_comm or Comm()
         use_share_of_cores(self.comm.local_rank, self.comm.local_gpus)
         self.comm.claim(self)
+        self._form = ExitStack()
         try:
+            is_plain = not any(map(is_traceable_wrapper_subclass, model.parameters()))
+            form = MODEL_FORMS["plain" if is_plain else "tensors"](model, settings, self.comm, fill, quantized)
+            settings, self.comm = self._form.enter_context(form)
             self._state = assemble(model, settings, self.counters, fill, self.comm, quantized or {})
         except BaseException as error:
+            self._form.close()
             self.comm.release()
             if self._owned_comm is not None:
                 self._owned_comm.close(error)
@@ -286,6 +293,7 @@ class Engine(StateAccess):
         self._own_loop.close()
         self._steps.method.free()
         self._state.close(restore and (is_sound or not has_peers))
+        self._form.close()
         self.comm.release()
         if self._owned_comm is not None:
             self._owned_comm.close()

@@ -35,7 +35,7 @@ class LentGradients:
         if not info.trainable:
             return None
         why = ""
-        if (size := self._store.sharding.num_ranks) > 1:
+        if (size := self._store.comm.world.size) > 1:
             why = f"the gradients are divided over {size} ranks"
         elif self._store.values.is_cut(info.index):
             why = "the engine has cut the parameter into pieces, for a small offload.device_memory"

@@ -137,7 +137,7 @@ class OwnLoop:
             try:
                 state.slots.compute_after_resident()
             except BaseException:  # only this call fails: the gradients so far are complete
-                if not state.runner.has_peers:  # several ranks would all have to retry
+                if state.comm.world.size == 1:  # several ranks would all have to retry
                     state.slots.retry()
                 raise
             if not torch.is_grad_enabled():

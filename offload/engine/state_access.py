@@ -270,10 +270,11 @@ class StateAccess(Figures):
         Raises, on all ranks, ConfigError or DiskError.
         """
         self._recovery.check_open()
+        folder = self.comm.folder_of(path, of_model=True)
         self._state.snapshot.check(trains=False)
         self._settle("export")
         with self._recovery.working(), self.counters.preserve():
-            export_model(self._state, Path(path), dtype, shard_bytes, files or {}, replace, made)
+            export_model(self._state, folder, dtype, shard_bytes, files or {}, replace, made)
 
     def save_checkpoint(
         self, path: str | Path, meta: _Json = None, files: _Files = None, *, trained_only: bool = False
@@ -310,7 +311,7 @@ class StateAccess(Figures):
             with self._recovery.working(), self.counters.preserve():
                 decided = self._steps.decisions
                 saving = interrupted.enter_context(
-                    PendingCheckpoint(self._state, Path(path), decided, meta or {}, files, **options)
+                    PendingCheckpoint(self._state, self.comm.folder_of(path), decided, meta or {}, files, **options)
                 )
             interrupted.pop_all()
         return saving
@@ -329,7 +330,7 @@ class StateAccess(Figures):
         with self._recovery.working(), ExitStack() as opened:
             opened.enter_context(self.counters.preserve())
             with share_failure(self.comm, "opening of the checkpoint"):
-                reader = opened.enter_context(Reader(Path(path), in_part=self.comm.size > 1))
+                reader = opened.enter_context(Reader(self.comm.folder_of(path), in_part=self.comm.size > 1))
                 anew = check_contents(self._state, reader, may_reset=reset)
             copy_missing_files(self.comm, reader, reader.files_of(spans_to_read(self._state, reader, anew=anew)))
             if anew and self.comm.rank == 0:

@@ -304,7 +304,7 @@ class Steps:
     def _give_back_memory(self, error: BaseException) -> bool:
         state = self._state
         with self._recovery.working():
-            if state.runner.has_peers:  # the other ranks had room and are further on
+            if state.comm.world.size > 1:  # the other ranks had room and are further on
                 return False
             if isinstance(error, DoesNotFitError):
                 return state.spare_memory.give_back()

@@ -33,6 +33,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "compressed-tensors": "offload.extras.quant.formats:CompressedTensors",
     },
     "method": {"forwards": "offload.extras.zeroth.forwards:Forwards"},
+    "model form": {"tensors": "offload.extras.large.tensor_parallel:open_parts"},
     "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
     "probe": {"measured": "offload.app.machine.probe:probe"},

@@ -109,6 +109,7 @@ class WrappedOptimizer(OffloadOptimizer):
                 state[numbers[name]] = moments
                 if engine.model.get_parameter(name).dtype != torch.float32:
                     ((_, moments[_MASTER]),) = engine.named_parameters(names=[name])
+                state[numbers[name]] = {key: _as_given(value, engine.model, name) for key, value in moments.items()}
         torch_state, start = super().state_dict(), 0
         for group, names in zip(torch_state["param_groups"], self._names, strict=True):
             group["params"] = list(range(start, start := start + len(names)))
@@ -127,7 +128,8 @@ class WrappedOptimizer(OffloadOptimizer):
                 "(without frozen ones): load it into the optimizer before offload.wrap, which takes the states over."
             )
         names = dict(zip((n for group in groups for n in group["params"]), self._numbers(), strict=True))
-        states = {names[number]: dict(state) for number, state in state_dict["state"].items()}
+        given = {names[number]: state for number, state in state_dict["state"].items()}
+        states = {name: _local_states(state, self.engine.model.get_parameter(name)) for name, state in given.items()}
         masters = {name: state.pop(_MASTER) for name, state in states.items() if _MASTER in state}
         self.engine.load_moments({name: states.get(name, {}) for name in names.values()})
         for name, value in self.engine.edit(masters):
@@ -163,7 +165,9 @@ def engage(
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states = (
-        {} if old is None or chosen_rule else {names[id(p)]: state for p, state in old.state.items() if id(p) in names}
+        {}
+        if old is None or chosen_rule
+        else {names[id(p)]: _local_states(state, p) for p, state in old.state.items() if id(p) in names}
     )
     is_bf16 = any(p.dtype == torch.bfloat16 for p in model.parameters())
     defaults = {"max_grad_norm": None, "precision": "bf16" if is_bf16 else "fp32"}  # the loop clips
@@ -181,6 +185,26 @@ def engage(
         assert old is not None
         old.state.clear()
     return own
+
+
+def _local_states(state: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
+    """Return optimizer states with this rank's part of each DTensor, as the DTensor `parameter` is cut."""
+    return {
+        key: value.redistribute(placements=parameter.placements).to_local() if hasattr(value, "placements") else value
+        for key, value in state.items()
+    }
+
+
+def _as_given(value: torch.Tensor, model: nn.Module, name: str) -> torch.Tensor:
+    """Return a state of a parameter, as a DTensor for a DTensor parameter."""
+    given: Any = model.get_parameter(name)
+    if not value.dim() or not hasattr(given, "placements"):
+        return value
+    mesh, layout = given.device_mesh, given.placements
+    tensor: torch.Tensor = type(given).from_local(
+        value, mesh, layout, run_check=False, shape=given.shape, stride=given.stride()
+    )
+    return tensor
 
 
 def give_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -94,6 +94,7 @@ class ThisMachine:
 
     def speeds(self, comm: Comm) -> Speeds:
         """Return the cached rates. Without a cache, rank 0 measures for a few seconds. Collective."""
+        comm = comm.world
         measured = Speeds(PROBES[MEASURED](self.device), comm.local_size) if comm.rank == 0 else None
         speeds = comm.from_rank(0, measured, "rates of the machine")
         assert speeds is not None
@@ -101,6 +102,7 @@ class ThisMachine:
 
     def free_memory(self, comm: Comm) -> FreeMemory:
         """Return the minimum over all ranks, because all ranks need the same plan. Collective."""
+        comm = comm.world
         if self.agreed_memory is not None:
             return self.agreed_memory
         device = -1 if self.accelerator is None else self.accelerator.free_bytes

@@ -155,7 +155,7 @@ class ImmediatePolicy(UpdatePolicy):
         self.arrived += region.pieces
         squares, touched = self._measures.squares, self._measures.touched[region.index]
         # Several ranks check together, in `finish`. On a GPU the squares are not on the host yet.
-        if not self._measures.has_peers and not all(math.isfinite(squares[piece]) for piece in region.pieces):
+        if self._tiles.store.comm.world.size == 1 and not all(math.isfinite(squares[p]) for p in region.pieces):
             refuse_gradients(self._tiles, self._measures, math.nan, self.arrived)
 
         arrival = self._tiles, region, gradients, fence, touched

@@ -152,7 +152,7 @@ class Updates:
         """Complete the gradients and return their norm over all ranks. Collective."""
         self._flow.send_rest()
         self._flow.finish()
-        return total_norm(self._measures.squares.values())
+        return total_norm(self.tiles.store.comm.squares_of_model(self._measures.squares))
 
     def steer(self, lr: float, max_norm: float | None) -> None:
         """Set the learning rate and, if given, the clipping norm (0: no clipping) for this step.
@@ -170,7 +170,7 @@ class Updates:
         """
         policy = self._flow.transfer.policy
         self._flow.finish()
-        norm = total_norm(self._measures.squares.values())
+        norm = total_norm(self.tiles.store.comm.squares_of_model(self._measures.squares))
         if self._norm is not None and math.isfinite(norm):
             norm = self._norm
         if math.isfinite(norm):

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
@@ -317,9 +318,12 @@ class _WeightReadDetector(WatchingMode):
 
 
 def _operands(args: Any, kwargs: Any) -> Iterator[Any]:
-    """Yield the operands of an operation, one list level deep."""
+    """Yield the operands of an operation, one list level deep; for a DTensor the local tensor."""
     for value in (*args, *kwargs.values()) if kwargs else args:
-        yield from value if isinstance(value, list | tuple) else (value,)
+        for leaf in value if isinstance(value, list | tuple) else (value,):
+            while is_traceable_wrapper_subclass(leaf):
+                leaf = getattr(leaf, leaf.__tensor_flatten__()[0][0])
+            yield leaf
 
 
 class _Contents:
