@@ -24,7 +24,7 @@ from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.recording.known import KnownPasses, TrialResult
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
-from offload.engine.units.snapshots import PassSnapshot, buffer_places
+from offload.engine.units.snapshots import Snapshot, buffers_of
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
 from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.modules import in_eval_mode
@@ -270,7 +270,7 @@ class Steps:
             try:
                 result = run(self._prepare(inputs, departed))
                 if isinstance(result, StepResult) and result.skipped:
-                    before.modules.put_back()
+                    before.put_back(has_generators=False)
                 return result
             except BaseException as error:
                 if self._recovery.torn or state.runner.step_number != step_number:  # at least one update is done
@@ -289,17 +289,17 @@ class Steps:
                         raise _memory_error(error) from error
                     raise
 
-    def _take_snapshot(self) -> PassSnapshot:
+    def _take_snapshot(self) -> Snapshot:
         """Return a snapshot of generators and modules, with all buffers except those in units recorded without a
         change of a buffer.
         """
         state = self._state
         inside = {module for unit in state.units if not unit.resident and unit.variants for module in unit.modules}
-        buffers = buffer_places([module for module in self._modules if module not in inside])
+        buffers = set(buffers_of([module for module in self._modules if module not in inside]))
         for unit in state.units:
             buffers.update(*(variant.buffers for variant in unit.variants.values()))
         notes = [place for unit in state.units for place in unit.mutable_attributes]
-        return PassSnapshot(state.device, self._modules, buffers, notes, state.runner.is_weight)
+        return Snapshot(state.device, state.runner.is_weight, self._modules, buffers, notes)
 
     def _give_back_memory(self, error: BaseException) -> bool:
         state = self._state

@@ -20,7 +20,7 @@ from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.units import arguments, traits, unit
 from offload.engine.units.call import UnitCall, UnitFunction
 from offload.engine.units.runner import UnitRunner
-from offload.engine.units.snapshots import ModuleSnapshot, ThreadState
+from offload.engine.units.snapshots import Snapshot, ThreadState
 from offload.engine.units.traits import UnitTraits
 from offload.errors import ConfigError
 from offload.extras.zeroth import interleaved
@@ -336,7 +336,7 @@ def lose_a_gradient(original: Any, use: UnitCall, number: int) -> Any:
 
 
 @contextmanager
-def recompute_in_eval_mode(original: Any, condition: ModuleSnapshot) -> Iterator[None]:
+def recompute_in_eval_mode(original: Any, condition: Snapshot) -> Iterator[None]:
     with original(condition):
         for module in condition._modules:
             module.training = False
@@ -379,7 +379,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
     "gradients between units are too large": (Stack, around(UnitFunction, "backward", sum_gradients_twice), {}),
     "a recompute is made in eval mode": (
         of(DropsOut),
-        around(ModuleSnapshot, "attributes_restored", recompute_in_eval_mode),
+        around(Snapshot, "repeated", recompute_in_eval_mode),
         {},
     ),
     "a recompute has stale weights": (Stack, around(UnitCall, "_recompute", recompute_with_stale_weights), {}),
@@ -390,7 +390,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
         ),
         {},
     ),
-    "a buffer moves twice": (RunningStatistics, around(ModuleSnapshot, "values_restored", leave_values), {}),
+    "a buffer moves twice": (RunningStatistics, around(Snapshot, "values_restored", leave_values), {}),
     "a wrong row is cut": (Stack, around(traits, "_cut", cut_a_wrong_row), {"micro_batch_size": 1}),
     "a micro-batch counts twice": (
         Stack,

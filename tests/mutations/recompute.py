@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -20,10 +22,17 @@ from offload.extras.quant.codecs import IntegerCodec
 from offload.tiers.slots import Slots
 from tests.mutations import as_it_is, enter_as, mutation, replaced
 
+
+@contextmanager
+def generators_alone(snapshot: snapshots.Snapshot) -> Iterator[None]:
+    snapshot.put_back_generators()
+    yield
+
+
 # A recomputation starts from the attributes as left by the forward.
 enter_as(
     "kept-numbers-counted-twice",
-    replaced(snapshots.ModuleSnapshot, "attributes_restored", as_it_is),
+    replaced(snapshots.Snapshot, "repeated", generators_alone),
     "tests/engine/test_condition.py",
     fuzzed=True,
 )
@@ -40,7 +49,7 @@ enter_as(
 def moving_buffers_not_put_back(patch: pytest.MonkeyPatch) -> None:
     """The equivalence check is disabled too, since the check would detect the fault and save graphs."""
     patch.setattr(PassComparator, "_first_difference", lambda *_, **__: "")
-    patch.setattr(snapshots.ModuleSnapshot, "values_restored", as_it_is)
+    patch.setattr(snapshots.Snapshot, "values_restored", as_it_is)
 
 
 @mutation("tests/engine/test_generators_and_buffers.py", fuzzed=True)

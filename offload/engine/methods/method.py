@@ -14,7 +14,7 @@ from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.result import StepResult, ZerothOrderRecord
 from offload.engine.state import EngineState
-from offload.engine.units.snapshots import PassSnapshot
+from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError
 from offload.interrupts import interrupts
@@ -41,7 +41,7 @@ class Method(ABC):
     """
 
     def __init__(
-        self, state: EngineState, settings: Settings, losses: Losses, take_snapshot: Callable[[], PassSnapshot]
+        self, state: EngineState, settings: Settings, losses: Losses, take_snapshot: Callable[[], Snapshot]
     ) -> None:
         """`take_snapshot`: takes a snapshot of generators and modules."""
         self._state, self._settings, self._rule = state, settings, settings.optimizer

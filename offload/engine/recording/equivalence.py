@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_iter
 from offload.engine.comparison import OTHER_ORDER, Sketch, Tolerance, gradient_deviations, tolerance
 from offload.engine.recording.plain import PlainPass
 from offload.engine.state import EngineState
+from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.traits import PartsDifferError, UnrecordedCallError
-from offload.engine.units.trial import ENGINE_ERRORS, TrialSnapshot
+from offload.engine.units.trial import ENGINE_ERRORS
 from offload.engine.units.unit import CallTarget, Unit
 from offload.layout.regions import Piece
 from offload.modules import in_eval_mode
@@ -121,18 +122,18 @@ class NoDropoutMode(TorchFunctionMode):
 
 
 @contextmanager
-def isolated(state: EngineState, roots: Mapping[str, Any] = MappingProxyType({})) -> Iterator[TrialSnapshot]:
+def isolated(state: EngineState, roots: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Snapshot]:
     """Within the context, the engine calls the model for internal runs. Yield the snapshot of the model and `roots`.
 
     Restores all state afterwards, also resident weights changed by model code.
     """
-    snapshot = TrialSnapshot(state.device, {"": state.model, **roots}, state.runner.is_weight)
+    snapshot = Snapshot(state.device, state.runner.is_weight, roots={"": state.model, **roots})
     versions = state.slots.versions()
     try:
         with state.runner.as_engine_calls(), state.runner.stages.paused():
             yield snapshot
     finally:
-        snapshot.restore()
+        snapshot.put_back()
     state.slots.restore(versions)
 
 
@@ -200,11 +201,11 @@ class PassComparator:
         with in_eval_mode(self._state.model), torch.no_grad():
             yield
 
-    def _run_plain(self, passes: PassPair, snapshot: TrialSnapshot) -> PassObservations:
+    def _run_plain(self, passes: PassPair, snapshot: Snapshot) -> PassObservations:
         state, observations = self._state, PassObservations()
         resident = [unit for unit in state.units if unit.resident]
         for number in range(passes.num_passes):
-            snapshot.reset_generators()
+            snapshot.put_back_generators()
 
             def install(unit: Unit, number: int = number) -> None:
                 passes.install(unit, number)
@@ -225,7 +226,7 @@ class PassComparator:
                 del loss
         return self._conclude(observations, snapshot)
 
-    def _run_streamed(self, passes: PassPair, snapshot: TrialSnapshot) -> PassObservations:
+    def _run_streamed(self, passes: PassPair, snapshot: Snapshot) -> PassObservations:
         state, observations = self._state, PassObservations()
         with state.router.trial_mode(observations.wrap_calls(state.router.stream), observations.add_gradient):
             try:
@@ -237,9 +238,9 @@ class PassComparator:
                 observations.error = error
         return self._conclude(observations, snapshot)
 
-    def _conclude(self, observations: PassObservations, snapshot: TrialSnapshot) -> PassObservations:
+    def _conclude(self, observations: PassObservations, snapshot: Snapshot) -> PassObservations:
         observations.final_state, observations.has_sampled = snapshot.capture_state(), snapshot.has_sampled
-        snapshot.restore()
+        snapshot.put_back()
         return observations
 
     # -- comparison ------------------------------------------------------------------------------------------

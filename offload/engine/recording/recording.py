@@ -30,7 +30,7 @@ from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, nodes_of
-from offload.engine.units.snapshots import ModuleSnapshot, buffer_places
+from offload.engine.units.snapshots import buffers_of
 from offload.engine.units.stages import Use
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
 from offload.engine.units.trial import SavedBytes, Trial
@@ -86,7 +86,7 @@ class Recording:
         inputs = [leaf.clone() for leaf in leaves]
         versions = _Versions(inputs)
         saved = _SavedTensors(self.runner, inputs)
-        module_snapshot = ModuleSnapshot(unit.modules, buffer_places(unit.modules), (), self.runner.is_weight)
+        buffers = {place: buffer.detach().clone() for place, buffer in buffers_of(unit.modules).items()}
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
         self._inside = unit
         self.runner.enter(unit)
@@ -133,12 +133,14 @@ class Recording:
         )
         self.uses.setdefault(unit.name, []).append(use)
         if self._before is None:
-            buffers = module_snapshot.changed_buffers()
+            # Values are compared, since native batch norm leaves `_version` unchanged.
+            now = buffers_of(unit.modules)
+            moved = {each for each in now.keys() | buffers.keys() if not same_bits(now.get(each), buffers.get(each))}
             detached = {i for i, t in enumerate(result.tensors) if not t.requires_grad}
-            keeps_nothing = is_plain and not mutated and not saved.num_bytes and not (saved.has_numbers and buffers)
+            keeps_nothing = is_plain and not mutated and not saved.num_bytes and not (saved.has_numbers and moved)
             graph = GraphTraits(frozenset(detached), keeps_nothing, reads_weights or not keeps_nothing)
             trained, is_first = unit.gradient_signature(arguments.tensors), self._is_first(traits)
-            traits.learn_use(trained, graph, mutated, buffers, is_first=is_first)
+            traits.learn_use(trained, graph, mutated, moved, is_first=is_first)
         elif results_without_graph is not None:
             if not mutated and not all(map(same_bits, result.tensors, results_without_graph)):
                 unit.traits.needs_graph = True
@@ -250,8 +252,8 @@ class Recording:
             self.runner.writes.add(unit, written)
 
     def _refuse_buffers_with_graphs(self, unit: Unit) -> None:
-        for module, key in buffer_places(unit.modules):
-            if module._buffers[key].grad_fn is not None:  # type: ignore[union-attr]
+        for (_, key), buffer in buffers_of(unit.modules).items():
+            if buffer.grad_fn is not None:
                 raise ConfigError(
                     f"unit {unit.name} assigns its buffer {key} a tensor with an autograd graph: gradients of later "
                     "forwards would flow back into this graph, and even plain PyTorch would keep the graphs of all "

@@ -23,7 +23,7 @@ from offload.engine.units.saved_graph import (
     refuse_changed,
     run_with_graph,
 )
-from offload.engine.units.snapshots import PassSnapshot, ThreadState
+from offload.engine.units.snapshots import Snapshot, ThreadState
 from offload.engine.units.stages import Forward, Use
 from offload.engine.units.traits import Rows
 from offload.engine.units.unit import CallTarget, Unit
@@ -37,7 +37,7 @@ class MicroBatch:
 
     rows: Rows | None
     """Rows of the micro-batch. None: the whole input."""
-    snapshot: PassSnapshot
+    snapshot: Snapshot
     """RNG and module state before the forward."""
     forward: Forward
     """Function for the forward and the recomputation."""
@@ -223,7 +223,7 @@ class UnitCall:
         """Run the backward of one micro-batch; return the input gradients."""
         self._look_ahead(number)
         graph, micro_batch.graph = micro_batch.graph, None
-        with nullcontext() if graph else micro_batch.snapshot.modules.values_restored(self.traits.buffers):
+        with nullcontext() if graph else micro_batch.snapshot.values_restored(self.traits.buffers):
             graph = graph or self._recompute(number)
             pieces = self.traits.cut_outputs(gradients, micro_batch.rows)
             pairs: list[tuple[Any, torch.Tensor]] = [
@@ -259,14 +259,11 @@ class UnitCall:
         others = traits.cut_others(self._arguments.others, micro_batch.rows)
         inputs, outputs = saved[: len(self._needs)], saved[len(self._needs) :]
         use = Use(runner, self._arguments, inputs, others, self._needs)
-        snapshot = micro_batch.snapshot
-        runner.device.set_random_state(snapshot.random)
         with (
             runner.saved.policy.measure(
                 unit, self._shapes, inputs if runner.saved.inputs_stay else (), len(self._micro_batches)
             ),
-            snapshot.modules.attributes_restored(),
-            snapshot.draws_repeated(),
+            micro_batch.snapshot.repeated(),
             runner.outputs.replayed(outputs),
         ):
             forward = runner.stages.for_recomputation(micro_batch.forward)

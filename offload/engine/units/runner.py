@@ -19,7 +19,7 @@ from offload.engine.units.activation_offload import TensorLayout
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.engine.units.saved_inputs import Claim, Claims, KeptOutputs, SavedInputs
-from offload.engine.units.snapshots import PassSnapshot
+from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.stages import Forward, ForwardRunner, Stage, Use
 from offload.engine.units.traits import PartsDifferError, Rows, UnrecordedCallError
 from offload.engine.units.unit import Unit
@@ -79,7 +79,7 @@ class UnitRunner:
         self._uses: dict[str, int] = {}
         self._num_calls: dict[str, int] = {}
         self.claims = Claims()
-        self._last_snapshot: Callable[[], PassSnapshot | None] = lambda: None
+        self._last_snapshot: Callable[[], Snapshot | None] = lambda: None
 
     # -- a use of a unit -------------------------------------------------------------------------------------
 
@@ -135,11 +135,17 @@ class UnitRunner:
             raise
         self._name, self._begin = f"{'backward' if backward else 'forward'} {unit.name}", self._lanes.now()
 
-    def snapshot(self, unit: Unit, may_recompute: bool) -> PassSnapshot:
+    def snapshot(self, unit: Unit, may_recompute: bool) -> Snapshot:
         """Take a snapshot of generators and modules before a unit forward, for the recomputation."""
         traits, last = unit.traits, self._last_snapshot()
-        snapshot = PassSnapshot(
-            self.device, unit.modules, traits.buffers, unit.mutable_attributes, self.is_weight, may_recompute, last
+        snapshot = Snapshot(
+            self.device,
+            self.is_weight,
+            unit.modules,
+            traits.buffers,
+            unit.mutable_attributes,
+            may_repeat=may_recompute,
+            last=last,
         )
         self._last_snapshot = weakref.ref(snapshot)
         return snapshot

@@ -8,9 +8,10 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import attrgetter, is_
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -33,52 +34,78 @@ _FORWARD_HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-_NOTHING = nullcontext()
 BufferPlace = tuple[nn.Module, str]
 """(module, buffer name). A forward may assign another tensor there."""
 
 
-def buffer_places(modules: Iterable[nn.Module]) -> set[BufferPlace]:
-    """Return the places for all buffers in these modules."""
-    return {(module, key) for module in modules for key, buffer in module._buffers.items() if buffer is not None}
+def buffers_of(modules: Iterable[nn.Module]) -> dict[BufferPlace, torch.Tensor]:
+    """Return all buffers in these modules."""
+    return {
+        (module, key): buffer for module in modules for key, buffer in module._buffers.items() if buffer is not None
+    }
 
 
-class ModuleSnapshot:
-    """Snapshot of module attributes, buffer references and `moving` buffer values.
+class Snapshot:
+    """State at one moment: random generators, `modules`, and all objects reachable from attributes and `roots`.
 
-    Includes all state reachable from `mutable_attributes`. A forward may assign to all of these or change them in
-    place. Attributes include `training` and buffer bookkeeping (for example the length of a grown table). Hooks
-    registered by a forward are covered too.
+    A forward may assign to module attributes and buffers, register hooks, and change mutable values in place.
+    Attributes include `training` and buffer bookkeeping (for example the length of a grown table).
     """
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
-        moving: Iterable[BufferPlace],
-        mutable_attributes: Iterable[AttributePlace],
+        device: Device,
         ignores: Callable[[torch.Tensor], bool],
+        modules: Sequence[nn.Module] = (),
+        moving: Iterable[BufferPlace] = (),
+        mutable_attributes: Collection[AttributePlace] = (),
+        roots: Mapping[str, Any] = MappingProxyType({}),
+        may_repeat: bool = True,
+        last: Snapshot | None = None,
     ) -> None:
-        """`ignores`: True for a tensor over engine weights."""
-        self._mutable_attributes, self._ignores = mutable_attributes, ignores
-        self._mutable_state = self._capture_mutable_state() if mutable_attributes else None
-        self._modules, self._next_hook = modules, RemovableHandle.next_id
+        """Take the snapshot.
+
+        `ignores`: True for a tensor over engine weights. `moving`: buffers with possible in-place changes. `roots`:
+        objects by name, e.g. a model, a batch, a loss function. `may_repeat`: random draws after this moment may need
+        to be repeated. `last`: the previous snapshot; if no Python or numpy random number was drawn since then,
+        `last.repeated` repeats none.
+        """
+        self._device, self._ignores, self._modules = device, ignores, modules
+        self._mutable_attributes, self._roots = mutable_attributes, roots
+        self.random = device.random_state()
+        before = None if last is None else last._rng_state
+        self._rng_state: RngState | None = RngState.capture(before) if may_repeat else None
+        self._may_repeat = may_repeat
+        if last is not None and before is self._rng_state:
+            last._may_repeat = False
+        self.state = self.capture_state()
+        self._next_hook, self._hooks = RemovableHandle.next_id, _hooks(modules)
         self._attributes = DictSnapshots(map(vars, modules))
-        self._hooks = _hooks(modules)
         self._buffers = DictSnapshots(map(attrgetter("_buffers"), modules))
         buffers = [(module, key, module._buffers.get(key)) for module, key in moving]
         self._values = [(m, key, t, _version(t), t.detach().clone()) for m, key, t in buffers if t is not None]
 
-    def changed_buffers(self) -> set[BufferPlace]:
-        """Return the places of buffers with a changed value.
+    def capture_state(self) -> StateSnapshot:
+        """Return the present state behind mutable attributes and roots."""
+        values = {f"{number}.{key}": vars(m).get(key) for number, (m, key) in enumerate(self._mutable_attributes)}
+        return StateSnapshot({**values, **self._roots}, self._ignores, gradients=bool(self._roots))
 
-        Values are compared, since native batch norm leaves `_version` unchanged.
-        """
-        saved = {(module, key): value for module, key, _, _, value in self._values}
-        same = {(module, key) for (module, key), value in saved.items() if same_bits(module._buffers.get(key), value)}
-        return (buffer_places(self._modules) | set(saved)) - same
+    @property
+    def has_sampled(self) -> bool:
+        """True if random numbers were sampled since the snapshot."""
+        is_same = all(map(torch.equal, self.random, self._device.random_state()))
+        return not is_same or RngState.capture(self._rng_state) is not self._rng_state
 
-    def put_back(self) -> None:
-        """Restore the snapshot."""
+    def put_back_generators(self) -> None:
+        """Restore the random generators."""
+        self._device.set_random_state(self.random)
+        if self._rng_state is not None:
+            self._rng_state.put_back()
+
+    def put_back(self, *, has_generators: bool = True) -> None:
+        """Restore the snapshot, with or without the generators."""
+        if has_generators:
+            self.put_back_generators()
         self._attributes.put_back()
         self._put_back_values(compares=True)
         if RemovableHandle.next_id > self._next_hook:
@@ -86,18 +113,27 @@ class ModuleSnapshot:
                 _drop_hooks(module, self._next_hook)
 
     @contextmanager
-    def attributes_restored(self) -> Iterator[None]:
-        """Restore attributes and hooks to the snapshot during the context; afterwards, restore the present state."""
-        saved, hooks = self._attributes, _hooks(self._modules)
+    def repeated(self) -> Iterator[None]:
+        """Restore generators, attributes and hooks during the context, for a recomputation.
+
+        Afterwards, restore the present state, except for the device generators.
+        """
+        saved, hooks, draws = self._attributes, _hooks(self._modules), self._rng_state if self._may_repeat else None
         now = saved if saved.are_unchanged else DictSnapshots(map(vars, self._modules))
+        draws_now = draws and RngState.capture(draws)
         if now is not saved:
             saved.put_back()
         _install_hooks(self._hooks, hooks)  # A forward may register hooks and remove them again.
+        self._device.set_random_state(self.random)
+        if draws is not None:
+            draws.put_back()
         try:
             yield
         finally:
             now.put_back()
             _install_hooks(hooks, self._hooks)
+            if draws_now is not None:
+                draws_now.put_back()
 
     @contextmanager
     def values_restored(self, moving: Collection[BufferPlace]) -> Iterator[None]:
@@ -105,29 +141,23 @@ class ModuleSnapshot:
 
         `moving`: buffers with present values to restore too.
         """
-        if not self._values and not moving and self._mutable_state is None and self._buffers.are_unchanged:
+        if not (self._values or moving or self._mutable_attributes) and self._buffers.are_unchanged:
             put_back = self._buffers.put_back
         else:
-            put_back = ModuleSnapshot(self._modules, moving, self._mutable_attributes, self._ignores)._put_back_values
+            now = Snapshot(self._device, self._ignores, self._modules, moving, self._mutable_attributes)
+            put_back = now._put_back_values
             self._put_back_values()
         try:
             yield
         finally:
             put_back()
 
-    def _capture_mutable_state(self) -> StateSnapshot:
-        values = {
-            f"{number}.{key}": vars(module).get(key) for number, (module, key) in enumerate(self._mutable_attributes)
-        }
-        return StateSnapshot(values, self._ignores)
-
     def _put_back_values(self, compares: bool = False) -> None:
-        """Restore buffers and mutable attributes.
+        """Restore buffers, mutable attributes and roots.
 
         compares: skip equal buffers, since a copy would invalidate saved graphs. The host then waits for the device.
         """
-        if self._mutable_state is not None:
-            self._mutable_state.put_back()
+        self.state.put_back()
         buffers = [module._buffers.get(key) for module, key, *_ in self._values]
         self._buffers.put_back()
         with torch.no_grad():
@@ -139,45 +169,6 @@ class ModuleSnapshot:
                 elif version is None or _version(tensor) != version:
                     # Changed and then replaced: a saved graph may still hold the old tensor.
                     module._buffers[key] = value.clone()
-
-
-class PassSnapshot:
-    """Snapshot of RNGs and modules at one moment."""
-
-    def __init__(
-        self,
-        device: Device,
-        modules: Sequence[nn.Module],
-        moving: Iterable[BufferPlace],
-        mutable_attributes: Iterable[AttributePlace],
-        ignores: Callable[[torch.Tensor], bool],
-        may_repeat: bool = True,
-        last: PassSnapshot | None = None,
-    ) -> None:
-        """Take the snapshot.
-
-        `moving`: buffers with possible in-place changes. `mutable_attributes`, `ignores`: as for
-        `ModuleSnapshot`. `may_repeat`: random draws after this moment may need to be repeated. `last`: the previous
-        snapshot; if no Python or numpy random number was drawn since then, `last.draws_repeated` becomes a no-op.
-        """
-        self._device, self.random = device, device.random_state()
-        before = None if last is None else last._rng_state
-        self._rng_state: RngState | None = RngState.capture(before) if may_repeat else None
-        self._may_repeat = may_repeat
-        if last is not None and before is self._rng_state:
-            last._may_repeat = False
-        self.modules = ModuleSnapshot(modules, moving, mutable_attributes, ignores)
-
-    def draws_repeated(self) -> AbstractContextManager[None]:
-        """Return a context that repeats the Python and numpy random draws made after this moment."""
-        return self._rng_state.restored() if self._rng_state is not None and self._may_repeat else _NOTHING
-
-    def put_back(self) -> None:
-        """Restore RNGs and modules."""
-        self._device.set_random_state(self.random)
-        if self._rng_state is not None:
-            self._rng_state.put_back()
-        self.modules.put_back()
 
 
 class DictSnapshots:
@@ -260,8 +251,8 @@ class RngState(NamedTuple):
 
     python: tuple[Any, ...]
     """Python generator state."""
-    numpy: dict[str, Any]
-    """State dict from the numpy default generator."""
+    numpy: bytes
+    """Pickled state dict of the numpy default generator."""
     memory: bytes | None
     """Raw numpy generator memory, cheap to read.
 
@@ -276,30 +267,14 @@ class RngState(NamedTuple):
             return before if python == before.python else cls(python, before.numpy, memory)
         numpy: Any = np.random.get_state(legacy=False)
         is_complete = memory is not None and memory == _twister_memory(**numpy["state"]) and not numpy["has_gauss"]
-        now = cls(python, numpy, memory if is_complete else None)
-        return before if before is not None and now.equals(before) else now
-
-    def equals(self, other: RngState) -> bool:
-        """True if nothing was drawn between the two moments."""
-        if self is other:
-            return True
-        return self.python == other.python and pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
+        now = cls(python, pickle.dumps(numpy), memory if is_complete else None)
+        return before if before is not None and now == before else now
 
     def put_back(self) -> None:
         """Restore both generators to this moment."""
         if RngState.capture(self) is not self:
             random.setstate(self.python)
-            np.random.set_state(self.numpy)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore this moment during the context; afterwards, restore the present state."""
-        now = RngState.capture(self)
-        self.put_back()
-        try:
-            yield
-        finally:
-            now.put_back()
+            np.random.set_state(pickle.loads(self.numpy))
 
 
 def _generator_memory() -> bytes | None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,36 +84,18 @@ def restore_dict(live: MutableMapping[Any, Any], saved: Mapping[Any, Any], skipp
             live[key] = value
 
 
-class _ContainerSnapshot(NamedTuple):
-    """Snapshot: a container or an object `__dict__`."""
+def _restore_elements(live: Any, saved: Sequence[Any]) -> None:
+    """Restore the elements of a list, deque or set, unless they are the same objects."""
+    if len(live) != len(saved) or not all(map(is_, live, saved)):
+        live.clear()
+        (live.update if isinstance(live, set) else live.extend)(saved)
 
-    container: Any
-    """The live container."""
-    content: Any
-    """Copied content."""
-    is_module: bool
-    """True for a module's attribute dict or buffer dict. A forward may reassign the values."""
 
-    @property
-    def is_unchanged(self) -> bool:
-        """True if the container holds the same objects in the same places."""
-        live, saved = self.container, self.content
-        if isinstance(live, set):
-            return set(map(id, live)) == set(map(id, saved))
-        if not isinstance(saved, dict):
-            return len(live) == len(saved) and all(map(is_, live, saved))
-        keys = live.keys() - {"forward"} if self.is_module and "forward" in live else live.keys()
-        return keys == saved.keys() and all(map(is_, map(live.get, saved), saved.values()))
-
-    def put_back(self) -> None:
-        if self.is_unchanged:
-            return
-        live, saved = self.container, self.content
-        if isinstance(saved, dict):
-            restore_dict(live, saved, ("forward",) if self.is_module else ())
-        else:
-            live.clear()
-            (live.update if isinstance(live, set) else live.extend)(saved)
+def _restore_values(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    """Restore tensor values, unless they have the same bits: a write would invalidate saved graphs."""
+    if not tensor.is_inference() and tensor.shape == saved.shape and not same_bits(tensor, saved):
+        with torch.no_grad():
+            tensor.copy_(saved)
 
 
 class StateSnapshot:
@@ -130,28 +112,15 @@ class StateSnapshot:
         """`ignores`: True for a tensor over engine weights. `gradients`: include the `grad` of leaf tensors."""
         self.leaves: dict[str, Any] = {}
         self._ignores, self._has_gradients = ignores, gradients
-        self._containers: list[_ContainerSnapshot] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
-        self._states: list[tuple[Callable[[Any], Any], Any]] = []
+        self._saved: list[tuple[Callable[[Any], Any], Any]] = []  # (restoring function, saved content)
         self._seen: dict[int, Any] = {}
         for path, root in roots.items():
             self._visit(root, path)
 
     def put_back(self) -> None:
         """Restore the snapshot."""
-        for container in self._containers:
-            container.put_back()
-        with torch.no_grad():
-            for tensor, value in self._tensors:
-                if not tensor.is_inference() and tensor.shape == value.shape and not same_bits(tensor, value):
-                    tensor.copy_(value)
-            for leaf, gradient, copied in self._gradients:
-                leaf.grad = gradient
-                if gradient is not None and copied is not None and not same_bits(gradient, copied):
-                    gradient.copy_(copied)
-        for restore, state in self._states:
-            restore(state)
+        for restore, content in self._saved:
+            restore(content)
 
     def differences(self, other: StateSnapshot) -> Iterator[tuple[str, Any, Any]]:
         """Yield (path, value here, value in `other`) for each path with different values."""
@@ -178,12 +147,13 @@ class StateSnapshot:
         elif isinstance(value, nn.Module):
             self._visit_module(value, path)
         elif isinstance(value, Mapping):
-            if isinstance(value, MutableMapping):
-                self._add_container(value, dict(value))
+            if isinstance(value, MutableMapping) and not _has_weights(value):
+                self._add_dict(value)
             for number, (key, each) in enumerate(list(value.items())):
                 self._visit(each, f"{path}[{key!r}]" if isinstance(key, _ATOMS) else f"{path}[key {number}]")
         elif isinstance(value, list | deque | set):
-            self._add_container(value, list(value))
+            if not _has_weights(value):
+                self._saved.append((partial(_restore_elements, value), list(value)))
             self._visit_each(value, path)
         elif isinstance(value, tuple | frozenset):
             self._visit_each(value, path)
@@ -196,10 +166,8 @@ class StateSnapshot:
         else:
             self._visit_object(value, path)
 
-    def _add_container(self, container: Any, content: Any, is_module: bool = False) -> None:
-        if not is_module and _has_weights(container):
-            return
-        self._containers.append(_ContainerSnapshot(container, content, is_module))
+    def _add_dict(self, live: MutableMapping[Any, Any], skipped: Sequence[str] = ()) -> None:
+        self._saved.append((partial(restore_dict, live, skipped=skipped), dict(live)))
 
     def _visit_each(self, values: Any, path: str) -> None:
         self.leaves[f"the length of {path}"] = len(values)
@@ -211,26 +179,27 @@ class StateSnapshot:
             return
         self._seen[id(tensor)] = tensor
         self.leaves[path] = value = tensor.detach().clone()
-        self._tensors.append((tensor, value))
+        self._saved.append((partial(_restore_values, tensor), value))
         if self._has_gradients and tensor.is_leaf and tensor.requires_grad:
-            copied = None if tensor.grad is None else tensor.grad.detach().clone()
-            self.leaves[f"{path}.grad"] = copied
-            self._gradients.append((tensor, tensor.grad, copied))
+            self.leaves[f"{path}.grad"] = copied = None if tensor.grad is None else tensor.grad.detach().clone()
+            self._saved.append((partial(setattr, tensor, "grad"), tensor.grad))
+            if tensor.grad is not None:
+                self._saved.append((partial(_restore_values, tensor.grad), copied))
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
         own, begin = dict(vars(module)), f"{path}." if path else ""
         own.pop("forward", None)
-        self._add_container(vars(module), own, is_module=True)
+        self._add_dict(vars(module), ("forward",))
         for key, value in own.items():
             if isinstance(value, _ATOMS):
                 self.leaves[begin + key] = value
             elif key in _HOOKS:  # Hook state belongs to the code registering the hook.
-                self._add_container(value, dict(value), is_module=True)
+                self._add_dict(value)
             elif key == "_modules":
                 for name, child in value.items():
                     self._visit(child, f"{begin}{name}")
             elif key == "_buffers":
-                self._add_container(value, dict(value), is_module=True)
+                self._add_dict(value)
                 for name, buffer in value.items():
                     if buffer is not None and id(buffer) not in self._seen:
                         self._visit_tensor(buffer, f"{begin}{name}")
@@ -248,7 +217,7 @@ class StateSnapshot:
                 value = cell.cell_contents
             except ValueError:  # Not assigned yet.
                 continue
-            self._states.append((partial(setattr, cell, "cell_contents"), value))
+            self._saved.append((partial(setattr, cell, "cell_contents"), value))
             self._visit(value, f"{path}.{name}")
 
     def _visit_object(self, value: Any, path: str) -> None:
@@ -264,13 +233,13 @@ class StateSnapshot:
         elif isinstance(value, np.ndarray):
             self._add_state(partial(np.copyto, value), value.copy(), path)
         elif _has_attributes(value) and not _is_foreign(value):
-            if isinstance(own, dict):
-                self._add_container(own, dict(own))
+            if isinstance(own, dict) and not _has_weights(own):
+                self._add_dict(own)
             slots = {name: getattr(value, name) for name in _slots(value)}
-            self._states += [(partial(object.__setattr__, value, name), each) for name, each in slots.items()]
+            self._saved += [(partial(object.__setattr__, value, name), each) for name, each in slots.items()]
             for key, each in [*(own or {}).items(), *slots.items()]:
                 self._visit(each, f"{path}.{key}")
 
     def _add_state(self, restore: Callable[[Any], Any], state: Any, path: str) -> None:
-        self._states.append((restore, state))
+        self._saved.append((restore, state))
         self.leaves[path] = state if isinstance(state, torch.Tensor) else repr(state)

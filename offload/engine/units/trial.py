@@ -1,8 +1,8 @@
-"""Trial runs without a trace: results, gradients, saved bytes and side effects of one unit; state of a model."""
+"""Trial runs of one unit without a trace: results, gradients, saved bytes and side effects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -11,45 +11,13 @@ import torch
 from offload.engine.comparison import Sketch
 from offload.engine.units.arguments import Arguments
 from offload.engine.units.recompute_policy import saved_tensors_watched
-from offload.engine.units.snapshots import PassSnapshot, RngState, buffer_places
+from offload.engine.units.snapshots import Snapshot, buffers_of
 from offload.engine.units.stages import Forward, ForwardRunner, Use
-from offload.engine.units.state_snapshot import StateSnapshot
 from offload.engine.units.unit import Unit
 from offload.errors import OffloadError
-from offload.tiers.device import Device
 
 ENGINE_ERRORS = (OffloadError, torch.OutOfMemoryError)
 """Errors of the engine or of memory. A trial run ends with these; any other error is a property of the model."""
-
-
-class TrialSnapshot:
-    """State of random generators and all objects reachable from `roots` (e.g. the model, a batch, a loss function)."""
-
-    def __init__(self, device: Device, roots: Mapping[str, Any], ignores: Callable[[torch.Tensor], bool]) -> None:
-        """`ignores`: True for a tensor over engine weights."""
-        self._device, self._roots, self._ignores = device, roots, ignores
-        self._random, self._rng_state = device.random_state(), RngState.capture()
-        self.state = self.capture_state()
-
-    def capture_state(self) -> StateSnapshot:
-        """Return the current state behind the roots."""
-        return StateSnapshot(self._roots, self._ignores, gradients=True)
-
-    @property
-    def has_sampled(self) -> bool:
-        """True if random numbers were sampled since the snapshot."""
-        is_same = all(map(torch.equal, self._random, self._device.random_state()))
-        return not (is_same and self._rng_state.equals(RngState.capture()))
-
-    def reset_generators(self) -> None:
-        """Reset the random generators to the snapshot."""
-        self._device.set_random_state(self._random)
-        self._rng_state.put_back()
-
-    def restore(self) -> None:
-        """Restore the snapshot."""
-        self.reset_generators()
-        self.state.put_back()
 
 
 class Evidence(NamedTuple):
@@ -78,15 +46,15 @@ class Trial:
         self._runner, self.unit, self._arguments = runner, unit, arguments
         self._others = arguments.others if others is None else others
 
-    def snapshot(self, module: torch.nn.Module) -> TrialSnapshot:
+    def snapshot(self, module: torch.nn.Module) -> Snapshot:
         """Return the state of generators and a module, to compare with the state after a run."""
-        return TrialSnapshot(self._runner.device, {"": module}, self._runner.is_weight)
+        return Snapshot(self._runner.device, self._runner.is_weight, roots={"": module})
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
         """Put the weights into the modules; afterwards, restore generators, attributes and all buffers."""
-        unit, runner, moving = self.unit, self._runner, buffer_places(self.unit.modules)
-        before = PassSnapshot(runner.device, unit.modules, moving, unit.mutable_attributes, runner.is_weight)
+        unit, runner, moving = self.unit, self._runner, buffers_of(self.unit.modules)
+        before = Snapshot(runner.device, runner.is_weight, unit.modules, moving, unit.mutable_attributes)
         try:
             # The weights are needed too for a backward with module code (torch.utils.checkpoint).
             with unit.installed():
@@ -110,7 +78,7 @@ class Trial:
         """
         unit, gradients = self.unit, list[Sketch | None]()
         needs = [has_graph and t.requires_grad for t in tensors] if needs is None else needs
-        buffers = [b for m in unit.modules for b in m._buffers.values() if b is not None and not b.is_inference()]
+        buffers = [buffer for buffer in buffers_of(unit.modules).values() if not buffer.is_inference()]
         buffer_versions = _versions(buffers)
         with self.restoring(), torch.set_grad_enabled(has_graph):
             weights = list(unit.live().values())

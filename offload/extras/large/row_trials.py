@@ -166,7 +166,7 @@ class RowTrials:
             return "it draws random numbers"
         if any(t._version != version for t, version in zip(own, versions, strict=True)):
             return "it changes its inputs in place"
-        if next(before.state.differences(after), None) is not None or len(result.fill(result.tensors)) > 1:
+        if any(before.state.differences(after)) or len(result.fill(result.tensors)) > 1:
             return "it changes state, or a list or dict of its caller"
         return "" if result.tensors else "it returns no tensors"
 
