@@ -20,7 +20,7 @@ from offload.engine.loss.batch_agreement import PassInputs, RankBatch, agree_on_
 from offload.engine.loss.loss import LossFunction, as_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Backward, Method
-from offload.engine.methods.result import StepResult, ZerothOrderRecord
+from offload.engine.methods.result import StepResult
 from offload.engine.recording.known import KnownPasses, TrialResult
 from offload.engine.recording.trial_runs import TrialRuns
 from offload.engine.state import EngineState
@@ -86,7 +86,7 @@ class Steps:
         """Repeat steps from records. Raises ConfigError."""
         for record in records:
             with self._recovery.given_up_on_error():
-                self.method.replay(ZerothOrderRecord.of(record))
+                self.method.replay(record)
         self._state.lanes.drain_updates()
 
     def _step(self, inputs: PassInputs) -> StepResult:

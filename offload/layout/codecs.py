@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +97,10 @@ class Codec:
         """Return the workspace bytes for decoding `numel` weights."""
         return 0
 
+    def replica_sums(self, exact: Any, shares_sums: bool) -> Any:  # noqa: ARG002
+        """Return the sums over replicas of gradients in this format, given `ExactSums`. For `GRADIENT_CODECS`."""
+        return exact
+
 
 EXACT = Codec()
 
@@ -143,15 +148,6 @@ class QuantizedCodec(Codec, ABC):
     def encode(self, weights: Tensor, low: Tensor | None, out: Tensor) -> None:
         """Quantize flat master weights into the records `out`, on one device. `low`: low half of the masters (None: no
         split). For `LINK_CODECS`.
-        """
-        raise NotImplementedError
-
-    def encode_rest(self, values: Tensor, error: Tensor, out: Tensor) -> None:
-        """Quantize values plus error feedback into the records `out`, and store the new quantization error in `error`.
-        For `GRADIENT_CODECS`.
-
-        `values`: fp32 or bf16 [n]. `error`: bf16 [n]. All tensors are on one device, and n is a multiple of `block`. An
-        all-zero block keeps the old error. A non-finite block gets error 0.
         """
         raise NotImplementedError
 

@@ -13,11 +13,13 @@ from torch import nn
 
 from offload import Engine, Placement
 from offload.app.config.sections import ModelSection
+from offload.app.hf import tensor_writer
 from offload.app.hf.models import BuiltModel, build_model
 from offload.app.hf.names import CannotStream
+from offload.app.hf.tensor_writer import TensorFileWriter
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, DiskError
-from offload.files import safetensors_file as tensor_file
+from offload.files import safetensors_file
 from offload.tiers import values
 from offload.tiers.values import Values
 from tests.engine.compare import same_bits
@@ -32,7 +34,8 @@ ON_DISK: dict[str, Any] = dict.fromkeys(("parameters", "optimizer", "gradients")
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Read and write even small parameters in many pieces, over many tiles."""
-    monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 1000)
+    for module in (safetensors_file, tensor_writer):
+        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
     monkeypatch.setattr(values, "_PART", 700)
     with small_tiles():
         yield
@@ -142,7 +145,8 @@ def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
 
     placement = Placement(**ON_DISK, nvme_dir=folder) if on_disk else None
     with open_comm() as comm, small_tiles(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_file, "_PIECE_BYTES", 4096)
+        for module in (safetensors_file, tensor_writer):
+            patch.setattr(module, "PIECE_BYTES", 4096)
         patch.setattr(Values, "read_range", read_range)
         built = build_model(ModelSection(path=given), seed=0)
         engine = Engine(
@@ -175,10 +179,10 @@ def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -
 def refused(way: str, path: str) -> tuple[str, str]:
     """Export while rank 0 cannot write. Return (error class, message) after one more step."""
 
-    def full(self: tensor_file.TensorFileWriter, *_: Any) -> None:
+    def full(self: TensorFileWriter, *_: Any) -> None:
         raise DiskError(f"{self.path} cannot be written: No space left on device.", 28, self.path)
 
-    def broken(self: tensor_file.TensorFileWriter, *_: Any) -> None:
+    def broken(self: TensorFileWriter, *_: Any) -> None:
         raise RuntimeError("a bug")
 
     told = "", ""
@@ -188,7 +192,7 @@ def refused(way: str, path: str) -> tuple[str, str]:
             Path(path).mkdir()
             (Path(path) / "notes").touch()
         elif comm.rank == 0:
-            patch.setattr(tensor_file.TensorFileWriter, "_write", full if way == "full disk" else broken)
+            patch.setattr(TensorFileWriter, "_write", full if way == "full disk" else broken)
         try:
             engine.export(path)
         except Exception as error:

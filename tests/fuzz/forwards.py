@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload import MeZO
-from offload.engine.methods.result import ZerothOrderRecord
+from offload.extras.zeroth.record import ZerothOrderRecord
 from tests.engine.zeroth_order import PlainMeZO
 from tests.fuzz import habits, models
 from tests.fuzz.cases import Case, Op

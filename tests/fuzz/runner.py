@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, Muon, Placement
 from offload.distributed.comm import Comm
 from offload.engine.checkpoints import PendingCheckpoint
-from offload.engine.methods.result import ZerothOrderRecord
 from offload.engine.units import offloaded_graph
 from offload.errors import (
     CheckpointError,
@@ -36,6 +35,7 @@ from offload.errors import (
 )
 from offload.extras.large import compiled_forwards as compiled
 from offload.extras.quant import products
+from offload.extras.zeroth.record import ZerothOrderRecord
 from offload.planning import device_updates, disk
 from tests.engine.fp8 import LEAST_SIZE, multiply_in_fp8
 from tests.engine.inside import parts_of

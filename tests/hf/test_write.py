@@ -267,7 +267,7 @@ def test_what_a_killed_export_has_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("position", [20, 60, -1, -5000])
 def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(position: int, tmp_path: Path, monkeypatch) -> None:
-    from offload.files.safetensors_file import TensorFileWriter
+    from offload.app.hf.tensor_writer import TensorFileWriter
 
     def finish_and_flip(writer, real=TensorFileWriter.finish):
         written = real(writer)

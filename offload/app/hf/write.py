@@ -29,9 +29,10 @@ from torch import nn
 from transformers.dynamic_module_utils import custom_object_save
 
 from offload.app.hf.names import CannotStream, Conversion, describe_conversions, drop_tied, plan_writing, stays_fp32
+from offload.app.hf.tensor_writer import TensorFileWriter, WrittenFile
 from offload.errors import ConfigError, DiskError, OffloadError, counted, errno_text, format_bytes, warn
 from offload.files.atomic_folder import clear, replace_folder
-from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, TensorFileWriter, WrittenFile, tensor_reader
+from offload.files.safetensors_file import DTYPES, ReadRange, TensorFile, tensor_reader
 from offload.files.sources import SHARD_BYTES, ReadValues
 from offload.native.io import sync_path
 from offload.tiers.host import trim_heap

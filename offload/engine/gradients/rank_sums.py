@@ -17,7 +17,6 @@ from offload.distributed.comm import Comm, pieces_of
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.transfer import Exchange, Gradients, Leases, Measure, round_sum
 from offload.lanes.ticket import Fence, Ticket
-from offload.layout.codecs import QuantizedCodec
 from offload.layout.regions import Region
 from offload.planning.memory import BETWEEN, BUFFER, SCRATCH, SHARDS, replica_sum_bytes
 from offload.planning.settings import Settings
@@ -114,30 +113,6 @@ class ReduceScatter(Exchange):
             self.tickets.append(store.gather(region, plane, total, _gathering(region)))
 
 
-class Residual:
-    """Quantizes a shard's gradients, after adding each weight's error from earlier quantizations."""
-
-    def __init__(self, codec: QuantizedCodec, error: torch.Tensor, keeps: bool) -> None:
-        """`error`: plane `ERROR` for the whole shard.
-
-        `keeps`: update the errors; False if the sum is discarded after measuring.
-        """
-        self.block, self.record_bytes = codec.block, codec.record_bytes
-        self._codec, self._error, self._keeps = codec, error, keeps
-
-    def encode(self, values: torch.Tensor, begin: int, records: torch.Tensor) -> None:
-        """Quantize shard values, from element `begin` on, into flat `records`."""
-        error = self._error[begin : begin + len(values)]
-        rest = error.to(values.device, copy=not self._keeps)
-        self._codec.encode_rest(values, rest, records)
-        if self._keeps and rest is not error:
-            error.copy_(rest)
-
-    def decode(self, records: torch.Tensor, out: torch.Tensor) -> None:
-        """Dequantize flat `records` into `out`."""
-        self._codec.decode(records, out, records.new_empty(self._codec.workspace_bytes(len(out))))
-
-
 class ExactSums:
     """Exact all-reduce. Each rank sums one piece of a shard in fp32, in replica order, rounds once and sends it to all.
 
@@ -145,11 +120,11 @@ class ExactSums:
     """
 
     def __init__(self, between: Comm, device: Device, scratch: torch.Tensor) -> None:
-        self._between, self._device, self._scratch = between, device, scratch
+        self.between, self.device, self.scratch = between, device, scratch
 
     def sent_bytes(self, terms: torch.Tensor, into: torch.Tensor) -> int:
         """Return the bytes a rank sends to each other rank."""
-        step = len(terms) // self._between.size
+        step = len(terms) // self.between.size
         return step * (terms.itemsize + (into.itemsize if len(into) > step else 0))
 
     def run(
@@ -160,70 +135,20 @@ class ExactSums:
         `own_sum`: fp32 memory for this rank's piece of the sum, possibly the piece inside `terms`. `target`: memory for
         the result, possibly `terms` or the piece inside; nothing is written if empty.
         """
-        between, label = self._between, f"sum over replicas of {state.region.name}"
-        between.reduce_scatter(own_sum, terms, label, scratch=self._scratch)
+        between, label = self.between, f"sum over replicas of {state.region.name}"
+        between.reduce_scatter(own_sum, terms, label, scratch=self.scratch)
         measure(own_sum)
         if len(target):
             own_target = target if len(target) == len(own_sum) else pieces_of(target, between.size)[between.rank]
-            self._keep(state.region, own_sum, own_target)
+            self.keep(state.region, own_sum, own_target)
             if own_target is not target:
                 between.all_gather(target, own_target, label)
 
-    def _keep(self, region: Region, own_sum: torch.Tensor, own_target: torch.Tensor) -> None:
+    def keep(self, region: Region, own_sum: torch.Tensor, own_target: torch.Tensor) -> None:
         """Round this rank's piece of a sum and copy it to the gradients' memory."""
         if own_target.data_ptr() != own_sum.data_ptr():
-            self._device.copy(own_target, own_sum)
+            self.device.copy(own_target, own_sum)
         round_sum(region, own_target)
-
-
-class QuantizedSums(ExactSums):
-    """The same sum in quantized format: both the terms sent to a rank and the sum sent back are quantized.
-
-    All replicas, including the sender, use the dequantized sum, so all have equal bits. A sum no other rank needs is
-    not sent and stays exact.
-
-    Each rank keeps two errors: for other ranks' pieces the error in the terms, for its own piece the error in the sum.
-    Both are added before the next step's quantization.
-    """
-
-    def __init__(
-        self, between: Comm, device: Device, scratch: torch.Tensor, codec: QuantizedCodec, shares_sums: bool
-    ) -> None:
-        super().__init__(between, device, scratch)
-        self._codec, self._shares_sums = codec, shares_sums
-
-    def sent_bytes(self, terms: torch.Tensor, into: torch.Tensor) -> int:
-        step = len(terms) // self._between.size
-        return (2 if len(into) > step else 1) * step // self._codec.block * self._codec.record_bytes
-
-    def run(
-        self, state: RegionState, terms: torch.Tensor, own_sum: torch.Tensor, target: torch.Tensor, measure: Measure
-    ) -> None:
-        between, label = self._between, f"sum over replicas of {state.region.name}"
-        assert state.error is not None
-        residual = Residual(self._codec, state.error, keeps=len(target) > 0)
-        between.reduce_scatter(own_sum, terms, label, self._scratch, residual)
-        if not self._shares_sums:
-            measure(own_sum)
-            if len(target):
-                self._keep(state.region, own_sum, target)
-            return
-        block, width = self._codec.block, self._codec.record_bytes
-        most = len(self._scratch) // (between.size * width) * block
-        for begin in range(0, len(own_sum), most):
-            chunk = own_sum[begin : begin + most]
-            records = self._scratch[: between.size * (len(chunk) // block * width)]
-            own = pieces_of(records, between.size)[between.rank]
-            residual.encode(chunk, between.rank * len(own_sum) + begin, own)
-            residual.decode(own, chunk)
-            if len(target):
-                between.all_gather(records, own, label)
-                for piece, piece_records in zip(
-                    pieces_of(target, between.size), pieces_of(records, between.size), strict=True
-                ):
-                    residual.decode(piece_records, piece[begin : begin + most])
-        measure(own_sum)
-        round_sum(state.region, target)
 
 
 class ReplicaSums(Exchange):
@@ -239,9 +164,8 @@ class ReplicaSums(Exchange):
         sizes = replica_sum_bytes(regions, 2 if self._lanes.overlap else 1, store.residence)
         memory = store.stage(BETWEEN, sum(sizes))
         self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
-        self._inner, self._sums = inner, ExactSums(store.between, self._device, scratch)
-        if isinstance(codec, QuantizedCodec):
-            self._sums = QuantizedSums(store.between, self._device, scratch, codec, not store.sharding.spreads)
+        exact, self._inner = ExactSums(store.between, self._device, scratch), inner
+        self._sums: ExactSums = codec.replica_sums(exact, shares_sums=not store.sharding.spreads)
 
     def begin_step(self) -> None:
         super().begin_step()

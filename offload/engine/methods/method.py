@@ -12,7 +12,7 @@ import torch
 
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.loss.parts import Losses
-from offload.engine.methods.result import StepResult, ZerothOrderRecord
+from offload.engine.methods.result import StepResult
 from offload.engine.state import EngineState
 from offload.engine.units.snapshots import Snapshot
 from offload.engine.units.unit import Unit
@@ -65,18 +65,14 @@ class Method(ABC):
     def begin_trial(self) -> None:  # noqa: B027 (most need nothing)
         """Prepare `install_weights` for a trial."""
 
+    @abstractmethod
     def own_loop(self) -> Backward:
         """Return the method that begins and ends own loops' steps; the loops run forward and backward themselves.
 
         Raises ConfigError if the method allows no own loops.
         """
-        raise ConfigError(
-            f"{self._rule.title} trains with forward passes only and has no gradients: call engine.step(batch, "
-            "loss_fn) instead of a forward, engine.backward and engine.update; loss_fn may return any number to "
-            "minimize. For outputs call the model under torch.no_grad(), for a loss engine.evaluate."
-        )
 
-    def replay(self, measured: ZerothOrderRecord) -> None:  # noqa: ARG002
+    def replay(self, record: Any) -> None:  # noqa: ARG002
         """Repeat a step from a record. Collective. Raises ConfigError."""
         raise ConfigError(
             f"engine.replay repeats MeZO steps, which use forward passes only, but {self._rule.title} needs gradients: "

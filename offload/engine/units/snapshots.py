@@ -34,6 +34,7 @@ _FORWARD_HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
+_NO_STATE = StateSnapshot({}, lambda _: False)
 BufferPlace = tuple[nn.Module, str]
 """(module, buffer name). A forward may assign another tensor there."""
 
@@ -78,7 +79,7 @@ class Snapshot:
         self._may_repeat = may_repeat
         if last is not None and before is self._rng_state:
             last._may_repeat = False
-        self.state = self.capture_state()
+        self.state = self.capture_state() if mutable_attributes or roots else _NO_STATE
         self._next_hook, self._hooks = RemovableHandle.next_id, _hooks(modules)
         self._attributes = DictSnapshots(map(vars, modules))
         self._buffers = DictSnapshots(map(attrgetter("_buffers"), modules))
@@ -125,7 +126,7 @@ class Snapshot:
             saved.put_back()
         _install_hooks(self._hooks, hooks)  # A forward may register hooks and remove them again.
         self._device.set_random_state(self.random)
-        if draws is not None:
+        if draws is not None and draws_now is not draws:
             draws.put_back()
         try:
             yield

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.extras.quant import device_kernels, kernels
+from offload.extras.quant.sums import GradientCodec
 from offload.layout import codecs
 from offload.layout.codecs import EncodedPieces, QuantizedCodec
 from offload.native.kernels import join
@@ -19,7 +20,7 @@ _LEAST_SCALE = 1e-38
 _GRID = 65535
 
 
-class IntegerCodec(QuantizedCodec):
+class IntegerCodec(GradientCodec):
     """Symmetric integer quantization: integers from -`max_integer` to `max_integer`, scaled by the maximum magnitude
     among 128 neighbouring weights. A record has the codes and then the fp32 scale.
     """

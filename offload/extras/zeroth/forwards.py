@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NoReturn
 
 import torch
 
 from offload.engine.loss.batch_agreement import PassInputs
 from offload.engine.methods.method import Method
-from offload.engine.methods.result import StepResult, ZerothOrderRecord
+from offload.engine.methods.result import StepResult
 from offload.engine.units.unit import Unit
 from offload.errors import ConfigError, NonFiniteError
 from offload.extras.zeroth.interleaved import InterleavedForwards
 from offload.extras.zeroth.mezo import MeZO
 from offload.extras.zeroth.perturbed import PerturbedWeights
+from offload.extras.zeroth.record import ZerothOrderRecord
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.extras.zeroth.update import ZerothOrderUpdate
 
@@ -82,8 +84,15 @@ class Forwards(Method):
     def forget(self) -> None:
         self._pending.forget()
 
-    def replay(self, measured: ZerothOrderRecord) -> None:
-        state = self._state
+    def own_loop(self) -> NoReturn:
+        raise ConfigError(
+            f"{self._rule.title} trains with forward passes only and has no gradients: call engine.step(batch, "
+            "loss_fn) instead of a forward, engine.backward and engine.update; loss_fn may return any number to "
+            "minimize. For outputs call the model under torch.no_grad(), for a loss engine.evaluate."
+        )
+
+    def replay(self, record: Any) -> None:
+        state, measured = self._state, ZerothOrderRecord.of(record)
         num_steps = state.runner.step_number
         if measured.step != num_steps + 1:
             raise ConfigError(

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from offload.engine.gradients.tile_updates import RegionUpdate, TileUpdates
-from offload.engine.methods.result import ZerothOrderRecord
 from offload.engine.state import EngineState
 from offload.extras.zeroth.mezo import MeZO
+from offload.extras.zeroth.record import ZerothOrderRecord
 from offload.extras.zeroth.slot_updates import SlotUpdates
 from offload.lanes.ticket import Fence
 from offload.layout.regions import Region
