@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from offload.app.config.sections import OptimizerSection
+from offload.app.training.parts import make_rule
 from offload.distributed.comm import Comm
 from offload.distributed.joining import open_comm
 from offload.engine.assemble import prepare
@@ -36,7 +37,6 @@ from offload.extras.plan.measure import BatchSpec, measure
 from offload.extras.plan.memory import INPUTS, KEPT, OPERATIONS, footprint
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.machine.hardware import Hardware, Rates
-from offload.optim.rules import make_rule
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from offload.tiers.ledger import Ledger

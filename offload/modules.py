@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, and restore each mode at exit."""
+    """Put every module in eval mode, without gradients, and restore each mode at exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         for module, mode in modes:
             module.training = mode

@@ -42,12 +42,3 @@ def parse_size(value: Any, key: str | None = None) -> int | None:
 def parse_chunks(value: Any, key: str | None = None) -> int | str | None:
     """Return "auto", or a number of bytes like `parse_size`."""
     return "auto" if str(value).strip().lower() == "auto" else parse_size(value, key)
-
-
-def written_size(num_bytes: int) -> str:
-    """Return a size in settings notation, for example `14.8GiB`: three digits, rounded down."""
-    shift = max(0, min(4, (num_bytes.bit_length() - 1) // 10)) * 10
-    whole, scale = num_bytes >> shift, 1 << shift
-    digits = 0 if whole >= 100 or not shift else 1 if whole >= 10 else 2
-    size = num_bytes * 10**digits // scale / 10**digits
-    return f"{size:g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[shift // 10]}"

@@ -18,7 +18,8 @@ from offload.checkpoint.manifest import MANIFEST
 from offload.checkpoint.reader import Reader, verify
 from offload.checkpoint.writer import foreign_names
 from offload.errors import CheckpointError, ConfigError, DiskError, format_bytes
-from offload.files.atomic_folder import as_disk_errors, clear, remove, write_small
+from offload.files.atomic_folder import as_disk_errors, clear, remove
+from offload.native.io import sync_path
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _LATEST = "latest"
@@ -176,3 +177,13 @@ def choose_model(path: Path, say: Callable[[str], None]) -> Path:
         )
     is_folder = (path / "config.json").is_file() and not is_checkpoint(path)
     return path if is_folder else choose_checkpoint(path, say)
+
+
+def write_small(path: Path, text: str) -> None:
+    """Replace a small file atomically and durably. Raises DiskError."""
+    fresh = path.with_name(f".{path.name}.new")
+    with as_disk_errors("the write", path):
+        fresh.write_text(text, encoding="utf-8")
+        sync_path(fresh)
+        fresh.rename(path)
+        sync_path(path.parent)

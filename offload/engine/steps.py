@@ -108,7 +108,6 @@ class Steps:
             state.counters.preserve(),
             ExitStack() as undo,
             in_eval_mode(state.model),
-            torch.no_grad(),
         ):
             undo.callback(state.device.set_random_state, random)
             state.updates.flush()

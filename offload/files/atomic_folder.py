@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from offload.errors import DiskError
-from offload.native.io import disk_error, sync_path
+from offload.native.io import disk_error
 
 LOCK = "manifest.json"
 """Last file written to a checkpoint; reused as the lock file to avoid a separate one."""
@@ -54,16 +54,6 @@ def remove(path: Path) -> None:
     with as_disk_errors("the removal", path):
         path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)  # `clear` removes any remainder
-
-
-def write_small(path: Path, text: str) -> None:
-    """Replace a small file atomically and durably. Raises DiskError."""
-    fresh = path.with_name(f".{path.name}.new")
-    with as_disk_errors("the write", path):
-        fresh.write_text(text, encoding="utf-8")
-        sync_path(fresh)
-        fresh.rename(path)
-        sync_path(path.parent)
 
 
 def make_partial(target: Path) -> tuple[Path, io.FileIO]:

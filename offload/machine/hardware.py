@@ -21,8 +21,6 @@ FP8 = "fp8"
 """Key of the rate of FP8 products."""
 FP8_GAIN = 1.9
 """Assumed rate of FP8 products on a measured device, relative to bf16: data sheets have 2."""
-_HOST_EXCHANGE_SHARE = 0.8
-"""Assumed exchange rate between ranks through the host, relative to the H2D rate."""
 
 
 @dataclass(frozen=True)
@@ -110,28 +108,3 @@ class Hardware:
     def with_(self, **changes: Any) -> Hardware:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)
-
-    def for_one_rank(self, num_ranks: int) -> Hardware:
-        """Return the rates available to each of `num_ranks` ranks.
-
-        Disk, network, host memory and CPU compute are divided. With an unknown collective rate, exchanges are assumed
-        to go through the host.
-        """
-        rates = self.rates
-        if num_ranks == 1:
-            return self
-        shared = ["host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "network_bytes_per_s"]
-        flops: dict[str, Any] = {}
-        if self.device == "cpu":
-            shared += ["h2d_bytes_per_s", "d2h_bytes_per_s", "both_ways_bytes_per_s", "device_bytes_per_s"]
-            shared += ["moved_bytes_per_s"]
-            flops = {
-                name: {precision: rate / num_ranks for precision, rate in by_precision.items()}
-                for name in ("flops_per_s", "attention_flops_per_s")
-                if (by_precision := getattr(rates, name)) is not None
-            }
-        divided = {name: rate / num_ranks for name in shared if (rate := getattr(rates, name)) is not None}
-        rank_rates = replace(rates, **flops, **divided)
-        if rank_rates.collective_bytes_per_s is None:
-            rank_rates = replace(rank_rates, collective_bytes_per_s=_HOST_EXCHANGE_SHARE * rank_rates.h2d_bytes_per_s)
-        return replace(self, rates=rank_rates)

@@ -101,15 +101,6 @@ def integrated_note(name: str) -> str:
     )
 
 
-def lockable_bytes() -> int | None:
-    """Return the mlock limit in bytes, relevant for registered io_uring buffers. None: no limit.
-
-    Memory pinned by a GPU driver is not counted here, but counts in control groups.
-    """
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY or os.geteuid() == 0 else limit
-
-
 def node_bytes(root: Path | None = None) -> dict[int, int]:
     """Return the memory of each NUMA node in bytes; empty: unknown."""
     return {node: table["MemTotal"] for node, table in _nodes(_ROOT if root is None else root).items()}

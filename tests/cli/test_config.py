@@ -17,9 +17,9 @@ from offload.app.config.config import BUILTIN_DEVICE_MEMORY, Config, all_keys
 from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import OffloadSection
 from offload.errors import ConfigError, counted
-from offload.extras.plan.alternatives import to_flags
+from offload.extras.plan.alternatives import to_flags, written_size
 from offload.retired import RETIRED
-from offload.sizes import parse_size, written_size
+from offload.sizes import parse_size
 from offload.train import DESCRIPTION
 
 

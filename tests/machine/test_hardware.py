@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from offload.errors import ConfigError
-from offload.extras.plan.machine_files import builtin_names, parse_link, read_machine
+from offload.extras.plan.machine_files import builtin_names, parse_link, read_machine, share_of_rank
 from offload.machine.hardware import Hardware, Rates
 
 SHIPPED = (
@@ -62,13 +62,13 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
 
 def test_ranks_share_what_is_there_once() -> None:
     machine = read_machine("rtx-4090")
-    assert machine.for_one_rank(1) is machine
-    one, four = machine.rates, machine.for_one_rank(4).rates
+    assert share_of_rank(machine, 1) is machine
+    one, four = machine.rates, share_of_rank(machine, 4).rates
     assert (four.h2d_bytes_per_s, four.flops_per_s) == (one.h2d_bytes_per_s, one.flops_per_s)
     for name in ("host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s"):
         assert getattr(four, name) == getattr(one, name) / 4
     alone = replace(one, nvme_read_bytes_per_s=None, nvme_write_bytes_per_s=None, collective_bytes_per_s=None)
-    cpu = machine.with_(device="cpu", rates=alone).for_one_rank(2).rates
+    cpu = share_of_rank(machine.with_(device="cpu", rates=alone), 2).rates
     assert cpu.flops_per_s["fp32"] == one.flops_per_s["fp32"] / 2
     assert cpu.attention("fp32") == pytest.approx(one.attention("fp32") / 2)
     assert cpu.elementwise == pytest.approx(one.elementwise / 2)
@@ -122,7 +122,7 @@ def test_a_link_is_as_fast_as_networks_are_called(said: str, wanted: float, tmp_
     assert parse_link(said) == wanted
     machine = read_machine(written(tmp_path, num_machines=2, rates_network_bytes_per_s=said))
     assert (machine.num_machines, machine.rates.network_bytes_per_s) == (2, wanted)
-    assert machine.for_one_rank(4).rates.network_bytes_per_s == wanted / 4
+    assert share_of_rank(machine, 4).rates.network_bytes_per_s == wanted / 4
 
 
 def test_a_machine_with_other_values(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def take_probe(engine: Any, batch: Batch, *, num_tokens: int = 32) -> LogitsProb
     shapes = {value.shape for value in batch.values()}
     short = {key: value[:1, :num_tokens] for key, value in batch.items() if key != "position_ids"}
     short = short if len(shapes) == 1 else dict(batch)
-    with in_eval_mode(engine.model), torch.no_grad():
+    with in_eval_mode(engine.model):
         outputs = engine.model(**{key: value.to(engine.device) for key, value in short.items()})
     return LogitsProbe(short, outputs.logits.detach().to("cpu", torch.float32))
 

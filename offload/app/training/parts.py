@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +16,7 @@ from offload.distributed.comm import Comm
 from offload.engine.engine import Engine
 from offload.errors import counted, ratio
 from offload.optim.rule import UpdateRule
-from offload.optim.rules import make_rule
+from offload.optim.rules import RULES
 from offload.planning.settings import Settings, settle_compile
 from offload.tiers.placement import Placement
 
@@ -106,3 +106,15 @@ def _matching_fields(dataclass_type: Any, *sections: BaseModel) -> dict[str, Any
     """Return the values from config sections for dataclass fields with the same name."""
     values = {name: value for section in sections for name, value in section}
     return {field.name: values[field.name] for field in fields(dataclass_type) if field.name in values}
+
+
+def make_rule(name: str, settings: Mapping[str, Any]) -> UpdateRule:
+    """Create the rule `name` from the settings known to the rule, including the rules named in groups. Raises
+    ConfigError.
+    """
+    groups = []
+    for pattern, values in settings["groups"]:
+        other = str(values.get("rule"))
+        rule = {"rule": RULES[other].configured({**settings, "groups": ()})} if other in RULES else {}
+        groups.append((pattern, {**values, **rule}))
+    return RULES[name].configured({**settings, "groups": tuple(groups)})

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -163,7 +164,7 @@ class PassComparator:
             with sampling_context():
                 plain = self._run_plain(passes, snapshot)
             if not has_equal_samples and state.comm.any(plain.has_sampled, "random numbers of a trial run"):
-                sampling_context = self._in_eval_mode
+                sampling_context = partial(in_eval_mode, state.model)  # some models refuse a backward in eval mode
                 with sampling_context():
                     plain = self._run_plain(passes, snapshot)
             with sampling_context():
@@ -194,12 +195,6 @@ class PassComparator:
         differences, are_repeatable, are_conclusive, have_failed = zip(*ranks, strict=True)
         difference = own.difference or ("another rank's pass differs" if any(differences) else "")
         return EquivalenceResult(difference, all(are_repeatable), all(are_conclusive), any(have_failed))
-
-    @contextmanager
-    def _in_eval_mode(self) -> Iterator[None]:
-        """Within the context, nothing is sampled and no backward runs: some models refuse a backward in eval mode."""
-        with in_eval_mode(self._state.model), torch.no_grad():
-            yield
 
     def _run_plain(self, passes: PassPair, snapshot: Snapshot) -> PassObservations:
         state, observations = self._state, PassObservations()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -33,7 +33,7 @@ from offload.engine.units.saved_graph import has_only_torch_nodes, is_number, no
 from offload.engine.units.snapshots import buffers_of
 from offload.engine.units.stages import Use
 from offload.engine.units.traits import GraphTraits, RecordedUse, UnitTraits
-from offload.engine.units.trial import SavedBytes, Trial
+from offload.engine.units.trial import SavedBytes, Trial, Versions
 from offload.engine.units.unit import Unit
 from offload.engine.units.weight_writes import refuse_writes
 from offload.errors import ConfigError
@@ -65,7 +65,7 @@ class Recording:
         self._inside: Unit | None = None
         self._interior: dict[int, tuple[torch.Tensor, str]] = {}
         self._borders: dict[int, tuple[torch.Tensor, str]] = {}
-        self._exchanges: list[tuple[UnitTraits, _Versions, _Versions, _Contents]] = []  # (inputs, outputs) of the uses
+        self._exchanges: list[tuple[UnitTraits, Versions, Versions, _Contents]] = []  # (inputs, outputs) of the uses
         self._variants: set[int] = set()
         self.streaming = {index: unit.layer for unit in units if not unit.resident for index in unit.placeholders}
         self.num_set_to_itself: Counter[int] = Counter()
@@ -84,7 +84,7 @@ class Recording:
         traits = unit.learn(arguments.structure)
         leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments.tensors]
         inputs = [leaf.clone() for leaf in leaves]
-        versions = _Versions(inputs)
+        versions = Versions(inputs)
         saved = _SavedTensors(self.runner, inputs)
         buffers = {place: buffer.detach().clone() for place, buffer in buffers_of(unit.modules).items()}
         self._refuse_side_doors(unit, arguments.tensors, set(self._borders))
@@ -108,7 +108,7 @@ class Recording:
             with torch.enable_grad(), saved_tensors_watched(saved.add):
                 result = self.runner.run(unit, Use(self.runner, arguments, inputs, arguments.others), forward)
             _refuse_reentrant(f"unit {unit.name}", result.tensors)
-            if self._num_writes(live) != writes_before or contents.is_rewritten():
+            if self._num_writes(live) != writes_before or contents.has_changed(unversioned=True):
                 refuse_writes(unit)
             self._note_idle_writes(unit)
             self._refuse_buffers_with_graphs(unit)
@@ -123,7 +123,7 @@ class Recording:
             self.runner.leave()
             self._inside = None
         mutated = versions.changed()
-        if saved.contents.is_rewritten():
+        if saved.contents.has_changed(unversioned=True):
             traits.rewrites = True
         self._refuse_views(unit, arguments, mutated)
         self._refuse_side_doors(unit, [*result.tensors, *(inputs[i] for i in mutated)], {id(leaf) for leaf in own})
@@ -154,7 +154,7 @@ class Recording:
             for i in mutated:
                 arguments.tensors[i].copy_(inputs[i])
         both = _Contents([*arguments.tensors, *outputs])
-        self._exchanges.append((traits, _Versions(arguments.tensors), _Versions(outputs), both))
+        self._exchanges.append((traits, Versions(arguments.tensors), Versions(outputs), both))
         return deliver_result(result, outputs, containers)
 
     def finish(self, results: Any) -> None:
@@ -169,7 +169,7 @@ class Recording:
             traits.stale.update(inputs.changed())
             traits.changed.update(outputs.changed())
             traits.shared.update(i for i, t in enumerate(inputs.tensors) if receivers[id(t)] > 1)
-            if contents.is_rewritten():
+            if contents.has_changed(unversioned=True):
                 traits.rewrites = True
         self._refuse_side_doors(None, [t for t in tree_iter(results) if isinstance(t, torch.Tensor)], set())
         # The backward outside the units may read unit weights too (a reversible layer runs the units there). Tensors
@@ -335,7 +335,7 @@ class _Contents:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._entries: list[_Content] = []
+        self._entries: list[tuple[torch.Tensor, int, torch.Size, torch.Tensor]] = []  # tensor, version, shape, sums
         for tensor in tensors:
             self.add(tensor)
 
@@ -343,38 +343,18 @@ class _Contents:
         """Record the contents of a tensor."""
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if is_plain and not tensor.is_quantized:
-            self._entries.append(_Content(tensor, tensor._version, tensor.shape, signed_sums(tensor)))
+            self._entries.append((tensor, tensor._version, tensor.shape, signed_sums(tensor)))
 
-    def has_changed(self) -> bool:
-        """True if the contents of some tensor changed."""
-        return _have_changed(self._entries)
-
-    def is_rewritten(self) -> bool:
-        """True if contents changed without a new version."""
-        return _have_changed([entry for entry in self._entries if entry.tensor._version == entry.version])
-
-
-class _Content(NamedTuple):
-    """A tensor and values from one moment.
-
-    version, shape: version counter and shape of the tensor.
-    sums: `signed_sums`, on the device of the tensor.
-    """
-
-    tensor: torch.Tensor
-    """The live tensor."""
-    version: int
-    shape: torch.Size
-    sums: torch.Tensor
-
-
-def _have_changed(entries: Sequence[_Content]) -> bool:
-    if any(entry.tensor.shape != entry.shape for entry in entries):
-        return True
-    sums = defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]](list)
-    for entry in entries:
-        sums[entry.sums.device].append((entry.sums, signed_sums(entry.tensor)))
-    return any(not same_bits(*map(torch.cat, zip(*pairs, strict=True))) for pairs in sums.values())
+    def has_changed(self, *, unversioned: bool = False) -> bool:
+        """True if the contents of some tensor changed; `unversioned`: tensors with a new version are excluded."""
+        sums = defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]](list)
+        for tensor, version, shape, before in self._entries:
+            if unversioned and tensor._version != version:
+                continue
+            if tensor.shape != shape:
+                return True
+            sums[before.device].append((before, signed_sums(tensor)))
+        return any(not same_bits(*map(torch.cat, zip(*pairs, strict=True))) for pairs in sums.values())
 
 
 class _SavedTensors(SavedBytes):
@@ -394,17 +374,6 @@ class _SavedTensors(SavedBytes):
             self.has_numbers = True
         else:
             super().add(tensor)
-
-
-class _Versions:
-    """Version counters of tensors at one moment."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors, self._versions = tensors, [t._version for t in tensors]
-
-    def changed(self) -> set[int]:
-        """Return the indices of tensors changed in place since then."""
-        return {i for i, t in enumerate(self.tensors) if t._version != self._versions[i]}
 
 
 def _refuse_reentrant(where: str, tensors: Sequence[torch.Tensor]) -> None:

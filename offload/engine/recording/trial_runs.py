@@ -162,7 +162,7 @@ class TrialRuns:
         if loss.needs is Needs.LOG_PROBS:  # the model loss decides if the head allows chunks
             probe, loss_fn = {**select_inputs(self._model, probe, loss_fn), "labels": probe["labels"]}, None
         # Dropout would blur the comparisons.
-        with isolated(self._state, self._roots), in_eval_mode(self._model), torch.no_grad():
+        with isolated(self._state, self._roots), in_eval_mode(self._model):
             # Some weights are read from outside only in eval mode (RWKV rescales blocks there). One watched run is
             # enough, as slow as a normal run: reads do not depend on the labels.
             trials = LabelTrials(self._model, run, self._recorded_losses)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -78,27 +78,32 @@ class Trial:
         """
         unit, gradients = self.unit, list[Sketch | None]()
         needs = [has_graph and t.requires_grad for t in tensors] if needs is None else needs
-        buffers = [buffer for buffer in buffers_of(unit.modules).values() if not buffer.is_inference()]
-        buffer_versions = _versions(buffers)
+        buffers = Versions([buffer for buffer in buffers_of(unit.modules).values() if not buffer.is_inference()])
         with self.restoring(), torch.set_grad_enabled(has_graph):
             weights = list(unit.live().values())
             saved = SavedBytes([*tensors, *weights])
             leaves = [t.detach().clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
             inputs = [leaf.clone() for leaf in leaves] if has_graph else leaves
-            input_versions = _versions(inputs)
+            input_versions = Versions(inputs)
             with saved_tensors_watched(saved.add) if counts_saved else nullcontext():
                 use = Use(self._runner, self._arguments, inputs, self._others)
                 results = self._runner.run(unit, use, forward).tensors
                 if has_graph:
                     gradients = gradients_of(results, [t for t in (*leaves, *weights) if t.requires_grad])
-            has_other_buffers = _versions(buffers) != buffer_versions
-        has_other_inputs = _versions(inputs) != input_versions
-        text = "its inputs" if has_other_inputs else "its buffers" if has_other_buffers else ""
+            has_other_buffers = bool(buffers.changed())
+        text = "its inputs" if input_versions.changed() else "its buffers" if has_other_buffers else ""
         return Evidence([t.detach() for t in results], gradients, saved.num_bytes, text)
 
 
-def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [t._version for t in tensors]
+class Versions:
+    """Version counters of tensors at one moment."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors, self._versions = tensors, [t._version for t in tensors]
+
+    def changed(self) -> set[int]:
+        """Return the indices of tensors changed in place since then."""
+        return {i for i, t in enumerate(self.tensors) if t._version != self._versions[i]}
 
 
 class SavedBytes:

@@ -293,7 +293,7 @@ def _check_sharing(state: EngineState, inputs: PassInputs, shared: SharedRows, c
 
     difference, distance = "", 0.0
     most = tolerance(OTHER_ORDER, [next(state.model.parameters())]).token
-    with isolated(state), in_eval_mode(state.model), torch.no_grad():
+    with isolated(state), in_eval_mode(state.model):
         copy_to_device = state.device.copy_to_device
         own_sample, shared_sample = share_rows(shared.sample, None, comm)
         state.attention.begin_pass(shared_sample.needs_mask)

@@ -26,7 +26,6 @@ from offload.layout.residence import DEVICE
 from offload.machine.hardware import Hardware
 from offload.planning.disk import optimizer_bytes
 from offload.planning.memory import BUDGETS
-from offload.sizes import written_size
 
 _MORE_HOST_BYTES = 32 << 30
 _FOLDER = "FOLDER"
@@ -473,3 +472,12 @@ def wider_precision(prediction: Forecast) -> Iterator[dict[str, Any]]:
     flops = prediction.hardware.rates.flops_per_s
     if prediction.config.train.precision == "bf16" and flops and flops["bf16"] < flops["fp32"]:
         yield {"train.precision": "fp32"}
+
+
+def written_size(num_bytes: int) -> str:
+    """Return a size in settings notation, for example `14.8GiB`: three digits, rounded down."""
+    shift = max(0, min(4, (num_bytes.bit_length() - 1) // 10)) * 10
+    whole, scale = num_bytes >> shift, 1 << shift
+    digits = 0 if whole >= 100 or not shift else 1 if whole >= 10 else 2
+    size = num_bytes * 10**digits // scale / 10**digits
+    return f"{size:g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[shift // 10]}"

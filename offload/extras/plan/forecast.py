@@ -32,6 +32,7 @@ from offload.engine.units.recompute_policy import PRODUCTS
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large.tiles import Tiles
+from offload.extras.plan.machine_files import share_of_rank
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
 from offload.extras.plan.memory import OPERATIONS, Footprint, footprint
 from offload.extras.plan.routed import describe_experts
@@ -305,7 +306,7 @@ class Forecaster:
             times = False
         if workload is not None and times:
             try:
-                timing = PlannedStep(prepared, workload, hardware.for_one_rank(self.num_ranks)).simulate()
+                timing = PlannedStep(prepared, workload, share_of_rank(hardware, self.num_ranks)).simulate()
             except RuntimeError as error:  # a simulated buffer is mapped in one piece, maybe larger than memory
                 if "allocate memory" not in str(error):
                     raise
@@ -336,7 +337,7 @@ class Forecaster:
         if isinstance(work, str):
             return {}
         machine = self.machine or SpecifiedMachine(prediction.hardware, self.num_ranks)
-        hardware = prediction.hardware.for_one_rank(self.num_ranks)
+        hardware = share_of_rank(prediction.hardware, self.num_ranks)
         search = PlacementSearch(prepared, work, hardware, machine, self.num_ranks)
         is_open = prediction.config.origin("offload.zero_stage") == "resolved"
         chosen = search.choose(settings, cuts=is_open, times=times)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from offload.errors import ConfigError, nearest, shorten
 from offload.machine.hardware import FP8, Hardware, Rates
 from offload.sizes import parse_size
 
+_HOST_EXCHANGE_SHARE = 0.8
+"""Assumed exchange rate between ranks through the host, relative to the H2D rate."""
 _BUILTIN_FOLDER = Path(__file__).parent / "described"
 _LEFT_OUT: dict[str, Any] = {
     "num_devices": 1, "device_bytes": None, "disk_bytes": None, "endurance_bytes": None, "shares_memory": False,
@@ -173,3 +175,29 @@ class _MachineFile:
 
     def _error(self, key: str, value: Any, allowed: str) -> ConfigError:
         return ConfigError(f"{self._path}: {key} is {shorten(repr(value))}; it must be {allowed}.")
+
+
+def share_of_rank(hardware: Hardware, num_ranks: int) -> Hardware:
+    """Return the rates available to each of `num_ranks` ranks.
+
+    Disk, network, host memory and CPU compute are divided. With an unknown collective rate, exchanges are assumed
+    to go through the host.
+    """
+    rates = hardware.rates
+    if num_ranks == 1:
+        return hardware
+    shared = ["host_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "network_bytes_per_s"]
+    flops: dict[str, Any] = {}
+    if hardware.device == "cpu":
+        shared += ["h2d_bytes_per_s", "d2h_bytes_per_s", "both_ways_bytes_per_s", "device_bytes_per_s"]
+        shared += ["moved_bytes_per_s"]
+        flops = {
+            name: {precision: rate / num_ranks for precision, rate in by_precision.items()}
+            for name in ("flops_per_s", "attention_flops_per_s")
+            if (by_precision := getattr(rates, name)) is not None
+        }
+    divided = {name: rate / num_ranks for name in shared if (rate := getattr(rates, name)) is not None}
+    rank_rates = replace(rates, **flops, **divided)
+    if rank_rates.collective_bytes_per_s is None:
+        rank_rates = replace(rank_rates, collective_bytes_per_s=_HOST_EXCHANGE_SHARE * rank_rates.h2d_bytes_per_s)
+    return replace(hardware, rates=rank_rates)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -13,7 +15,7 @@ from offload.app.machine.probe import probe
 from offload.errors import DiskError, OffloadError, format_bytes
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from offload.machine.hardware import Hardware
-from offload.machine.limits import integrated_note, lockable_bytes, memory_limits, node_bytes, tightest_limit
+from offload.machine.limits import integrated_note, memory_limits, node_bytes, tightest_limit
 from offload.native import kernels
 from offload.native.io import ALIGNMENT_BYTES, IoEngine
 from offload.tiers.host import Arena
@@ -187,3 +189,12 @@ def find_bounds(machine: Hardware) -> dict[str, Any]:
     lane = max(seconds, key=seconds.__getitem__)
     num_tokens = seconds[lane] * machine.rates.flops_per_s[precision] / (_FLOPS * NUM_PARAMETERS)
     return {"precision": precision, "seconds": seconds, "lane": lane, "num_tokens": round(num_tokens)}
+
+
+def lockable_bytes() -> int | None:
+    """Return the mlock limit in bytes, relevant for registered io_uring buffers. None: no limit.
+
+    Memory pinned by a GPU driver is not counted here, but counts in control groups.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY or os.geteuid() == 0 else limit
