@@ -21,7 +21,7 @@ Helpers of the main path:
 
     engine/loss/batch_agreement.py agreement between ranks before a pass
     engine/units/stages.py         the forward for a use: the module's own, within the stages of extras
-    engine/units/compile_wrappers.py   removes torch.compile wrappers from a model
+    engine/compile_wrappers.py     removes torch.compile wrappers from a model
     engine/units/arguments.py      unit call arguments, each tensor listed once
     engine/units/traits.py         recorded unit properties; tensor splits into micro-batches
     engine/units/saved_inputs.py   unit inputs saved for the backward, on the device or offloaded

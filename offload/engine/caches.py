@@ -13,12 +13,9 @@ class Caches:
     """The `use_cache` flags in the model configurations."""
 
     def __init__(self, model: nn.Module) -> None:
-        configs: dict[int, Any] = {}
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            if getattr(config, "use_cache", None) is not None:
-                configs[id(config)] = config
-        self._original_flags = [(config, config.use_cache) for config in configs.values()]
+        configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        flags = ((config, getattr(config, "use_cache", None)) for config in configs.values())
+        self._original_flags = [(config, flag) for config, flag in flags if flag is not None]
 
     def turn(self, on: bool) -> None:
         """Set all flags to False, or with `on` to their original values."""

@@ -134,13 +134,6 @@ class TensorFile:
             )
         return values
 
-    def check_values(self) -> None:
-        """Read every tensor in pieces. Raises like `read`."""
-        for name, entry in self.entries.items():
-            numel = math.prod(entry.shape)
-            for begin in range(0, numel, PIECE_BYTES):
-                self.read(name, begin, min(begin + PIECE_BYTES, numel))
-
     def hash(self, name: str) -> str:
         """Return the XXH3-128 of the tensor bytes, hexadecimal. Raises DiskError."""
         digest, entry = xxhash.xxh3_128(), self.entries[name]
@@ -149,12 +142,6 @@ class TensorFile:
             self._opened.read(piece, begin)
             digest.update(piece)
         return digest.hexdigest()
-
-    def drop_page_cache(self) -> None:
-        """Ask the OS to drop the page cache for this file, so the next read comes from the disk."""
-        if hasattr(os, "posix_fadvise"):
-            with self.path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def reopened_as(self, opened: ByteReader) -> TensorFile:
         """Return the same tensors over a reopened file. Raises ConfigError if the file was replaced, DiskError."""
