@@ -137,6 +137,7 @@ def describe_run(prediction: Forecast) -> Iterator[str]:
 def describe_times(prediction: Forecast) -> Iterator[str]:
     """Yield the step time and the alternatives."""
     from offload.extras.plan.run_forecast import describe_hiding
+    from offload.planning.plan import describe_frozen_weights, describe_links
 
     if (timing := prediction.timing) is not None:
         busy = ", ".join(f"{name} {seconds:.3g}" for name, seconds in timing.lane_seconds.items())
@@ -145,10 +146,16 @@ def describe_times(prediction: Forecast) -> Iterator[str]:
             f"{100 * timing.mfu:.0f}% MFU; {timing.bound_by}-bound"
         )
         yield f"busy, in seconds: {'; '.join(filter(None, (busy, describe_hiding(timing))))}"
-    prepared = prediction.prepared
-    updates = prepared.plan.describe_updates(prepared.structure.regions)
-    splitting = prepared.structure.splitting.description
-    yield from filter(None, (updates, prepared.frozen_weights_text, prepared.links_text, splitting))
+    structure, plan = prediction.prepared.structure, prediction.prepared.plan
+    yield from filter(
+        None,
+        (
+            plan.describe_updates(structure.regions),
+            describe_frozen_weights(structure.infos, structure.regions, plan.residence),
+            describe_links(structure.regions, plan.residence.sharding),
+            structure.splitting.description,
+        ),
+    )
     if prediction.network_bytes:
         yield f"network: {format_bytes(prediction.network_bytes)} a step from each machine to the others"
     if prediction.written_bytes:

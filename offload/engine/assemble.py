@@ -31,7 +31,7 @@ from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import FILES
 from offload.planning.machines import Machine, ThisMachine
 from offload.planning.memory import UnitPlan
-from offload.planning.plan import Plan, describe_frozen_weights, describe_links, make_plan, sharding_of
+from offload.planning.plan import Plan, make_plan, sharding_of
 from offload.planning.settings import Settings
 from offload.tiers.counters import Counters
 from offload.tiers.host import trim_heap
@@ -292,16 +292,6 @@ class EnginePlan:
             reason = f"{refusal.reason}{chosen.structure.splitting.whole_description}"
             raise DoesNotFitError(reason, refusal.advice) from refusal
         return whole
-
-    @property
-    def frozen_weights_text(self) -> str:
-        """Text about quantized frozen weights; see `planning.plan.describe_frozen_weights`."""
-        return describe_frozen_weights(self.structure.infos, self.structure.regions, self.plan.residence)
-
-    @property
-    def links_text(self) -> str:
-        """Text about quantized transfers; see `planning.plan.describe_links`."""
-        return describe_links(self.structure.regions, self.plan.residence.sharding)
 
     @property
     def chunk_bytes(self) -> int | None:

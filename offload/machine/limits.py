@@ -93,14 +93,6 @@ def memory() -> dict[str, int]:
     return sizes | ({"cgroup_bytes": min(groups)} if groups else {})
 
 
-def integrated_note(name: str) -> str:
-    """Return a note about devices using host memory."""
-    return (
-        f"{name} uses the host's memory: states offloaded to the cpu tier take the same memory, plus copies. "
-        "--offload.parameters device --offload.optimizer device is faster; only nvme saves memory."
-    )
-
-
 def node_bytes(root: Path | None = None) -> dict[int, int]:
     """Return the memory of each NUMA node in bytes; empty: unknown."""
     return {node: table["MemTotal"] for node, table in _nodes(_ROOT if root is None else root).items()}

@@ -103,3 +103,11 @@ def _caches() -> dict[str, int]:
         if level in ("2", "3") and size.endswith("K"):
             sizes[f"l{level}_cache_bytes"] = int(size[:-1]) * 1024
     return sizes
+
+
+def integrated_note(name: str) -> str:
+    """Return a note about devices using host memory."""
+    return (
+        f"{name} uses the host's memory: states offloaded to the cpu tier take the same memory, plus copies. "
+        "--offload.parameters device --offload.optimizer device is faster; only nvme saves memory."
+    )

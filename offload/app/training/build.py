@@ -29,6 +29,7 @@ from offload.app.hf.models import (
     vocab_size,
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
+from offload.app.machine.environment import integrated_note
 from offload.app.stored_model import rebuild_model
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective
@@ -44,7 +45,6 @@ from offload.distributed.outcomes import share_failure
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, OffloadError, common, format_bytes, shorten, untrainable_error
 from offload.layout.planes import DTYPES
-from offload.machine.limits import integrated_note
 from offload.planning.machines import ThisMachine
 
 Say = Callable[[str], None]

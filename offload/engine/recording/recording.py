@@ -51,13 +51,7 @@ class Recording:
     count, or None.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        runner: UnitRunner,
-        rows: int,
-        before: Recording | None = None,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], runner: UnitRunner, rows: int, before: Recording | None = None) -> None:
         self.outside_readers: set[str] = set()
         self.rows = rows
         self.uses: dict[str, list[RecordedUse]] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,8 +33,6 @@ from offload.engine.units.arguments import Arguments
 from offload.engine.units.trial import ENGINE_ERRORS
 from offload.errors import ConfigError
 from offload.modules import in_eval_mode
-
-_Result = TypeVar("_Result")
 
 
 class TrialRuns:
@@ -244,10 +242,9 @@ class TrialRuns:
         state = self._state
         for rows, run in runs:
 
-            def record(recording: Recording, run: Callable[[], Any] = run) -> Recording:
+            def record(recording: Recording, run: Callable[[], Any] = run) -> None:
                 with isolated(state, self._roots), state.router.trial_mode(recording.call), torch.enable_grad():
                     recording.finish(run())
-                return recording
 
             before = self._run_until_settled(record, rows, before)
             if self._is_training:
@@ -263,14 +260,14 @@ class TrialRuns:
         self._state.counters.clear()
 
     def _run_until_settled(
-        self, run: Callable[[Recording], _Result], rows: int = 0, before: Recording | None = None
-    ) -> _Result:
-        """Run under a recording. Repeat with more resident units until no unit is read from outside."""
+        self, run: Callable[[Recording], object], rows: int = 0, before: Recording | None = None
+    ) -> Recording:
+        """Return the recording of a run. Repeat with more resident units until no unit is read from outside."""
         while True:
             recording = Recording(self._state.units, self._state.runner, rows, before)
             try:
                 with self._state.ownership.watched(), UseDetector(recording):
-                    result = run(recording)
+                    run(recording)
             except ConfigError:
                 self._state.runner.weights_changed()
                 raise
@@ -284,7 +281,7 @@ class TrialRuns:
                         slots, written = self._state.slots, recording.written
                         slots.refresh([region for unit in written for region in unit.regions], always=True)
                         slots.compute_after_resident()
-                    return result
+                    return recording
             self._state.make_resident(recording.outside_readers)
 
 

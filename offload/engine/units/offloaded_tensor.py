@@ -62,7 +62,8 @@ class OffloadedTensor(torch.Tensor):
         kwargs = kwargs or {}
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if isinstance(weight, OffloadedTensor) and func in weight.functions:
-            return weight.functions[func](*args[:1], *args[2:], **_without_weight(kwargs))
+            others = {key: value for key, value in kwargs.items() if key != "weight"}
+            return weight.functions[func](*args[:1], *args[2:], **others)
         if func in _WRITES and isinstance(args[0], OffloadedTensor):
             if args[1:] == (None,):
                 args[0].holder.check_drop(args[0].info)
@@ -222,10 +223,6 @@ def _copy(leaf: Any) -> Any:
 def _is_in_place(gradient: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     """True if `tensor` is the memory of a gradient."""
     return gradient is not None and tensor.shape == gradient.shape and tensor.data_ptr() == gradient.data_ptr()
-
-
-def _without_weight(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key != "weight"}
 
 
 _GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__

@@ -139,13 +139,7 @@ class UnitRunner:
         """Take a snapshot of generators and modules before a unit forward, for the recomputation."""
         traits, last = unit.traits, self._last_snapshot()
         snapshot = Snapshot(
-            self.device,
-            self.is_weight,
-            unit.modules,
-            traits.buffers,
-            unit.mutable_attributes,
-            may_repeat=may_recompute,
-            last=last,
+            self.device, self.is_weight, unit.modules, traits.buffers, unit.mutable_attributes, may_recompute, last
         )
         self._last_snapshot = weakref.ref(snapshot)
         return snapshot

@@ -60,9 +60,9 @@ class Snapshot:
         modules: Sequence[nn.Module] = (),
         moving: Iterable[BufferPlace] = (),
         mutable_attributes: Collection[AttributePlace] = (),
-        roots: Mapping[str, Any] = MappingProxyType({}),
         may_repeat: bool = True,
         last: Snapshot | None = None,
+        roots: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Take the snapshot.
 

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offload.app.machine.environment import describe_environment
+from offload.app.machine.environment import describe_environment, integrated_note
 from offload.app.machine.probe import probe
 from offload.errors import DiskError, OffloadError, format_bytes
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from offload.machine.hardware import Hardware
-from offload.machine.limits import integrated_note, memory_limits, node_bytes, tightest_limit
+from offload.machine.limits import memory_limits, node_bytes, tightest_limit
 from offload.native import kernels
 from offload.native.io import ALIGNMENT_BYTES, IoEngine
 from offload.tiers.host import Arena
