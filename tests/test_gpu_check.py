@@ -143,7 +143,7 @@ def test_a_dry_run_sees_how_launches_run_ahead_what_kernels_are_for_and_compiled
     results = {each["name"]: each for each in json.loads(out.read_text())["results"]}
     assert results["the most memory in use, launches ahead"]["value"] > 0
     assert results["3b, a step's products"]["value"] > 0
-    assert results["blocks of the 8b, compile auto"]["graphs"] == 2
+    assert results["blocks of the 8b, compile always"]["graphs"] == 2
 
 
 @pytest.mark.slow
