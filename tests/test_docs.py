@@ -229,12 +229,12 @@ def test_what_is_not_run_here_is_run_elsewhere() -> None:
 def test_commands_run_as_they_are_written(path: Path, tmp_path: Path) -> None:
     """All `sh` blocks on a page run in order in the project folder, with a test folder for /tmp.
 
-    The `python` blocks run too. A `continued` block follows the previous one.
+    The `python` blocks run too. A `py` block continues the previous ones.
     """
     environ = os.environ | forks.commands(tmp_path / "bin")
     script = "set -e\n" + "\n".join(blocks(path, "sh")).replace("/tmp/", f"{tmp_path}/")
     if any(blocks(path, "python")) and re.search(r"engine\.step|\.run\(\)", path.read_text()):
-        (tmp_path / "loop.py").write_text("\n".join([*blocks(path, "python"), *blocks(path, "python continued")]))
+        (tmp_path / "loop.py").write_text("\n".join([*blocks(path, "python"), *blocks(path, "py")]))
         script += f"\ncd {tmp_path} && python loop.py"
     assert script != "set -e\n", "nothing on this page runs"
     found = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environ, capture_output=True, text=True)

@@ -87,7 +87,7 @@ def test_inexact_models_and_settings_are_refused_by_name() -> None:
 
 
 def test_the_lines_of_the_page_run() -> None:
-    (code,) = blocks(ROOT / "docs" / "how-to" / "several-gpus.md", 'python title="parallel.py"')
+    (code,) = blocks(ROOT / "docs" / "how-to" / "several-gpus.md", "py")
     losses = run(2, jobs.run_page, code=code)
     assert losses[0] == losses[1]
     assert losses[0][2] < losses[0][0]
