@@ -20,7 +20,6 @@ from typing import Any
 
 from benchmarks.alone import main_of
 from offload.app.config.command_line import run_command
-from offload.app.machine.probe import NUM_ROOFLINE_VARIANTS, roofline
 from offload.errors import ConfigError
 from offload.extras.tools.benches.report import Result, spread
 from offload.native import kernels
@@ -163,9 +162,9 @@ def rooflines(n: int, is_split: bool) -> list[Contender]:
         ]
 
         def run(variant: int, threads: int, written: list[Any]) -> None:
-            roofline(written, gradient, variant=variant, threads=threads)
+            kernels.roofline(written, gradient, variant=variant, threads=threads)
 
-        for variant in range(NUM_ROOFLINE_VARIANTS):
+        for variant in range(kernels.NUM_ROOFLINE_VARIANTS):
             move = partial(run, variant, written=written)
             contenders.append(Contender(_roofline(kind), move, kind.bytes_per_parameter))
     return contenders

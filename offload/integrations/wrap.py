@@ -106,7 +106,6 @@ class WrappedOptimizer(OffloadOptimizer):
         state: dict[int, dict[str, Any]] = {}
         for name, moments in engine.named_moments(numbers):
             if moments:
-                state[numbers[name]] = moments
                 if engine.model.get_parameter(name).dtype != torch.float32:
                     ((_, moments[_MASTER]),) = engine.named_parameters(names=[name])
                 state[numbers[name]] = {key: _as_given(value, engine.model, name) for key, value in moments.items()}

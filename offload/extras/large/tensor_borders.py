@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -18,20 +19,42 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from offload.errors import ConfigError
 
 
-class _Border(NamedTuple):
-    """Layout of a DTensor at a border, and the shape of the local tensor."""
+class Layout(NamedTuple):
+    """The layout of a DTensor: mesh, placements (one a mesh dimension), global shape and strides."""
 
-    mesh: Any
+    mesh: DeviceMesh
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Layout:
+        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+
+    def over(self, local: torch.Tensor) -> DTensor:
+        """Return the DTensor over a local tensor."""
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True on one rank for each part: the norm counts a part once."""
+        coordinate = self.mesh.get_coordinate() or ()
+        return not any(index for index, each in zip(coordinate, self.placements, strict=True) if each.is_replicate())
+
+
+class _Border(NamedTuple):
+    """Layout of a DTensor at a border, and the shape of the local tensor."""
+
+    layout: Layout
     local_shape: torch.Size
 
     def over(self, local: torch.Tensor, placements: Sequence[Any]) -> DTensor:
         """Return the DTensor over `local`, which may have other rows (a micro-batch)."""
-        shape, stride = self.shape, self.stride
+        shape, stride = self.layout.shape, self.layout.stride
         if local.shape != self.local_shape:
-            cut = {each.dim % local.dim() for each in self.placements if each.is_shard()}
+            cut = {each.dim % local.dim() for each in self.layout.placements if each.is_shard()}
             changed = [dim for dim, size in enumerate(local.shape) if size != self.local_shape[dim]]
             if cut.intersection(changed):
                 raise ConfigError(
@@ -40,7 +63,7 @@ class _Border(NamedTuple):
                 )
             shape = torch.Size(local.shape[dim] if dim in changed else size for dim, size in enumerate(shape))
             stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return Layout(self.layout.mesh, tuple(placements), shape, stride).over(local)
 
 
 class Crossing:
@@ -96,14 +119,14 @@ class _ToLocal(torch.autograd.Function):
                 mask.apply_mask(local)  # because torch keeps only one mask until the sum over ranks
                 mask.release_mask()
                 placements[dim] = Partial(each.reduce_op)
-        border = _Border(tensor.device_mesh, tuple(placements), tensor.shape, tensor.stride(), local.shape)
+        border = _Border(Layout.of(tensor)._replace(placements=tuple(placements)), local.shape)
         (crossing.outputs if is_output else crossing.inputs)[position] = border
         ctx.border, ctx.crossing, ctx.key = border, crossing, (is_output, position)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        placements = ctx.crossing.gradients.get(ctx.key, ctx.border.placements)
+        placements = ctx.crossing.gradients.get(ctx.key, ctx.border.layout.placements)
         return ctx.border.over(gradient, placements), None, None, None
 
 
@@ -113,8 +136,8 @@ class _ToGiven(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, crossing: Crossing, is_output: bool, position: int) -> DTensor:
         border = (crossing.outputs if is_output else crossing.inputs)[position]
-        ctx.crossing, ctx.key, ctx.placements = crossing, (is_output, position), border.placements
-        return border.over(local, border.placements)
+        ctx.crossing, ctx.key, ctx.placements = crossing, (is_output, position), border.layout.placements
+        return border.over(local, border.layout.placements)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:

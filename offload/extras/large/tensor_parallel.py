@@ -13,13 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 import xxhash
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -30,34 +29,8 @@ from offload.distributed.outcomes import share_failure
 from offload.engine.units.find import find_blocks
 from offload.engine.units.offloaded_tensor import OffloadedTensor
 from offload.errors import ConfigError
-from offload.extras.large.tensor_borders import Arrived, Crossing, is_in_progress, local_of, saved_in_parts
+from offload.extras.large.tensor_borders import Arrived, Crossing, Layout, is_in_progress, local_of, saved_in_parts
 from offload.planning.settings import Settings
-
-
-class Layout(NamedTuple):
-    """The layout of one DTensor parameter: mesh, placements (one a mesh dimension), global shape and strides."""
-
-    mesh: DeviceMesh
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: DTensor) -> Layout:
-        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
-
-    def over(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor over a local tensor, which receives the gradient in this layout."""
-        with torch.enable_grad():
-            return DTensor.from_local(
-                local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-            )
-
-    @property
-    def is_first_copy(self) -> bool:
-        """True on one rank for each part: the norm counts a part once."""
-        coordinate = self.mesh.get_coordinate() or ()
-        return not any(index for index, each in zip(coordinate, self.placements, strict=True) if each.is_replicate())
 
 
 class PartsComm(Comm):
@@ -138,18 +111,6 @@ def open_parts(
         yield settings, parts_comm
 
 
-def layout_of(module: nn.Module, key: str) -> Layout | None:
-    """Return the layout of a parameter in a model that an engine has taken; None: a plain parameter."""
-    kind = type(module)
-    return kind.layouts.get(key) if issubclass(kind, _WithParts) else None
-
-
-class _WithParts:
-    """First base of the classes of modules while an engine has their local tensors."""
-
-    layouts: Mapping[str, Layout] = {}
-
-
 def _take(model: nn.Module, stack: ExitStack) -> None:
     """Replace DTensor parameters by local ones, and the classes of modules with DTensors inside. `stack` undoes both.
 
@@ -157,11 +118,8 @@ def _take(model: nn.Module, stack: ExitStack) -> None:
     """
     local: dict[int, nn.Parameter] = {}
     restored: dict[int, nn.Parameter] = {}
-    blocks = set(find_blocks(model))
-    for module in model.modules():
+    for module in _bordered(model):
         given = _cut_parameters(module)
-        if not (given or module in blocks or _has_hooks(module)):
-            continue
         taken: dict[str, tuple[Any, Any]] = {}
         stack.callback(_give_back, module, type(module), taken, restored)
         module.__class__ = _class_for(type(module), {key: Layout.of(p) for key, p in given.items()})
@@ -216,7 +174,7 @@ def _class_for(kind: type, layouts: Mapping[str, Layout]) -> type:
     wrapped = wraps(kind.forward)(forward)  # type: ignore[attr-defined]
     members = {"forward": wrapped, "layouts": layouts, "__module__": kind.__module__, "__doc__": kind.__doc__}
     properties = {key: property(partial(_read, key=key)) for key in layouts}
-    return type(kind.__name__, (_WithParts, kind), members | properties)
+    return type(kind.__name__, (kind,), members | properties)
 
 
 def _read(module: Any, key: str) -> Any:
@@ -229,7 +187,8 @@ def _read(module: Any, key: str) -> Any:
             "and larger than the device memory for one unit, but only whole layers are cut into row blocks: raise "
             "--offload.device_memory, or cut the model over more ranks."
         )
-    tensor = module.layouts[key].over(parameter)
+    with torch.enable_grad():  # the node between both receives the gradient in this layout
+        tensor = module.layouts[key].over(parameter)
     tensor._is_param = True  # torch's mark of a parameter of another tensor class, for `get_parameter`
     return tensor
 
@@ -271,16 +230,21 @@ def _cut_parameters(module: nn.Module) -> dict[str, Any]:
     return {key: p for key, p in module._parameters.items() if isinstance(p, DTensor)}
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """True for hooks around a forward, such as those of PrepareModuleInput."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
+def _bordered(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with a border: blocks, and those with DTensor parameters or hooks (PrepareModuleInput)."""
+    blocks = set(find_blocks(model))
+    return [
+        module
+        for module in model.modules()
+        if module in blocks or _cut_parameters(module) or module._forward_pre_hooks or module._forward_hooks
+    ]
 
 
 def _check_model(model: nn.Module) -> None:
     """Raise ConfigError for a model whose parts cannot be stored one by one, exactly."""
-    blocks = set(find_blocks(model))
+    bordered = set(_bordered(model))
     for name, module in model.named_modules():
-        if "forward" in vars(module) and (module in blocks or _has_hooks(module) or _cut_parameters(module)):
+        if "forward" in vars(module) and module in bordered:
             raise ConfigError(
                 f"{name or 'the model'} has a forward of its own beside the one of {type(module).__name__}, as "
                 "transformers' tp_plan makes them, and only the class's forward can be run with parts: cut the model "
