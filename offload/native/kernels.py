@@ -373,6 +373,28 @@ def accumulate(total: A, x: A, *, threads: int | None = None, isa: str | None = 
     return total
 
 
+NUM_ROOFLINE_VARIANTS = 3
+
+
+def roofline(
+    written: Sequence[Any], read: Any, *, variant: int, threads: int | None = None, isa: str | None = None
+) -> None:
+    """Generate the memory traffic of an update with one addition per word, to measure the memory time alone.
+
+    Reads `read`, and adds 1 to all words in at most 4 `written` arrays, which destroys their content. All arrays have
+    the same number of elements, with any dtype. For the benchmark, C++ only. Each `variant` from 0 to
+    NUM_ROOFLINE_VARIANTS - 1 prefetches differently; the fastest one is the roofline.
+    """
+    if _core is None:
+        raise ConfigError(f"the C++ kernels are missing ({_missing_because}); build them with `make build`.")
+    arrays = [memory("written", array, writable=True) for array in written]
+    address, num_bytes = memory("read", read, writable=False)
+    n = math.prod(read.shape)
+    sizes = [size // n for _, size in arrays]
+    place = [place for place, _ in arrays], sizes, address, num_bytes // n, n
+    _core.roofline(*place, variant, *_execution(threads, isa))
+
+
 def _update(
     function: str,
     master: Any,

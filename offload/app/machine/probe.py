@@ -25,13 +25,10 @@ import torch
 from offload.accelerators import Accelerator, accelerators, device_of, multiplies_fp8, open_accelerator, own_accelerator
 from offload.app.machine.environment import describe_environment
 from offload.app.user_cache import code_hash, default_cache_dir, read_json, write_json
-from offload.errors import ConfigError
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from offload.machine.hardware import FP8, FP8_GAIN, Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit
 from offload.native import kernels
-from offload.native.arrays import memory
-from offload.native.core import core, missing_because
 from offload.native.io import File, IoEngine, wait_for_all
 from offload.tiers.host import Arena
 
@@ -125,7 +122,7 @@ def host_bytes_per_second(num_bytes: int) -> float:
     arena = Arena((_ROOFLINE_PLANES + 1) * 4 * numel)
     *written, read = [arena.take(numel, torch.float32).fill_(1) for _ in range(_ROOFLINE_PLANES + 1)]
     moved = sum(2 * plane.nbytes for plane in written) + read.nbytes
-    variants = [partial(roofline, written, read, variant=v) for v in range(NUM_ROOFLINE_VARIANTS)]
+    variants = [partial(kernels.roofline, written, read, variant=v) for v in range(kernels.NUM_ROOFLINE_VARIANTS)]
     return moved / min(map(_best_seconds, variants))
 
 
@@ -427,25 +424,3 @@ def _drop_cached(file: File) -> None:
     """Drop cached pages so that the next read comes from disk, also without O_DIRECT."""
     if not file.is_direct and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-NUM_ROOFLINE_VARIANTS = 3
-
-
-def roofline(
-    written: Sequence[Any], read: Any, *, variant: int, threads: int | None = None, isa: str | None = None
-) -> None:
-    """Generate the memory traffic of an update with one addition per word, to measure the memory time alone.
-
-    Reads `read`, and adds 1 to all words in at most 4 `written` arrays, which destroys their content. All arrays have
-    the same number of elements, with any dtype. For the benchmark, C++ only. Each `variant` from 0 to
-    NUM_ROOFLINE_VARIANTS - 1 prefetches differently; the fastest one is the roofline.
-    """
-    if core is None:
-        raise ConfigError(f"the C++ kernels are missing ({missing_because}); build them with `make build`.")
-    arrays = [memory("written", array, writable=True) for array in written]
-    address, num_bytes = memory("read", read, writable=False)
-    n = math.prod(read.shape)
-    sizes = [size // n for _, size in arrays]
-    place = [place for place, _ in arrays], sizes, address, num_bytes // n, n
-    core.roofline(*place, variant, *kernels._execution(threads, isa))
