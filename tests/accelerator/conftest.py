@@ -29,3 +29,17 @@ def sim(loaded: Control) -> Iterator[Control]:
     loaded.enter(0)
     yield loaded
     loaded.reset()
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Recompile all run-time kernels, and clear the caches afterwards."""
+    from offload.extras.quant import casts, device_kernels
+    from offload.native import device_update
+
+    caches = casts.KERNELS, device_kernels.KERNELS, device_update.KERNELS
+    for kernels in caches:
+        kernels.forget()
+    yield
+    for kernels in caches:
+        kernels.forget()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -116,14 +115,6 @@ def test_launches_hardly_grow_with_the_weights(
     assert launches(sim, codec, 64 * MILLION, torch.bfloat16) <= most
     monkeypatch.setattr(device_kernels, "decode", lambda *given: False)
     assert launches(sim, codec, 64 * MILLION, torch.bfloat16) >= 128
-
-
-@pytest.fixture
-def forgetful() -> Iterator[None]:
-    """Recompile kernels and clear the caches afterwards."""
-    device_kernels.KERNELS.forget()
-    yield
-    device_kernels.KERNELS.forget()
 
 
 @pytest.mark.usefixtures("forgetful")

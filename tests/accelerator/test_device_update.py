@@ -133,14 +133,6 @@ def test_a_step_has_the_bits_of_updates_on_the_host(
     assert (fused - host) * 4 < apart - host
 
 
-@pytest.fixture
-def forgetful() -> Any:
-    """Recompile kernels and clear the caches afterwards."""
-    device_update.KERNELS.forget()
-    yield
-    device_update.KERNELS.forget()
-
-
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize(
     ("edit", "why"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -118,14 +117,6 @@ def test_other_matrices_are_cast_by_operations(sim: Control) -> None:
         assert launches(sim, matrix.to("sim"), True) >= 5
         assert same_bits(to_fp8(matrix.to("sim"), by_row=True), to_fp8(matrix, by_row=True))
     assert launches(sim, torch.ones(257, device="sim")[1:].view(4, 64), True) >= 5
-
-
-@pytest.fixture
-def forgetful() -> Iterator[None]:
-    """Recompile kernels and clear the caches afterwards."""
-    casts.KERNELS.forget()
-    yield
-    casts.KERNELS.forget()
 
 
 @pytest.mark.usefixtures("forgetful")
