@@ -3,8 +3,8 @@
 python -m benchmarks.published > benchmarks/results/published.md     # minutes
 
 Our values are forecasts from the machine specifications in `offload/extras/plan/described/`, with their sources. The
-other projects measured theirs. The forecast is for the fastest fitting micro-batch of 8, 4, 2 and 1 rows: eager, with
-compiled blocks, and compiled with products in FP8.
+other projects measured theirs. The forecast is the fastest fitting one with a micro-batch of 8, 4, 2 or 1 rows in
+one pass, or 8 rows in 4 or 16 passes: eager, with compiled blocks, and compiled with products in FP8.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
 
 SEQUENCE, MICRO_ROWS = 4096, (8, 4, 2, 1)
+PASSES = 4, 16
+"""Pass counts for the largest micro-batch."""
 _QWEN = MODELS["Qwen3-14B"] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
 
 
@@ -82,8 +84,8 @@ _HEAD = """# Published rows beside our plans
 Made by `python -m benchmarks.published > benchmarks/results/published.md`. Ours are forecasts, not measurements: AdamW
 with fp32 states and split fp32 masters, bf16, clipping, rows of 4096 tokens, everything else `auto`, by the described
 machines (`offload/extras/plan/described/`), with as much host memory as said. The share is of the products that the GPU
-could make in bf16; in brackets is the micro-batch. An eager plan keeps the outputs of products (`train.recompute
-products`) where this is faster. FP8 is `train.matmul fp8_rowwise`.
+could make in bf16. In brackets: passes (`train.passes`), if several, and micro-batch. An eager plan keeps the
+outputs of products (`train.recompute products`) where this is faster. FP8 is `train.matmul fp8_rowwise`.
 
 | published by | model | GPU, host | tokens a step | theirs, tokens/s | ours, eager | ours, compiled | compiled, FP8 |
 |---|---|---|---|---|---|---|---|"""
@@ -94,12 +96,12 @@ What they do that we do not:
   Nothing that we do not do: its update comes after the backward, and each micro-batch fetches the weights again.
 - [b] [LLMQ](https://arxiv.org/abs/2512.15306): own kernels for everything beside products, each with the cast to FP8;
   weight gradients in FP8; moments and masters in bf16 with stochastic rounding; a choice of what is recomputed; a few
-  families. Of 524,288 tokens unit inputs and states are more than the host holds here, with states in fp32.
+  families.
 - [c] [MegaTrain](https://arxiv.org/abs/2604.05091): nothing that we do not do. The tokens of its step are not printed
   beside its figure; ours are for 32,768.
 
-With a recompute of every block three quarters of the products count, so no plan in bf16 passes 75 %; kept graphs, of
-which some wait on the host, are what goes beyond. 14B at 131,072 tokens would have 600 GB of them.
+Full recomputation leaves three quarters of the products, so a plan in bf16 without kept graphs ends at 75 %. Kept
+graphs may wait on the host, and several passes divide their memory.
 """
 
 
@@ -107,16 +109,20 @@ def cell(found: Forecast | None) -> str:
     """Return the table cell of a plan."""
     if found is None or found.timing is None:
         return "does not fit"
-    rows, timing = found.config.train.micro_batch_size, found.timing
+    train, timing = found.config.train, found.timing
+    rows = f"{train.passes} × {train.micro_batch_size}" if train.passes > 1 else train.micro_batch_size
     return f"{timing.tokens_per_second:,.0f} ({100 * timing.mfu:.0f} %) [{rows}]"
 
 
 def best(forecaster: Forecaster, row: Row, settings: Mapping[str, str]) -> Forecast | None:
     """Return the fastest fitting plan; None without one."""
     hardware, found = read_machine(row.gpu).with_(host_bytes=row.host_gib << 30), []
-    rows = row.tokens // SEQUENCE
-    for micro_rows in (size for size in MICRO_ROWS if size <= rows):
-        change = {"train.batch_size": rows, "train.micro_batch_size": micro_rows, **settings}
+    rows, most = row.tokens // SEQUENCE, MICRO_ROWS[0]
+    choices = [(size, 1) for size in MICRO_ROWS if size <= rows]
+    choices += [(most, passes) for passes in PASSES if passes * most <= rows]
+    for micro_rows, passes in choices:
+        sizes = {"train.batch_size": rows, "train.micro_batch_size": micro_rows, "train.passes": passes}
+        change = {**sizes, **settings}
         found.append(place(forecaster, forecaster.predict(apply_change(forecaster.config, change), hardware)))
     fitting = [each for each in found if each.fits and each.timing is not None]
     return max(fitting, key=lambda each: each.timing.tokens_per_second if each.timing else 0.0, default=None)

@@ -72,7 +72,7 @@ def is_above(value: Any, other: Any) -> bool:
 
 
 def is_parallel(value: Any, _: Any) -> bool:
-    """Condition: several ranks."""
+    """Condition: several ranks or passes."""
     return bool(value > 1)
 
 
@@ -129,6 +129,11 @@ ENGINE = (
         "--offload.replica_states whole"),
     Conflict("train.delay_after", is_set, "train.delay", 0,
         "train.delay is 0, so no update is delayed", "set --train.delay 1, or leave train.delay_after out"),
+    Conflict("train.passes", is_parallel, "optimizer.has_gradients", False,
+        "{optimizer.name} has no gradients to add up", "leave train.passes out"),
+    Conflict("train.passes", is_parallel, "train.sequence_parallel", is_parallel,
+        "train.sequence_parallel is {train.sequence_parallel}, and shared rows are computed in one pass",
+        "set --train.passes 1, or --train.sequence_parallel 1"),
     *(
         Conflict("train.delay", 1, key, value,
             f"{key} is {value}, and delayed updates run on the host, after the norm is known",

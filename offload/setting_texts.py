@@ -12,6 +12,11 @@ ENGINE_TEXTS = {
         "scale per token and output, weight gradients in bf16; fp8_tensorwise, one scale per matrix, faster and less "
         "exact, and not in micro-batches or over ranks."
     ),
+    "train.passes": (
+        "Forward and backward passes in a step, each over a part of the rows (gradient accumulation). Saved inputs and "
+        "graphs take a part of the memory; weights travel once per pass, and gradients add up in host memory, in fp32. "
+        "1: one pass, with all micro-batches in each unit before the next."
+    ),
     "train.max_grad_norm": (
         "Clip gradients to this global norm. A rule with a norm of its own uses that instead. none: no clipping."
     ),

@@ -55,8 +55,9 @@ class Steps:
 
     def __init__(self, state: EngineState, settings: Settings) -> None:
         self._state, self._recovery = state, state.recovery
-        self._rule, self._micro_rows = settings.optimizer, settings.micro_batch_size
-        cuts, has_backward = settings.micro_batch_size is not None or state.runner.has_peers, self._rule.has_gradients
+        self._rule, self._micro_rows, self._num_passes = settings.optimizer, settings.micro_batch_size, settings.passes
+        cuts = settings.splits or settings.passes > 1 or state.runner.has_peers
+        has_backward = self._rule.has_gradients
         self.losses = Losses(state, settings.chunk_bytes(state.plan.device_bytes), has_backward)
         self._chooses_chunks, self._chooses_clip = settings.head_chunk_bytes == "auto", state.updates.clip == "auto"
         self.known = KnownPasses(state, settings.rows)
@@ -196,7 +197,8 @@ class Steps:
         batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
         device_batch = map_tensors(self._state.device.copy_to_device, batch)
         labels, result = host_labels(batch), known.result or TrialResult()
-        return PassInputs(plan, device_batch, loss_fn, labels, result.rule, result.head, known.form, shared)
+        learned = result.rule, result.head, known.form
+        return PassInputs(plan, device_batch, loss_fn, labels, *learned, shared, self._num_passes)
 
     def _prepare(self, inputs: PassInputs, departed: bool | None) -> PassInputs:
         """Return the inputs for a pass, after the recording and the checks of a new kind of batch."""
@@ -233,7 +235,7 @@ class Steps:
         inputs = self.trial_runs.on_batch(inputs, departed)
         if mode.cut == "units" and state.comm.any(not self.splits, "splitting of batches"):
             mode.change(cut="calls")
-        if inputs.form.is_whole and self._micro_rows is not None:
+        if inputs.form.is_whole and (self._micro_rows is not None or self._num_passes > 1):
             self._stay_whole(inputs.form.obstacle)
         return inputs
 
@@ -249,8 +251,8 @@ class Steps:
             before = copy(self._state.execution_mode)
             self._state.execution_mode.change(cut="whole")
             warn(
-                f"micro_batch_size is {self._micro_rows}, but the batch cannot be split by rows: {obstacle}. From here "
-                f"on {self._state.execution_mode.describe_changes(before)}."
+                f"micro_batch_size is {self._micro_rows} and passes {self._num_passes}, but the batch cannot be split "
+                f"by rows: {obstacle}. From here on {self._state.execution_mode.describe_changes(before)}."
             )
 
     def _run_with_retries(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:

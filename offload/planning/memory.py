@@ -85,12 +85,12 @@ class UnitPlan:
         return [tuple(record) for _, record in groupby(self.regions, key=lambda region: region.units)]
 
 
-def sums_gradients_on_host(units: Iterable[UnitPlan]) -> bool:
+def sums_gradients_on_host(units: Iterable[UnitPlan], passes: int) -> bool:
     """Return True if gradients accumulate on the host in fp32.
 
-    This is the case if several layers share a trainable weight cut into row blocks.
+    This is the case over several passes, and if several layers share a trainable weight cut into row blocks.
     """
-    return any(unit.num_layers > 1 and any(region.trainable for region in unit.regions) for unit in units)
+    return passes > 1 or any(unit.num_layers > 1 and any(region.trainable for region in unit.regions) for unit in units)
 
 
 def transient_gradient_bytes(region: Region, wide: bool = False) -> int:
@@ -185,6 +185,7 @@ def plan_memory(
     *,
     keeps_gradients: bool,
     splits: bool,
+    passes: int = 1,
     rings: Mapping[str, int] | None = None,
     ahead: int = 0,
     buffers: int = 1,
@@ -195,6 +196,7 @@ def plan_memory(
     """Return every lasting allocation in a run.
 
     splits: a step has several micro-batches, with gradients accumulated in fp32.
+    passes: passes of a step.
     rings: ring sizes in bytes for disk transfers.
     ahead: number of prefetched units.
     buffers: number of consecutive unit gradients with room on the device.
@@ -204,7 +206,7 @@ def plan_memory(
     """
     common, sharding, in_files = residence.common, residence.sharding, residence.indices_on(FILES)
     totals: dict[tuple[str, str], int] = {}
-    sums_on_host = sums_gradients_on_host(units)
+    sums_on_host = sums_gradients_on_host(units, passes)
     for region in regions:
         if region.index in in_files:
             continue

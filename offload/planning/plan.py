@@ -314,6 +314,7 @@ class _Request:
             residence,
             keeps_gradients=self.settings.keeps_gradients,
             splits=self.settings.splits,
+            passes=self.settings.passes,
             rings=rings,
             ahead=ahead,
             buffers=buffers,
@@ -453,7 +454,7 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
             left = min(left, request.free.host_bytes) + request.free.model_bytes
             left = max(0, left - bytes_on(HOST, allocations))
         device_bytes = int(left * _SHARE_OF_FREE_MEMORY)
-    on_host = sums_gradients_on_host(request.units)
+    on_host = sums_gradients_on_host(request.units, request.settings.passes)
     plan = Plan(residence, rings, overlap, update, ahead, device_bytes, allocations, unlimited, on_host)
     if num_sharing is not None:
         _check_memory(request, plan, num_sharing)

@@ -62,6 +62,7 @@ class Settings:
     clip: str = "auto"
     on_nonfinite: str = "stop"
     micro_batch_size: int | None = None
+    passes: int = 1
     rows: Sequence[str] | Mapping[str, Any] | None = None
     recompute: str = "always"
     compile: str = "auto"
@@ -131,6 +132,8 @@ class Settings:
         size, norm = self.micro_batch_size, self.max_grad_norm
         if size is not None and size < 1:
             raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
+        if self.passes < 1:
+            raise ConfigError(f"train.passes is {self.passes!r}; it must be a whole number, at least 1.")
         check_max_grad_norm(norm)
         clips_to = (self.optimizer.clip_norm or norm or None) if self.optimizer.has_gradients else None
         object.__setattr__(self, "max_grad_norm", clips_to)

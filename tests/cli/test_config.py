@@ -30,7 +30,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
         "packing_isolated group_by_length train_on_prompt num_workers eval_share eval_source",
         "train": "method beta center_rewards_coefficient "
-        "steps epochs max_seconds batch_size micro_batch_size precision matmul recompute compile sequence_tile "
+        "steps epochs max_seconds batch_size micro_batch_size passes precision matmul recompute compile sequence_tile "
         "sequence_parallel "
         "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
         "early_stopping_min_delta log_every head_chunk_bytes",

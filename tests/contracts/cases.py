@@ -114,6 +114,7 @@ CASES: dict[str, Case] = {
     ),
     "stacked experts": Case(qwen3_moe),
     "documents": Case(lambda: by_document(llama()), batch=packed),
+    "passes": Case(settings={"passes": 3}, without={"equals_reference": _OWN.format("test_passes.py")}),
     "tiles": Case(llama, {"sequence_tile": 5}, within=1e-6, without={"equals_reference": _OWN.format("test_tiles.py")}),
     "row blocks": Case(
         tied,

@@ -101,7 +101,7 @@ def assert_same(
     far = {
         name: apart / scales[name.rpartition(".")[0]]
         for name, value in wanted.items()
-        if (apart := (found[name] - value).abs().max().item()) > within * scales[name.rpartition(".")[0]]
+        if (apart := (found[name].cpu() - value.cpu()).abs().max().item()) > within * scales[name.rpartition(".")[0]]
     }
     assert not far, f"{when}: too far apart, as a share of the layer's scale: {far}"
 

@@ -71,8 +71,10 @@ def workload(width: int, depth: int, settings: Settings, seconds: float = 0.001,
     """Return the work in a `Stack` step, computed from shapes, with `seconds` per use. `kept_bytes`: size of a block's
     autograd graph if saved.
     """
-    parts = ROWS // (settings.micro_batch_size or ROWS)
-    inputs = ROWS // parts * LENGTH * width * (2 if settings.precision == "bf16" else 4)
+    rows = ROWS // settings.passes
+    parts = rows // (settings.micro_batch_size or rows)
+    inputs = rows // parts * LENGTH * width * (2 if settings.precision == "bf16" else 4)
     blocks = [work(f"blocks.{number}", seconds, 2 * seconds, inputs, kept_bytes) for number in range(depth)]
-    first = replace(work("embedding", seconds, seconds, ROWS // parts * LENGTH * 8), reads_weights=False)
-    return Workload((first, *blocks, work("head", seconds, seconds, inputs)), parts, ROWS * LENGTH)
+    first = replace(work("embedding", seconds, seconds, rows // parts * LENGTH * 8), reads_weights=False)
+    calls = first, *blocks, work("head", seconds, seconds, inputs)
+    return Workload(calls, parts, rows * LENGTH, num_passes=settings.passes)

@@ -17,7 +17,7 @@ from offload.app.training.planner import planned_advice
 from offload.engine.engine import Engine
 from offload.errors import DoesNotFitError, common, is_common
 from offload.extras.plan import alternatives
-from offload.extras.plan.alternatives import _fixes, apply_change, find_fix, place_or_fix
+from offload.extras.plan.alternatives import _changes, _fixes, apply_change, find_fix, place_or_fix
 from offload.extras.plan.forecast import Forecast, Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.run_forecast import describe_misfit
@@ -61,6 +61,34 @@ def test_gradients_go_to_disk_or_wait_for_no_norm_before_a_step_has_fewer_rows(
     rows = [index for index, change in enumerate(tried) if "train.batch_size" in change]
     assert rows
     assert all(tried.index(each) < rows[0] for each in (ON_DISK, UNCLIPPED) if each in tried)
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"train.batch_size": 8}, [2, 8]),
+        ({"train.batch_size": 8, "optimizer.name": "mezo"}, []),
+        ({"train.batch_size": 1}, []),
+    ],
+)
+def test_more_passes_are_tried_before_fewer_rows(settings: dict[str, Any], passes: list[int]) -> None:
+    tried = fixes({"cpu"}, **settings)
+    assert [change["train.passes"] for change in tried if "train.passes" in change] == passes
+    training = [
+        index for index, change in enumerate(tried) if change.keys() & {"train.batch_size", "train.max_grad_norm"}
+    ]
+    assert all("train.passes" not in change for change in tried[min(training) :])
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(8, [2, 8]), (2, [2]), (1, [])])
+def test_passes_of_whole_micro_batches_are_listed_for_a_gpu(rows: int, passes: list[int]) -> None:
+    found: Any = SimpleNamespace(
+        config=Config.load(None, {"train.batch_size": 4 * rows, "train.micro_batch_size": 4}),
+        hardware=SimpleNamespace(device="cuda", rates=SimpleNamespace(flops_per_s={})),
+        prepared=SimpleNamespace(plan=SimpleNamespace(update="cpu", residence=SimpleNamespace(common="cpu"))),
+        num_groups=1,
+    )
+    assert [change["train.passes"] for change in _changes(found) if "train.passes" in change] == passes
 
 
 Fits = Callable[[Mapping[str, Any]], bool]

@@ -19,7 +19,7 @@ from offload.distributed.comm import Comm
 from offload.engine.assemble import EnginePlan, prepare
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
-from offload.extras.plan.workload import Cost, Workload
+from offload.extras.plan.workload import REPEATED_SHARE, Cost, Workload
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
 from offload.tiers.ledger import Ledger
@@ -182,6 +182,21 @@ def test_a_fused_attention_holds_no_scores_and_skips_half() -> None:
     assert block[1].saved_bytes - block[0].saved_bytes > 4 * scores
     products = 2 * 2 * scores * 8
     assert block[1].forward.flops - block[0].forward.flops == products / 2
+
+
+def test_a_compiled_block_holds_outputs_of_products_and_repeats_the_rest() -> None:
+    works = (told(build(llama), Settings(**how))[1] for how in ({}, {"recompute": "products"}, {"compile": "always"}))
+    eager, kept, compiled = ([call for call in work.calls if call.is_block][0] for work in works)  # noqa: RUF015
+    products = kept.products
+    assert products is not None
+    assert compiled.saved_bytes == compiled.leaving_bytes == products.kept_bytes < eager.saved_bytes
+    assert compiled.backward_temporary_bytes == products.kept_bytes + products.backward_temporary_bytes
+    assert compiled.unsaved_bytes == 0, "the first norm is computed again from the input"
+    assert compiled.forward == eager.forward
+    assert compiled.backward.flops == eager.backward.flops
+    moved = compiled.backward.moved_bytes - eager.backward.moved_bytes
+    assert moved == pytest.approx(REPEATED_SHARE * products.recomputation.moved_bytes)
+    assert compiled.products is None
 
 
 def test_padding_takes_a_mask() -> None:

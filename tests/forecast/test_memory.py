@@ -132,7 +132,7 @@ def test_budgets_are_those_of_the_machine_or_less() -> None:
 def test_a_step_is_played_with_the_memory_that_is_told(activations: str, graphs: str) -> None:
     where: dict[str, object] = {"offload.device_memory": "300MiB", "offload.parameters": "cpu"}
     where |= {"offload.optimizer": "cpu", "offload.activations": activations, "offload.graphs": graphs}
-    where |= {"train.recompute": "auto", "train.micro_batch_size": 2}
+    where |= {"train.recompute": "auto", "train.micro_batch_size": 2, "train.compile": "never"}
     forecaster = Forecaster(config(**where), 1)
     found = forecaster.predict(config(**where), GPU)
     its, work = found.prepared, forecaster._workload(found.config, found.prepared, 1)
@@ -221,7 +221,7 @@ def test_an_unknown_step_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.slow
 def test_graphs_wait_on_the_host_where_that_is_faster_and_nobody_says_otherwise() -> None:
     where: dict[str, object] = {"model.preset": "1b", "data.sequence_length": 4096, "train.batch_size": 8}
-    where |= {"train.precision": "bf16", "train.recompute": "always"}
+    where |= {"train.precision": "bf16", "train.recompute": "always", "train.compile": "never"}
     where |= {"offload.parameters": "cpu", "offload.optimizer": "cpu", "offload.update": "cpu"}
     large = GPU.with_(host_bytes=256 << 30)
     forecaster = Forecaster(config(**where), 1)

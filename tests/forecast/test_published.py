@@ -239,7 +239,7 @@ def block_work(width: int, heads: int, rows: int, length: int) -> UnitWork:
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
     machine = SpecifiedMachine(read_machine("h200"), 1)
-    settings = Settings(precision="bf16")
+    settings = Settings(precision="bf16", compile="never")
     prepared = EnginePlan.of(
         Structure.of(model, settings, SimulatedRanks(1), {}), settings, SimulatedRanks(1), machine, checks=False
     )

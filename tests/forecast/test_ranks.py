@@ -61,7 +61,13 @@ def told_and_made(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "placement", "settings"),
-    [(0, {}, {}), (1, {"device_memory": "160KiB"}, {}), (3, {}, {"max_grad_norm": None, "prefetch": 1})],
+    [
+        (0, {}, {}),
+        (1, {"device_memory": "160KiB"}, {}),
+        (2, {"device_memory": "160KiB"}, {"passes": 2}),
+        (3, {}, {"max_grad_norm": None, "prefetch": 1}),
+        (3, {}, {"passes": 4}),
+    ],
 )
 def test_ranks_move_and_exchange_what_is_foretold(
     stage: int, placement: dict[str, Any], settings: dict[str, Any]

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from offload.extras.plan.simulated_step import FEW, SimulatedCall, SimulatedPlan, simulate, simulate_shortened
+from offload.extras.plan.simulated_step import (
+    FEW,
+    SimulatedCall,
+    SimulatedPlan,
+    simulate,
+    simulate_passes,
+    simulate_shortened,
+)
 from offload.layout.residence import DISK, Residence, Row
 from offload.planning.settings import Settings
 from offload.tiers.nvme import UPDATE_RING
@@ -56,6 +63,18 @@ def test_a_step_is_nearly_what_it_is_with_all_blocks(name: str, ratio: float) ->
     for link in ("d2h", "update", "nvme_write"):
         assert few.busy_s[link] == pytest.approx(all_of_it.busy_s[link])
     assert few.busy_s["h2d"] == pytest.approx(all_of_it.busy_s["h2d"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["few slots", "all stay"])
+@pytest.mark.parametrize("ratio", [0.3, 1.5])
+def test_a_step_of_many_passes_is_extrapolated_from_two(name: str, ratio: float) -> None:
+    its = replace(CASES[name], passes=9, accumulates=True)
+    seconds = dict.fromkeys(LINKS, lambda num_bytes: ratio * num_bytes / SIZE)
+    calls = [SimulatedCall((region,), 1.0, 2.0) for region in its.regions]
+    all_of_it, few = simulate(calls, its, seconds), simulate_passes(calls, its, seconds, 6)
+    assert few.seconds == pytest.approx(all_of_it.seconds, rel=0.05)
+    for link in ("h2d", "d2h", "update"):
+        assert few.busy_s[link] == pytest.approx(all_of_it.busy_s[link], rel=0.05)
 
 
 def test_a_small_model_is_played_as_it_is() -> None:

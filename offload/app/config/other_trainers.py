@@ -71,7 +71,9 @@ _NAMES: dict[str, str] = {
     "run.name": "run_name project_name experiment_name",
     "run.seed": "data_seed random_seed",
     "--gpus": "num_gpus n_gpus nproc_per_node num_processes world_size",
-    "train.batch_size, in parts of train.micro_batch_size": "gradient_accumulation_steps gradient_accumulation",
+    "train.batch_size, in parts of train.micro_batch_size or train.passes": (
+        "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches"
+    ),
     "lora.rank": "lora lora_r lora_rank r use_lora use_peft peft finetuning_type",
     "offload.frozen_weights, with lora.rank": "load_in_4bit load_in_8bit qlora",
     "lora.alpha": "lora_alpha",

@@ -439,6 +439,7 @@ class TrainSection(Section):
     """Sequences (or answer pairs) per step over all ranks."""
     micro_batch_size: Count | None = None
     """Sequences (or pairs) per pass on each rank; gradients accumulate. none: the whole batch at once."""
+    passes: Count = 1
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute dtype. bf16: bfloat16 with fp32 master weights. fp32: fp32 throughout. auto: bf16 on a GPU or with
     optimizer.master bf16 or products in FP8, else fp32.

@@ -108,9 +108,9 @@ class ReduceScatter(Exchange):
         region, plane, store = state.region, state.gradients, self._store
         assert plane is not None
         self._measures.measure_shard(region, total, agrees=False)
-        round_sum(region, total)
+        ticket = self._round(region, total)
         if len(total) < len(plane):
-            self.tickets.append(store.gather(region, plane, total, _gathering(region)))
+            self.tickets.append(store.gather(region, plane, total, _gathering(region), (ticket,)))
 
 
 class ExactSums:

@@ -87,7 +87,14 @@ class Exchange:
     def finish_sum(self, state: RegionState, total: torch.Tensor) -> None:
         """Measure, round and store `total`, a sum over several passes on the tier of the states."""
         self._copy_squares(self._measures.measure(state.region, total))
-        round_sum(state.region, total)
+        self._round(state.region, total)
+
+    def _round(self, region: Region, total: torch.Tensor) -> Ticket:
+        """Round a sum over several passes on the update lane; its bytes there include the measure of the sum."""
+        work = partial(round_sum, region, total)
+        ticket = self._store.update_lane.submit(work, name=f"round {region.name}", num_bytes=3 * total.nbytes)
+        self.tickets.append(ticket)
+        return ticket
 
     def copy(self, gradients: Gradients, target: torch.Tensor, users: Sequence[Ticket]) -> Ticket:
         """Copy gradients and squares to the tier of the states, after `users`.
@@ -262,7 +269,11 @@ class GradientTransfer:
                 kernels.accumulate(plane, staged)
 
         ticket = self._store.update_lane.submit(
-            add, reads=stretch.fence.before_read(), users=fence.before_fill(), name=f"add {region.name}"
+            add,
+            reads=stretch.fence.before_read(),
+            users=fence.before_fill(),
+            name=f"add {region.name}",
+            num_bytes=staged.nbytes + (1 if first else 2) * plane.nbytes,
         )
         stretch.fence.record_reader(ticket)
         stretch.close()

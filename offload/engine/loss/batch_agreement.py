@@ -105,6 +105,8 @@ class PassPlan:
     """Announcements in rank order."""
     rank: int
     """This rank."""
+    step: PassPlan | None = None
+    """The plan for the rows of the whole step, for one of several passes."""
 
     @property
     def schedule_key(self) -> Hashable:
@@ -170,6 +172,7 @@ class PassInputs:
     head: the model head, if logits can be computed in chunks.
     form: row axes of the batch.
     shared: information about shared rows beyond this rank's tokens. None: the rank has whole rows.
+    num_passes: passes over parts of the rows, at most.
     """
 
     plan: PassPlan
@@ -180,6 +183,7 @@ class PassInputs:
     head: ChunkedHead | None
     form: BatchForm
     shared: SharedRows | None
+    num_passes: int = 1
 
     @property
     def is_training(self) -> bool:
@@ -188,15 +192,15 @@ class PassInputs:
 
     @property
     def num_targets(self) -> int:
-        """Target count over all ranks."""
-        return self.plan.num_targets(self.rule)
+        """Target count over all ranks and passes."""
+        return (self.plan.step or self.plan).num_targets(self.rule)
 
     def of_sample(self, sample: Batch, micro_rows: int | None = None) -> PassInputs:
         """Return the `PassInputs` for a few rows that this rank runs alone, in micro-batches with `micro_rows` rows."""
         has_loss_function = self.loss_fn is not None
         own = RankBatch.of(self.plan.ranks[0].operation, sample, check_batch(sample), micro_rows, has_loss_function)
         plan = PassPlan([own], 0)
-        return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None)
+        return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None, num_passes=1)
 
 
 def agree_on_pass(comm: Comm, announcement: RankBatch) -> PassPlan:

@@ -1,17 +1,19 @@
-"""The loss of a batch: the model in one call or once per micro-batch, with the backward of each loss."""
+"""The loss of a batch: one pass or several, the model in one call or once per micro-batch, with each backward."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
-from offload.engine.loss.batch_agreement import PassInputs
+from offload.engine.loss.batch_agreement import PassInputs, RankBatch, agree_on_pass
 from offload.engine.loss.chunked_head import HeadInputs, build_chunks
 from offload.engine.loss.loss import Loss, Needs, as_loss, labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
@@ -21,7 +23,8 @@ from offload.errors import ConfigError
 class Losses:
     """Runs the model on a batch, in micro-batches and with the head in chunks.
 
-    Ranks may have different row counts; all ranks run as many parts as the largest batch needs. `num_chunks`: head
+    Ranks may have different row counts; all ranks run as many parts as the largest batch needs, and as many passes as
+    the rank with the fewest groups has groups. `num_chunks`: head
     chunks in the last loss. `chunk_bytes`: limit for logits in memory. `has_backward`: a backward follows, so a loss
     must be a tensor.
     """
@@ -42,13 +45,36 @@ class Losses:
         """Run the model over a batch; return this rank's loss, fp32 on the device.
 
         The losses of all ranks add up to the mean over all targets. If possible, the units cut the batch: one model
-        call, and the weights stream once. Otherwise the model is called once per micro-batch. `chunk_tokens`: tokens
-        per head chunk; 0: all; None: per `chunk_tokens(inputs)`. `runs_backward`: each loss has its backward at once,
-        before the next forward.
+        call in a pass, and the weights stream once. Otherwise the model is called once per micro-batch. `chunk_tokens`:
+        tokens per head chunk; 0: all; None: per `chunk_tokens(inputs)`. `runs_backward`: each loss has its backward at
+        once, before the next forward.
         """
+        as_loss(inputs.loss_fn).begin()
+        first, *others = (self._pass(each, chunk_tokens, runs_backward) for each in self._passes(inputs))
+        for other in others:
+            first += other
+        return first
+
+    def _passes(self, inputs: PassInputs) -> Iterator[PassInputs]:
+        """Yield the inputs of each pass: nearly equal parts of the rows, in order. Collective for several passes."""
+        plan, group, form = inputs.plan, as_loss(inputs.loss_fn).group, inputs.form
+        own, count = plan.ranks[plan.rank], min(inputs.num_passes, *(rank.rows // group for rank in plan.ranks))
+        if count == 1 or self._state.execution_mode.cut == "whole":
+            yield inputs
+            return
+        ends = [own.rows // group * number // count * group for number in range(count + 1)]
+        for begin, end in pairwise(ends):
+            rows = torch.arange(begin, end, device="cpu")
+            batch, labels = form.take(inputs.batch, rows), None if inputs.labels is None else inputs.labels[begin:end]
+            on_host = batch if labels is None else {**batch, "labels": labels}  # counting must not wait for the device
+            part = RankBatch.of(own.operation, on_host, end - begin, own.micro_rows, own.has_loss_function)
+            part_plan = replace(agree_on_pass(self._state.comm, part), step=plan)
+            yield replace(inputs, plan=part_plan, batch=batch, labels=labels)
+
+    def _pass(self, inputs: PassInputs, chunk_tokens: int | None, runs_backward: bool) -> torch.Tensor:
+        """Run the model over the rows of one pass; return this rank's part of the loss."""
         plan, batch, runner = inputs.plan, inputs.batch, self._state.runner
         own = plan.ranks[plan.rank]
-        as_loss(inputs.loss_fn).begin()
         in_calls = plan.num_parts > 1 and self.is_called_per_micro_batch
         if inputs.shared is not None and (in_calls or self.chunk_tokens(inputs) == 0):
             raise ConfigError(
@@ -171,9 +197,10 @@ class Losses:
 
 
 def _target_share(inputs: PassInputs) -> float:
-    """Return this rank's share of all targets."""
+    """Return this rank's share, in this pass, of all targets."""
     plan = inputs.plan
-    return plan.num_targets(inputs.rule, plan.rank) / max(1, inputs.num_targets) if plan.has_peers else 1.0
+    is_part = plan.has_peers or plan.step is not None
+    return plan.num_targets(inputs.rule, plan.rank) / max(1, inputs.num_targets) if is_part else 1.0
 
 
 def _scale(loss: torch.Tensor, share: float, inputs: PassInputs) -> torch.Tensor:

@@ -404,6 +404,9 @@ def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
             yield {"train.compile": "auto"}
         rows = config.train.micro_batch_size or config.train.batch_size // prediction.num_groups
         yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
+        if config.optimizer.has_gradients:
+            parts = config.train.batch_size // prediction.num_groups // rows
+            yield from ({"train.passes": num_passes} for num_passes in (parts // 4, parts) if num_passes > 1)
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
         twice["train.micro_batch_size"] = config.train.batch_size
@@ -450,6 +453,9 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     elif on_device and config.offload.nvme_dir and prediction.config.offload.gradients != "nvme":
         # A tied output weight is cut into row blocks, with gradient sums stored next to the gradients.
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
+    if short_tiers and config.optimizer.has_gradients:
+        num_passes = config.train.batch_size // prediction.num_groups // (config.train.micro_batch_size or 1)
+        yield from ({"train.passes": count} for count in (num_passes // 4, num_passes) if count > config.train.passes)
     if on_host and config.train.max_grad_norm is not None and config.optimizer.has_gradients:  # they wait for the norm
         yield {"train.max_grad_norm": None}
     rows, micro_rows = config.train.batch_size if short_tiers else 0, config.train.micro_batch_size or 0

@@ -356,7 +356,9 @@ class Forecaster:
     def _workload(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return the workload for one rank, or the reason for a failed measurement."""
         settings, model_type = prepared.settings, model_kind(self._architecture).name
-        rows = -(-config.train.batch_size // config.train.num_groups(num_ranks)) * config.train.group
+        groups = -(-config.train.batch_size // config.train.num_groups(num_ranks))
+        passes = min(settings.passes, groups)
+        rows = -(-groups // passes) * config.train.group
         data, shared_by = config.data, config.train.sequence_parallel
         length = -(-int(data.sequence_length or 0) // shared_by)
         batch = BatchSpec(model_type, rows, length, not data.packing, config.is_isolated, shared_by)
@@ -364,13 +366,14 @@ class Forecaster:
             # Without data, one document takes the whole row but a token, so the forecast is an upper bound.
             share = 1.0 if self.document_share is None else self.document_share * length**2 / ((length - 1) ** 2 + 1)
             batch = replace(batch, document_length=length - 1, document_share=share)
-        products = settings.precision, settings.matmul, settings.recompute == PRODUCTS
+        products = settings.precision, settings.matmul, settings.recompute == PRODUCTS, settings.compile
         options = settings.micro_batch_size, products, settings.device, settings.sequence_tile
-        key = batch, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes
+        key = batch, passes, options, prepared.chunk_bytes, prepared.structure.splitting.share_bytes
         if key not in self._workloads:
             try:
                 found_tiles = self._tiles.setdefault((settings.precision, settings.matmul), {})
-                self._workloads[key] = measure(self._built.model, batch, prepared, found_tiles)
+                found = measure(self._built.model, batch, prepared, found_tiles)
+                self._workloads[key] = replace(found, num_passes=passes)
             except CannotMeasureError as error:
                 self._workloads[key] = str(error)
         return self._workloads[key]

@@ -23,7 +23,7 @@ from offload.engine.units.arguments import deliver_result, receive_call
 from offload.engine.units.attention import ATTENTIONS, attention_for
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_tensor import make_placeholder
-from offload.engine.units.recompute_policy import PRODUCTS, saved_tensors_watched
+from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.stages import stages_in_memory
 from offload.engine.units.unit import put_parameters
 from offload.extras.large.row_block_head import RowBlockHead
@@ -196,7 +196,7 @@ class _WorkloadProbe:
         self._prepared = prepared
         self._entries: list[_UseRecord] = []
         self._chunk: list[UnitWork] = []
-        self._uses = UnitMeasurements(self.counter, tiles, prepared.settings.recompute == PRODUCTS)
+        self._uses = UnitMeasurements(self.counter, tiles, prepared.settings)
         self._kept: dict[int, int] = {}
         self._inputs: set[int] = set()
         self._movable: dict[int, _UseRecord] = {}  # storage -> first user, if no other unit shares the input

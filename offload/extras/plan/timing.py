@@ -12,7 +12,7 @@ from offload.engine.spare_memory import divide_memory
 from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.routed import RoutedExperts, routed_experts
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
-from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate_shortened
+from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate_passes
 from offload.extras.plan.workload import Cost, UnitWork, Workload
 from offload.lanes.timeline import Throttle
 from offload.layout.planes import PAGE_BYTES
@@ -130,7 +130,7 @@ class PlannedStep:
 
         Long rows of identical blocks are shortened.
         """
-        step = simulate_shortened(self.calls, self.simulated_plan(), self.seconds(), num_steps)
+        step = simulate_passes(self.calls, self.simulated_plan(), self.seconds(), num_steps)
         rates, ranks, work = self.hardware.rates, self.plan.residence.sharding.num_ranks, self.workload
         seconds = step.seconds
         if not {"h2d", "d2h"} & self.settings.throttles.keys():  # H2D and D2H copies may share bandwidth
@@ -142,11 +142,12 @@ class PlannedStep:
             * (each.forward.flops + each.backward.flops if self._has_backward else passes * each.forward.flops)
             for each in work.calls
         )
+        num_tokens, flops = work.num_passes * work.num_tokens, work.num_passes * flops
         return Timing(
             step_seconds=seconds,
             lane_seconds={name: busy for name, busy in step.busy_s.items() if busy or name == "compute"},
             bound_by=max(step.busy_s, key=lambda name: step.busy_s[name]),
-            tokens_per_second=work.num_tokens * ranks / seconds,
+            tokens_per_second=num_tokens * ranks / seconds,
             mfu=flops / (seconds * rates.flops_per_s[self.settings.precision]),
             nvme_written_bytes=round(step.nvme_written_bytes),
             network_bytes=round(step.network_bytes),
@@ -307,6 +308,8 @@ class PlannedStep:
             inline=self._inline,
             corrects=self.clips,
             wide=settings.splits and self.workload.num_micro_batches > 1,
+            passes=self.workload.num_passes,
+            accumulates=self.workload.num_passes > 1,
             step_host_s=STEP_HOST_S,
             tile_host_s=TILE_HOST_S / factor,
         )
@@ -354,18 +357,19 @@ class PlannedStep:
         if step.busy_s["network"] and (self._inline or self.plan.residence.common == DEVICE):
             return None  # compute itself sends
         seconds, share = self.seconds(), 0.0
-        compute_s = sum(call.forward_s + call.backward_s for call in self.calls)
+        work = self.workload
+        compute_s = work.num_passes * sum(call.forward_s + call.backward_s for call in self.calls)
         host_s = step.busy_s["compute"] - compute_s  # host time per use
         for lane, busy in step.busy_s.items():
             tiers = {"h2d": OFFLOADED, "d2h": OFFLOADED, "nvme_read": (DISK,), "nvme_write": (DISK,)}
             waiting = self.waiting_bytes(*tiers.get(lane, ()))
-            growing_s = seconds[lane](waiting) if waiting else 0.0
+            growing_s = work.num_passes * seconds[lane](waiting) if waiting else 0.0
             if lane == "compute" or busy <= growing_s:
                 continue
             if growing_s >= compute_s:
                 return None
             share = max(share, (busy - growing_s - host_s) / (compute_s - growing_s))
-        return ceil(share * self.workload.num_tokens * self.plan.residence.sharding.num_ranks)
+        return ceil(share * work.num_passes * work.num_tokens * self.plan.residence.sharding.num_ranks)
 
 
 def _limit_chunks(work: Workload) -> list[tuple[UnitWork, float]]:

@@ -17,7 +17,7 @@ from torch import nn
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.find import UnitCandidate
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
-from offload.engine.units.recompute_policy import saved_tensors_watched
+from offload.engine.units.recompute_policy import PRODUCTS, saved_tensors_watched
 from offload.engine.units.saved_graph import has_only_torch_nodes, is_number
 from offload.engine.units.saved_inputs import KeptOutputs
 from offload.engine.units.stages import Use
@@ -27,6 +27,7 @@ from offload.extras.large.row_trials import RowTrials
 from offload.extras.large.tiles import TiledForward, Tiles
 from offload.extras.plan.op_counter import OpCounter
 from offload.extras.plan.workload import NO_WORK, ProductWork, UnitWork
+from offload.planning.settings import Settings
 from offload.tiers.device import CpuDevice
 from offload.tiers.ledger import Ledger
 
@@ -148,13 +149,11 @@ class UnitMeasurement:
 class UnitMeasurements:
     """Cache of `UnitMeasurement`. A use with a new signature runs once under the `OpCounter`."""
 
-    def __init__(self, counter: OpCounter, tiles: TiledUses | None, keeps_products: bool = False) -> None:
-        """Create an empty cache.
-
-        `tiles`: modules to run over sequence tiles; None: no tiling. `keeps_products`: measure blocks with kept outputs
-        of products too.
-        """
-        self._counter, self._tiles, self._keeps_products = counter, tiles, keeps_products
+    def __init__(self, counter: OpCounter, tiles: TiledUses | None, settings: Settings) -> None:
+        """Create an empty cache. `tiles`: modules to run over sequence tiles; None: no tiling."""
+        self._counter, self._tiles = counter, tiles
+        self._is_compiled = settings.compile == "always"
+        self._keeps_products = self._is_compiled or settings.recompute == PRODUCTS
         self._measurements: dict[Hashable, UnitMeasurement] = {}
 
     def measure(self, unit: UnitCandidate, forward: Callable[..., Any], arguments: Arguments) -> UnitMeasurement:
@@ -224,9 +223,10 @@ class UnitMeasurements:
             keeps_graph=keeps_graph,
             reads_weights=not keeps_graph or not weights.isdisjoint(seen),
         )
-        if self._keeps_products and unit.is_block and not keeps_graph:
+        if self._keeps_products and unit.is_block and not keeps_graph and not isinstance(forward, TiledForward):
             del recomputed, leaves
-            work = replace(work, products=self._measure_products(unit, forward, arguments, gradients))
+            products = self._measure_products(unit, forward, arguments, gradients)
+            work = work.compiled(products) if self._is_compiled else replace(work, products=products)
         return UnitMeasurement(work, result, sources, differentiable, likes)
 
     def _measure_products(
