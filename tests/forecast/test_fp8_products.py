@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from offload.app.config.config import Config
 from offload.errors import ConfigError
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
+from offload.extras.plan.op_counter import OpCounter
 from offload.extras.plan.timing import kernel_seconds
 from offload.extras.plan.workload import Cost, Workload
 from offload.extras.quant import products
+from offload.extras.quant.casts import to_fp8
 
 TOKENS, LAYERS, WIDTH, INNER = 512, 8, 512, 1376
 """Two rows of 256 tokens, and the sizes of the preset "small"."""
@@ -48,6 +51,21 @@ def test_products_of_blocks_are_planned_at_the_rate_of_fp8(
     assert rates.flops_per_s["fp8"] == 1.9 * rates.flops_per_s["bf16"]
     seconds = [kernel_seconds(Cost(1e12, 0.0, 1, fp8_flops=part), "bf16", rates)[0] for part in (0.0, 1e12)]
     assert seconds[0] / seconds[1] == pytest.approx(1.9)
+
+
+@pytest.mark.parametrize(("by_row", "num_bytes"), [(True, 3), (False, 5)])
+def test_a_cast_moves_the_bytes_of_its_kernel_and_takes_the_memory_of_its_operations(
+    by_row: bool, num_bytes: int
+) -> None:
+    """Two bytes to read, for one scale twice, and one to write; the quotient is in fp32."""
+    rows, columns = 64, 1024
+    matrix, counter = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), OpCounter()
+    with counter:
+        cast = to_fp8(matrix, by_row=by_row)
+    assert (cast.values.shape, cast.values.dtype) == (matrix.shape, torch.float8_e4m3fn)
+    assert (cast.scale.shape, cast.scale.dtype) == ((rows, 1) if by_row else (1, 1), torch.float32)
+    assert counter.cost.moved_bytes == pytest.approx(num_bytes * matrix.numel(), rel=0.01)
+    assert counter.peak_bytes == pytest.approx(5 * matrix.numel(), rel=0.01)
 
 
 def test_machines_without_fp8_are_refused() -> None:

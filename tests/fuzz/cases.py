@@ -240,6 +240,8 @@ def _settings(dice: random.Random, case: Case) -> dict[str, Any]:
         settings["optimizer"] = dice.choice(["lomo", *(_BY_MATRIX if case.world == 1 else [])])
     if dice.random() < 0.15:
         settings["sequence_tile"] = dice.choice([1, 2, 4])
+    if dice.random() < 0.15 and not case.one:
+        settings["passes"] = dice.choice([2, 3])
     return settings
 
 

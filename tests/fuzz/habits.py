@@ -30,7 +30,7 @@ HABITS = {
 }
 """Habit names, each with a pattern for the refusal text."""
 
-_UNKNOWN = ("precision", "micro_batch_size")
+_UNKNOWN = ("precision", "micro_batch_size", "passes")
 """Settings without a plain PyTorch comparison for models with state changes in forward passes."""
 _PATTERNS = ["", "norm", "0", "up|fc", "head", "linear"]
 

@@ -68,7 +68,7 @@ RULES = {
 }
 """smooth: an update as precise as the gradients (see tests/engine/ranks_child.py)."""
 _SEVERE = (RankLostError, TornError, DiskError, CheckpointError)
-_REORDERS = {"head_chunk_bytes", "sequence_tile"}
+_REORDERS = {"head_chunk_bytes", "passes", "sequence_tile"}
 """Settings that change the summation order."""
 _PLACES = ("parameters", "optimizer", "gradients", "activations", "graphs", "optimizer_memory")
 
@@ -724,7 +724,7 @@ def compare_plain(case: Case, ops: list[Op], seen: list[Seen], outcome: Outcome)
     if (
         spec.get("half")
         or (not is_wide and (not is_exact or models.moves(spec)))
-        or (rows and (models.is_random(spec) or models.moves(spec)))
+        or ((rows or "passes" in settings) and (models.is_random(spec) or models.moves(spec)))
     ):
         return
     reference = Reference(

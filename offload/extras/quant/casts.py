@@ -45,7 +45,7 @@ def to_fp8(matrix: Tensor, *, by_row: bool, dtype: torch.dtype = torch.float8_e4
         launches = _find_launches(matrix, by_row, dtype)
         if launches is not None:
             return _launch(launches, matrix.contiguous(), by_row, dtype)
-    return _by_operations(matrix, by_row, dtype)
+    return (_in_plan if matrix.is_meta else _by_operations)(matrix, by_row, dtype)
 
 
 def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
@@ -53,6 +53,15 @@ def _by_operations(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMa
     # Divided by a tensor, because GPUs multiply by the reciprocal of a number, with other last bits.
     scale = amax.clamp(min=LEAST_AMAX) / torch.full_like(amax, LARGEST[dtype])
     return ScaledMatrix((matrix / scale).to(dtype, memory_format=torch.contiguous_format), scale)
+
+
+def _in_plan(matrix: Tensor, by_row: bool, dtype: torch.dtype) -> ScaledMatrix:
+    """Cast on `meta`, with the bytes that the kernels read and write, and the memory of the torch operations."""
+    amax = matrix.new_empty(len(matrix), 1) if by_row else torch.linalg.vector_norm(matrix, math.inf, keepdim=True)
+    quotient = matrix.new_empty(matrix.shape, dtype=torch.float32)
+    values = matrix.to(dtype, memory_format=torch.contiguous_format)
+    del quotient
+    return ScaledMatrix(values, amax.float())
 
 
 # -- kernels -------------------------------------------------------------------------------------------------
