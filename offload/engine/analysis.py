@@ -172,7 +172,7 @@ def _describe_model(state: EngineState, configs: Iterable[Any], settings: Settin
             "ranks": [state.comm.size, settings.sequence_parallel],
             "precision": settings.precision,
             "matmul": settings.matmul,
-            "micro-batches": settings.micro_batch_size is not None,
+            "micro-batches": settings.micro_batch_size is not None or settings.passes > 1,
             "recompute": settings.recompute,
             "method": rule.method,
             "stages": list(_stage_names(state.runner.stages)),

@@ -52,7 +52,7 @@ class EquivalenceChecks:
             self._refuse_sums(inputs, sample)
         is_conclusive = self._choose_mode(
             partial(self._compare, inputs, sample, cuts=inputs.plan.num_parts > 1),
-            cuts=inputs.plan.num_parts > 1,
+            cuts=inputs.cuts,
             chunks=self._losses.chunk_tokens(inputs) > 0,
             recomputes=inputs.is_training and self._losses.has_backward,
             interleaves=inputs.is_training and not self._losses.has_backward,
@@ -158,8 +158,9 @@ class EquivalenceChecks:
             )
 
     def _compare(self, inputs: PassInputs, sample: Batch, *, cuts: bool) -> EquivalenceResult:
-        is_cut, has_chunks = cuts and self._state.execution_mode.cut != "whole", self._losses.chunk_tokens(inputs) > 0
-        inputs = inputs.of_sample(sample, as_loss(inputs.loss_fn).group if is_cut else None)
+        is_whole, has_chunks = self._state.execution_mode.cut == "whole", self._losses.chunk_tokens(inputs) > 0
+        is_cut = (cuts or inputs.num_passes > 1) and not is_whole
+        inputs = inputs.of_sample(sample, as_loss(inputs.loss_fn).group if cuts and not is_whole else None)
         num_tokens = inputs.plan.num_targets(replace(inputs.rule, counts_rows=False))
         chunk_tokens = max(1, -(-num_tokens // _CHUNKS)) if has_chunks else 0
         model, method, losses = self._state.model, self._method, self._losses

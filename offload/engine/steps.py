@@ -44,7 +44,8 @@ def _memory_error(error: torch.OutOfMemoryError) -> DoesNotFitError:
     message = str(error).partition("If reserved but unallocated")[0]  # drops advice on allocator settings: already set
     return DoesNotFitError(
         f"a step on this batch does not fit into the device memory: {' '.join(message.split())}",
-        "Lower --train.batch_size, --train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, set "
+        "Lower --train.batch_size, --train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, raise "
+        "--train.passes, set "
         "--train.recompute always and --offload.activations cpu, raise --offload.device_memory if it is below the "
         "physical memory, or set --offload.optimizer cpu if optimizer states are on the device.",
     )
@@ -251,8 +252,8 @@ class Steps:
             before = copy(self._state.execution_mode)
             self._state.execution_mode.change(cut="whole")
             warn(
-                f"micro_batch_size is {self._micro_rows} and passes {self._num_passes}, but the batch cannot be split "
-                f"by rows: {obstacle}. From here on {self._state.execution_mode.describe_changes(before)}."
+                f"micro_batch_size is {self._micro_rows or 'none'}, passes {self._num_passes}, but the batch cannot be "
+                f"split by rows: {obstacle}. From here on {self._state.execution_mode.describe_changes(before)}."
             )
 
     def _run_with_retries(self, run: Callable[[PassInputs], _Result], inputs: PassInputs) -> _Result:

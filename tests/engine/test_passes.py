@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.nn import functional
 
 from offload import Engine, MeZO, Placement
 from offload.engine.units.activation_offload import CHECKPOINTS
@@ -58,6 +61,56 @@ def test_passes_are_cut_into_micro_batches_and_head_chunks() -> None:
             found.append(([float(result.loss) for result in results], weights(engine)))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
     assert_same(found[1][1], found[0][1], within=1e-6)
+
+
+class Mixed(nn.Module):
+    """Two layers, with `normed` a batch norm between them, which mixes rows."""
+
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16) if normed else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.norm(self.up(x))))
+
+
+def contrast(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a loss over all pairs of rows."""
+    return functional.cross_entropy(outputs @ batch["x"][:, :4].T, torch.arange(len(outputs)))
+
+
+def mean(outputs: torch.Tensor, _batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a mean over rows."""
+    return outputs.square().mean()
+
+
+@pytest.mark.parametrize(("normed", "loss_fn"), [(True, mean), (False, contrast)])
+def test_rows_that_are_mixed_stay_in_one_pass(normed: bool, loss_fn: Callable[..., torch.Tensor]) -> None:
+    """Break: leave passes out of the check of cut rows."""
+    found = []
+    for passes in (1, 3):
+        torch.manual_seed(0)
+        with Engine(Mixed(normed), optimizer=PROPORTIONAL, passes=passes) as engine:
+            batch = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(1))}
+            with pytest.warns(UserWarning, match="batches are not split") if passes > 1 else nullcontext():
+                results = [float(engine.step(batch, loss_fn=loss_fn).loss) for _ in range(2)]
+            found.append((results, weights(engine)))
+    assert found[1][0] == found[0][0]
+    assert_same(found[1][1], found[0][1])
+
+
+def test_graphs_of_the_caller_end_after_the_last_pass() -> None:
+    found = []
+    for passes in (1, 3):
+        table = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        batch = tokens(0, 6)
+        batch = {"inputs_embeds": table[batch["input_ids"]] * 1.0, "labels": batch["labels"]}
+        with Engine(build(llama), optimizer=PROPORTIONAL, passes=passes) as engine:
+            loss = float(engine.step(batch).loss)
+        found.append((loss, table.grad))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-5, atol=1e-7)
 
 
 def test_passes_hold_the_inputs_of_their_rows_alone() -> None:

@@ -186,6 +186,11 @@ class PassInputs:
     num_passes: int = 1
 
     @property
+    def cuts(self) -> bool:
+        """True if the rows may be cut, into micro-batches or passes."""
+        return self.plan.num_parts > 1 or self.num_passes > 1
+
+    @property
     def is_training(self) -> bool:
         """True if an update follows the pass; False for an evaluation."""
         return self.plan.ranks[0].operation == "step"
@@ -200,7 +205,7 @@ class PassInputs:
         has_loss_function = self.loss_fn is not None
         own = RankBatch.of(self.plan.ranks[0].operation, sample, check_batch(sample), micro_rows, has_loss_function)
         plan = PassPlan([own], 0)
-        return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None, num_passes=1)
+        return replace(self, batch=sample, plan=plan, labels=host_labels(sample), shared=None)
 
 
 def agree_on_pass(comm: Comm, announcement: RankBatch) -> PassPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from offload.engine.loss.batch import IGNORED, Batch, next_labels
-from offload.engine.loss.batch_agreement import PassInputs, RankBatch, agree_on_pass
+from offload.engine.loss.batch_agreement import PassInputs, PassPlan, RankBatch, agree_on_pass
 from offload.engine.loss.chunked_head import HeadInputs, build_chunks
 from offload.engine.loss.loss import Loss, Needs, as_loss, labels_of, run_loss, select_inputs
 from offload.engine.state import EngineState
@@ -23,10 +24,9 @@ from offload.errors import ConfigError
 class Losses:
     """Runs the model on a batch, in micro-batches and with the head in chunks.
 
-    Ranks may have different row counts; all ranks run as many parts as the largest batch needs, and as many passes as
-    the rank with the fewest groups has groups. `num_chunks`: head
-    chunks in the last loss. `chunk_bytes`: limit for logits in memory. `has_backward`: a backward follows, so a loss
-    must be a tensor.
+    Ranks may have different row counts; all ranks run as many parts as the largest batch needs, and at most as many
+    passes as the smallest batch has groups. `num_chunks`: head chunks in the last loss. `chunk_bytes`: limit for logits
+    in memory. `has_backward`: a backward follows, so a loss must be a tensor.
     """
 
     def __init__(self, state: EngineState, chunk_bytes: int | None, has_backward: bool = True) -> None:
@@ -50,25 +50,34 @@ class Losses:
         once, before the next forward.
         """
         as_loss(inputs.loss_fn).begin()
-        first, *others = (self._pass(each, chunk_tokens, runs_backward) for each in self._passes(inputs))
-        for other in others:
-            first += other
+        count = self._count_passes(inputs)
+        if count == 1:
+            return self._pass(inputs, chunk_tokens, runs_backward)
+        with _leaves(inputs.batch) as batch:
+            parts = self._passes(replace(inputs, batch=batch), count)
+            first, *others = (self._pass(each, chunk_tokens, runs_backward) for each in parts)
+            for other in others:
+                first += other
         return first
 
-    def _passes(self, inputs: PassInputs) -> Iterator[PassInputs]:
-        """Yield the inputs of each pass: nearly equal parts of the rows, in order. Collective for several passes."""
+    def _count_passes(self, inputs: PassInputs) -> int:
+        """Return the number of passes. A pass has a row or a group of rows on every rank."""
+        group, is_whole = as_loss(inputs.loss_fn).group, self._state.execution_mode.cut == "whole"
+        fewest = min(rank.rows // group for rank in inputs.plan.ranks)
+        return 1 if is_whole else max(1, min(inputs.num_passes, fewest))
+
+    def _passes(self, inputs: PassInputs, count: int) -> Iterator[PassInputs]:
+        """Yield the inputs of `count` passes: nearly equal parts of the rows, in order. Collective."""
         plan, group, form = inputs.plan, as_loss(inputs.loss_fn).group, inputs.form
-        own, count = plan.ranks[plan.rank], min(inputs.num_passes, *(rank.rows // group for rank in plan.ranks))
-        if count == 1 or self._state.execution_mode.cut == "whole":
-            yield inputs
-            return
+        own = plan.ranks[plan.rank]
         ends = [own.rows // group * number // count * group for number in range(count + 1)]
         for begin, end in pairwise(ends):
             rows = torch.arange(begin, end, device="cpu")
             batch, labels = form.take(inputs.batch, rows), None if inputs.labels is None else inputs.labels[begin:end]
             on_host = batch if labels is None else {**batch, "labels": labels}  # counting must not wait for the device
             part = RankBatch.of(own.operation, on_host, end - begin, own.micro_rows, own.has_loss_function)
-            part_plan = replace(agree_on_pass(self._state.comm, part), step=plan)
+            agreed = agree_on_pass(self._state.comm, part) if plan.has_peers else PassPlan([part], 0)
+            part_plan = replace(agreed, step=plan)
             yield replace(inputs, plan=part_plan, batch=batch, labels=labels)
 
     def _pass(self, inputs: PassInputs, chunk_tokens: int | None, runs_backward: bool) -> torch.Tensor:
@@ -83,7 +92,8 @@ class Losses:
                 "then: set --train.sequence_parallel 1, or leave out --train.micro_batch_size."
             )
         if in_calls:
-            return self._total_of_calls(inputs, runs_backward)
+            with _leaves(inputs.batch) as batch:
+                return self._total_of_calls(replace(inputs, batch=batch), runs_backward)
         num_parts = plan.num_parts if self._state.execution_mode.cut == "units" else 1
         rows = own.micro_rows if num_parts > 1 else own.rows
         total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
@@ -105,9 +115,6 @@ class Losses:
         plan, rule, batch, loss_fn = inputs.plan, inputs.rule, inputs.batch, inputs.loss_fn
         tokens, own = inputs.num_targets, plan.ranks[plan.rank]
         total = torch.zeros((), dtype=torch.float32, device=self._state.device.torch_device)
-        graph_inputs = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        leaves = {id(t): t.detach().requires_grad_() for t in graph_inputs}  # a backward would free the caller's graph
-        batch = {key: leaves.get(id(value), value) for key, value in batch.items()}
         parts = list(inputs.form.parts(batch, own.rows, own.micro_rows))
         if inputs.labels is None:
             row_targets = plan.num_targets(rule, plan.rank) // own.rows
@@ -132,8 +139,6 @@ class Losses:
             if runs_backward and loss.requires_grad:
                 self._state.runner.backward(loss)
             total += loss.detach().to(torch.float32)
-        gradients = [(t, leaf.grad) for t in graph_inputs if (leaf := leaves[id(t)]).grad is not None]
-        torch.autograd.backward([t for t, _ in gradients], [gradient for _, gradient in gradients])
         return total
 
     def chunk_tokens(self, inputs: PassInputs) -> int:
@@ -194,6 +199,18 @@ class Losses:
         if not label_log_probs.requires_grad:
             return loss.detach(), None
         return loss.detach(), torch.nn.functional.pad(torch.autograd.grad(loss, label_log_probs)[0][:, 1:], (0, 1))
+
+
+@contextmanager
+def _leaves(batch: Batch) -> Iterator[Batch]:
+    """Context for several backwards: a batch with leaves in place of tensors with a graph, which one backward frees.
+    Afterwards the gradients go on through the graphs.
+    """
+    graph_inputs = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    leaves = {id(t): t.detach().requires_grad_() for t in graph_inputs}
+    yield {key: leaves.get(id(value), value) for key, value in batch.items()}
+    gradients = [(t, leaf.grad) for t in graph_inputs if (leaf := leaves[id(t)]).grad is not None]
+    torch.autograd.backward([t for t, _ in gradients], [gradient for _, gradient in gradients])
 
 
 def _target_share(inputs: PassInputs) -> float:

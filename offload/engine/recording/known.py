@@ -173,8 +173,7 @@ class KnownPasses:
         rank_batch = inputs.plan.ranks[0]
         names = tuple((name, shape if isinstance(shape, str) else len(shape)) for name, shape in rank_batch.shapes)
         modes, mode = sorted({each.modes for each in inputs.plan.ranks}), vars(self._state.execution_mode).values()
-        cuts = inputs.plan.num_parts > 1
-        return repr((rank_batch.operation, names, rank_batch.has_loss_function, cuts, has_chunks, modes, *mode))
+        return repr((rank_batch.operation, names, rank_batch.has_loss_function, inputs.cuts, has_chunks, modes, *mode))
 
 
 def _ints(inputs: PassInputs) -> str:

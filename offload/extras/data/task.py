@@ -165,15 +165,16 @@ class FileRows:
             no_answers=_NO_ANSWERS if model_kind.name == "seq2seq" else "",
             progress=progress,
         )
+        size = config.train.micro_batch_size
         if (
             dataset.pictures is not None
-            and config.train.micro_batch_size is not None
+            and (size is not None or config.train.passes > 1)
             and not dataset.has_one_picture_per_row
         ):
             raise ConfigError(
-                f"train.micro_batch_size is {config.train.micro_batch_size}, but some rows have no picture or several, "
-                "and a batch with pictures can only be cut if each row has one: leave train.micro_batch_size out; if "
-                "memory is short, lower --train.batch_size."
+                f"{'train.passes' if size is None else 'train.micro_batch_size'} is {size or config.train.passes}, but "
+                "some rows have no picture or several, and a batch with pictures can only be cut if each row has one: "
+                "leave train.micro_batch_size and train.passes out; if memory is short, lower --train.batch_size."
             )
         return dataset
 

@@ -284,6 +284,7 @@ def find_fix(forecaster: Forecaster, prediction: Forecast, ends: float = math.in
     changes = list(_fixes(prediction))
     others = [change for change in changes if change.keys() & _TRAINING_CHANGES.keys()]
     keeping = [change for change in changes if change not in others]
+    together = [change for change in keeping if "train.passes" not in change]  # sums of passes take host memory
 
     def first(candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for change in candidates:
@@ -295,10 +296,10 @@ def find_fix(forecaster: Forecaster, prediction: Forecast, ends: float = math.in
 
     return (
         first(keeping)
-        or first(list(itertools.accumulate(keeping, operator.or_))[1:])
+        or first(list(itertools.accumulate(together, operator.or_))[1:])
         or _larger_budgets(forecaster, prediction, ends)
         or first(others)
-        or first(list(itertools.accumulate(changes, operator.or_))[1:])
+        or first(list(itertools.accumulate([*together, *others], operator.or_))[1:])
     )
 
 
@@ -419,9 +420,12 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     refused_host = bool(prediction.refusal) and not short_tiers
     on_host = "cpu" in short_tiers or refused_host
     on_device = "device" in short_tiers or ("cpu" in short_tiers and prediction.memory.is_one_memory)
+    if on_device and config.train.batch_size > prediction.num_groups and config.train.micro_batch_size != 1:
+        yield {"train.micro_batch_size": 1}
+    if short_tiers and config.optimizer.has_gradients:
+        num_passes = config.train.batch_size // prediction.num_groups // (config.train.micro_batch_size or 1)
+        yield from ({"train.passes": count} for count in (num_passes // 4, num_passes) if count > config.train.passes)
     if on_device:
-        if config.train.batch_size > prediction.num_groups and config.train.micro_batch_size != 1:
-            yield {"train.micro_batch_size": 1}
         yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
         if config.train.recompute != "always":
             yield {"train.recompute": "always"}
@@ -453,9 +457,6 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     elif on_device and config.offload.nvme_dir and prediction.config.offload.gradients != "nvme":
         # A tied output weight is cut into row blocks, with gradient sums stored next to the gradients.
         yield {"offload.parameters": "nvme", "offload.optimizer": "nvme", "offload.gradients": "nvme"}
-    if short_tiers and config.optimizer.has_gradients:
-        num_passes = config.train.batch_size // prediction.num_groups // (config.train.micro_batch_size or 1)
-        yield from ({"train.passes": count} for count in (num_passes // 4, num_passes) if count > config.train.passes)
     if on_host and config.train.max_grad_norm is not None and config.optimizer.has_gradients:  # they wait for the norm
         yield {"train.max_grad_norm": None}
     rows, micro_rows = config.train.batch_size if short_tiers else 0, config.train.micro_batch_size or 0

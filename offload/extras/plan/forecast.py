@@ -356,8 +356,8 @@ class Forecaster:
     def _workload(self, config: Config, prepared: EnginePlan, num_ranks: int) -> Workload | str:
         """Return the workload for one rank, or the reason for a failed measurement."""
         settings, model_type = prepared.settings, model_kind(self._architecture).name
-        groups = -(-config.train.batch_size // config.train.num_groups(num_ranks))
-        passes = min(settings.passes, groups)
+        fewest, more = divmod(config.train.batch_size, config.train.num_groups(num_ranks))
+        groups, passes = fewest + bool(more), max(1, min(settings.passes, fewest))
         rows = -(-groups // passes) * config.train.group
         data, shared_by = config.data, config.train.sequence_parallel
         length = -(-int(data.sequence_length or 0) // shared_by)

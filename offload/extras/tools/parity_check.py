@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -406,11 +407,11 @@ class _Sides:
                 f"{' '.join(str(error).split())[:300]} Lower --train.batch_size or --data.sequence_length."
             ) from None
         draws = any(not torch.equal(one, other) for one, other in zip(before, _generators(device), strict=True))
-        if draws and (self.num_ranks > 1 or self._micro_rows):
+        if draws and (self.num_ranks > 1 or self._micro_rows or self._num_passes > 1):
             raise ConfigError(
-                "the model draws random numbers (dropout), and ranks or micro-batches draw other numbers than plain "
-                "PyTorch for a whole batch, so nothing can be compared. Leave out --gpus and --train.micro_batch_size, "
-                "or set the model's dropout to 0."
+                "the model draws random numbers (dropout), and ranks, micro-batches or passes draw other numbers than "
+                "plain PyTorch for a whole batch, so nothing can be compared. Leave out --gpus, --train.passes and "
+                "--train.micro_batch_size, or set the model's dropout to 0."
             )
         return numbers
 
@@ -420,6 +421,11 @@ class _Sides:
         train = self._run.config.train
         largest, size = -(-train.batch_size // self._share.num_shares), train.micro_batch_size
         return size if size is not None and size < largest else None
+
+    @property
+    def _num_passes(self) -> int:
+        """Passes of a step, at most."""
+        return self._run.config.train.passes
 
     def _parts(self, batches: list[Batch]) -> list[BatchPart]:
         """Return the resident side's batches: all ranks' rows at once, or in the engine's parts."""
@@ -431,11 +437,14 @@ class _Sides:
         parts = []
         for batch in batches:
             num_rows = len(next(iter(batch.values())))
+            passes = min(self._num_passes, num_rows)
+            ends = [num_rows * number // passes for number in range(passes + 1)]
             step = self._micro_rows or num_rows
-            for begin in range(0, num_rows, step):
-                part = {key: value[begin : begin + step] for key, value in batch.items()}
-                if num_targets := count(part):
-                    parts.append((part, num_targets / total))
+            for first, end in pairwise(ends):
+                for begin in range(first, end, step):
+                    part = {key: value[begin : min(begin + step, end)] for key, value in batch.items()}
+                    if num_targets := count(part):
+                        parts.append((part, num_targets / total))
         return parts
 
     def compare(self) -> WeightComparison:
@@ -456,6 +465,8 @@ class _Sides:
             reasons.append(f"sequences shared by {size} ranks: sums over tokens are split")
         if self._micro_rows:
             reasons.append(f"micro-batches of {self._micro_rows} rows: the gradients of each are summed separately")
+        if self._num_passes > 1:
+            reasons.append(f"{self._num_passes} passes: the gradients of each are summed separately")
         if engine.head_chunks > 1:
             reasons.append(
                 f"the head in {engine.head_chunks} chunks: losses and gradients are summed chunk by chunk "
