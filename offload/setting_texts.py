@@ -76,6 +76,12 @@ ENGINE_TEXTS = {
         "over all copies; the owning rank updates the weights and sends them to the other copies (hpZ in ZeRO++, "
         "arXiv:2306.10209, section 3.2). Weights stay whole in each copy. Requires zero_stage 3."
     ),
+    "offload.dispatch": (
+        "Which rank computes a block, for cards without a fast link between them. never: each rank, for its own rows, "
+        "with all weights. always: block number n on rank n modulo the number of ranks, for the rows of all ranks: "
+        "weights are copied to one card, and activations are exchanged through host memory. One machine; requires "
+        "zero_stage 1 or 2. auto: always if faster by the plan."
+    ),
     "offload.throttle": (
         "Slow lanes down on purpose to simulate a slower link: {LANE: bytes per second} or {LANE: {bandwidth, "
         "latency_seconds}} as YAML. Lanes: h2d, d2h, collective, network, nvme_read, nvme_write, update. none: full "

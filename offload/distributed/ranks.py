@@ -180,6 +180,7 @@ class Ranks(Comm):
         self._explain: Callable[[Exception], Exception]
         self._explain = lambda error: RankLostError(f"The ranks could not start: {error}", None)
         self._parts: dict[str, tuple[Ranks, ...]] = {}
+        self._subgroups: dict[tuple[int, ...], Any] = {}  # by ranks
         self._errors: list[BaseException] = []  # shared by all parts
         self._open_queues(None)
         try:
@@ -218,7 +219,7 @@ class Ranks(Comm):
     def _part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """Return a communicator for this rank's group, with the same watchdog."""
         own, part = next(group for group in groups if self.rank in group), copy.copy(self)
-        part._parts, part.rank, part.size = {}, own.index(self.rank), len(own)
+        part._parts, part._subgroups, part.rank, part.size = {}, {}, own.index(self.rank), len(own)
         part.machines = [self.machines[rank] for rank in own]
         with gloo_over(self._address):
             part._open_queues(groups)
@@ -407,6 +408,21 @@ class Ranks(Comm):
                 raise
             queue.position = replace(queue.position, inside=False, since=time.monotonic())
 
+    @contextmanager
+    def exchange(self, operation: str) -> Iterator[Callable[[Iterable[Any]], None]]:
+        """Context for a collective from outside this class. Yields the function that waits for gloo work in it."""
+        with self._exchange(operation, 0):
+            yield self._wait
+
+    def subgroup(self, ranks: tuple[int, ...]) -> Any:
+        """Return a gloo group of some ranks, for `exchange`. It closes with this communicator. The first call for these
+        ranks is collective over all ranks of the run.
+        """
+        if ranks not in self._subgroups:
+            members = [dist.get_process_group_ranks(self._tensors.group)[rank] for rank in ranks]
+            self._subgroups[ranks] = dist.new_group(members, backend="gloo", timeout=self._timeout)
+        return self._subgroups[ranks]
+
     def _wait(self, works: Iterable[Any]) -> None:
         """Block until gloo work is done, or raise after the loss of a rank: a stopped rank blocks gloo forever. An
         early exit does not end the work.
@@ -453,8 +469,10 @@ class Ranks(Comm):
 
     def _groups(self) -> list[Any]:
         """Return the gloo groups in all parts."""
-        queues = (queue for part in self._all_parts() for queue in (part._tensors, part._values))
-        return [group for queue in queues for group in (queue.group, queue.back_group)]
+        parts = list(self._all_parts())
+        queues = (queue for part in parts for queue in (part._tensors, part._values))
+        own = [group for part in parts for ranks, group in part._subgroups.items() if part.rank in ranks]
+        return [group for queue in queues for group in (queue.group, queue.back_group)] + own
 
     def _at_exit(self) -> None:
         self.close(getattr(sys, "last_value", None))
@@ -466,6 +484,7 @@ class Ranks(Comm):
         # The last references end the gloo threads. These may still free tensors and need the GIL, so drop the
         # references before interpreter exit; otherwise the process aborts (seen with torch 2.13).
         for part in self._all_parts():
+            part._subgroups.clear()
             for queue in (part._tensors, part._values):
                 queue.group = queue.back_group = None
 

@@ -21,6 +21,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "codecs": "offload.extras.quant.conflicts:CONFLICTS",
         "forwards": "offload.extras.zeroth.conflicts:ENGINE_CONFLICTS",
     },
+    "exchange": {"dispatch": "offload.extras.large.dispatch:FromOwner"},
     "exporter": {"adapter": "offload.extras.adapters.export:export_checkpoint"},
     "format": {"huggingface": "offload.app.hf.write"},
     "codec": {"int8": "offload.extras.quant.codecs:INT8", "nf4": "offload.extras.quant.codecs:NF4"},
@@ -56,6 +57,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         "tiled": "offload.extras.large.tiled_forwards:TiledForwards",
         "experts": "offload.extras.large.streamed_experts:ExpertStreams",
         "fp8": "offload.extras.quant.products:Fp8Products",
+        "dispatch": "offload.extras.large.dispatch:DispatchStage",
     },
     "task": {"rows": "offload.extras.data.task:FileRows"},
     "trainable": {
@@ -73,6 +75,7 @@ UNUSED: Mapping[str, Mapping[str, tuple[str, object]]] = {
         "tiled": ("sequence_tile", "none"),
         "experts": ("placement.experts", "whole"),
         "fp8": ("matmul", "precision"),
+        "dispatch": ("dispatch", "never"),
     },
 }
 """For each door, names of objects that are left out with a setting: (path in the settings, value)."""

@@ -37,6 +37,8 @@ class Sharding:
     """True if each optimizer state is on one rank among all replicas. This rank updates the weights and sends them to
     the other ranks that hold them (hpZ: arXiv:2306.10209, section 3.2). Stage 3 only.
     """
+    dispatches: bool = False
+    """True if one rank computes a block for the rows of all ranks, so the gradients come from this rank alone."""
 
     def __post_init__(self) -> None:
         if self.size == 1:

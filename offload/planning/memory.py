@@ -130,9 +130,9 @@ def staging_bytes(
 def shard_bytes(regions: Iterable[Region], shards: int, sharding: Sharding) -> int:
     """Return the device bytes for fp32 reduction of bf16 gradients, `shards` regions at a time.
 
-    fp32 gradients are reduced in place.
+    fp32 gradients are reduced in place, except those from the rank that computes a block for all.
     """
-    split = [4 * region.numel // sharding.size for region in regions if region.trainable and region.is_bf16]
+    split = [4 * r.numel // sharding.size for r in regions if r.trainable and (r.is_bf16 or sharding.dispatches)]
     return window_bytes(split, shards) if sharding.size > 1 else 0
 
 

@@ -231,7 +231,8 @@ def sharding_of(settings: Settings, comm: Comm) -> Sharding:
             "--offload.zero_stage 2, and leave offload.replica_states out."
         )
     gradients = gradient_codec(settings, comm)
-    return Sharding(within.rank, within.size, settings.zero_stage, between.rank, between.size, gradients, spreads)
+    places = within.rank, within.size, settings.zero_stage, between.rank, between.size
+    return Sharding(*places, gradients, spreads, settings.dispatch == "always" and within.size > 1)
 
 
 def make_plan(

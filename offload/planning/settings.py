@@ -72,6 +72,7 @@ class Settings:
     zero_stage: int = 3
     replicas: int | str = "auto"
     replica_states: str = "whole"
+    dispatch: str = "never"
     throttle: Mapping[str, Any] | None = None
     seed: int = 0
     debug: bool | int = False
@@ -118,6 +119,7 @@ class Settings:
                 f"offload.replicas is {self.replicas!r}; it must be a number of copies, at least 1, or auto."
             )
         _check(self.replica_states, ("whole", "shared"), "offload.replica_states")
+        _check(self.dispatch, ("never", "always"), "offload.dispatch")
         _check(self.delay, (0, 1), "train.delay")
         if self.delay_after < 0:
             raise ConfigError(f"train.delay_after is {self.delay_after!r}; it must be a number of steps, at least 0.")
@@ -189,8 +191,8 @@ class Settings:
 
     @property
     def splits(self) -> bool:
-        """True if a step may have several micro-batches."""
-        return self.micro_batch_size is not None
+        """True if a step may have several micro-batches, or a block takes the rows of several ranks one by one."""
+        return self.micro_batch_size is not None or self.dispatch == "always"
 
     @property
     def keeps_gradients(self) -> bool:

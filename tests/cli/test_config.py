@@ -40,7 +40,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "lora": "rank alpha dropout target_modules target_parameters modules_to_save trainable_tokens init use_rslora "
         "use_dora config adapter restart_every restart_prune restart_warmup_steps",
         "offload": "parameters optimizer gradients activations graphs experts optimizer_memory graphs_memory "
-        "device_memory host_memory nvme_dir nvme_memory prefetch zero_stage replicas replica_states throttle "
+        "device_memory host_memory nvme_dir nvme_memory prefetch zero_stage replicas replica_states dispatch throttle "
         "frozen_weights link_weights link_gradients device update",
         "checkpoint": "every keep resume on_error keep_best export export_best",
     }

@@ -1,6 +1,6 @@
 """Jobs of the rank pool, and rank processes that end in different ways.
 
-python -m tests.engine.ranks_child serve | steps WAY STAGE FOLDER
+python -m tests.engine.ranks_child serve | steps WAY STAGE FOLDER [DISPATCH]
 """
 
 from __future__ import annotations
@@ -586,12 +586,12 @@ def raced(runs: Sequence[Mapping[str, Any]], wait: Wait = ()) -> list[Found]:
 # -- processes that end ----------------------------------------------------------------------------------------------
 
 
-def steps(way: str, stage: int, folder: str) -> None:
+def steps(way: str, stage: int, folder: str, dispatch: str = "never") -> None:
     """Train on disk without end. Rank 1 fails, closes or waits in the fourth step, as `way` says."""
     placement = Placement(parameters="nvme", optimizer="nvme", nvme_dir=folder)
     if way == "bare exception":  # raises in the exchange thread as well
         placement = Placement()
-    engine = Engine(build(odd_llama), zero_stage=stage, placement=placement)
+    engine = Engine(build(odd_llama), zero_stage=stage, placement=placement, dispatch=dispatch)
     lost = threading.Event()
     engine.comm.on_lost(lambda _error: lost.set())
     number = 0
@@ -632,7 +632,7 @@ def main() -> None:
     if mode == "serve":
         serve(Connection(os.dup(sys.stdin.fileno())))
     else:
-        steps(arguments[0], int(arguments[1]), arguments[2])
+        steps(arguments[0], int(arguments[1]), *arguments[2:])
 
 
 if __name__ == "__main__":

@@ -451,6 +451,7 @@ def refuse() -> dict[str, str]:
             "sequence_parallel": 2, "link_weights": "int8", "head_chunk_bytes": 1 << 20, "fill": lambda *_: None,
         }.items():  # fmt: skip
             note(key, build(mesh, "layers"), **{key: value})
+        note("dispatch", build(mesh, "layers"), dispatch="always", zero_stage=2)
         note("rule", build(mesh, "layers"), offload.Muon(lr=0.1))
         uneven = build(mesh, "layers")
         uneven.norm.weight = nn.Parameter(distribute_tensor(torch.ones(33), mesh, [Shard(0)]))

@@ -67,6 +67,7 @@ REFUSALS = {
     "sequence_parallel": "shares rows over the same ranks",
     "link_weights": "quantizes weights in blocks",
     "head_chunk_bytes": "set --train.head_chunk_bytes none",
+    "dispatch": "offload.dispatch is always, but the model is tensor-parallel",
     "fill": "load the weights into the model before Engine()",
     "rule": "the optimizer is Muon",
     "uneven": "dimension 0 of norm.weight [33] is cut over 2 ranks, into parts of different sizes",

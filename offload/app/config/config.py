@@ -92,6 +92,7 @@ _MACHINE_KEYS = (
     "offload.prefetch",
     "offload.zero_stage",
     "offload.replicas",
+    "offload.dispatch",
     "train.recompute",
     "train.sequence_parallel",
     "optimizer.warmup_steps",
@@ -99,7 +100,7 @@ _MACHINE_KEYS = (
 """Keys derived from the machine or from the number of steps. A resumed run resolves them again if the earlier run had
 resolved them.
 """
-_TIMING_FIELDS = ("prefetch", "zero_stage", "replicas", "replica_states", "throttle", "device", "update")
+_TIMING_FIELDS = ("prefetch", "zero_stage", "replicas", "replica_states", "dispatch", "throttle", "device", "update")
 """Fields in the offload section with no influence on the tier of any state."""
 
 
@@ -353,6 +354,8 @@ class Config(BaseModel):
         rule_defaults = RULE_SETTINGS[optimizer.name].defaults
         share = 0.0 if self.data.eval_source else 0.02
         length = min(256 if preset == "tiny" else 1024, max_positions or 1024)
+        dispatch = "never" if self.offload.dispatch == "auto" else self.offload.dispatch
+        stage = 3 if dispatch == "never" else 2
         length = length // 64 * 64 or length  # some position tables have a few extra rows
         row_keys = ("data__packing", "data__packing_isolated", "data__group_by_length")
         pairs = {} if train.method == "sft" else dict.fromkeys(row_keys, False)
@@ -371,7 +374,8 @@ class Config(BaseModel):
             offload__device_memory=BUILTIN_DEVICE_MEMORY
             if builtin and not has_accelerator
             else self.offload.device_memory,
-            offload__zero_stage=3 if self.offload.zero_stage == "auto" else self.offload.zero_stage,
+            offload__dispatch=dispatch,
+            offload__zero_stage=stage if self.offload.zero_stage == "auto" else self.offload.zero_stage,
             **{key.replace(".", "__"): value for key, value in rule_defaults.items() if self.is_default(key)},
         )
 

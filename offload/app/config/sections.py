@@ -681,6 +681,7 @@ class OffloadSection(Section):
     """
     replicas: Replicas = "auto"
     replica_states: Literal["whole", "shared"] = "whole"
+    dispatch: Literal["auto", "never", "always"] = "never"
     throttle: Throttle = None
     frozen_weights: Literal["exact", "int8", "nf4"] = "exact"
     link_weights: Literal["exact", "int8"] = "exact"

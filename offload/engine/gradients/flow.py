@@ -71,7 +71,8 @@ class GradientFlow:
         self._idle: dict[int, torch.Tensor] = {}  # unused buffers from earlier steps
         self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
-        self.transfer = GradientTransfer(store, measures, open_exchange(store, measures, sizes, settings), staging)
+        self.exchange = open_exchange(store, measures, sizes, settings)
+        self.transfer = GradientTransfer(store, measures, self.exchange, staging)
         self._places: dict[Piece, tuple[Region, int, slice]] = {}
         self._ragged: dict[int, list[slice]] = {}  # padding behind the pieces, by region index
         for state in store.states:

@@ -7,13 +7,14 @@ error feedback (arXiv:1901.09847, algorithm 1); errors with fewer bits than grad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from offload.distributed.comm import Comm, pieces_of
+from offload.doors import Door
 from offload.engine.gradients.norms import Measures
 from offload.engine.gradients.transfer import Exchange, Gradients, Leases, Measure, round_sum
 from offload.lanes.ticket import Fence, Ticket
@@ -29,7 +30,8 @@ from offload.tiers.tile import RegionState
 def open_exchange(store: Store, measures: Measures, sizes: Mapping[str, int], settings: Settings) -> Exchange:
     """Return the exchange for the ranks of `store`. `sizes`: device buffer sizes in bytes, by plan name."""
     parts = store, measures, bool(settings.debug)
-    exchange = ReduceScatter(sizes, *parts) if store.within.size > 1 else Exchange(*parts)
+    name = "dispatch" if store.sharding.dispatches else "reduce-scatter"
+    exchange = EXCHANGES[name](sizes, *parts) if store.within.size > 1 else Exchange(*parts)
     if store.between.size > 1 and settings.optimizer.has_gradients:
         return ReplicaSums(exchange, *parts)
     return exchange
@@ -262,3 +264,7 @@ class ReplicaSums(Exchange):
             ticket = store.gather(region, into, target, _gathering(region), (ticket,))
         self.tickets.append(ticket)
         return ticket
+
+
+EXCHANGES: Door[Callable[..., Exchange]] = Door("exchange", {"reduce-scatter": ReduceScatter})
+"""Sums over the ranks of a replica, by name."""

@@ -1,4 +1,4 @@
-"""Refused settings beside streamed experts, compiled blocks and kept products."""
+"""Refused settings beside streamed experts, compiled blocks, kept products and dispatched blocks."""
 
 from offload.conflicts import Conflict, is_parallel, other_than
 
@@ -20,4 +20,19 @@ CONFLICTS = (
             ("offload.graphs", ("cpu", "nvme"), "where whole graphs wait", "device"),
         )
     ),
+    *(
+        Conflict("offload.dispatch", "always", key, value, f"{key} is {{{key}}}, {reason}",
+            f"set --offload.dispatch never, or --{key} {fix}")
+        for key, value, reason, fix in (
+            ("offload.zero_stage", (0, 3), "and each rank needs all weights and a share of the states", "2"),
+            ("offload.replicas", other_than("auto", 1), "and blocks are shared out over the ranks of one replica", "1"),
+            ("offload.parameters", "device", "and weights on the device are copied nowhere", "cpu"),
+            ("offload.experts", "streamed", "and routed experts are fetched by every rank for its own rows", "whole"),
+            ("train.sequence_parallel", is_parallel, "and ranks that share a row compute the same block at one time",
+                "1"),
+        )
+    ),
+    Conflict("offload.dispatch", "always", "optimizer.has_gradients", False,
+        "{optimizer.name} runs forwards only, unit by unit on every rank",
+        "set --offload.dispatch never, or another --optimizer.name"),
 )  # fmt: skip

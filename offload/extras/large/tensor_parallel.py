@@ -300,6 +300,7 @@ def _fitting(settings: Settings) -> Settings:
         ("train.sequence_parallel", settings.sequence_parallel, 1, f"shares rows over the same ranks, {whole}"),
         ("train.matmul", settings.matmul, "precision", f"replaces products, {whole}"),
         ("train.head_chunk_bytes", settings.head_chunk_bytes, (None, "auto"), f"computes parts of logits, {whole}"),
+        ("offload.dispatch", settings.dispatch, "never", f"computes blocks for the rows of other ranks, {whole}"),
         ("offload.experts", settings.placement.experts, ("whole", "auto"), f"fetches experts one by one, {order}"),
         ("offload.frozen_weights", settings.frozen_weights, "exact", f"quantizes weights in blocks, {whole}"),
         ("offload.link_weights", settings.link_weights, "exact", f"quantizes weights in blocks, {whole}"),

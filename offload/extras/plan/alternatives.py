@@ -188,6 +188,8 @@ def _descend(
     def candidates() -> Iterator[Mapping[str, Any]]:  # each stage begins with the choice of the one before
         if has_open_placement(first) and (placement := forecaster.choose(first, times=times)):
             yield {**start, **placement}
+        if times and initial.config.origin("offload.dispatch") == "resolved" and (dispatch := _dispatch(initial)):
+            yield {**change, **dispatch}
         if not times or initial.hardware.device == "cpu":
             return
         for states in _device_state_shares(first, chosen):
@@ -205,6 +207,15 @@ def _descend(
         if other is not None and _is_faster(chosen, other, times=times):
             chosen, change = other, candidate
     return chosen, change
+
+
+def _dispatch(prediction: Forecast) -> dict[str, Any]:
+    """Return the change to blocks dispatched over ranks, or an empty dict: one rank, several machines, or in use."""
+    offload = prediction.config.offload
+    if prediction.num_ranks == 1 or prediction.hardware.num_machines > 1 or offload.dispatch == "always":
+        return {}
+    is_open = prediction.config.origin("offload.zero_stage") == "resolved"
+    return {"offload.dispatch": "always"} | ({"offload.zero_stage": 2} if is_open else {})
 
 
 def _tile(forecaster: Forecaster, prediction: Forecast) -> dict[str, Any]:
@@ -408,6 +419,8 @@ def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
         if config.optimizer.has_gradients:
             parts = config.train.batch_size // prediction.num_groups // rows
             yield from ({"train.passes": num_passes} for num_passes in (parts // 4, parts) if num_passes > 1)
+    if dispatch := _dispatch(prediction):
+        yield dispatch
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
     if config.train.micro_batch_size is None:
         twice["train.micro_batch_size"] = config.train.batch_size

@@ -31,6 +31,7 @@ from offload.engine.assemble import EnginePlan, Structure
 from offload.engine.units.recompute_policy import PRODUCTS
 from offload.errors import ConfigError, DoesNotFitError, format_bytes
 from offload.extras.adapters.adapters import Adaptation
+from offload.extras.large.dispatch import check_machines
 from offload.extras.large.tiles import Tiles
 from offload.extras.plan.machine_files import share_of_rank
 from offload.extras.plan.measure import BatchSpec, CannotMeasureError, measure
@@ -284,6 +285,8 @@ class Forecaster:
                 "compute capability 8.9): set --train.matmul precision, or give rates.flops_per_s.fp8 in the "
                 "description of the machine."
             )
+        if settings.dispatch == "always":
+            check_machines(hardware.num_machines)
         structure_of, refusal = partial(self._structure, ranks=ranks), ""
         plan = partial(EnginePlan.fit, structure_of, settings, ranks)
         try:

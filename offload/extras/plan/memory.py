@@ -14,6 +14,7 @@ from offload.engine.assemble import EnginePlan
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
 from offload.engine.units.offloaded_graph import SMALLEST_BYTES
 from offload.engine.units.recompute_policy import PRODUCTS, spread
+from offload.extras.plan.dispatched import DispatchedBlocks
 from offload.extras.plan.workload import UnitWork, Workload
 from offload.layout.residence import DEVICE, DISK, HOST
 from offload.machine.hardware import Hardware
@@ -112,7 +113,8 @@ class StepMemory:
     """Memory use on one rank during a step: planned allocations, tensors kept for the backward, and operation peaks."""
 
     def __init__(self, prepared: EnginePlan, workload: Workload, hardware: Hardware) -> None:
-        self.settings, self.plan, self.workload, self.hardware = prepared.settings, prepared.plan, workload, hardware
+        self.settings, self.plan, self.hardware = prepared.settings, prepared.plan, hardware
+        self.workload = DispatchedBlocks.of(prepared).held(workload)
         self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
         self._has_backward = prepared.settings.optimizer.has_gradients
         self.budget = device_budget(self.plan, hardware)

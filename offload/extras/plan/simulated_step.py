@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +23,7 @@ from offload.engine.gradients.norms import CopySquares, Measures
 from offload.engine.gradients.tile_updates import InPlaceUpdates, RegionUpdate, TileUpdate, TileUpdates, UpdatePlace
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
+from offload.extras.large.dispatch import receive_gradients
 from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.zeroth.slot_updates import SlotUpdates
@@ -74,6 +75,7 @@ class SimulatedCall:
     saved_bytes: offloaded input bytes; 0 if inputs stay on the device or the graph is offloaded.
     graph_bytes: offloaded graph bytes. The graph replaces the inputs.
     reads_weights: True if the backward reads weights.
+    others: regions by unit, for units that other ranks compute meanwhile. Their gradients arrive after the backward.
     """
 
     regions: tuple[Region, ...]
@@ -85,6 +87,12 @@ class SimulatedCall:
     saved_bytes: int = 0
     graph_bytes: int = 0
     reads_weights: bool = True
+    others: tuple[tuple[Region, ...], ...] = ()
+
+    @property
+    def units(self) -> tuple[tuple[Region, ...], ...]:
+        """Regions by unit, for this unit and those of other ranks."""
+        return (self.regions, *self.others)
 
 
 @dataclass(frozen=True)
@@ -324,9 +332,9 @@ class SimulatedEngine:
         self._prefetches: dict[tuple[int, int], Sequence[Ticket]] = {}
         self._slots.keep([region for region in plan.regions if region.index in plan.resident])
         self._users: dict[int, list[tuple[Region, ...]]] = {region.index: [] for region in plan.regions}
-        for call in calls:
-            for region in call.regions:
-                self._users[region.index].append(call.regions)
+        for unit in (unit for call in calls for unit in call.units):
+            for region in unit:
+                self._users[region.index].append(unit)
         self._number = settings.delay_after
 
     def totals(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
@@ -425,8 +433,15 @@ class SimulatedEngine:
         self._put(number, self._graphs, call.graph_bytes)
         if call.regions:
             self._executor.leave(call.regions, self.lanes.mark())
+        self._pass_over(call.others, backward=False)
+
+    def _pass_over(self, units: Iterable[tuple[Region, ...]], backward: bool) -> None:
+        for regions in units:
+            self._executor.enter(regions, backward, reads=False)
+            self._executor.leave(regions, ())
 
     def _backward(self, number: int, call: SimulatedCall) -> None:
+        self._pass_over(reversed(call.others), backward=True)
         if call.regions:
             self._executor.enter(call.regions, True, call.reads_weights)
         self._flow.open(call.regions)
@@ -434,6 +449,8 @@ class SimulatedEngine:
             self._wait_for_inputs(number, part)
             self.lanes.compute(call.backward_s / call.num_parts, call.backward_host_s / call.num_parts)
         self._prefetch_previous(number, 1)
+        for regions in reversed(call.others):
+            receive_gradients(self._flow, regions)
         self._flow.close(call.regions)
         if call.regions:
             self._executor.leave(call.regions, self.lanes.mark())
@@ -532,7 +549,7 @@ def _rows(calls: Sequence[SimulatedCall], plan: SimulatedPlan) -> list[list[int]
         key = [(r.numel, r.compute, places(DISK, r), bool(places(DEVICE, r))) for r in call.regions]
         is_block = bool(key) and all(num_uses[region.index] == 1 for region in call.regions)
         rows.setdefault(
-            (*key, call.backward_s, call.saved_bytes, call.graph_bytes) if is_block else (number,), []
+            (*key, call.backward_s, call.saved_bytes, call.graph_bytes, len(call.others)) if is_block else (number,), []
         ).append(number)
     return [row for row in rows.values() if len(row) > FEW // 2]
 
@@ -550,8 +567,11 @@ def _shortened(
     remaining = {number for row in rows for number in _spread(row, share)}
     in_rows = {number for row in rows for number in row}
     chosen = [call for number, call in enumerate(calls) if number not in in_rows or number in remaining]
-    used = {region.index for call in chosen for region in call.regions}
-    removed = {region.index for call in calls for region in call.regions} - used
+    remaining_regions, all_regions = (
+        {region.index for call in some_calls for unit in call.units for region in unit}
+        for some_calls in (chosen, calls)
+    )
+    removed = all_regions - remaining_regions
     regions = tuple(region for region in plan.regions if region.index not in removed)
 
     def streaming(some_calls: Sequence[SimulatedCall]) -> int:

@@ -9,6 +9,7 @@ from math import ceil
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.spare_memory import divide_memory
+from offload.extras.plan.dispatched import DispatchedBlocks
 from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.routed import RoutedExperts, routed_experts
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
@@ -191,7 +192,7 @@ class PlannedStep:
                     reads_weights=work.reads_weights,
                 )
             )
-        return calls
+        return DispatchedBlocks.of(self.prepared).computed(memory.workload, calls, self.hardware)
 
     def _exposed_expert_seconds(self, experts: RoutedExperts) -> tuple[float, float]:
         """Return the minimum (forward, backward) wait for the experts of a layer, in seconds.
@@ -307,7 +308,7 @@ class PlannedStep:
             in_stream=self._in_stream,
             inline=self._inline,
             corrects=self.clips,
-            wide=settings.splits and self.workload.num_micro_batches > 1,
+            wide=settings.splits and (self.workload.num_micro_batches > 1 or sharding.dispatches),
             passes=self.workload.num_passes,
             accumulates=self.workload.num_passes > 1,
             step_host_s=STEP_HOST_S,
@@ -342,6 +343,9 @@ class PlannedStep:
         """Return the transfer time function for every link."""
         residence = self.plan.residence
         functions = link_seconds(self.settings, self.hardware, residence.sharding)
+        if "collective" not in self.settings.throttles:
+            dispatched = DispatchedBlocks.of(self.prepared)
+            functions["collective"] = dispatched.exchanged(functions["collective"], self.hardware)
         is_read = residence.indices_on(FILES) and not residence.indices_on(DISK)
         is_cached = is_read and not residence.file_staging_bytes
         if is_cached and "nvme_read" not in self.settings.throttles:

@@ -1,0 +1,394 @@
+"""Dispatch of blocks over ranks: block n runs on rank n modulo N, for the rows of all ranks (pipeline dispatch).
+
+Cards without a fast link between them all fetch the same weights over their own links, or pass them on through the
+host. Here the rows move instead: each rank runs the unmodified model over its own rows, and at a block sends the inputs
+to the owner of the block and receives the results. A pass over U blocks has U + N - 1 ticks. In tick t rank r is at its
+call number t - r, so in every tick the N ranks are at N different blocks, with N different owners: each rank computes
+one block in each tick, and waits for nobody in the first and last N - 1 alone. A block stays on its owner for N ticks,
+one for each rank, and is fetched once for all of them; meanwhile the next one is fetched. (Breadth-first pipelines:
+arXiv:2211.05953; a round over several cards with weights in host memory: RoundPipe.)
+
+The order of all ticks is fixed, so no rank waits for a message that depends on its own, and sums have one order: the
+gradients of the ranks are added in rank order, as a reduce-scatter adds them.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.distributed.comm import Comm, pieces_of
+from offload.engine.gradients.flow import GradientFlow
+from offload.engine.gradients.rank_sums import ReduceScatter
+from offload.engine.gradients.transfer import Gradients, Measure
+from offload.engine.units.arguments import Arguments, deliver_result, receive_call
+from offload.engine.units.call import UnitCall, UnitFunction
+from offload.engine.units.runner import UnitRunner
+from offload.engine.units.stages import Stage
+from offload.engine.units.unit import Unit
+from offload.errors import ConfigError
+from offload.extras.large.pairs import Pairs
+from offload.interrupts import interrupts
+from offload.lanes.ticket import Fence, Ticket
+from offload.layout.regions import Region
+from offload.planning.settings import Settings
+
+_ALIGNMENT = 64  # bytes; tensors in a message begin at a multiple
+
+
+class DispatchStage(Stage):
+    """Takes the calls of blocks from the router. The forwards stay as they are."""
+
+    @classmethod
+    def over(cls, inner: Stage, state: Any, settings: Settings) -> Stage:
+        if state.plan.residence.sharding.dispatches:
+            state.router.target = Dispatch(state, settings).call
+        return inner
+
+
+class FromOwner(ReduceScatter):
+    """Sums over ranks, with the gradients of dispatched blocks from the rank that has them.
+
+    `owners`: the rank with the gradients by region index; other regions are reduced over all ranks. `pairs`: messages
+    between ranks.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], *parts: Any) -> None:
+        super().__init__(sizes, *parts)
+        self.owners: dict[int, int] = {}
+        self.pairs: Pairs
+
+    def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
+        """Send each rank its range of `flat`, fp32 [numel]; on other ranks than the owner `flat` has no memory."""
+        owner, store = self.owners.get(region.index), self._store
+        if owner is None:
+            return super().reduce(region, flat, source, measure)
+        part, comm = store.sharding.shard(region), store.within
+        shard, fence, users = flat[part], source, list[Ticket]()
+        if comm.rank != owner:
+            stretch = self._shards.take_planned(4 * (part.stop - part.start))
+            shard, fence, users = stretch.flat.view(torch.float32), stretch.fence, list(stretch.users)
+            stretch.close()
+
+        def work() -> None:
+            label = f"gradients of {region.name} from rank {owner}"
+            if comm.rank == owner:
+                pieces = pieces_of(flat.cpu().view(torch.uint8), comm.size)
+                self.pairs.swap({rank: piece for rank, piece in enumerate(pieces) if rank != owner}, (), label)
+            else:
+                shard.copy_(self.pairs.swap({}, [owner], label)[owner].view(torch.float32))
+            if measure is not None:
+                measure(shard)
+
+        ticket = store.collective_lane.submit(
+            work, reads=self._lanes.mark(), users=users, name=f"gradients {region.name}", num_bytes=shard.nbytes
+        )
+        (source.record_reader if fence is source else fence.record_writer)(ticket)
+        return Gradients(region, shard, fence, (ticket,))
+
+
+class _Message(NamedTuple):
+    """Content of a message between ranks: any small object, and tensors [any shape], None for a missing gradient."""
+
+    value: Any
+    tensors: Sequence[torch.Tensor | None]
+
+
+def _pack(message: _Message) -> torch.Tensor:
+    """Return a message as one flat uint8 host tensor: length of the head, head, tensors."""
+    metas, end = [], 0
+    for tensor in message.tensors:
+        meta = None
+        if tensor is not None:
+            meta = end, tensor.dtype, tuple(tensor.shape)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        metas.append(meta)
+    head = pickle.dumps((message.value, metas))
+    begin = -(-(8 + len(head)) // _ALIGNMENT) * _ALIGNMENT
+    flat = torch.empty(begin + end, dtype=torch.uint8, device="cpu")
+    flat[:8].view(torch.int64)[0] = len(head)
+    flat[8 : 8 + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    for tensor, meta in zip(message.tensors, metas, strict=True):
+        if tensor is not None and meta is not None and tensor.numel():
+            place = flat[begin + meta[0] : begin + meta[0] + tensor.nbytes]
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return flat
+
+
+def _unpack(flat: torch.Tensor, device: torch.device) -> _Message:
+    """Return the message in a flat uint8 host tensor. On a CPU its tensors are views of `flat`."""
+    length = int(flat[:8].view(torch.int64)[0])
+    value, metas = pickle.loads(flat[8 : 8 + length].numpy().tobytes())
+    data = flat[-(-(8 + length) // _ALIGNMENT) * _ALIGNMENT :].to(device)
+    tensors: list[torch.Tensor | None] = []
+    for meta in metas:
+        if meta is None:
+            tensors.append(None)
+            continue
+        begin, dtype, shape = meta
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        tensors.append(data[begin : begin + num_bytes].view(dtype).view(shape))
+    return _Message(value, tensors)
+
+
+class _RowsOf(Comm):
+    """Stand-in communicator for the rows of one rank: its random numbers, and no agreement."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class _Server:
+    """Runs the blocks of this rank for the rows of any rank."""
+
+    def __init__(self, state: Any, settings: Settings) -> None:
+        self._state, self._rows = state, _RowsOf(state.comm.size)
+        parts = state.device, state.lanes, state.slots, state.executor, state.gradients, state.runner.saved
+        self.runner = UnitRunner(*parts, state.units, seed=settings.seed, comm=self._rows)
+        self.runner._uses = defaultdict(int)  # each row share is one more use, and all are one use of the weights
+        self._calls: dict[tuple[str, int], UnitCall] = {}
+
+    def begin(self) -> None:
+        """Begin the forwards of a step."""
+        main, runner = self._state.runner, self.runner
+        self._calls.clear()
+        runner.claims.reset()
+        runner.stages, runner.outputs, runner.writes = main.stages, main.outputs, main.writes
+        runner.step_number = main.step_number
+
+    def pass_over(self, unit: Unit, backward: bool) -> None:
+        """Note a use by another rank: updates and their exchanges have the order of uses, equal on all ranks."""
+        executor = self._state.executor
+        executor.enter(unit.regions, backward, reads=False)
+        executor.leave(unit.regions, ())
+
+    def forward(self, unit: Unit, rank: int, message: _Message) -> _Message:
+        """Run the forward for the rows of `rank`: arguments to results."""
+        arguments, needs, rows, number = message.value
+        arguments = copy.copy(arguments)
+        arguments.tensors = list(message.tensors)
+        for tensor, need in zip(arguments.tensors, needs, strict=True):
+            if need and not tensor.requires_grad:
+                tensor.requires_grad_()
+        unit.recall(arguments.structure)
+        runner = self.runner
+        self._rows.rank, runner._num_calls[unit.name] = rank, number
+        runner._batch, runner.num_parts = rows
+        call = self._calls[unit.name, rank] = UnitCall(unit, runner, arguments)
+        outputs = call.forward(arguments.tensors)
+        result, call.result = call.result, None
+        arguments.tensors = []
+        assert result is not None
+        result.tensors = []
+        return _Message(result, outputs)
+
+    def backward(self, unit: Unit, rank: int, message: _Message) -> _Message:
+        """Run the backward for the rows of `rank`: gradients of results to gradients of arguments."""
+        rows, trains = message.value
+        runner = self.runner
+        runner._batch, runner.num_parts = rows
+        call = self._calls.pop((unit.name, rank))
+        with self._state.gradients.repeated(()):  # they add up, and leave with `Dispatch.end_gradients`
+            return _Message(None, call.backward(message.tensors, trains))
+
+
+class _Pass:
+    """One way through all blocks: the ticks in which this rank sends its own calls, and computes those of others."""
+
+    def __init__(self, dispatch: Dispatch, units: Sequence[Unit], is_forward: bool) -> None:
+        self._dispatch, self._is_forward, self._comm = dispatch, is_forward, dispatch.comm
+        self._units = list(units) if is_forward else list(reversed(units))
+        self._owners = [dispatch.owner(unit) for unit in self._units]
+        self._tick = self._next = 0
+
+    @property
+    def is_over(self) -> bool:
+        """True after the last tick."""
+        return self._tick == len(self._units) + self._comm.size - 1
+
+    def call(self, unit: Unit, message: _Message) -> _Message:
+        """Have the next block run for the rows of this rank, and compute for others up to the same tick."""
+        if self._units[self._next] is not unit:
+            raise _refuse(f"block {unit.name} was called in place of {self._units[self._next].name}")
+        while self._tick < self._comm.rank + self._next:
+            self._run_tick(None)
+        reply = self._run_tick(message)
+        assert reply is not None
+        self._next += 1
+        while self._next == len(self._units) and not self.is_over:
+            self._run_tick(None)
+        return reply
+
+    def _run_tick(self, message: _Message | None) -> _Message | None:
+        """Send `message` to the owner of the block of this tick, serve another rank, and return the reply."""
+        tick, comm, units = self._tick, self._comm, self._units
+        to = None if message is None else self._owners[tick - comm.rank]
+        calls = {tick - rank: rank for rank in range(comm.size) if 0 <= tick - rank < len(units)}
+        asking = next(((call, rank) for call, rank in calls.items() if self._owners[call] == comm.rank), None)
+        source = None if asking is None else asking[1]
+        label = f"{'forward' if self._is_forward else 'backward'} of blocks, tick {tick}"
+        if tick < len(units) and self._owners[tick] != comm.rank:
+            self._dispatch.server.pass_over(units[tick], backward=not self._is_forward)
+        question = self._exchange(message, to, source, f"{label}: inputs")
+        answer = None
+        if asking is not None and question is not None:
+            answer = self._serve(units[asking[0]], asking[1], question)
+        reply = self._exchange(answer, source, to, f"{label}: results")
+        last = tick - comm.size + 1
+        if last >= 0 and not self._is_forward:  # after the results: a lane without a thread waits here
+            self._dispatch.end_gradients(units[last])
+        self._tick += 1
+        return reply
+
+    def _serve(self, unit: Unit, rank: int, message: _Message) -> _Message:
+        server = self._dispatch.server
+        return (server.forward if self._is_forward else server.backward)(unit, rank, message)
+
+    def _exchange(self, message: _Message | None, to: int | None, source: int | None, label: str) -> _Message | None:
+        """Send a message to rank `to`, and return the one from rank `source`."""
+        if to == source == self._comm.rank:
+            self._dispatch.pairs.swap({}, (), label)
+            return message
+        sent = {to: _pack(message)} if to is not None and message is not None else {}
+        received = self._dispatch.pairs.swap(sent, () if source is None else [source], label)
+        self._dispatch.sent_bytes += sum(map(len, sent.values()))
+        return None if source is None else _unpack(received[source], self._dispatch.device)
+
+
+class Dispatch:
+    """Calls of blocks in steps, computed by the owners of the blocks.
+
+    `sent_bytes`: activations and their gradients sent to other ranks so far.
+    """
+
+    def __init__(self, state: Any, settings: Settings) -> None:
+        self._state, self._stream = state, state.router.target
+        check_machines(state.comm.num_machines, state.store.between.size)
+        self.comm = state.comm.neighbours(state.comm.size)  # its own order of exchanges, beside that of the lanes
+        self.pairs, state.gradients.exchange.pairs = Pairs(self.comm), Pairs(state.store.within)
+        self.server, self.sent_bytes, self.device = _Server(state, settings), 0, state.device.torch_device
+        self._forward: _Pass | None = None
+        self._backward: _Pass | None = None
+        self._units: list[Unit] = []
+
+    def owner(self, unit: Unit) -> int:
+        """Return the rank that computes a block."""
+        return self._units.index(unit) % self.comm.size
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call of a unit. Blocks in a step run on their owners, all others here."""
+        runner = self._state.runner
+        is_step = runner.is_engine_call and torch.is_grad_enabled() and not self._state.gradients.discards_gradients
+        if not is_step or not unit.is_block or unit.resident:
+            return self._stream(unit, args, kwargs)
+        with interrupts:
+            is_first = not any(each.name in runner._num_calls for each in self._units)  # in this step
+            if self._forward is None or self._forward.is_over or is_first:
+                if not is_first and not (self._backward and self._backward.is_over):
+                    raise _refuse(f"block {unit.name} was called a second time before the backward")
+                self._begin(is_forward=True)
+            runner.collect()
+            arguments, containers = receive_call(args, kwargs)
+            return deliver_result(*self._run(unit, arguments), containers)
+
+    def _run(self, unit: Unit, arguments: Arguments) -> tuple[Arguments, Sequence[torch.Tensor]]:
+        runner = self._state.runner
+        runner._num_calls[unit.name] = runner._num_calls.get(unit.name, 0) + 1
+        is_known = unit.recall(arguments.structure) and unit.traits.is_compared
+        if runner._batch is not None and not (is_known and unit.traits.can_cut(arguments, runner._batch[0])):
+            raise _refuse(f"block {unit.name} was called with arguments that were not recorded")
+        if unit.traits.mutated or unit.traits.buffers or unit.traits.changed:
+            raise _refuse(f"block {unit.name} changes its inputs, results or buffers in place")
+        if not (unit.trainable or any(tensor.requires_grad for tensor in arguments.tensors)):
+            raise _refuse(f"block {unit.name} takes no part in the backward")
+        call = _RemoteCall(self, unit, arguments)
+        target: Any = call
+        outputs = UnitFunction.apply(target, runner.anchor if unit.trainable else None, *arguments.tensors)
+        result, call.result = call.result, None
+        arguments.tensors.clear()
+        assert result is not None
+        return result, outputs
+
+    def _begin(self, is_forward: bool) -> _Pass:
+        if is_forward:
+            state = self._state
+            self._units = [unit for unit in state.units if unit.is_block and not unit.resident]
+            exchange = state.gradients.exchange
+            exchange.owners = {r.index: self.owner(unit) for unit in self._units for r in unit.regions}
+            self.server.begin()
+            self._forward, self._backward = _Pass(self, self._units, True), None
+            return self._forward
+        self._backward = _Pass(self, self._units, False)
+        return self._backward
+
+    def forward(self, unit: Unit, message: _Message) -> _Message:
+        assert self._forward is not None
+        return self._forward.call(unit, message)
+
+    def backward(self, unit: Unit, message: _Message) -> _Message:
+        return (self._backward or self._begin(is_forward=False)).call(unit, message)
+
+    def end_gradients(self, unit: Unit) -> None:
+        """Send the gradients of a block from the owner to the ranks that update it."""
+        gradients: GradientFlow = self._state.gradients
+        if self.owner(unit) == self.comm.rank:
+            with gradients.repeated(unit.regions):
+                return
+        receive_gradients(gradients, unit.regions)
+
+
+def check_machines(num_machines: int, num_replicas: int = 1) -> None:
+    """Raise ConfigError for ranks on several machines, or in several replicas."""
+    if num_machines > 1 or num_replicas > 1:
+        raise ConfigError(
+            "offload.dispatch is always, but the ranks are on several machines or form several replicas, and "
+            "activations are exchanged inside one machine: set --offload.dispatch never, or use one machine with "
+            "--offload.replicas 1."
+        )
+
+
+def receive_gradients(flow: GradientFlow, regions: Sequence[Region]) -> None:
+    """Take the gradients of a block on another rank like those of an own one."""
+    flow.transfer.policy.open()
+    for region in regions:
+        if region.trainable:
+            nothing = torch.empty(region.numel, dtype=torch.float32, device="meta")
+            flow.transfer.send(region, nothing, Fence("gradients of another rank"))
+
+
+class _RemoteCall:
+    """Stands in for `UnitCall` in `UnitFunction`: the owner of the block has the call."""
+
+    def __init__(self, dispatch: Dispatch, unit: Unit, arguments: Arguments) -> None:
+        self._dispatch, self._unit, self._arguments, self.traits = dispatch, unit, arguments, unit.traits
+        self.signature = unit.gradient_signature(arguments.tensors)
+        self.result: Arguments | None = None
+        self.dirty: list[torch.Tensor] = []
+        runner = dispatch._state.runner
+        self._rows = runner._batch, runner.num_parts
+        self._number = runner._num_calls[unit.name]
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Have the owner run the forward; return the result tensors."""
+        arguments, self._arguments = copy.copy(self._arguments), None  # type: ignore[assignment]
+        arguments.tensors = []
+        value = arguments, self.signature[0], self._rows, self._number
+        answer = self._dispatch.forward(self._unit, _Message(value, tensors))
+        self.result = answer.value
+        return list(answer.tensors)
+
+    def backward(self, gradients: Sequence[torch.Tensor | None], trains: bool) -> Sequence[torch.Tensor | None]:
+        """Have the owner run the backward; return the gradients of the arguments."""
+        return self._dispatch.backward(self._unit, _Message((self._rows, trains), gradients)).tensors
+
+
+def _refuse(problem: str) -> ConfigError:
+    return ConfigError(
+        f"{problem}, but with offload.dispatch always every block of the model runs once in a step, in their order, "
+        "with arguments that other ranks may compute from: set --offload.dispatch never."
+    )
