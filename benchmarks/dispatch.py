@@ -8,7 +8,7 @@ host memory have no throttle: activations and gradients with dispatch, new weigh
 Gathers and sums at stage 3 pass the links between cards, at the same rate again. The first and last N - 1 ticks in a
 pass, without work for some ranks, are in the measured step and not in the ideal.
 
-    python -m benchmarks.dispatch --forward 0.1 --rounds 2 --steps 3 > benchmarks/results/dispatch.json  # ten minutes
+    python -m benchmarks.dispatch --forward 0.1 --rounds 2 --steps 3 > benchmarks/results/dispatch.json  # 20 minutes
 """
 
 from __future__ import annotations
