@@ -75,6 +75,7 @@ HOW: dict[str, tuple[int, dict[str, Any]]] = {
     "graphs": (2, {"rows": (2, 2), "recompute": "auto", "placement": {"graphs": "cpu"}, "throttle": SLOW}),
     "products": (2, {"rows": (2, 2), "recompute": "products"}),
     "late updates": (2, {"rows": (2, 2), "delay": 1}),
+    "two passes": (2, {"rows": (4, 2), "passes": 2}),
     "weights in int8": (2, {"case": "first row in bf16", "rows": (2, 2), "link_weights": "int8"}),
 }
 QUICK = ("plain", "four ranks", "dropout", "slow links, any order")

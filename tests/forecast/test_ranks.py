@@ -84,7 +84,8 @@ def test_ranks_move_and_exchange_what_is_foretold(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "settings"), [(2, {}), (3, {}), (4, {"max_grad_norm": None}), (2, {"micro_batch_size": 4})]
+    ("size", "settings"),
+    [(2, {}), (3, {}), (4, {"max_grad_norm": None}), (2, {"micro_batch_size": 4}), (2, {"passes": 2})],
 )
 def test_dispatched_blocks_move_and_hold_what_is_foretold(size: int, settings: dict[str, Any]) -> None:
     """Three ranks share four blocks unevenly: the forecast is rank 0's.
@@ -95,7 +96,7 @@ def test_dispatched_blocks_move_and_hold_what_is_foretold(size: int, settings: d
     found = run(size, told_and_made, placement={}, zero_stage=2, dispatch="always", prefetch=1, **settings)
     for told, made in found[: 1 if DEPTH % size else size]:
         assert (told["h2d"], told["d2h"]) == (made["h2d"], made["d2h"])
-        assert 0 <= made["inputs"] - told["inputs"] < 0.05 * told["inputs"], "a message has a head"
+        assert 0 <= made["inputs"] - told["inputs"] < 0.06 * told["inputs"], "a message has a head"
 
 
 @pytest.mark.slow
