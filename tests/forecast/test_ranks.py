@@ -96,7 +96,7 @@ def test_dispatched_blocks_move_and_hold_what_is_foretold(size: int, settings: d
     found = run(size, told_and_made, placement={}, zero_stage=2, dispatch="always", prefetch=1, **settings)
     for told, made in found[: 1 if DEPTH % size else size]:
         assert (told["h2d"], told["d2h"]) == (made["h2d"], made["d2h"])
-        assert 0 <= made["inputs"] - told["inputs"] < 0.06 * told["inputs"], "a message has a head"
+        assert 0 <= made["inputs"] - told["inputs"] < 0.1 * told["inputs"], "a message has a head"
 
 
 @pytest.mark.slow
