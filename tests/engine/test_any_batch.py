@@ -95,7 +95,7 @@ def test_micro_batches_equal_the_whole(name: str, is_plain: bool) -> None:
 
 
 def says_that_it_stays_whole() -> Any:
-    return pytest.warns(UserWarning, match=r"batches are not split, despite micro_batch_size \(Engine\(rows=")
+    return pytest.warns(UserWarning, match=r"not split, despite micro_batch_size or passes \(see Engine\(rows=")
 
 
 def images_of(key: str, batch: Any, numbers: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import AdamW
+from offload import LOMO, AdamW
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError, OffloadError
 from offload.lanes.ticket import Ticket
@@ -250,10 +250,29 @@ class Twice(Stack):
         return self.head(h)
 
 
+class Shared(Stack):
+    """A model with equal weights in two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(WIDTH, WIDTH), depth=3)
+        self.blocks[2].weight = self.blocks[0].weight
+
+
+@pytest.mark.slow
+def test_own_loops_and_norms_between_dispatched_steps_compute_all_blocks_on_each_rank() -> None:
+    """LOMO measures the norm in a pass of its own.
+
+    Break: keep the owners of the last step.
+    """
+    gathered, dispatched = both(2, case="plain", rows=(2, 2), optimizer=LOMO(lr=0.05), max_grad_norm=0.2)
+    assert_equal(dispatched, gathered)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (Shared, "blocks.0 and blocks.2 share weights"),
         (frozen_llama, "block model.layers.0 takes no part in the backward"),
         (Twice, "block blocks.0 was called a second time before the backward"),
     ],
@@ -264,7 +283,7 @@ def test_blocks_outside_the_order_are_refused_on_all_ranks(make: Any, message: s
 
 
 def refused(make: Any) -> str:
-    case = CASES["experts" if make is Twice else "plain"]
+    case = CASES["experts" if make in (Twice, Shared) else "plain"]
     with open_comm(times=JOB) as comm:
         engine = opened(comm, case, **DISPATCH, make=make, optimizer=AdamW(lr=0.05))
         with pytest.raises(OffloadError) as caught:

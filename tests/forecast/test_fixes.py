@@ -87,6 +87,7 @@ def test_passes_of_whole_micro_batches_are_listed_for_a_gpu(rows: int, passes: l
         hardware=SimpleNamespace(device="cuda", rates=SimpleNamespace(flops_per_s={})),
         prepared=SimpleNamespace(plan=SimpleNamespace(update="cpu", residence=SimpleNamespace(common="cpu"))),
         num_groups=1,
+        num_ranks=1,
     )
     assert [change["train.passes"] for change in _changes(found) if "train.passes" in change] == passes
 

@@ -8,10 +8,7 @@ from typing import Any
 
 _DESCRIPTIONS = {
     ("cut", "calls"): "the model is called once per micro-batch",
-    (
-        "cut",
-        "whole",
-    ): "batches are not split, despite micro_batch_size or passes (Engine(rows=...) names inputs with rows)",
+    ("cut", "whole"): "batches are not split, despite micro_batch_size or passes (see Engine(rows=...))",
     ("chunks", False): "all logits are computed at once, despite head_chunk_bytes",
     ("recomputes", False): "autograd graphs are saved instead of recomputed where possible (recompute: never)",
     ("interleaves", False): "the two forwards of a MeZO step run one after the other",

@@ -14,6 +14,7 @@ gradients of the ranks are added in rank order, as a reduce-scatter adds them.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 from collections import defaultdict
@@ -26,7 +27,7 @@ from offload.distributed.comm import Comm, pieces_of
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.gradients.rank_sums import ReduceScatter
 from offload.engine.gradients.transfer import Gradients, Measure
-from offload.engine.units.arguments import Arguments, deliver_result, receive_call
+from offload.engine.units.arguments import Arguments, deliver_result, find_collectors, receive_call
 from offload.engine.units.call import UnitCall, UnitFunction
 from offload.engine.units.runner import UnitRunner
 from offload.engine.units.stages import Stage
@@ -62,6 +63,10 @@ class FromOwner(ReduceScatter):
         super().__init__(sizes, *parts)
         self.owners: dict[int, int] = {}
         self.pairs: Pairs
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.owners = {}  # own loops and norms of LOMO compute all blocks on each rank; dispatched forwards name owners
 
     def reduce(self, region: Region, flat: torch.Tensor, source: Fence, measure: Measure | None) -> Gradients:
         """Send each rank its range of `flat`, fp32 [numel]; on other ranks than the owner `flat` has no memory."""
@@ -108,7 +113,10 @@ def _pack(message: _Message) -> torch.Tensor:
             meta = end, tensor.dtype, tuple(tensor.shape)
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         metas.append(meta)
-    head = pickle.dumps((message.value, metas))
+    try:
+        head = pickle.dumps((message.value, metas))
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise _refuse(f"an argument or a result of a block cannot be sent to another rank ({error})") from error
     begin = -(-(8 + len(head)) // _ALIGNMENT) * _ALIGNMENT
     flat = torch.empty(begin + end, dtype=torch.uint8, device="cpu")
     flat[:8].view(torch.int64)[0] = len(head)
@@ -134,6 +142,11 @@ def _unpack(flat: torch.Tensor, device: torch.device) -> _Message:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         tensors.append(data[begin : begin + num_bytes].view(dtype).view(shape))
     return _Message(value, tensors)
+
+
+def _attributes_of(unit: Unit) -> dict[tuple[torch.nn.Module, str], Any]:
+    """Return the values of all attributes in a block, by module and name."""
+    return {(module, name): value for module in unit.modules for name, value in vars(module).items()}
 
 
 class _RowsOf(Comm):
@@ -180,11 +193,15 @@ class _Server:
         self._rows.rank, runner._num_calls[unit.name] = rank, number
         runner._batch, runner.num_parts = rows
         call = self._calls[unit.name, rank] = UnitCall(unit, runner, arguments)
+        before = _attributes_of(unit)
         outputs = call.forward(arguments.tensors)
         result, call.result = call.result, None
         arguments.tensors = []
         assert result is not None
         result.tensors = []
+        changed = [key[1] for key, value in _attributes_of(unit).items() if before.get(key) is not value]
+        if changed:
+            raise _refuse(f"block {unit.name} changes attributes of modules ({', '.join(changed)})")
         return _Message(result, outputs)
 
     def backward(self, unit: Unit, rank: int, message: _Message) -> _Message:
@@ -207,14 +224,19 @@ class _Pass:
         self._tick = self._next = 0
 
     @property
+    def next_unit(self) -> Unit:
+        """The block of this rank's next call."""
+        return self._units[self._next]
+
+    @property
     def is_over(self) -> bool:
         """True after the last tick."""
         return self._tick == len(self._units) + self._comm.size - 1
 
     def call(self, unit: Unit, message: _Message) -> _Message:
         """Have the next block run for the rows of this rank, and compute for others up to the same tick."""
-        if self._units[self._next] is not unit:
-            raise _refuse(f"block {unit.name} was called in place of {self._units[self._next].name}")
+        if self.next_unit is not unit:
+            raise _refuse(f"block {unit.name} was called in place of {self.next_unit.name}")
         while self._tick < self._comm.rank + self._next:
             self._run_tick(None)
         reply = self._run_tick(message)
@@ -286,6 +308,11 @@ class Dispatch:
         is_step = runner.is_engine_call and torch.is_grad_enabled() and not self._state.gradients.discards_gradients
         if not is_step or not unit.is_block or unit.resident:
             return self._stream(unit, args, kwargs)
+        _, collected = find_collectors(contextvars.copy_context())  # torch.compile has other values there
+        if any(
+            type(each) is dict and each and all(type(items) is list for items in each.values()) for each in collected
+        ):
+            raise _refuse("outputs of layers are collected (such as with output_router_logits)")
         with interrupts:
             is_first = not any(each.name in runner._num_calls for each in self._units)  # in this step
             if self._forward is None or self._forward.is_over or is_first:
@@ -318,13 +345,23 @@ class Dispatch:
         if is_forward:
             state = self._state
             self._units = [unit for unit in state.units if unit.is_block and not unit.resident]
+            shared = [r for unit in self._units for r in unit.regions if len(r.units) > 1]
+            if shared:
+                raise _refuse(f"{' and '.join(shared[0].units)} share weights")
             exchange = state.gradients.exchange
             exchange.owners = {r.index: self.owner(unit) for unit in self._units for r in unit.regions}
             self.server.begin()
             self._forward, self._backward = _Pass(self, self._units, True), None
             return self._forward
         self._backward = _Pass(self, self._units, False)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
+
+    def _end_backward(self) -> None:
+        """Raise ConfigError at the end of a backward without some block: other ranks would wait for its tick."""
+        assert self._backward is not None
+        if not self._backward.is_over:
+            raise _refuse(f"block {self._backward.next_unit.name} had no backward")
 
     def forward(self, unit: Unit, message: _Message) -> _Message:
         assert self._forward is not None
