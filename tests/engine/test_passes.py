@@ -77,7 +77,7 @@ class Mixed(nn.Module):
 
 def contrast(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return a loss over all pairs of rows."""
-    return functional.cross_entropy(outputs @ batch["x"][:, :4].T, torch.arange(len(outputs)))
+    return functional.cross_entropy(outputs @ batch["x"][:, :4].T, torch.arange(len(outputs), device=outputs.device))
 
 
 def mean(outputs: torch.Tensor, _batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_graphs_of_the_caller_end_after_the_last_pass() -> None:
     for passes in (1, 3):
         table = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
         batch = tokens(0, 6)
-        batch = {"inputs_embeds": table[batch["input_ids"]] * 1.0, "labels": batch["labels"]}
+        batch = {"inputs_embeds": table[batch["input_ids"].cpu()] * 1.0, "labels": batch["labels"]}
         with Engine(build(llama), optimizer=PROPORTIONAL, passes=passes) as engine:
             loss = float(engine.step(batch).loss)
         found.append((loss, table.grad))
