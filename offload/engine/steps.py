@@ -45,9 +45,8 @@ def _memory_error(error: torch.OutOfMemoryError) -> DoesNotFitError:
     return DoesNotFitError(
         f"a step on this batch does not fit into the device memory: {' '.join(message.split())}",
         "Lower --train.batch_size, --train.micro_batch_size, --train.head_chunk_bytes or --data.sequence_length, raise "
-        "--train.passes, set "
-        "--train.recompute always and --offload.activations cpu, raise --offload.device_memory if it is below the "
-        "physical memory, or set --offload.optimizer cpu if optimizer states are on the device.",
+        "--train.passes, set --train.recompute always and --offload.activations cpu, raise --offload.device_memory if "
+        "it is below the physical memory, or set --offload.optimizer cpu if optimizer states are on the device.",
     )
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -26,11 +25,11 @@ from offload.tiers.slots import Slots
 from tests.engine.families import gpt2
 from tests.engine.handmade import WIDTH, Stack
 from tests.engine.inside import parts_of
-from tests.engine.ranks import JobError, processes, run
+from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import CASES, JOB, Found, frozen_llama, odd_llama, opened, share, small_tiles, trained
 from tests.engine.test_overlap import SLOW
 from tests.engine.test_ranks import MODES, assert_equal, assert_near, plain, settings_of, train
-from tests.engine.test_ranks_faults import in_the_middle, lost, only_logs
+from tests.engine.test_ranks_faults import after_a_kill
 from tests.engine.test_ranks_saving import read_all, save
 
 DISPATCH: dict[str, Any] = {"dispatch": "always", "zero_stage": 2}
@@ -167,15 +166,8 @@ def test_weights_of_a_block_go_up_once_a_pass_for_all_cards(size: int) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_tick(tmp_path: Path) -> None:
-    with processes(tmp_path, 3, "steps", "waits", "2", str(tmp_path), "always") as started:
-        in_the_middle(started)
-        time.sleep(0.5)
-        started.pop(1).process.kill()
-        for rank in started:
-            message = lost(rank)
-            assert "Rank 1 is lost: its process ended without a message: it was killed" in message
-            assert re.search(r"was waiting in [\w -]+ of (blocks, tick \d+|(unit )?lm_head)", message), message
-    assert only_logs(tmp_path)
+    for message in after_a_kill(tmp_path, "2", "always"):
+        assert re.search(r"was waiting in [\w -]+ of (blocks, tick \d+|(unit )?lm_head)", message), message
 
 
 @pytest.mark.slow

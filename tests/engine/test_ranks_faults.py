@@ -39,18 +39,25 @@ def only_logs(folder: Path) -> bool:
     return {path.name[:5] for path in folder.iterdir()} == {"rank-"}
 
 
-@pytest.mark.slow
-def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: Path) -> None:
-    """With the default times. Rank 1 is between forward and backward, and the others wait for it."""
-    with processes(tmp_path, 3, "steps", "waits", "3", str(tmp_path)) as started:
+def after_a_kill(folder: Path, *words: str) -> list[str]:
+    """Kill rank 1 of 3 in the middle of a step; return the messages of the others. `words`: stage, dispatch."""
+    stage, *others = words
+    with processes(folder, 3, "steps", "waits", stage, str(folder), *others) as started:
         in_the_middle(started)
         time.sleep(0.5)
         started.pop(1).process.kill()
-        for rank in started:
-            message = lost(rank)
-            assert "Rank 1 is lost: its process ended without a message: it was killed" in message
-            assert re.search(rf"Rank \d was waiting in {IN_A_UNIT}", message), message
-    assert only_logs(tmp_path)
+        messages = [lost(rank) for rank in started]
+    for message in messages:
+        assert "Rank 1 is lost: its process ended without a message: it was killed" in message
+    assert only_logs(folder)
+    return messages
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all_others_and_they_name_it_and_the_unit(tmp_path: Path) -> None:
+    """With the default times. Rank 1 is between forward and backward, and the others wait for it."""
+    for message in after_a_kill(tmp_path, "3"):
+        assert re.search(rf"Rank \d was waiting in {IN_A_UNIT}", message), message
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from offload.interrupts import interrupts
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import Region
 from offload.planning.settings import Settings
+from offload.schedule.execute import Executor
 
 _ALIGNMENT = 64  # bytes; tensors in a message begin at a multiple
 
@@ -174,12 +175,6 @@ class _Server:
         runner.stages, runner.outputs, runner.writes = main.stages, main.outputs, main.writes
         runner.step_number = main.step_number
 
-    def pass_over(self, unit: Unit, backward: bool) -> None:
-        """Note a use by another rank: updates and their exchanges have the order of uses, equal on all ranks."""
-        executor = self._state.executor
-        executor.enter(unit.regions, backward, reads=False)
-        executor.leave(unit.regions, ())
-
     def forward(self, unit: Unit, rank: int, message: _Message) -> _Message:
         """Run the forward for the rows of `rank`: arguments to results."""
         arguments, needs, rows, number = message.value
@@ -255,7 +250,7 @@ class _Pass:
         source = None if asking is None else asking[1]
         label = f"{'forward' if self._is_forward else 'backward'} of blocks, tick {tick}"
         if tick < len(units) and self._owners[tick] != comm.rank:
-            self._dispatch.server.pass_over(units[tick], backward=not self._is_forward)
+            pass_over(self._dispatch.executor, units[tick].regions, backward=not self._is_forward)
         question = self._exchange(message, to, source, f"{label}: inputs")
         answer = None
         if asking is not None and question is not None:
@@ -294,6 +289,7 @@ class Dispatch:
         self.comm = state.comm.neighbours(state.comm.size)  # its own order of exchanges, beside that of the lanes
         self.pairs, state.gradients.exchange.pairs = Pairs(self.comm), Pairs(state.store.within)
         self.server, self.sent_bytes, self.device = _Server(state, settings), 0, state.device.torch_device
+        self.executor: Executor = state.executor
         self._forward: _Pass | None = None
         self._backward: _Pass | None = None
         self._units: list[Unit] = []
@@ -387,6 +383,12 @@ def check_machines(num_machines: int, num_replicas: int = 1) -> None:
             "activations are exchanged inside one machine: set --offload.dispatch never, or use one machine with "
             "--offload.replicas 1."
         )
+
+
+def pass_over(executor: Executor, regions: Sequence[Region], backward: bool) -> None:
+    """Note a block's use by another rank: updates and their exchanges have the order of uses, equal on all ranks."""
+    executor.enter(regions, backward, reads=False)
+    executor.leave(regions, ())
 
 
 def receive_gradients(flow: GradientFlow, regions: Sequence[Region]) -> None:

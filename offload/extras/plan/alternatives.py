@@ -416,9 +416,7 @@ def _changes(prediction: Forecast) -> Iterator[dict[str, Any]]:
             yield {"train.compile": "auto"}
         rows = config.train.micro_batch_size or config.train.batch_size // prediction.num_groups
         yield from ({"train.micro_batch_size": rows // parts} for parts in (2, 4) if rows % parts == 0)
-        if config.optimizer.has_gradients:
-            parts = config.train.batch_size // prediction.num_groups // rows
-            yield from ({"train.passes": num_passes} for num_passes in (parts // 4, parts) if num_passes > 1)
+        yield from _more_passes(prediction, rows, 1)
     if dispatch := _dispatch(prediction):
         yield dispatch
     twice: dict[str, Any] = {"train.batch_size": 2 * config.train.batch_size}
@@ -435,9 +433,8 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     on_device = "device" in short_tiers or ("cpu" in short_tiers and prediction.memory.is_one_memory)
     if on_device and config.train.batch_size > prediction.num_groups and config.train.micro_batch_size != 1:
         yield {"train.micro_batch_size": 1}
-    if short_tiers and config.optimizer.has_gradients:
-        num_passes = config.train.batch_size // prediction.num_groups // (config.train.micro_batch_size or 1)
-        yield from ({"train.passes": count} for count in (num_passes // 4, num_passes) if count > config.train.passes)
+    if short_tiers:
+        yield from _more_passes(prediction, config.train.micro_batch_size or 1, config.train.passes)
     if on_device:
         yield {"train.head_chunk_bytes": _SMALL_CHUNK_BYTES}
         if config.train.recompute != "always":
@@ -476,6 +473,13 @@ def _fixes(prediction: Forecast) -> Iterator[dict[str, Any]]:
     while rows > prediction.num_groups:  # changes the training: last resort
         rows = max(prediction.num_groups, rows // 2)
         yield {"train.batch_size": rows} | ({"train.micro_batch_size": rows} if micro_rows > rows else {})
+
+
+def _more_passes(prediction: Forecast, micro_rows: int, num_passes: int) -> Iterator[dict[str, Any]]:
+    """Yield more than `num_passes` passes, of four micro-batches or one."""
+    config = prediction.config
+    parts = config.train.batch_size // prediction.num_groups // micro_rows if config.optimizer.has_gradients else 0
+    yield from ({"train.passes": count} for count in (parts // 4, parts) if count > num_passes)
 
 
 def _tile_rows(config: Config) -> int:

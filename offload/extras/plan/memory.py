@@ -114,7 +114,8 @@ class StepMemory:
 
     def __init__(self, prepared: EnginePlan, workload: Workload, hardware: Hardware) -> None:
         self.settings, self.plan, self.hardware = prepared.settings, prepared.plan, hardware
-        self.workload = DispatchedBlocks.of(prepared).held(workload)
+        self.dispatched = DispatchedBlocks.of(prepared)
+        self.workload = self.dispatched.held(workload)
         self._regions, self._resident = prepared.structure.regions, resident_regions(prepared.structure.units)
         self._has_backward = prepared.settings.optimizer.has_gradients
         self.budget = device_budget(self.plan, hardware)

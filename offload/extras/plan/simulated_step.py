@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,7 @@ from offload.engine.gradients.norms import CopySquares, Measures
 from offload.engine.gradients.tile_updates import InPlaceUpdates, RegionUpdate, TileUpdate, TileUpdates, UpdatePlace
 from offload.engine.gradients.updates import Updates
 from offload.engine.units.activation_offload import ActivationOffload, DiskActivationOffload, HostActivationOffload
-from offload.extras.large.dispatch import receive_gradients
+from offload.extras.large.dispatch import pass_over, receive_gradients
 from offload.extras.plan.simulated_lanes import Seconds, SimulatedLanes
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.zeroth.slot_updates import SlotUpdates
@@ -433,15 +433,12 @@ class SimulatedEngine:
         self._put(number, self._graphs, call.graph_bytes)
         if call.regions:
             self._executor.leave(call.regions, self.lanes.mark())
-        self._pass_over(call.others, backward=False)
-
-    def _pass_over(self, units: Iterable[tuple[Region, ...]], backward: bool) -> None:
-        for regions in units:
-            self._executor.enter(regions, backward, reads=False)
-            self._executor.leave(regions, ())
+        for regions in call.others:
+            pass_over(self._executor, regions, backward=False)
 
     def _backward(self, number: int, call: SimulatedCall) -> None:
-        self._pass_over(reversed(call.others), backward=True)
+        for regions in reversed(call.others):
+            pass_over(self._executor, regions, backward=True)
         if call.regions:
             self._executor.enter(call.regions, True, call.reads_weights)
         self._flow.open(call.regions)

@@ -9,7 +9,6 @@ from math import ceil
 
 from offload.engine.assemble import EnginePlan
 from offload.engine.spare_memory import divide_memory
-from offload.extras.plan.dispatched import DispatchedBlocks
 from offload.extras.plan.memory import StepMemory
 from offload.extras.plan.routed import RoutedExperts, routed_experts
 from offload.extras.plan.simulated_lanes import DECODING, Seconds
@@ -192,7 +191,7 @@ class PlannedStep:
                     reads_weights=work.reads_weights,
                 )
             )
-        return DispatchedBlocks.of(self.prepared).computed(memory.workload, calls, self.hardware)
+        return memory.dispatched.computed(memory.workload, calls, self.hardware)
 
     def _exposed_expert_seconds(self, experts: RoutedExperts) -> tuple[float, float]:
         """Return the minimum (forward, backward) wait for the experts of a layer, in seconds.
@@ -344,8 +343,7 @@ class PlannedStep:
         residence = self.plan.residence
         functions = link_seconds(self.settings, self.hardware, residence.sharding)
         if "collective" not in self.settings.throttles:
-            dispatched = DispatchedBlocks.of(self.prepared)
-            functions["collective"] = dispatched.exchanged(functions["collective"], self.hardware)
+            functions["collective"] = self.memory.dispatched.exchanged(functions["collective"], self.hardware)
         is_read = residence.indices_on(FILES) and not residence.indices_on(DISK)
         is_cached = is_read and not residence.file_staging_bytes
         if is_cached and "nvme_read" not in self.settings.throttles:
