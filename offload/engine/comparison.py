@@ -45,6 +45,10 @@ def tolerance(difference: str, tensors: Iterable[torch.Tensor] = (), *, is_half:
     return _TOLERANCES[difference, is_half or any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)]
 
 
+_SAME_LOSS_TOLERANCE = 1e-6
+"""Relative difference of two losses over the same targets, far below the effect of one target."""
+
+
 def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """True if two tensors have equal shape, dtype and elements; NaN equals NaN. None equals None."""
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -61,6 +65,11 @@ def are_near(one: torch.Tensor, other: torch.Tensor) -> bool:
     most = float(one.nan_to_num().abs().max()) if one.numel() else 0.0
     distances = (one.nan_to_num().float() - other.nan_to_num().float()).abs()
     return bool((distances <= tolerance(OTHER_ORDER, [one]).element * most).all())
+
+
+def are_same_loss(one: float, other: float) -> bool:
+    """True if two losses have the same targets; NaN equals NaN."""
+    return math.isclose(one, other, rel_tol=_SAME_LOSS_TOLERANCE) or (one != one and other != other)
 
 
 _SUMS = 256
@@ -165,3 +174,10 @@ def gradient_deviations(
     for one, other, norm in zip(ones, others, norms, strict=True):
         deviations.append(_distance(one, other) / (allowed.gradient * norm + rounding + 1e-30))
     return deviations
+
+
+def are_near_gradients(
+    ones: Sequence[Sketch | None], others: Sequence[Sketch | None], tensors: Iterable[torch.Tensor]
+) -> bool:
+    """True if gradients are equal up to the order of sums. `tensors`: inputs of the runs, for the dtype."""
+    return all(each <= 1 for each in gradient_deviations(ones, others, tolerance(OTHER_ORDER, tensors)))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.comparison import OTHER_ORDER, tolerance
+from offload.engine.comparison import OTHER_ORDER, are_same_loss, tolerance
 from offload.engine.loss.batch import IGNORED, Batch
 from offload.engine.loss.loss import LossFunction, LossRule, find_loss, labels_of
 from offload.engine.units.trial import ENGINE_ERRORS
@@ -129,7 +129,7 @@ def probe_loss(model: nn.Module, batch: Batch, trials: LabelTrials, loss_fn: Los
     none = torch.full_like(labels, IGNORED)
     firsts = [torch.cat([trial_labels[:, :1], none[:, 1:]], 1) for trial_labels in (one, other)]
     empty, alone = loss_or_nan(none), [loss_or_nan(first) for first in firsts]
-    shifts = all(math.isclose(loss, empty, rel_tol=1e-6) or (loss != loss and empty != empty) for loss in alone)
+    shifts = all(are_same_loss(loss, empty) for loss in alone)
     if shifts and empty != empty and not any(math.isfinite(loss_with(trial_labels)) for trial_labels in (one, other)):
         return None
     rule = LossRule(shifts=shifts)

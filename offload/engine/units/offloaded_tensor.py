@@ -83,7 +83,7 @@ class OffloadedTensor(torch.Tensor):
             return args[0].holder.gradient_of(args[0].info)
         if func is torch._has_compatible_shallow_copy_type:  # Conversion by Module.to and similar methods.
             own, converted = args
-            if isinstance(own, OffloadedTensor) and not own.is_same(converted):
+            if isinstance(own, OffloadedTensor) and not own.is_alias_of(converted):
                 own.holder.refuse(
                     own.info, "write", f"become {list(converted.shape)} of {converted.dtype} on {converted.device}"
                 )
@@ -129,10 +129,10 @@ class OffloadedTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         # Module.to and similar methods come here too. Without a conversion they assign the tensor itself.
-        if not self.is_same(value):
+        if not self.is_alias_of(value):
             self.holder.refuse(self.info, "write", f"become {list(value.shape)} of {value.dtype} (by .data)")
 
-    def is_same(self, other: torch.Tensor) -> bool:
+    def is_alias_of(self, other: torch.Tensor) -> bool:
         """True if `other` represents the same values with equal shape, strides and dtype."""
         return (
             isinstance(other, OffloadedTensor)

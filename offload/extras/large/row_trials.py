@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.comparison import OTHER_ORDER, Sketch, are_near, gradient_deviations, tolerance
+from offload.engine.comparison import Sketch, are_near, are_near_gradients
 from offload.engine.units.arguments import Arguments, run_over_copies
 from offload.engine.units.recompute_policy import saved_tensors_watched
 from offload.engine.units.trial import ENGINE_ERRORS, SavedBytes, Trial, gradients_of
@@ -187,7 +187,7 @@ class RowTrials:
                 whole = gradients_of(self._results(call, leaves), wanted)
             tiles = [self._results(call, part) for _, part in _tiles(leaves, call, num_rows)]
             joined = [torch.cat(parts, call.axis) for parts in zip(*tiles, strict=True)]
-            if not _are_near_gradients(whole, gradients_of(joined, wanted), leaves):
+            if not are_near_gradients(whole, gradients_of(joined, wanted), leaves):
                 return "its gradients differ over tiles", False
         return "", saved.num_bytes >= _LEAST_SHARE * sum(sample[i].nbytes for i in call.cut)
 
@@ -205,7 +205,7 @@ class RowTrials:
             return whole.saved_bytes, ()
         try:
             tiled = self._trial.run(self._tiled(unit_forward, row_modules), tensors, has_graph=True)
-            is_same = all(map(are_near, whole.results, tiled.results)) and _are_near_gradients(
+            is_same = all(map(are_near, whole.results, tiled.results)) and are_near_gradients(
                 whole.gradients, tiled.gradients, tensors
             )
         except RuntimeError:  # For example, a tensor saved by a tile is changed in place later.
@@ -327,10 +327,3 @@ def _first_row(tensor: torch.Tensor, call: _RecordedCall) -> torch.Tensor:
 
 def _select_rows(tensor: torch.Tensor, call: _RecordedCall, rows: Sequence[int]) -> torch.Tensor:
     return tensor.index_select(call.axis, torch.tensor(rows, dtype=torch.int64, device="cpu").to(tensor.device))
-
-
-def _are_near_gradients(
-    originals: Sequence[Sketch | None], others: Sequence[Sketch | None], tensors: Sequence[torch.Tensor]
-) -> bool:
-    """True if gradients are equal up to the order of sums. `tensors`: inputs."""
-    return all(each <= 1 for each in gradient_deviations(originals, others, tolerance(OTHER_ORDER, tensors)))
