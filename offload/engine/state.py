@@ -85,7 +85,7 @@ class EngineState:
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
-        self.compiles = settings.compile == "always"
+        self.compiles, self.frozen_weights = settings.compile == "always", settings.frozen_weights
         self.execution_mode = ExecutionMode()
         self.changed = set[str]()  # frozen parameters changed since the start
         self.counters = counters
