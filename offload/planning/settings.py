@@ -137,8 +137,7 @@ class Settings:
         if self.passes < 1:
             raise ConfigError(f"train.passes is {self.passes!r}; it must be a whole number, at least 1.")
         check_max_grad_norm(norm)
-        clips_to = (self.optimizer.clip_norm or norm or None) if self.optimizer.has_gradients else None
-        object.__setattr__(self, "max_grad_norm", clips_to)
+        object.__setattr__(self, "max_grad_norm", self.optimizer.clips_to(norm))
         parse_device(self.device)
         parse_throttle(self.throttle)
         self.chunk_bytes(None)
