@@ -476,15 +476,13 @@ def _names_to_read(engine: EngineState, reader: Reader, state: RegionState, tile
     With `anew`: master weights only. Stale weights: only if the checkpoint and the next update are both late. For
     quantized records the master weights are read, also on a rank that does not store them.
     """
-    names = [name for name in tile.states if name != CODES]
-    if CODES in tile.states:
-        names += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in names]
-    if anew:
-        return [name for name in names if name in MASTER]
     names_of_region = (engine.infos[index].name for index in state.region.parameters)
     first = next(reader.contents[name] for name in names_of_region if name in reader.contents)
-    is_late = STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
-    return [name for name in names if name != STALE or is_late]
+    left_out = _unsaved_planes(STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"]))
+    names = [name for name in tile.states if name not in left_out]
+    if CODES in tile.states:
+        names += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in names]
+    return [name for name in names if name in MASTER] if anew else names
 
 
 def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, read_names: Collection[str]) -> None:

@@ -294,7 +294,7 @@ class _Request:
 
     def overlaps(self, reads: bool) -> bool:
         """Return True if copies overlap compute. `reads`: disk reads block, so they must overlap compute."""
-        return reads or overlaps(self.has_accelerator, self.settings.throttles, self.settings.delay_seed)
+        return reads or overlaps(self.has_accelerator, self.settings.throttles, self.settings.delay_seed())
 
     def allocations(
         self,
