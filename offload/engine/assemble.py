@@ -25,6 +25,7 @@ from offload.engine.units.find import SPLITTINGS, Splitting, UnitCandidate, desc
 from offload.errors import ConfigError, DoesNotFitError, warn
 from offload.files.safetensors_file import TensorFile, tensor_reader
 from offload.files.sources import Fill, Source
+from offload.lanes.timeline import DISK_LANES
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region
@@ -50,7 +51,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
         _store_weights(state, fill)
         state.ownership.guard()
         state.lanes.drain_updates()  # a disk failure is raised here
-        state.lanes.timeline.discount("nvme_read", "nvme_write")
+        state.lanes.timeline.discount(*DISK_LANES)
         trim_heap()
         state.runner.stages.divert()  # before units: a module inside of a block may be a unit
         for unit in state.units:
