@@ -138,7 +138,7 @@ class UpdateRule(ABC):
         return max_norm or None
 
     def place_update(self, place: str, num_ranks: int) -> str:  # noqa: ARG002
-        """Return the place of the updates, given `Settings.update`; "auto": the plan chooses."""
+        """Return the update place (cpu, device, both or slot), given `Settings.update`. auto: the plan chooses."""
         return place
 
     def workspace_bytes(self, shape: tuple[int, ...]) -> int:  # noqa: ARG002

@@ -325,8 +325,8 @@ class _Request:
 
 
 def choose_residence(request: _Request, update: str) -> tuple[Residence, str, FreeMemory]:
-    """Choose the tier of all planes and the places of the updates. Return the table, the general place of the updates
-    (see `Plan.update`), and the free memory beside device memory on the host.
+    """Choose the tier of all planes and the places of the updates. Return the table, the place of the updates
+    (as in `lay_out`), and the free memory beside device memory on the host.
 
     Raises ConfigError if the settings allow no table.
     """
@@ -434,7 +434,7 @@ def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
 
 
 def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
-    """Return the plan with a general place of the updates. num_sharing: as in `_check_memory`; None: no check."""
+    """Return the plan with a place of the updates. num_sharing: as in `_check_memory`; None: no check."""
     residence, update, free = choose_residence(request, update)
     update = DEVICE if update == SLOT else update  # the residence has the slots
     on_disk = any("weights" in residence.planes_on(DISK, region) for region in request.regions)
