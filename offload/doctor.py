@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.app.config.command_line import run_command
 from offload.errors import format_bytes
+from offload.lanes.timeline import DISK_LANES
 
 DESCRIPTION = (
     "Tell what this machine has: versions, kernels, the I/O engine, and what the directories for the nvme tier can do. "
@@ -137,7 +138,7 @@ def _limits(about: dict[str, Any]) -> list[tuple[str, str]]:
     parts = ", ".join(f"{names[lane]} {seconds:.3g} s" for lane, seconds in bounds["seconds"].items())
     hides = (
         f"compute takes as long with {bounds['num_tokens']:,} tokens a step, and hides it with more tokens"
-        if about["hardware"]["device"] != "cpu" or bounds["lane"].startswith("nvme")
+        if about["hardware"]["device"] != "cpu" or bounds["lane"] in DISK_LANES
         else "nothing hides it, because the same cores compute"
     )
     return [

@@ -23,8 +23,9 @@ from offload.engine.state import EngineState
 from offload.engine.units.attention import attention_for
 from offload.engine.units.find import SPLITTINGS, Splitting, UnitCandidate, describe_parameters, find_units, regions_of
 from offload.errors import ConfigError, DoesNotFitError, warn
-from offload.files.safetensors_file import ReadRange, TensorFile, tensor_reader
-from offload.files.sources import Fill, QuantizedSource, Source
+from offload.files.safetensors_file import TensorFile, tensor_reader
+from offload.files.sources import Fill, Source
+from offload.lanes.timeline import DISK_LANES
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import Codec
 from offload.layout.regions import ParameterInfo, Region
@@ -50,7 +51,7 @@ def take_over(state: EngineState, fill: Fill | None) -> None:
         _store_weights(state, fill)
         state.ownership.guard()
         state.lanes.drain_updates()  # a disk failure is raised here
-        state.lanes.timeline.discount("nvme_read", "nvme_write")
+        state.lanes.timeline.discount(*DISK_LANES)
         trim_heap()
         state.runner.stages.divert()  # before units: a module inside of a block may be a unit
         for unit in state.units:
@@ -101,7 +102,6 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
                 parameter_source, info = sources.pop(parameter, None), state.infos[place.parameter]
                 if not parameter.is_contiguous():
                     noncontiguous.append(info.name)
-                is_source = source == state.comm.rank
                 if files is not None and not info.trainable:
                     if parameter_source is None:
                         raise ConfigError(
@@ -109,10 +109,11 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
                             "directly from the model's files: it combines several of their tensors, or is in none. "
                             "Set --offload.parameters cpu (or nvme)."
                         )
-                    files.give(info.index, _stored_reader(parameter_source.reopen_files(reopen), info))
+                    files.give(info.index, info.codec.reader(info.name, parameter_source.reopen_files(reopen), None))
                 else:
-                    is_in_memory = not is_source or (parameter_source is None and not info.codec.is_from_files)
-                    read = tensor_reader(parameter) if is_in_memory else _stored_reader(parameter_source, info)
+                    read = tensor_reader(parameter)
+                    if source == state.comm.rank:
+                        read = info.codec.reader(info.name, parameter_source, read)
                     state.store.values.write(info.index, read, parameter.dtype, source)
             unit.placeholders[place.parameter] = state.ownership.placeholders[place.parameter]
         unit.install(unit.placeholders)
@@ -124,23 +125,6 @@ def _store_weights(state: EngineState, fill: Fill | None) -> None:
             "can differ from plain PyTorch. For equal bits make the parameter contiguous in both (parameter.data = "
             "parameter.data.contiguous())."
         )
-
-
-def _stored_reader(source: Source | None, info: ParameterInfo) -> ReadRange:
-    """Return a reader for quantized records, or for plain weights of an unquantized parameter.
-
-    Raises ConfigError for a quantized parameter without records in the files.
-    """
-    if isinstance(source, QuantizedSource) and info.codec == source.codec:
-        return source.records
-    if source is None or info.codec.is_from_files:
-        raise ConfigError(
-            f"{info.name} is quantized in the model's files ({info.codec.name}), but its values were changed after "
-            "loading, for example by an adapter whose initialization changes the base weights, and changed values "
-            "cannot be stored quantized. Leave the parameter unchanged (fill= of the same model), or leave out "
-            "quantized=."
-        )
-    return source.read
 
 
 _HOOK_PREFIX = "make_inputs_require_grad"

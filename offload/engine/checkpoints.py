@@ -68,7 +68,6 @@ class PendingCheckpoint:
         Raises, on all ranks, DiskError, ConfigError, or any error from `share_outcome`.
         """
         trained_only = trained_only and not all(state.region.trainable for state in engine.store.states)
-        codec = _frozen_codec(engine)
         if not trained_only and (why := _trained_only_reason(engine)):
             raise ConfigError(
                 f"{why}, and a full checkpoint cannot hold them: save with trained_only=True, and load into an engine "
@@ -89,8 +88,8 @@ class PendingCheckpoint:
             "conversions": MODEL_FORMATS[FORMAT].conversions(engine.model),
             "rule": _rule_titles(engine),
         }
-        if codec != EXACT.name:
-            own["frozen_weights"] = codec
+        if engine.frozen_weights != EXACT.name:
+            own["frozen_weights"] = engine.frozen_weights
             own["coded"] = {info.name: info.compute for info in engine.infos if info.is_quantized}
         if trained_only:
             own[_TRAINED_ONLY] = True
@@ -249,7 +248,7 @@ def check_contents(engine: EngineState, reader: Reader, *, may_reset: bool = Fal
     """
     if "engine" not in reader.meta:
         raise CheckpointError(f"{reader.path} was not written by an engine.", reader.path)
-    codecs = reader.meta["engine"].get("frozen_weights", EXACT.name), _frozen_codec(engine)
+    codecs = reader.meta["engine"].get("frozen_weights", EXACT.name), engine.frozen_weights
     if len(set(codecs)) > 1:
         raise ConfigError(
             f"{reader.path} was trained on frozen weights stored as {codecs[0]}, but offload.frozen_weights is "
@@ -335,12 +334,6 @@ def _check_frozen(reader: Reader, wanted: Contents, saved: Contents) -> None:
             f"{reader.path} was saved with other frozen parameters: {'; '.join(changes)}. Freeze the parameters of the "
             f"saved run (requires_grad, --optimizer.freeze){'' if trained_only else reset}."
         )
-
-
-def _frozen_codec(engine: EngineState) -> str:
-    """Return the codec name for frozen weights from the settings."""
-    quantized = (info.codec for info in engine.infos if info.is_quantized)
-    return next((codec.name for codec in quantized if not codec.is_from_files), EXACT.name)
 
 
 def _trained_only_reason(engine: EngineState) -> str:
@@ -483,15 +476,13 @@ def _names_to_read(engine: EngineState, reader: Reader, state: RegionState, tile
     With `anew`: master weights only. Stale weights: only if the checkpoint and the next update are both late. For
     quantized records the master weights are read, also on a rank that does not store them.
     """
-    names = [name for name in tile.states if name != CODES]
-    if CODES in tile.states:
-        names += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in names]
-    if anew:
-        return [name for name in names if name in MASTER]
     names_of_region = (engine.infos[index].name for index in state.region.parameters)
     first = next(reader.contents[name] for name in names_of_region if name in reader.contents)
-    is_late = STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"])
-    return [name for name in names if name != STALE or is_late]
+    left_out = _unsaved_planes(STALE in first.planes and engine.updates.delays(reader.meta["engine"]["step"]))
+    names = [name for name in tile.states if name not in left_out]
+    if CODES in tile.states:
+        names += [plane.name for plane in state.region.states if plane.name in MASTER and plane.name not in names]
+    return [name for name in names if name in MASTER] if anew else names
 
 
 def _fill(engine: EngineState, reader: Reader, region: Region, tile: Tile, read_names: Collection[str]) -> None:

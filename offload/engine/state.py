@@ -85,7 +85,7 @@ class EngineState:
     ) -> None:
         self.model, self.infos, self.regions, self.plan, self.comm = model, infos, regions, plan, comm
         self.throttles, self.rules = settings.throttles, settings.optimizer.parts
-        self.compiles = settings.compile == "always"
+        self.compiles, self.frozen_weights = settings.compile == "always", settings.frozen_weights
         self.execution_mode = ExecutionMode()
         self.changed = set[str]()  # frozen parameters changed since the start
         self.counters = counters
@@ -99,9 +99,12 @@ class EngineState:
         accelerator = own_accelerator(settings.device)
         most_bytes = placement.budget(DEVICE)
         self.device = open_device(accelerator, device_ledger, copies_aside=plan.overlap, most_bytes=most_bytes)
-        delay_seed = None if settings.delay_seed is None else settings.delay_seed * comm.size + comm.rank
         self.lanes = open_lanes(
-            accelerator, settings.throttles, delay_seed, plan.overlap, abort=comm.close if comm.size > 1 else None
+            accelerator,
+            settings.throttles,
+            settings.delay_seed(comm.rank),
+            plan.overlap,
+            abort=comm.close if comm.size > 1 else None,
         )
         self._finalizer = weakref.finalize(self, self.lanes.abandon)  # without close(): ends the threads
         counters.read_peaks_from(self)

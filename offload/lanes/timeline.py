@@ -84,7 +84,8 @@ class Timeline:
         return seconds, {"compute": LaneTime(max(0.0, seconds - waited), 0.0), **lanes}, spans
 
 
-LANES = ("h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
+DISK_LANES = ("nvme_read", "nvme_write")
+LANES = ("h2d", "d2h", "collective", "network", *DISK_LANES, "update")
 """Links with a throttle and a row on the timeline. Several lanes may share one link, see `Lanes`."""
 _KEYS = ("bandwidth", "latency_seconds")
 

@@ -48,8 +48,6 @@ class Codec:
     """Neighbouring weights per record."""
     decodes = False
     """True if weights are decoded before use."""
-    is_from_files = False
-    """True if the records come from model files. Such weights cannot be encoded again."""
 
     def __repr__(self) -> str:
         return self.name
@@ -83,6 +81,12 @@ class Codec:
         `encoded` instead.
         """
         return weights
+
+    def reader(self, name: str, source: Any, memory: Any) -> Any:  # noqa: ARG002
+        """Return the `ReadRange` for the initial data of parameter `name`: of its `source` in model files, or `memory`,
+        the reader of the built parameter, if `source` is None. Raises ConfigError.
+        """
+        return memory if source is None else source.read
 
     def read(self, stored: Tensor, place: slice, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """Return the weights at `place` in the stored data `stored`, on the CPU, with dtype `dtype`. May be a view."""

@@ -90,8 +90,6 @@ class UpdateRule(ABC):
     """
     method: ClassVar[str] = "backward"
     """Source of the update: "backward" (gradients) or "forwards" (losses from forward passes alone)."""
-    clip_norm: float | None = None
-    """Norm for gradient clipping, if the rule sets one. None: the rule sets none."""
     steered: ClassVar[tuple[str, ...]] = ()
     """Settings allowed to change between steps, for example by a torch scheduler."""
 
@@ -134,6 +132,14 @@ class UpdateRule(ABC):
     def factors(self) -> tuple[Factor, ...]:
         """Per-parameter state in addition to the planes, for `by_matrix` rules."""
         return ()
+
+    def clips_to(self, max_norm: float | None) -> float | None:
+        """Return the norm for gradient clipping, given `max_grad_norm`; None: no clipping."""
+        return max_norm or None
+
+    def place_update(self, place: str, num_ranks: int) -> str:  # noqa: ARG002
+        """Return the update place (cpu, device, both or slot), given `Settings.update`. auto: the plan chooses."""
+        return place
 
     def workspace_bytes(self, shape: tuple[int, ...]) -> int:  # noqa: ARG002
         """Return the device bytes needed during the update of a parameter with this shape."""

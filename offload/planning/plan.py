@@ -252,10 +252,9 @@ def make_plan(
     free = machine.free_memory(comm)
     request = _Request(settings, units, regions, sharding, free, machine.has_accelerator)
     plan_with = partial(_make_plan, request, comm.local_size if checks else None)
-    if not settings.optimizer.has_gradients:  # each rank updates a part of the weights where they are stored
-        return plan_with("cpu" if settings.update == "cpu" or sharding.num_ranks > 1 else "device")
-    if settings.update != "auto":
-        return plan_with(settings.update)
+    place = settings.optimizer.place_update(settings.update, sharding.num_ranks)
+    if place != "auto":
+        return plan_with(place)
     on_host = plan_with("cpu")  # raises DoesNotFitError before any measurement
     if not checks or not machine.has_accelerator or settings.host_bound or on_host.residence.common == DEVICE:
         return on_host
@@ -295,7 +294,7 @@ class _Request:
 
     def overlaps(self, reads: bool) -> bool:
         """Return True if copies overlap compute. `reads`: disk reads block, so they must overlap compute."""
-        return reads or overlaps(self.has_accelerator, self.settings.throttles, self.settings.delay_seed)
+        return reads or overlaps(self.has_accelerator, self.settings.throttles, self.settings.delay_seed())
 
     def allocations(
         self,
@@ -326,8 +325,8 @@ class _Request:
 
 
 def choose_residence(request: _Request, update: str) -> tuple[Residence, str, FreeMemory]:
-    """Choose the tier of all planes and the places of the updates. Return the table, the general place of the updates
-    (see `Plan.update`), and the free memory beside device memory on the host.
+    """Choose the tier of all planes and the places of the updates. Return the table, the place of the updates
+    (as in `lay_out`), and the free memory beside device memory on the host.
 
     Raises ConfigError if the settings allow no table.
     """
@@ -348,8 +347,8 @@ def choose_residence(request: _Request, update: str) -> tuple[Residence, str, Fr
         widest = settings.prefetch if isinstance(settings.prefetch, int) else AUTO_LOOKAHEAD
         beside = bytes_on(DEVICE, request.allocations(residence, overlap, ahead=widest, buffers=2))
         free = replace(free, host_bytes=max(0, free.host_bytes - beside))
-    most_numel, room, has_gradients = None, 0, settings.optimizer.has_gradients
-    if update != "cpu" and has_gradients:
+    most_numel, room = None, 0
+    if update in (DEVICE, "both"):
         budget = _device_bytes(placement, free)
         most_numel = device_updates.tile_numel(regions, budget, sharding)
         if placement.optimizer_memory is not None:
@@ -369,10 +368,10 @@ def choose_residence(request: _Request, update: str) -> tuple[Residence, str, Fr
         [region for region in regions if region.index not in residence.rows],
         below,
         keeps_gradients=settings.keeps_gradients,
-        staging_bytes=staging_bytes(regions, 2 if overlap else 1, sharding) if has_gradients else 0,
+        staging_bytes=staging_bytes(regions, 2 if overlap else 1, sharding) if settings.optimizer.has_gradients else 0,
         host_bytes=host_bytes,
         sharding=sharding,
-        update=SLOT if update != "cpu" and not has_gradients else update,
+        update=update,
         most_numel=most_numel,
         device_bytes=room,
     )
@@ -435,8 +434,9 @@ def _check_memory(request: _Request, plan: Plan, num_sharing: int) -> None:
 
 
 def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
-    """Return the plan with a general place of the updates. num_sharing: as in `_check_memory`; None: no check."""
+    """Return the plan with a place of the updates. num_sharing: as in `_check_memory`; None: no check."""
     residence, update, free = choose_residence(request, update)
+    update = DEVICE if update == SLOT else update  # the residence has the slots
     on_disk = any("weights" in residence.planes_on(DISK, region) for region in request.regions)
     if request.settings.delay and (on_disk or residence.common == DEVICE):
         raise ConfigError(

@@ -31,6 +31,16 @@ _CHUNK_SHARE = 30
 
 Larger chunks displace saved graphs; smaller chunks accumulate the head gradient too often.
 """
+_NUMBERS: tuple[tuple[str, int, tuple[str | None, ...], str], ...] = (
+    ("train.sequence_tile", 1, ("none", "auto"), "a number of tokens, at least 1, none for whole sequences, or auto"),
+    ("train.sequence_parallel", 1, (), "a number of ranks, at least 1"),
+    ("train.micro_batch_size", 1, (None,), "a whole number, at least 1"),
+    ("train.passes", 1, (), "a whole number, at least 1"),
+    ("train.delay_after", 0, (), "a number of steps, at least 0"),
+    ("offload.prefetch", 0, ("auto",), "a number of units, at least 0, or auto"),
+    ("offload.replicas", 1, ("auto",), "a number of copies, at least 1, or auto"),
+)
+"""Number settings: key, least number, other allowed values, and all allowed values in words."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -95,34 +105,18 @@ class Settings:
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto", "products"), "train.recompute")
         _check(self.compile, ("auto", "always", "never"), "train.compile")
-        tile = self.sequence_tile
-        if tile not in ("none", "auto") and (isinstance(tile, str) or tile < 1):
-            raise ConfigError(
-                f"train.sequence_tile is {tile!r}; it must be a number of tokens, at least 1, none for whole "
-                "sequences, or auto."
-            )
-        if self.sequence_parallel < 1:
-            raise ConfigError(
-                f"train.sequence_parallel is {self.sequence_parallel!r}; it must be a number of ranks, at least 1."
-            )
-        if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
-            raise ConfigError(
-                f"offload.prefetch is {self.prefetch!r}; it must be a number of units, at least 0, or auto."
-            )
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
         _check(self.frozen_weights, tuple(CODECS), "offload.frozen_weights")
         _check(self.link_weights, tuple(LINK_CODECS), "offload.link_weights")
         _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
-        if self.replicas != "auto" and (isinstance(self.replicas, str) or self.replicas < 1):
-            raise ConfigError(
-                f"offload.replicas is {self.replicas!r}; it must be a number of copies, at least 1, or auto."
-            )
         _check(self.replica_states, ("whole", "shared"), "offload.replica_states")
         _check(self.dispatch, ("never", "always"), "offload.dispatch")
         _check(self.delay, (0, 1), "train.delay")
-        if self.delay_after < 0:
-            raise ConfigError(f"train.delay_after is {self.delay_after!r}; it must be a number of steps, at least 0.")
+        for key, least, words, meaning in _NUMBERS:
+            value = getattr(self, key.partition(".")[2])
+            if value not in words and (isinstance(value, str) or value < least):
+                raise ConfigError(f"{key} is {value!r}; it must be {meaning}.")
         refuse(chain(*ENGINE_CONFLICTS.values()), self._setting)
         experts = self.placement.experts
         if experts == "streamed":  # blocks with streamed experts run their own code
@@ -131,14 +125,8 @@ class Settings:
             object.__setattr__(self, "recompute", "always")
         compiles = settle_compile(self.compile, experts, self.sequence_parallel, self.recompute)
         object.__setattr__(self, "compile", compiles)
-        size, norm = self.micro_batch_size, self.max_grad_norm
-        if size is not None and size < 1:
-            raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
-        if self.passes < 1:
-            raise ConfigError(f"train.passes is {self.passes!r}; it must be a whole number, at least 1.")
-        check_max_grad_norm(norm)
-        clips_to = (self.optimizer.clip_norm or norm or None) if self.optimizer.has_gradients else None
-        object.__setattr__(self, "max_grad_norm", clips_to)
+        check_max_grad_norm(self.max_grad_norm)
+        object.__setattr__(self, "max_grad_norm", self.optimizer.clips_to(self.max_grad_norm))
         parse_device(self.device)
         parse_throttle(self.throttle)
         self.chunk_bytes(None)
@@ -205,10 +193,9 @@ class Settings:
         """True if an update depends on the gradients as a whole."""
         return self.max_grad_norm is not None or self.skips or self.delay > 0
 
-    @property
-    def delay_seed(self) -> int | None:
-        """Seed for random lane delays; None: no delays."""
-        return None if self.debug is False else int(self.debug)
+    def delay_seed(self, rank: int = 0) -> int | None:
+        """Return the seed for random lane delays on a rank; None: no delays."""
+        return None if self.debug is False else (int(self.debug) << 16) + rank
 
 
 Settings.__doc__ = with_texts(Settings.__doc__, ENGINE_TEXTS)

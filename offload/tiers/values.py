@@ -89,17 +89,17 @@ class Values:
 
     def _parts(self, parameter: int, read: Read, dtype: torch.dtype, source: int | None) -> Iterator[torch.Tensor]:
         """Yield the input to `write` in parts, on every rank."""
-        info, is_shared = self._infos[parameter], source is not None and self.comm.size > 1
+        info = self._infos[parameter]
         dtype, block, width = info.codec.input_format(dtype)
         step = align(_PART, block)
         for begin in range(0, info.numel, step):
             end = min(begin + step, info.numel)
-            if not is_shared:
+            if source is None:
                 flat = read(begin, end)
             else:
                 numel = align(end - begin, block) // block * width
                 flat = read(begin, end).cpu() if source == self.comm.rank else torch.empty(numel, dtype=dtype)
-                self.comm.broadcast(flat, source or 0, f"first weights of {info.name}")
+                self.comm.broadcast(flat, source, f"first weights of {info.name}")
             if not math.isfinite(flat.sum()) and (wrong := flat.numel() - int(flat.isfinite().sum())):
                 self._nonfinite[info.name] = self._nonfinite.get(info.name, 0) + wrong
             yield flat

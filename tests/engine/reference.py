@@ -65,7 +65,7 @@ class Reference:
         self.model = twin(model)
         group(self.model)
         self.rule, self.rows = optimizer or AdamW(), micro_batch_size
-        self.max_grad_norm = self.rule.clip_norm or max_grad_norm
+        self.max_grad_norm = self.rule.clips_to(max_grad_norm)
         for module in self.model.modules():
             if getattr(getattr(module, "config", None), "use_cache", None) is not None:
                 module.config.use_cache = False

@@ -23,6 +23,8 @@ from offload.engine.engine import Engine
 from offload.engine.gradients.policies import COARSE_RATIO
 from offload.engine.methods.result import StepResult
 from offload.errors import format_bytes
+from offload.layout.residence import DISK, HOST
+from offload.tiers.placement import TIERS
 
 REPORTS: Door[Callable[[Path, Callable[[str], None]], None]] = Door("report", {})
 """Reports by name, written at the end of a run. Door, called with the run folder and a function that prints a line:
@@ -135,16 +137,12 @@ class Records:
 
 def tiers(engine: Engine, config: Config) -> dict[str, dict[str, Any]]:
     """Return this rank's usage per tier, in forecast format: bytes, budget, allocations by name."""
-    budgets = {
-        "device": config.offload.device_memory,
-        "cpu": config.offload.host_memory,
-        "pinned": config.offload.host_memory,
-        "nvme": config.offload.nvme_memory,
-    }
+    budgets = {tier: getattr(config.offload, key) for tier, key in TIERS.items()}
+    budgets["pinned"] = budgets[HOST]
     usage: dict[str, dict[str, Any]] = {}
     resting = engine.resting
     for where, name, num_bytes in engine.allocations:
-        tier = "pinned" if where == "cpu" and engine.pins and name not in resting else where
+        tier = "pinned" if where == HOST and engine.pins and name not in resting else where
         of_tier = usage.setdefault(tier, {"bytes": 0, "budget_bytes": budgets.get(tier), "allocations": []})
         of_tier["bytes"] += num_bytes
         of_tier["allocations"].append({"name": name, "bytes": num_bytes})
@@ -161,7 +159,7 @@ def describe_tiers(engine: Engine, config: Config, folder: Path) -> str:
     where = "".join(f"; {description}" for description in descriptions if description)
     tiles = f"\n{engine.told_tiles}." if engine.told_tiles else ""
     text = f"tiers: between steps {', '.join(texts)}{where}; run folder: {folder}{tiles}"
-    if config.offload.nvme_dir and "nvme" not in usage:
+    if config.offload.nvme_dir and DISK not in usage:
         text += "\nnote: offload.nvme_dir is set but unused: the tiers above have room for all states."
     return text
 

@@ -82,7 +82,7 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
                     check_export_folder(folder.hf, replace=True)
         start: Any = comm.from_rank(0, start_point, "start of the run")
         with share_failure(comm, "check of the settings"):
-            check_settings(start.config, comm.size)
+            check_settings(start.config, comm)
     except BaseException:
         if folder is not None:
             folder.close()
@@ -90,9 +90,9 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
     return own, start
 
 
-def check_settings(config: Config, num_ranks: int) -> None:
+def check_settings(config: Config, comm: Comm) -> None:
     """Check settings before any work. Raises ConfigError."""
-    config.check_ranks(num_ranks)
+    config.check_ranks(comm.size)
     if dirs := make_placement(config).dirs:
         check_dirs(dirs)
     parse_throttle(config.offload.throttle)

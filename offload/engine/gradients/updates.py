@@ -124,14 +124,15 @@ class Updates:
         self._lanes.close_step()
         self.tiles.settings = self.tiles.settings._replace(lr=lr)
         self.tiles.place.begin_step()
-        self._flow.transfer.policy = self._choose(after_norm, self.delays(number), for_norm, norm)
+        delays = self.delays(number)
+        self._flow.transfer.policy = self._choose(after_norm or delays, delays, for_norm, norm)
 
     def _choose(self, after_norm: bool, delays: bool, for_norm: bool, norm: float | None) -> UpdatePolicy:
         tiles, measures, limit = self.tiles, self._measures, self._limit
         if for_norm:
             return NormOnlyPolicy()
-        if delays or after_norm or self.needs_norm:
-            reads_early = not (delays or after_norm) and tiles.early.are_possible
+        if after_norm or self.needs_norm:
+            reads_early = not after_norm and tiles.early.are_possible
             return DeferredPolicy(tiles, measures, self._deferred, reads_early=reads_early, delays=delays)
         if limit is None or norm is not None:
             return ImmediatePolicy(tiles, measures, limit, norm, self._is_inline)

@@ -68,7 +68,7 @@ class UnitRunner:
         self.anchor = torch.zeros((), requires_grad=True)
         self.step_number = 0
         self._seed, self._comm = seed, comm
-        self.has_peers = comm.size > 1
+        self.has_peers = gradients.measures.has_peers
         self._batch: tuple[int, int] | None = None
         # Scopes: `num_parts` one pass, `exchanges` one micro-batch.
         self.num_parts, self.exchanges = 1, list[Callable[[], None]]()

@@ -150,18 +150,11 @@ def _attributes_of(unit: Unit) -> dict[tuple[torch.nn.Module, str], Any]:
     return {(module, name): value for module in unit.modules for name, value in vars(module).items()}
 
 
-class _RowsOf(Comm):
-    """Stand-in communicator for the rows of one rank: its random numbers, and no agreement."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-
 class _Server:
     """Runs the blocks of this rank for the rows of any rank."""
 
     def __init__(self, state: Any, settings: Settings) -> None:
-        self._state, self._rows = state, _RowsOf(state.comm.size)
+        self._state, self._rows = state, Comm()  # for the rows of one rank: its random numbers, and no agreement
         parts = state.device, state.lanes, state.slots, state.executor, state.gradients, state.runner.saved
         self.runner = UnitRunner(*parts, state.units, seed=settings.seed, comm=self._rows)
         self.runner._uses = defaultdict(int)  # each row share is one more use, and all are one use of the weights
@@ -217,6 +210,7 @@ class _Pass:
         self._units = list(units) if is_forward else list(reversed(units))
         self._owners = [dispatch.owner(unit) for unit in self._units]
         self._tick = self._next = 0
+        self._lag = self._comm.size - 1  # ticks from the first rank's call of a block to that of the last rank
 
     @property
     def next_unit(self) -> Unit:
@@ -226,7 +220,7 @@ class _Pass:
     @property
     def is_over(self) -> bool:
         """True after the last tick."""
-        return self._tick == len(self._units) + self._comm.size - 1
+        return self._tick == len(self._units) + self._lag
 
     def call(self, unit: Unit, message: _Message) -> _Message:
         """Have the next block run for the rows of this rank, and compute for others up to the same tick."""
@@ -245,18 +239,18 @@ class _Pass:
         """Send `message` to the owner of the block of this tick, serve another rank, and return the reply."""
         tick, comm, units = self._tick, self._comm, self._units
         to = None if message is None else self._owners[tick - comm.rank]
-        calls = {tick - rank: rank for rank in range(comm.size) if 0 <= tick - rank < len(units)}
-        asking = next(((call, rank) for call, rank in calls.items() if self._owners[call] == comm.rank), None)
-        source = None if asking is None else asking[1]
+        last = tick - self._lag  # the call of the last rank; rank r is at call `tick - r`
+        calls = range(max(0, last), min(tick + 1, len(units)))
+        asking = next((call for call in calls if self._owners[call] == comm.rank), None)
+        source = None if asking is None else tick - asking
         label = f"{'forward' if self._is_forward else 'backward'} of blocks, tick {tick}"
         if tick < len(units) and self._owners[tick] != comm.rank:
             pass_over(self._dispatch.executor, units[tick].regions, backward=not self._is_forward)
         question = self._exchange(message, to, source, f"{label}: inputs")
         answer = None
         if asking is not None and question is not None:
-            answer = self._serve(units[asking[0]], asking[1], question)
+            answer = self._serve(units[asking], tick - asking, question)
         reply = self._exchange(answer, source, to, f"{label}: results")
-        last = tick - comm.size + 1
         if last >= 0 and not self._is_forward:  # after the results: a lane without a thread waits here
             self._dispatch.end_gradients(units[last])
         self._tick += 1

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.errors import ConfigError
 from offload.extras.quant.codecs import Nf4Codec, nf4_levels
 from offload.layout import codecs
 from offload.layout.codecs import EncodedPieces, QuantizedCodec
@@ -25,7 +26,6 @@ from offload.layout.codecs import EncodedPieces, QuantizedCodec
 class FileCodec(QuantizedCodec, ABC):
     """Codec with records taken from model files. Weights cannot be encoded."""
 
-    is_from_files = True
     rounds: tuple[torch.dtype, ...]
     """16-bit dtypes for successive rounding after decoding, before use."""
 
@@ -46,6 +46,15 @@ class FileCodec(QuantizedCodec, ABC):
         """Return flat records, joined from parts uint8 [n, bytes] and padded."""
         padding = parts[0].new_zeros(len(parts[0]), self.record_bytes - sum(self.fields))
         return torch.cat([*parts, padding], 1).view(-1)
+
+    def reader(self, name: str, source: Any, memory: Any) -> Any:  # noqa: ARG002
+        if getattr(source, "codec", None) != self:
+            raise ConfigError(
+                f"{name} is quantized in the model's files ({self.name}), but its values were changed after loading, "
+                "for example by an adapter whose initialization changes the base weights, and changed values cannot be "
+                "stored quantized. Leave the parameter unchanged (fill= of the same model), or leave out quantized=."
+            )
+        return source.records
 
     def input_format(self, dtype: torch.dtype) -> tuple[torch.dtype, int, int]:  # noqa: ARG002
         return torch.uint8, self.block, self.record_bytes

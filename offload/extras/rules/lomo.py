@@ -42,6 +42,9 @@ class LOMO(UpdateRule):
             if value == 0:
                 raise ConfigError(f"optimizer.{key} is 0, which would train nothing; set none for no clipping.")
 
+    def clips_to(self, max_norm: float | None) -> float | None:
+        return self.clip_norm or super().clips_to(max_norm)
+
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         if self.clip_value is None:
             return descend(states, gradients, by)

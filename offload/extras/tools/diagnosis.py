@@ -14,6 +14,7 @@ from offload.app.machine.environment import describe_environment, integrated_not
 from offload.app.machine.probe import probe
 from offload.errors import DiskError, OffloadError, format_bytes
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
+from offload.lanes.timeline import DISK_LANES
 from offload.machine.hardware import Hardware
 from offload.machine.limits import memory_limits, node_bytes, tightest_limit
 from offload.native import kernels
@@ -38,8 +39,8 @@ def diagnose(nvme_dirs: Sequence[str], *, probes: bool = False, refresh: bool = 
             "registered": not engine.why_unregistered,
             "why_unregistered": engine.why_unregistered or None,
         }
-        report["nvme"] = [_describe_dir(directory, engine) for directory in nvme_dirs]
-    usable = [each["dir"] for each in report["nvme"] if each["usable"]]
+        disks = report["nvme"] = [_describe_dir(directory, engine) for directory in nvme_dirs]
+    usable = [each["dir"] for each in disks if each["usable"]]
     if usable:
         check_dirs(usable)  # every folder is usable; this checks the combination
     if probes:
@@ -184,7 +185,7 @@ def find_bounds(machine: Hardware) -> dict[str, Any]:
     seconds = {
         lane: num_bytes * NUM_PARAMETERS / rates[f"{lane}_bytes_per_s"]
         for lane, num_bytes in TRAFFIC[precision].items()
-        if machine.rates.has_disk or not lane.startswith("nvme")
+        if machine.rates.has_disk or lane not in DISK_LANES
     }
     lane = max(seconds, key=seconds.__getitem__)
     num_tokens = seconds[lane] * machine.rates.flops_per_s[precision] / (_FLOPS * NUM_PARAMETERS)

@@ -265,7 +265,7 @@ def check_parity(config: Config, num_steps: int, *, same_order: bool, comm: Comm
     """
     with share_failure(comm, "check of the settings"):
         config.check_source()
-        check_settings(config, comm.size)
+        check_settings(config, comm)
         if config.train.method != "sft":
             raise ConfigError(
                 f"train.method is {config.train.method}, but the resident side can only train with the model's own "

@@ -14,6 +14,7 @@ import xxhash
 from offload.errors import ConfigError
 from offload.extras.zeroth import directions
 from offload.extras.zeroth.directions import NoiseRange
+from offload.layout.residence import HOST, SLOT
 from offload.native import kernels
 from offload.optim.rule import UpdateRule, UpdateStep, check_number
 from offload.optim.states import master
@@ -84,6 +85,12 @@ class MeZO(UpdateRule):
     @property
     def by_parameter(self) -> bool:
         return True
+
+    def clips_to(self, max_norm: float | None) -> float | None:  # noqa: ARG002
+        return None
+
+    def place_update(self, place: str, num_ranks: int) -> str:
+        return HOST if place == HOST or num_ranks > 1 else SLOT  # a rank updates a part of the weights
 
     @cached_property
     def mark(self) -> str:

@@ -9,6 +9,7 @@ from offload.app.config.rules import RULE_SETTINGS
 from offload.errors import format_bytes, ratio
 from offload.extras.tools.reporting.figures import COMPUTE, Binding, Figures, LaneShare
 from offload.extras.tools.reporting.run_record import RunRecord, number, seconds_text
+from offload.lanes.timeline import DISK_LANES
 
 _WORTH = 0.02  # share of a step: shorter waits are not worth a change
 _FULL = 0.9  # share of a step: a lane busier than this cannot start earlier
@@ -109,7 +110,7 @@ def _remedy(run: RunRecord, lane: LaneShare, binding: Binding) -> str:
         rule = RULE_SETTINGS.get(str(run.setting("optimizer.name")))
         if rule is not None and "states" in rule.keys and run.setting("optimizer.states") == "fp32":
             remedies.append("--optimizer.states bf16: fewer bytes to read and write")
-    elif lane.name.startswith("nvme"):
+    elif lane.name in DISK_LANES:
         remedies.append("More --offload.host_memory: fewer states on disk")
         remedies.append("folders on more disks in --offload.nvme_dir")
     elif lane.name == "collective":

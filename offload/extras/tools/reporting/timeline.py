@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from offload.extras.tools.reporting.figures import COMPUTE
 from offload.extras.tools.reporting.run_record import TracedStep, TraceSpan, seconds_text
+from offload.lanes.timeline import LANES
 
 _PASSES = ("forward", "backward")
-_LANES = (COMPUTE, "h2d", "d2h", "collective", "network", "nvme_read", "nvme_write", "update")
+_LANES = (COMPUTE, *LANES)
 _NARROW = 0.004  # step share: narrower bars merge with touching ones
 _NEAR = 0.0008  # step share: closer bars touch
 _IDLE = 0.0005  # step share: shorter compute gaps count as work
