@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -25,11 +25,11 @@ _PART = 1 << 24
 
 
 class Values:
-    """Reads and writes parameters in a store, in pieces. `states`: region states by region index."""
+    """Reads and writes parameters in a store, in pieces."""
 
     def __init__(
         self,
-        states: Mapping[int, RegionState],
+        states: Iterable[RegionState],
         infos: Sequence[ParameterInfo],
         sharding: Sharding,
         comm: Comm,
@@ -43,7 +43,7 @@ class Values:
         self.comm, self._within, self._between = comm, within, between
         self._pieces: dict[int, list[tuple[Piece, RegionState, int]]] = {}
         """Pieces by parameter, in order, with region state and position there."""
-        for state in states.values():
+        for state in states:
             for position, piece in enumerate(state.region.pieces):
                 self._pieces.setdefault(piece.parameter, []).append((piece, state, position))
         for pieces in self._pieces.values():

@@ -38,7 +38,7 @@ class Stack:
 
     def update(self, gradient: torch.Tensor) -> None:
         """Run one update with gradients for all pieces."""
-        for state in self.store.states:
+        for state in self.store.states.values():
             flat = torch.zeros(state.region.numel)
             for position, piece in enumerate(state.region.pieces):
                 flat[state.span(position)] = gradient.view(-1)[piece.begin : piece.end]
