@@ -354,13 +354,6 @@ def sum_squares_segments(
     return torch.from_numpy(result)
 
 
-def to_bf16(source: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
-    """Return float32 rounded to bfloat16, new or `out`: to nearest, ties to even, like torch."""
-    result = empty_like(source, "bfloat16") if out is None else out
-    _call("to_bf16", [("source", source, FP32), ("out", result, BF16)], threads, isa)
-    return result
-
-
 def round_bf16_(x: A, *, threads: int | None = None, isa: str | None = None) -> A:
     """Round float32 in place to the nearest bfloat16 values, ties to even. Returns x."""
     _call("round_bf16", [("x", x, FP32)], threads, isa)

@@ -257,11 +257,6 @@ def sum_squares_segments(x: Tensor, offsets: list[int], sizes: list[int]) -> Ten
     return torch.stack([sum_squares(x[offset : offset + size]) for offset, size in zip(offsets, sizes, strict=True)])
 
 
-def to_bf16(source: Tensor, out: Tensor) -> None:
-    """Round float32 [n] to bfloat16 [n], to nearest, ties to even."""
-    out.copy_(source)
-
-
 def round_bf16(x: Tensor) -> None:
     """Round float32 [n] in place to bfloat16 values."""
     x.copy_(x.bfloat16())
