@@ -93,6 +93,16 @@ def describe() -> dict[str, Any]:
     }
 
 
+def stored(states: Mapping[str, torch.Tensor], name: str) -> Any:
+    """Return a moment in kernel form: the plane, or the int8 plane with the scale plane."""
+    return (states[name], states[f"{name}_scale"]) if f"{name}_scale" in states else states[name]
+
+
+def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the master weights in kernel form: fp32, both 16-bit halves, or bf16 for a rule without a low half."""
+    return (states["weights"], states["low"]) if "low" in states else states["weights"]
+
+
 def adamw(
     master: A | tuple[A, A],
     exp_avg: A | tuple[A, A],
