@@ -15,13 +15,13 @@ import torch
 from offload.accelerators import compiles_by_default, parse_device
 from offload.arguments import check_types
 from offload.conflicts import ENGINE_CONFLICTS, refuse
-from offload.errors import ConfigError, shorten
-from offload.lanes.timeline import Throttle, parse_throttle
+from offload.errors import ConfigError, nearest, shorten
+from offload.lanes.timeline import LANES, Throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 from offload.setting_texts import ENGINE_TEXTS, with_texts
-from offload.sizes import parse_chunks
+from offload.sizes import parse_chunks, parse_size
 from offload.tiers.placement import Placement
 
 LEAST_CHUNK_BYTES = 256 << 20
@@ -31,6 +31,7 @@ _CHUNK_SHARE = 30
 
 Larger chunks displace saved graphs; smaller chunks accumulate the head gradient too often.
 """
+_THROTTLE_KEYS = ("bandwidth", "latency_seconds")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -241,6 +242,36 @@ def check_max_grad_norm(norm: float | None) -> None:
     """Raise ConfigError unless the norm is None or finite and not negative."""
     if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
         raise ConfigError(f"train.max_grad_norm is {norm!r}; it must be a positive number, or none for no clipping.")
+
+
+def parse_throttle(setting: Any) -> dict[str, Throttle]:
+    """Parse {lane: bytes per second} or {lane: {"bandwidth": size per second, "latency_seconds": s}}. None means no
+    throttles. Raises ConfigError for anything else.
+    """
+    lanes = ", ".join(LANES)
+    if setting is not None and not isinstance(setting, Mapping):
+        raise ConfigError(f"offload.throttle is {setting!r}; it must map lanes to bandwidths, with the lanes {lanes}.")
+    throttles = {}
+    for lane, value in (setting or {}).items():
+        key = f"offload.throttle.{lane}"
+        if lane not in LANES:
+            raise ConfigError(f"{key}: unknown lane{nearest(str(lane), LANES)}; the lanes are {lanes}.")
+        fields = value if isinstance(value, Mapping) else {"bandwidth": value}
+        for name in fields:
+            if name not in _THROTTLE_KEYS:
+                raise ConfigError(
+                    f"{key}.{name}: unknown key{nearest(str(name), _THROTTLE_KEYS)}; allowed: "
+                    f"{', '.join(_THROTTLE_KEYS)}."
+                )
+        bandwidth = fields.get("bandwidth")
+        rate = float(bandwidth) if isinstance(bandwidth, float) else parse_size(bandwidth, f"{key}.bandwidth")
+        latency = fields.get("latency_seconds", 0.0)
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ConfigError(f"{key} is {bandwidth!r}; a bandwidth must be more than 0 bytes per second.")
+        if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
+            raise ConfigError(f"{key}.latency_seconds is {latency!r}; it must be a number of seconds, at least 0.")
+        throttles[lane] = Throttle(rate, float(latency))
+    return throttles
 
 
 def with_settings(function: _Function) -> _Function:
