@@ -16,11 +16,10 @@ from offload.lanes.ticket import Ticket
 from offload.layout.planes import ERROR, Factor, Plane, summed
 from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.lease import Lease
-from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import FileRecord, ModelFiles
 from offload.tiers.nvme import Nvme, Record
 from offload.tiers.tile import RegionState, Tile

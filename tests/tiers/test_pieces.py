@@ -12,8 +12,8 @@ from offload.layout.build_regions import build_regions
 from offload.layout.regions import ParameterInfo, Piece
 from offload.optim.adamw import AdamW
 from offload.optim.update import UpdateSettings, update_tile
+from offload.tiers.counters import Ledger
 from offload.tiers.device import CpuDevice
-from offload.tiers.ledger import Ledger
 from offload.tiers.store import Store
 
 SHAPE = (6, 8, 48)

@@ -19,9 +19,8 @@ from offload.layout.build_regions import build_regions
 from offload.layout.regions import ParameterInfo
 from offload.layout.residence import DEVICE, SLOT, Residence, Row
 from offload.optim.adamw import AdamW
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.host import Arena, HostMapping, Pinning
-from offload.tiers.ledger import Ledger
 from offload.tiers.store import Store
 from tests.tiers.driver import PlayedDevice, PlayedDriver, is_mapped
 
