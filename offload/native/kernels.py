@@ -442,10 +442,10 @@ def _update(
             for name, moment in moments.items()
         ]
         gradient = tensor("grad", grad, FP32_OR_BF16, first)
-        arguments = first, low, checked, gradient, scalars, rounding_key
-        count = None if on_cpu(weights) else device_update.update(function, states, *arguments, _update)
+        arguments = torch_fallback.Arguments(first, low, checked, gradient, scalars, rounding_key)
+        count = None if on_cpu(weights) else device_update.update(function, states, arguments, _update)
         if count is None:
-            count = torch_fallback.update(getattr(torch_fallback, function), states, *arguments)
+            count = torch_fallback.update(getattr(torch_fallback, function), states, arguments)
         return int(count) if on_cpu(weights) else count
     address, n, _ = flat(name, weights, dtypes)
     low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]
