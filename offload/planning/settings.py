@@ -96,34 +96,20 @@ class Settings:
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto", "products"), "train.recompute")
         _check(self.compile, ("auto", "always", "never"), "train.compile")
-        tile = self.sequence_tile
-        if tile not in ("none", "auto") and (isinstance(tile, str) or tile < 1):
-            raise ConfigError(
-                f"train.sequence_tile is {tile!r}; it must be a number of tokens, at least 1, none for whole "
-                "sequences, or auto."
-            )
-        if self.sequence_parallel < 1:
-            raise ConfigError(
-                f"train.sequence_parallel is {self.sequence_parallel!r}; it must be a number of ranks, at least 1."
-            )
-        if self.prefetch != "auto" and (isinstance(self.prefetch, str) or self.prefetch < 0):
-            raise ConfigError(
-                f"offload.prefetch is {self.prefetch!r}; it must be a number of units, at least 0, or auto."
-            )
+        tokens = "a number of tokens, at least 1, none for whole sequences, or auto"
+        _check_number(self.sequence_tile, 1, "train.sequence_tile", tokens, ("none", "auto"))
+        _check_number(self.sequence_parallel, 1, "train.sequence_parallel", "a number of ranks, at least 1")
+        _check_number(self.prefetch, 0, "offload.prefetch", "a number of units, at least 0, or auto", ("auto",))
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
         _check(self.frozen_weights, tuple(CODECS), "offload.frozen_weights")
         _check(self.link_weights, tuple(LINK_CODECS), "offload.link_weights")
         _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
-        if self.replicas != "auto" and (isinstance(self.replicas, str) or self.replicas < 1):
-            raise ConfigError(
-                f"offload.replicas is {self.replicas!r}; it must be a number of copies, at least 1, or auto."
-            )
+        _check_number(self.replicas, 1, "offload.replicas", "a number of copies, at least 1, or auto", ("auto",))
         _check(self.replica_states, ("whole", "shared"), "offload.replica_states")
         _check(self.dispatch, ("never", "always"), "offload.dispatch")
         _check(self.delay, (0, 1), "train.delay")
-        if self.delay_after < 0:
-            raise ConfigError(f"train.delay_after is {self.delay_after!r}; it must be a number of steps, at least 0.")
+        _check_number(self.delay_after, 0, "train.delay_after", "a number of steps, at least 0")
         refuse(chain(*ENGINE_CONFLICTS.values()), self._setting)
         experts = self.placement.experts
         if experts == "streamed":  # blocks with streamed experts run their own code
@@ -132,13 +118,12 @@ class Settings:
             object.__setattr__(self, "recompute", "always")
         compiles = settle_compile(self.compile, experts, self.sequence_parallel, self.recompute)
         object.__setattr__(self, "compile", compiles)
-        size, norm = self.micro_batch_size, self.max_grad_norm
-        if size is not None and size < 1:
-            raise ConfigError(f"train.micro_batch_size is {size!r}; it must be a whole number, at least 1.")
-        if self.passes < 1:
-            raise ConfigError(f"train.passes is {self.passes!r}; it must be a whole number, at least 1.")
-        check_max_grad_norm(norm)
-        clips_to = (self.optimizer.clip_norm or norm or None) if self.optimizer.has_gradients else None
+        whole = "a whole number, at least 1"
+        _check_number(self.micro_batch_size, 1, "train.micro_batch_size", whole, (None,))
+        _check_number(self.passes, 1, "train.passes", whole)
+        check_max_grad_norm(self.max_grad_norm)
+        norm = self.optimizer.clip_norm or self.max_grad_norm or None
+        clips_to = norm if self.optimizer.has_gradients else None
         object.__setattr__(self, "max_grad_norm", clips_to)
         parse_device(self.device)
         parse_throttle(self.throttle)
@@ -294,3 +279,8 @@ def _check(value: object, allowed: tuple[object, ...], key: str) -> None:
     if value not in allowed:
         names = ", ".join(str(item) for item in allowed)
         raise ConfigError(f"{key} is {value!r}; this version allows {names}.")
+
+
+def _check_number(value: Any, least: int, key: str, allowed: str, words: tuple[object, ...] = ()) -> None:
+    if value not in words and (isinstance(value, str) or value < least):
+        raise ConfigError(f"{key} is {value!r}; it must be {allowed}.")
