@@ -39,7 +39,7 @@ from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.machine.hardware import Hardware, Rates
 from offload.planning.machines import SpecifiedMachine
 from offload.planning.settings import Settings
-from offload.tiers.ledger import Ledger
+from offload.tiers.counters import Ledger
 from offload.tiers.placement import Placement
 
 HERE = Hardware("here", "cpu", 1, None, 1 << 40, 1 << 40, None, False, Rates(1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0))

@@ -94,10 +94,6 @@ void py_join(Address hi, Address lo, Address master, int64_t n, int threads, int
   join(at<const uint16_t>(hi), at<const int16_t>(lo), at<float>(master), n, execution(threads, isa));
 }
 
-void py_to_bf16(Address from, Address to, int64_t n, int threads, int isa) {
-  to_bf16(at<const float>(from), at<uint16_t>(to), n, execution(threads, isa));
-}
-
 void py_round_bf16(Address x, int64_t n, int threads, int isa) { round_bf16(at<float>(x), n, execution(threads, isa)); }
 
 void py_accumulate(Address sum, Address x, bool x_is_bf16, int64_t n, int threads, int isa) {
@@ -197,7 +193,6 @@ NB_MODULE(_core, module) {
   module.def("descend", &py_descend, no_gil);
   module.def("split", &py_split, no_gil);
   module.def("join", &py_join, no_gil);
-  module.def("to_bf16", &py_to_bf16, no_gil);
   module.def("round_bf16", &py_round_bf16, no_gil);
   module.def("accumulate", &py_accumulate, no_gil);
   module.def("decode", &py_decode, no_gil);

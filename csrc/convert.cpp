@@ -24,12 +24,6 @@ void join(const uint16_t* hi, const int16_t* lo, float* master, int64_t n, Execu
   });
 }
 
-void to_bf16(const float* from, uint16_t* to, int64_t n, Execution how) {
-  parallel_chunks(n, kChunk, how.threads, [=](int64_t begin, int64_t end) {
-    OFFLOAD_DISPATCH(how.isa, to_bf16_range(from, to, begin, end));
-  });
-}
-
 void round_bf16(float* x, int64_t n, Execution how) {
   parallel_chunks(n, kChunk, how.threads, [=](int64_t begin, int64_t end) {
     OFFLOAD_DISPATCH(how.isa, round_bf16_range(x, begin, end));

@@ -15,10 +15,6 @@ void join_range(const uint16_t* hi, const int16_t* lo, float* to, int64_t begin,
   for_range(begin, end, [=](auto lane, int64_t i) { lane.store(to + i, lane.join(hi + i, lo + i)); });
 }
 
-void to_bf16_range(const float* from, uint16_t* to, int64_t begin, int64_t end) {
-  for_range(begin, end, [=](auto lane, int64_t i) { lane.store_bf16(to + i, lane.load(from + i)); });
-}
-
 void round_bf16_range(float* x, int64_t begin, int64_t end) {
   for_range(begin, end, [=](auto lane, int64_t i) { lane.store(x + i, lane.round_bf16(lane.load(x + i))); });
 }

@@ -140,7 +140,6 @@ void draw(uint32_t* out, int64_t n, const Draws& draws, uint64_t element, Execut
 
 void split(const float* master, uint16_t* hi, int16_t* lo, int64_t n, Execution how);
 void join(const uint16_t* hi, const int16_t* lo, float* master, int64_t n, Execution how);
-void to_bf16(const float* from, uint16_t* to, int64_t n, Execution how);
 void round_bf16(float* x, int64_t n, Execution how);
 template <class T>  // T here and below: float, or uint16_t for bfloat16
 void accumulate(float* sum, const T* x, int64_t n, Execution how);

@@ -26,8 +26,8 @@ from offload.errors import ConfigError
 from offload.planning.machines import ThisMachine
 from offload.planning.settings import Settings
 from offload.tiers.accelerator_device import AcceleratorDevice
+from offload.tiers.counters import Ledger
 from offload.tiers.device import CpuDevice, open_device
-from offload.tiers.ledger import Ledger
 
 NAMED = re.compile(
     r"torch\.(cuda|xpu|mps|accelerator)\b|get_device_module|\bis_(cuda|xpu)\b|\.type [!=]= .(cuda|xpu)"

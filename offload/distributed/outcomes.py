@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from offload.distributed.comm import Comm
 from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, OffloadError, RankLostError, common
@@ -50,11 +50,8 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-_Outcome = TypeVar("_Outcome")
-
-
-def share_outcome(comm: Comm, value: _Outcome, failure: Exception | None, operation: str) -> list[_Outcome]:
-    """Return all ranks' results, or raise the lowest failed rank's error on all ranks, marked `common`. Collective.
+def share_outcome(comm: Comm, failure: Exception | None, operation: str) -> None:
+    """Raise the lowest failed rank's error on all ranks, marked `common`. Collective.
 
     A single rank raises `failure` itself. Several ranks raise ConfigError, DoesNotFitError, CheckpointError, DiskError,
     or OffloadError for any other error, with the same text.
@@ -62,12 +59,11 @@ def share_outcome(comm: Comm, value: _Outcome, failure: Exception | None, operat
     comm = comm.world
     if failure is not None and comm.size == 1:
         raise failure
-    outcomes = comm.gather_objects((value, None if failure is None else _describe(failure)), f"outcome of {operation}")
-    for rank, (_, error) in enumerate(outcomes):
+    errors = comm.gather_objects(None if failure is None else _describe(failure), f"outcome of {operation}")
+    for rank, error in enumerate(errors):
         if error is not None:
             error_class, text, *rest = error
             raise common(error_class(f"[rank {rank}] {text}" if rank else text, *rest)) from failure
-    return [value for value, _ in outcomes]
 
 
 @contextmanager
@@ -81,9 +77,9 @@ def share_failure(comm: Comm, operation: str) -> Iterator[None]:
     except RankLostError:
         raise
     except Exception as error:
-        share_outcome(comm, None, error, operation)
+        share_outcome(comm, error, operation)
     else:
-        share_outcome(comm, None, None, operation)
+        share_outcome(comm, None, operation)
 
 
 def _describe(failure: Exception) -> tuple[Any, ...]:

@@ -67,7 +67,7 @@ class PendingCheckpoint:
 
         Raises, on all ranks, DiskError, ConfigError, or any error from `share_outcome`.
         """
-        trained_only = trained_only and not all(state.region.trainable for state in engine.store.states)
+        trained_only = trained_only and not all(region.trainable for region in engine.store.states)
         if not trained_only and (why := _trained_only_reason(engine)):
             raise ConfigError(
                 f"{why}, and a full checkpoint cannot hold them: save with trained_only=True, and load into an engine "
@@ -80,7 +80,7 @@ class PendingCheckpoint:
             contents[name] = replace(known, planes={**known.planes, **entry.planes})
         self._comm, self._contents, self._save = comm, contents, None
         self._random = [base64.b64encode(each.numpy().tobytes()).decode() for each in engine.device.random_state()]
-        steps = ((state.region.parameters, state.steps) for state in engine.store.states)
+        steps = ((state.region.parameters, state.steps) for state in engine.store.states.values())
         updates = {engine.infos[index].name: count for each in steps for index, count in zip(*each, strict=True)}
         own = {**decided, "step": engine.runner.step_number, "updates": updates}
         own |= {
@@ -358,7 +358,7 @@ def _describe_entry(entry: Entry | None) -> str:
 def _saved_regions(engine: EngineState, contents: Contents) -> list[RegionState]:
     """Return the regions with a parameter in the checkpoint."""
     indices = {info.index for info in engine.infos if info.name in contents}
-    return [state for state in engine.store.states if not indices.isdisjoint(state.region.parameters)]
+    return [state for state in engine.store.states.values() if not indices.isdisjoint(state.region.parameters)]
 
 
 def _unsaved_planes(is_late: bool) -> set[str]:
@@ -372,7 +372,7 @@ def _unsaved_planes(is_late: bool) -> set[str]:
 def _contents(engine: EngineState, changed: Collection[str] | None = None) -> dict[str, Entry]:
     """Return the entries for parameters and buffers. `changed`: the only frozen parameters to include."""
     contents = {}
-    for state in engine.store.states:
+    for state in engine.store.states.values():
         left_out = _unsaved_planes(state.is_stale)
         kept = [plane for plane in state.region.states if plane.name not in left_out]
         planes = {plane.name: plane.dtype for plane in kept}
@@ -522,7 +522,7 @@ def _stretches(
     """
     plane_type, shard_begin, shard_end = region.plane(plane), shard.start or 0, shard.stop or region.numel
     for position, piece in enumerate(region.pieces):
-        span, name = engine.store[region].span(position), engine.infos[piece.parameter].name
+        span, name = engine.store.states[region].span(position), engine.infos[piece.parameter].name
         begin, end = max(span.start, tile.begin, shard_begin), min(span.stop, tile.end, shard_end)
         if begin < end and name in contents and plane in contents[name].planes:
             elements = plane_type.cut(slice(begin - tile.begin, end - tile.begin))

@@ -51,7 +51,7 @@ def export_model(
     if comm.rank:
         while (wanted := _broadcast_range(state, _END, 0, 0))[0] != _END:
             read(*wanted)
-        share_outcome(comm, None, None, "export")
+        share_outcome(comm, None, "export")
         return
     index_of = {info.name: info.index for info in state.infos}
     failure: Exception | None = None
@@ -76,7 +76,7 @@ def export_model(
             raise
         failure = error
     _broadcast_range(state, _END, 0, 0)
-    share_outcome(comm, None, failure, "export")
+    share_outcome(comm, failure, "export")
 
 
 def _broadcast_range(state: EngineState, index: int, begin: int, end: int) -> tuple[int, int, int]:

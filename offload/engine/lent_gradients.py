@@ -50,7 +50,7 @@ class LentGradients:
                 "norm alone, engine.grad_norm()."
             )
         self._state.updates.measure()
-        states = self._store.states
+        states = self._store.states.values()
         self._versions = self._versions or {s.region.index: s.sums._version for s in states if s.sums is not None}
         for index, parameter in self._collect_resident().items():  # an ordinary Parameter, which asks nobody
             parameter.grad = self._store.values.gradient(index, self._measures.touched)
@@ -58,7 +58,7 @@ class LentGradients:
 
     def measure_changed(self) -> None:
         """Measure the regions again in which the script has changed gradients."""
-        for state in self._store.states if self._versions else ():
+        for state in self._store.states.values() if self._versions else ():
             index, sums = state.region.index, state.sums
             if sums is not None and self._versions.get(index, sums._version) != sums._version:
                 for piece in state.region.pieces:

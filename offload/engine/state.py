@@ -57,9 +57,8 @@ from offload.planning.memory import (
 from offload.planning.plan import Plan, budget_bytes
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import open_device
-from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import READ_RING, READ_STAGING, ModelFiles, WatchedFiles
 from offload.tiers.nvme import Nvme
 from offload.tiers.placement import Placement

@@ -9,7 +9,7 @@ on a test with ordinary and extreme numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.native.moments import BLOCK
 from offload.native.run_time_kernels import Launch, RunTimeKernels, program
-from offload.native.torch_fallback import join, split
+from offload.native.torch_fallback import Arguments, join, split
 
 _RULES = {  # function: (file, scalar class, {number of moments: rule class}, rule class for bf16 and 8-bit moments)
     "adamw": ("adamw", "AdamwScalars", {2: "AdamwStep"}, "AdamwShortStep"),
@@ -28,7 +28,6 @@ _RULES = {  # function: (file, scalar class, {number of moments: rule class}, ru
 }
 _EACH = 8  # elements per thread
 _NUM_SCALARS = 8
-_Moments = Sequence[Tensor | tuple[Tensor, Tensor]]
 KERNELS = RunTimeKernels(
     "Updates on {device} run as torch operations (some thirty launches each), because their own kernels do not work "
     "there ({reason}). Results are equal up to the last bits."
@@ -58,49 +57,32 @@ class KernelVariant(NamedTuple):
         return program(source, f"update<{arguments}>")
 
 
-def update(
-    function: str,
-    states: str,
-    master: Tensor,
-    lo: Tensor | None,
-    moments: _Moments,
-    grad: Tensor,
-    scalars: tuple[float, ...],
-    rounding_key: tuple[int, int, int],
-    on_host: Callable[..., int | Tensor],
-) -> Tensor | None:
+def update(function: str, states: str, arguments: Arguments, on_host: Callable[..., int | Tensor]) -> Tensor | None:
     """Run `torch_fallback.update` as one kernel launch, with the same result. Returns None if no kernel exists.
     `on_host` runs the same update on host arrays, for the comparison before first use.
     """
+    master, lo, moments, grad, scalars, _ = arguments
     if not KERNELS.can_run(master.device) or (function == "correct_adamw" and scalars[0] == scalars[1]):
         return None
     variant = KernelVariant(function, states, len(moments), lo is not None, grad.dtype == torch.bfloat16)
     find_difference = partial(_find_difference, master.device, variant, len(scalars), on_host)
     launch = KERNELS.find(master.device, variant, lambda: variant.program, find_difference)
-    return None if launch is None else _launch(launch, master, lo, moments, grad, scalars, rounding_key)
+    return None if launch is None else _launch(launch, arguments)
 
 
-def _launch(
-    launch: Launch,
-    master: Tensor,
-    lo: Tensor | None,
-    moments: _Moments,
-    grad: Tensor,
-    scalars: tuple[float, ...],
-    rounding_key: tuple[int, int, int],
-) -> Tensor:
+def _launch(launch: Launch, arguments: Arguments) -> Tensor:
+    master, lo, moments, grad, scalars, (key, step, element) = arguments
     count = torch.zeros((), dtype=torch.int64, device=master.device)
     if not master.numel():
         return count
     pairs = [moment if isinstance(moment, tuple) else (moment, master) for moment in moments]
     pairs += [(master, master)] * (2 - len(pairs))  # unused by the kernel
     values, scales = zip(*pairs, strict=True)
-    key, step, element = rounding_key
     halves = [half for number in (master.numel(), key) for half in (number & 0xFFFFFFFF, number >> 32)]
     numbers = [*halves, step, element & 0xFFFFFFFF, element >> 32]
     padded = [*map(float, scalars), *[0.0] * (_NUM_SCALARS - len(scalars))]
-    arguments = [master, master if lo is None else lo, *values, *scales, grad, count, *numbers, *padded]
-    launch(-(-master.numel() // _EACH), arguments)
+    passed = [master, master if lo is None else lo, *values, *scales, grad, count, *numbers, *padded]
+    launch(-(-master.numel() // _EACH), passed)
     return count
 
 
@@ -133,15 +115,9 @@ def _find_difference(
     scalars = (0.75, 0.5, 0.1, 0.9, 0.3, 0.25, 1e-3, -1e-2)[:num_scalars]
     rounding_key = (2**63 + 12345, 7, 5 * BLOCK)
     (whole, *low), *moments = device_arrays
-    num_nonfinite = _launch(
-        launch,
-        whole,
-        low[0] if low else None,
-        [as_argument(each) for each in moments],
-        grad.to(device),
-        scalars,
-        rounding_key,
-    )
+    of_device = [as_argument(each) for each in moments]
+    arguments = Arguments(whole, low[0] if low else None, of_device, grad.to(device), scalars, rounding_key)
+    num_nonfinite = _launch(launch, arguments)
     host_moments = {str(index): as_argument(each) for index, each in enumerate(host_arrays[1:])}
     expected = on_host(
         variant.function, as_argument(host_arrays[0]), host_moments, grad, scalars, None, None, rounding_key

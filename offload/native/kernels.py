@@ -93,6 +93,16 @@ def describe() -> dict[str, Any]:
     }
 
 
+def stored(states: Mapping[str, torch.Tensor], name: str) -> Any:
+    """Return a moment in kernel form: the plane, or the int8 plane with the scale plane."""
+    return (states[name], states[f"{name}_scale"]) if f"{name}_scale" in states else states[name]
+
+
+def master(states: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the master weights in kernel form: fp32, both 16-bit halves, or bf16 for a rule without a low half."""
+    return (states["weights"], states["low"]) if "low" in states else states["weights"]
+
+
 def adamw(
     master: A | tuple[A, A],
     exp_avg: A | tuple[A, A],
@@ -354,13 +364,6 @@ def sum_squares_segments(
     return torch.from_numpy(result)
 
 
-def to_bf16(source: A, out: A | None = None, *, threads: int | None = None, isa: str | None = None) -> A:
-    """Return float32 rounded to bfloat16, new or `out`: to nearest, ties to even, like torch."""
-    result = empty_like(source, "bfloat16") if out is None else out
-    _call("to_bf16", [("source", source, FP32), ("out", result, BF16)], threads, isa)
-    return result
-
-
 def round_bf16_(x: A, *, threads: int | None = None, isa: str | None = None) -> A:
     """Round float32 in place to the nearest bfloat16 values, ties to even. Returns x."""
     _call("round_bf16", [("x", x, FP32)], threads, isa)
@@ -439,10 +442,10 @@ def _update(
             for name, moment in moments.items()
         ]
         gradient = tensor("grad", grad, FP32_OR_BF16, first)
-        arguments = first, low, checked, gradient, scalars, rounding_key
-        count = None if on_cpu(weights) else device_update.update(function, states, *arguments, _update)
+        arguments = torch_fallback.Arguments(first, low, checked, gradient, scalars, rounding_key)
+        count = None if on_cpu(weights) else device_update.update(function, states, arguments, _update)
         if count is None:
-            count = torch_fallback.update(getattr(torch_fallback, function), states, *arguments)
+            count = torch_fallback.update(getattr(torch_fallback, function), states, arguments)
         return int(count) if on_cpu(weights) else count
     address, n, _ = flat(name, weights, dtypes)
     low_address = 0 if lo is None else flat("lo", lo, BITS16, n)[0]

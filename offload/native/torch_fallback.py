@@ -7,6 +7,7 @@ with the same rounding on every device. On the CPU the results equal C++ bit for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,25 +24,28 @@ _BLOCK, _LANES = 1 << 14, 32  # csrc/reduce.cpp, csrc/reduce_kernel.inl
 _Rule = Callable[..., None]
 
 
-@torch.no_grad()
-def update(
-    rule: _Rule,
-    states: str,
-    master: Tensor,
-    lo: Tensor | None,
-    moments: Sequence[Tensor | tuple[Tensor, Tensor]],
-    grad: Tensor,
-    scalars: tuple[float, ...],
-    rounding_key: tuple[int, int, int],
-) -> Tensor:
-    """Update in place with a `rule` from below. Return the number of non-finite new master weights, 0-dim int64 on the
-    same device.
+class Arguments(NamedTuple):
+    """Checked arguments of an update, on one device.
 
-    master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a split master. moments: stored as in `states`,
-    see `offload.native.kernels.adamw`. `rounding_key`: key, step and element for stochastic rounding.
+    master: float32 [n], or with `lo` (int16 [n]) the bfloat16 plane of a split master. moments: see
+    `offload.native.kernels.adamw`. rounding_key: key, step and element for stochastic rounding.
     """
+
+    master: Tensor
+    lo: Tensor | None
+    moments: Sequence[Tensor | tuple[Tensor, Tensor]]
+    grad: Tensor
+    scalars: tuple[float, ...]
+    rounding_key: tuple[int, int, int]
+
+
+@torch.no_grad()
+def update(rule: _Rule, states: str, arguments: Arguments) -> Tensor:
+    """Update in place with a `rule` from below, with moments stored as in `states`. Return the number of non-finite new
+    master weights, 0-dim int64 on the same device.
+    """
+    master, lo, moments, grad, scalars, (key, step, element) = arguments
     num_nonfinite = torch.zeros((), dtype=torch.int64, device=master.device)
-    key, step, element = rounding_key
     if states != "fp32":
         rule = _OF_ROUNDED.get(rule, rule)
     for part in _parts(master, _BYTES_AN_ELEMENT[states]):
@@ -255,11 +259,6 @@ def sum_squares_segments(x: Tensor, offsets: list[int], sizes: list[int]) -> Ten
     if not offsets:
         return torch.zeros(0, dtype=torch.float64, device=x.device)
     return torch.stack([sum_squares(x[offset : offset + size]) for offset, size in zip(offsets, sizes, strict=True)])
-
-
-def to_bf16(source: Tensor, out: Tensor) -> None:
-    """Round float32 [n] to bfloat16 [n], to nearest, ties to even."""
-    out.copy_(source)
 
 
 def round_bf16(x: Tensor) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from offload.native import kernels
-from offload.optim.rule import UpdateStep
-from offload.optim.states import StoredMoments, master, stored
+from offload.optim.rule import StoredMoments, UpdateStep
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class AdamW(StoredMoments):
     def names(self) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
-    @property
+    @cached_property
     def by_parameter(self) -> bool:
         return super().by_parameter or not self.eps  # padding between parameters is zero: 0 / 0 without eps
 
@@ -47,9 +47,9 @@ class AdamW(StoredMoments):
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return kernels.adamw(
-            master(states),
-            stored(states, "exp_avg"),
-            stored(states, "exp_avg_sq"),
+            kernels.master(states),
+            kernels.stored(states, "exp_avg"),
+            kernels.stored(states, "exp_avg_sq"),
             gradients,
             step=by.step,
             lr=by.lr,
@@ -65,7 +65,7 @@ class AdamW(StoredMoments):
         self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep, applied_scale: float
     ) -> int | torch.Tensor:
         return kernels.correct_adamw(
-            master(states),
+            kernels.master(states),
             states["exp_avg"],
             states["exp_avg_sq"],
             gradients,

@@ -12,7 +12,6 @@ from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
 from offload.optim.rule import UpdateRule, UpdateStep
-from offload.optim.states import master
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def descend(
 ) -> int | torch.Tensor:
     """Do one step in place, and return the number of non-finite weights. Arguments as in `UpdateRule.update`."""
     return kernels.sgd(
-        master(states),
+        kernels.master(states),
         states.get("momentum_buffer"),
         gradients,
         lr=by.lr,

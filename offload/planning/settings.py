@@ -15,13 +15,13 @@ import torch
 from offload.accelerators import compiles_by_default, parse_device
 from offload.arguments import check_types
 from offload.conflicts import ENGINE_CONFLICTS, refuse
-from offload.errors import ConfigError, shorten
-from offload.lanes.timeline import Throttle, parse_throttle
+from offload.errors import ConfigError, nearest, shorten
+from offload.lanes.timeline import LANES, Throttle
 from offload.layout.codecs import CODECS, EXACT, GRADIENT_CODECS, LINK_CODECS
 from offload.optim.adamw import AdamW
 from offload.optim.rule import UpdateRule
 from offload.setting_texts import ENGINE_TEXTS, with_texts
-from offload.sizes import parse_chunks
+from offload.sizes import parse_chunks, parse_size
 from offload.tiers.placement import Placement
 
 LEAST_CHUNK_BYTES = 256 << 20
@@ -31,16 +31,7 @@ _CHUNK_SHARE = 30
 
 Larger chunks displace saved graphs; smaller chunks accumulate the head gradient too often.
 """
-_NUMBERS: tuple[tuple[str, int, tuple[str | None, ...], str], ...] = (
-    ("train.sequence_tile", 1, ("none", "auto"), "a number of tokens, at least 1, none for whole sequences, or auto"),
-    ("train.sequence_parallel", 1, (), "a number of ranks, at least 1"),
-    ("train.micro_batch_size", 1, (None,), "a whole number, at least 1"),
-    ("train.passes", 1, (), "a whole number, at least 1"),
-    ("train.delay_after", 0, (), "a number of steps, at least 0"),
-    ("offload.prefetch", 0, ("auto",), "a number of units, at least 0, or auto"),
-    ("offload.replicas", 1, ("auto",), "a number of copies, at least 1, or auto"),
-)
-"""Number settings: key, least number, other allowed values, and all allowed values in words."""
+_THROTTLE_KEYS = ("bandwidth", "latency_seconds")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -105,18 +96,20 @@ class Settings:
         _check(self.on_nonfinite, ("stop", "skip"), "train.on_nonfinite")
         _check(self.recompute, ("always", "never", "auto", "products"), "train.recompute")
         _check(self.compile, ("auto", "always", "never"), "train.compile")
+        tokens = "a number of tokens, at least 1, none for whole sequences, or auto"
+        _check_number(self.sequence_tile, 1, "train.sequence_tile", tokens, ("none", "auto"))
+        _check_number(self.sequence_parallel, 1, "train.sequence_parallel", "a number of ranks, at least 1")
+        _check_number(self.prefetch, 0, "offload.prefetch", "a number of units, at least 0, or auto", ("auto",))
         _check(self.update, ("auto", "cpu", "device", "both"), "offload.update")
         _check(self.frozen_weights, tuple(CODECS), "offload.frozen_weights")
         _check(self.link_weights, tuple(LINK_CODECS), "offload.link_weights")
         _check(self.link_gradients, tuple(GRADIENT_CODECS), "offload.link_gradients")
         _check(self.zero_stage, (0, 1, 2, 3), "offload.zero_stage")
+        _check_number(self.replicas, 1, "offload.replicas", "a number of copies, at least 1, or auto", ("auto",))
         _check(self.replica_states, ("whole", "shared"), "offload.replica_states")
         _check(self.dispatch, ("never", "always"), "offload.dispatch")
         _check(self.delay, (0, 1), "train.delay")
-        for key, least, words, meaning in _NUMBERS:
-            value = getattr(self, key.partition(".")[2])
-            if value not in words and (isinstance(value, str) or value < least):
-                raise ConfigError(f"{key} is {value!r}; it must be {meaning}.")
+        _check_number(self.delay_after, 0, "train.delay_after", "a number of steps, at least 0")
         refuse(chain(*ENGINE_CONFLICTS.values()), self._setting)
         experts = self.placement.experts
         if experts == "streamed":  # blocks with streamed experts run their own code
@@ -125,6 +118,9 @@ class Settings:
             object.__setattr__(self, "recompute", "always")
         compiles = settle_compile(self.compile, experts, self.sequence_parallel, self.recompute)
         object.__setattr__(self, "compile", compiles)
+        whole = "a whole number, at least 1"
+        _check_number(self.micro_batch_size, 1, "train.micro_batch_size", whole, (None,))
+        _check_number(self.passes, 1, "train.passes", whole)
         check_max_grad_norm(self.max_grad_norm)
         object.__setattr__(self, "max_grad_norm", self.optimizer.clips_to(self.max_grad_norm))
         parse_device(self.device)
@@ -230,6 +226,36 @@ def check_max_grad_norm(norm: float | None) -> None:
         raise ConfigError(f"train.max_grad_norm is {norm!r}; it must be a positive number, or none for no clipping.")
 
 
+def parse_throttle(setting: Any) -> dict[str, Throttle]:
+    """Parse {lane: bytes per second} or {lane: {"bandwidth": size per second, "latency_seconds": s}}. None means no
+    throttles. Raises ConfigError for anything else.
+    """
+    lanes = ", ".join(LANES)
+    if setting is not None and not isinstance(setting, Mapping):
+        raise ConfigError(f"offload.throttle is {setting!r}; it must map lanes to bandwidths, with the lanes {lanes}.")
+    throttles = {}
+    for lane, value in (setting or {}).items():
+        key = f"offload.throttle.{lane}"
+        if lane not in LANES:
+            raise ConfigError(f"{key}: unknown lane{nearest(str(lane), LANES)}; the lanes are {lanes}.")
+        fields = value if isinstance(value, Mapping) else {"bandwidth": value}
+        for name in fields:
+            if name not in _THROTTLE_KEYS:
+                raise ConfigError(
+                    f"{key}.{name}: unknown key{nearest(str(name), _THROTTLE_KEYS)}; allowed: "
+                    f"{', '.join(_THROTTLE_KEYS)}."
+                )
+        bandwidth = fields.get("bandwidth")
+        rate = float(bandwidth) if isinstance(bandwidth, float) else parse_size(bandwidth, f"{key}.bandwidth")
+        latency = fields.get("latency_seconds", 0.0)
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ConfigError(f"{key} is {bandwidth!r}; a bandwidth must be more than 0 bytes per second.")
+        if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
+            raise ConfigError(f"{key}.latency_seconds is {latency!r}; it must be a number of seconds, at least 0.")
+        throttles[lane] = Throttle(rate, float(latency))
+    return throttles
+
+
 def with_settings(function: _Function) -> _Function:
     """Show the fields of `Settings` in the signature and docstring of a function taking `**settings`."""
     signature = inspect.signature(function)
@@ -250,3 +276,8 @@ def _check(value: object, allowed: tuple[object, ...], key: str) -> None:
     if value not in allowed:
         names = ", ".join(str(item) for item in allowed)
         raise ConfigError(f"{key} is {value!r}; this version allows {names}.")
+
+
+def _check_number(value: Any, least: int, key: str, allowed: str, words: tuple[object, ...] = ()) -> None:
+    if value not in words and (isinstance(value, str) or value < least):
+        raise ConfigError(f"{key} is {value!r}; it must be {allowed}.")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from offload.accelerators import Accelerator
+from offload.tiers.counters import Ledger
 from offload.tiers.host import Pinning
-from offload.tiers.ledger import Ledger
 
 _STAGED_BYTES = 16 << 20
 """Bytes per staged H2D copy through pinned memory."""

@@ -13,8 +13,8 @@ import torch
 
 from offload.accelerators import Accelerator
 from offload.tiers.accelerator_device import AcceleratorDevice
+from offload.tiers.counters import Ledger
 from offload.tiers.host import Arena, Pinning, copy_in_one_thread
-from offload.tiers.ledger import Ledger
 
 
 class CpuDevice:

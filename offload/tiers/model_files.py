@@ -18,10 +18,9 @@ from offload.layout.planes import Plane
 from offload.layout.regions import Region
 from offload.native import kernels
 from offload.native.io import ALIGNMENT_BYTES, File, IoEngine, Ticket, wait_for_all
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.host import Arena, Pinning, copy_in_one_thread
 from offload.tiers.lease import Lease, Ring
-from offload.tiers.ledger import Ledger
 
 READ_STAGING = "read staging"
 """Ledger name for the staging memory: direct reads at any offset go through this memory."""

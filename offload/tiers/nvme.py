@@ -19,10 +19,9 @@ from offload.lanes.ticket import Fence, Lane, Ticket
 from offload.layout.planes import Plane
 from offload.layout.regions import Region
 from offload.native.io import File, IoEngine, wait_for_all
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.host import Arena, Pinning
 from offload.tiers.lease import Lease, Ring, RingSlice
-from offload.tiers.ledger import Ledger
 
 CHUNK_BYTES = 1 << 19
 """Stripe size: bytes in one file before the next file gets its turn. Small beside a tile, so each disk gets a share."""

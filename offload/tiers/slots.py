@@ -63,24 +63,26 @@ class Slots:
         self._residence, self._deferred = store.residence, deferred
         self._slots: list[Slot] = []
         self._valid_slots: dict[int, Slot] = {}  # by cargo; valid until another update changes the weights
-        self._resident_fences: dict[int, Fence] = {}  # resident regions, by region index
+        self._resident_fences: dict[Region, Fence] = {}
         self._forget_cargoes()
         self._debug, self._name = debug, slot_name
-        self._flats: dict[int, torch.Tensor] = {}  # resident regions
+        self._flats: dict[Region, torch.Tensor] = {}  # resident regions
         self.gathers = store.sharding.gathers
         """True if ranks gather weights at every fetch."""
-        regions, lanes = [state.region for state in store.states], store.lanes
+        regions, lanes = list(store.states), store.lanes
         self.weight_decoder = decoder or Decoder(regions, store.device, store.lanes)
         """Decoder for quantized weights."""
         self._copy_lane, self._decoding_lane = (
             (lanes.h2d, lanes.decoding) if store.is_below_device else (lanes.on_compute, lanes.on_compute)
         )
-        self._in_place = {region.index for region in regions if self._residence.is_used_in_place(region)}
-        self._co_fetched = {region.index: self._residence.co_fetched(region) for region in regions}
-        self._slot_sizes = {region.index: self._residence.slot_bytes(region) for region in regions}
+        self._in_place = set(filter(self._residence.is_used_in_place, regions))
+        self._co_fetched = {region: self._residence.co_fetched(region) for region in regions}
+        self._slot_sizes = {region: self._residence.slot_bytes(region) for region in regions}
         self._storages: set[int] = set()
         if not self._residence.copies_weights:
-            self._storages.update(state.planes["weights"].untyped_storage().data_ptr() for state in store.states)
+            self._storages.update(
+                state.planes["weights"].untyped_storage().data_ptr() for state in store.states.values()
+            )
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._extra_memory = torch.empty(0, dtype=torch.uint8)
         """Further device memory with copies of unit weights, see `extend`."""
@@ -101,7 +103,7 @@ class Slots:
             streaming = tuple(region for region in regions if not self.is_resident(region))
             if streaming not in self.cargoes:
                 self.cargoes.append(streaming)
-                self._sizes.append(sum(self._slot_sizes[region.index] for region in streaming))
+                self._sizes.append(sum(self._slot_sizes[region] for region in streaming))
             cargo = self._numbers[regions] = self.cargoes.index(streaming)
         return cargo
 
@@ -150,7 +152,7 @@ class Slots:
         for region in self.cargoes[cargo]:
             planes = self._planes_at(region, begin)
             flat = planes.pop("weights")
-            begin += self._slot_sizes[region.index]
+            begin += self._slot_sizes[region]
             self._deferred.start(region)
             tickets += self._copy_to_device(region, flat, users, is_ahead, planes if slot.is_whole else {})
         slot.fence.record_writer(*tickets)
@@ -170,7 +172,7 @@ class Slots:
     def _fences(self, cargo: int, regions: Sequence[Region]) -> list[Fence]:
         """Return the fences of the weights in use by a unit: in a slot, and resident."""
         slot = self._valid_slots.get(cargo)
-        resident = [self._resident_fences[each.index] for each in regions if each.index in self._resident_fences]
+        resident = [self._resident_fences[each] for each in regions if each in self._resident_fences]
         return resident if slot is None else [slot.fence, *resident]
 
     def compute_after_resident(self) -> None:
@@ -195,7 +197,7 @@ class Slots:
         needed, lacking = set(regions), []
         for slot in self._valid_slots.values():
             masters_needed = needed.intersection(self.cargoes[slot.cargo])
-            if masters_needed and not slot.is_whole and any(self._co_fetched[each.index] for each in masters_needed):
+            if masters_needed and not slot.is_whole and any(self._co_fetched[each] for each in masters_needed):
                 lacking.append(slot)
             elif masters_needed:
                 slot.is_whole = True
@@ -221,7 +223,7 @@ class Slots:
 
     def is_resident(self, region: Region) -> bool:
         """Return True if the region stays on the device."""
-        return region.index in self._in_place or region.index in self._resident_fences
+        return region in self._in_place or region in self._resident_fences
 
     # -- positions of weights -----------------------------------------------------------------------------------
 
@@ -230,13 +232,13 @@ class Slots:
         cargo = self.cargo_of(regions)
         weights, end = {}, self.offset(cargo)
         for region in regions:
-            if region.index in self._in_place:
-                weights[region] = self._store[region].planes["weights"]
-            elif region.index in self._resident_fences:
-                weights[region] = self._flats[region.index]
+            if region in self._in_place:
+                weights[region] = self._store.states[region].planes["weights"]
+            elif region in self._resident_fences:
+                weights[region] = self._flats[region]
             else:
                 weights[region] = self._planes_at(region, end)["weights"]
-                end += self._slot_sizes[region.index]
+                end += self._slot_sizes[region]
                 assert end % _SLOT_ALIGNMENT_BYTES == 0
         return weights
 
@@ -248,14 +250,14 @@ class Slots:
             for region in self.cargoes[slot.cargo]:
                 if self._residence.row(region).update == SLOT:
                     masters[region] = self._planes_at(region, begin)
-                begin += self._slot_sizes[region.index]
+                begin += self._slot_sizes[region]
         return masters
 
     def _planes_at(self, region: Region, begin: int) -> dict[str, torch.Tensor]:
         """Return a region's planes in a slot, from byte `begin` on."""
         planes = {"weights": self._memory[begin : begin + region.weight_bytes].view(region.dtype)}
         begin += region.weight_bytes
-        for plane in self._co_fetched[region.index]:
+        for plane in self._co_fetched[region]:
             num_bytes = plane.num_bytes(region.numel)
             planes[plane.name] = self._memory[begin : begin + num_bytes].view(plane.dtype)
             begin += num_bytes
@@ -323,8 +325,8 @@ class Slots:
             self._device.ledger.release("resident weights", sum(flat.nbytes for _, flat in coming))
             raise
         for region, memory in coming:
-            flat = self._flats[region.index] = memory.view(region.dtype)
-            self._resident_fences[region.index] = self._new_fence("resident weights")
+            flat = self._flats[region] = memory.view(region.dtype)
+            self._resident_fences[region] = self._new_fence("resident weights")
             self._storages.add(flat.untyped_storage().data_ptr())
         self.refresh(regions, always=True)
         self.forget()
@@ -332,28 +334,27 @@ class Slots:
 
     def refresh(self, regions: Iterable[Region] | None = None, always: bool = False) -> None:
         """Copy resident regions again after an update. Counts for the next step."""
-        chosen = None if regions is None else {region.index for region in regions}
-        for index, fence in self._resident_fences.items():
-            region = self._store.region(index)
-            if (chosen is None or index in chosen) and (always or region.trainable or fence.has_failed):
+        chosen = self._resident_fences.keys() if regions is None else set(regions)
+        for region, fence in self._resident_fences.items():
+            if region in chosen and (always or region.trainable or fence.has_failed):
                 self._deferred.start(region)
                 fence.record_writer(
-                    *self._copy_to_device(region, self._flats[index], fence.before_fill(), is_ahead=True)
+                    *self._copy_to_device(region, self._flats[region], fence.before_fill(), is_ahead=True)
                 )
 
     def retry(self) -> None:
         """Copy resident regions again after a failed copy. No reader has used them since."""
-        self.refresh([self._store.region(index) for index, fence in self._resident_fences.items() if fence.has_failed])
+        self.refresh([region for region, fence in self._resident_fences.items() if fence.has_failed])
 
-    def versions(self) -> dict[int, int]:
-        """Return version counters for all resident regions, by region index."""
+    def versions(self) -> dict[Region, int]:
+        """Return version counters for all resident regions."""
         self.compute_after_resident()
-        return {index: flat._version for index, flat in self._flats.items()}
+        return {region: flat._version for region, flat in self._flats.items()}
 
-    def restore(self, versions: Mapping[int, int]) -> None:
+    def restore(self, versions: Mapping[Region, int]) -> None:
         """Copy resident regions again if written, or made resident, since `versions`."""
         now = self.versions()
-        changed = [self._store.region(index) for index in now if now[index] != versions.get(index)]
+        changed = [region for region in now if now[region] != versions.get(region)]
         if changed:
             self._lanes.wait(self._lanes.mark())
             self.refresh(changed, always=True)
@@ -398,11 +399,11 @@ class Slots:
         """
         gathering = f"all-gather of {region.name}"
         if not self._store.is_below_device and region.is_stored_as_used:
-            own_range = self._store[region].planes["weights"]
+            own_range = self._store.states[region].planes["weights"]
             return [self._store.gather(region, flat.data, own_range, gathering, users, is_ahead)]
         tickets, is_link = [], self._copy_lane is self._lanes.h2d
         stored, name = region.stored_view(flat), region.travelling.name
-        for tile in self._store[region].held_tiles:
+        for tile in self._store.states[region].held_tiles:
             lease, tile_range = tile.fetch(is_ahead, *co_fetched), slice(tile.begin, tile.end)
             targets = {
                 name: stored[tile.stored],

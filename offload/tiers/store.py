@@ -16,11 +16,10 @@ from offload.lanes.ticket import Ticket
 from offload.layout.planes import ERROR, Factor, Plane, summed
 from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
 from offload.tiers.lease import Lease
-from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import FileRecord, ModelFiles
 from offload.tiers.nvme import Nvme, Record
 from offload.tiers.tile import RegionState, Tile
@@ -60,10 +59,12 @@ class Store:
         self.counters = counters or Counters()
         # on the device only compute would wait for a lane
         compute_lanes = lanes.on_compute, lanes.on_compute, lanes.collective_on_compute
-        is_below, tier = self.is_below_device, self.residence.common
-        lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if is_below else compute_lanes
+        tier = self.residence.common
+        self.is_below_device = tier != DEVICE
+        """True if the common tier is the host, over a link to the device."""
+        lanes_of_states = (lanes.d2h, lanes.update, lanes.collective) if self.is_below_device else compute_lanes
         self.d2h_lane, self.update_lane, self.collective_lane = lanes_of_states
-        self.network_lane = lanes.network if is_below else lanes.network_on_compute
+        self.network_lane = lanes.network if self.is_below_device else lanes.network_on_compute
         self._arenas: dict[str, Arena] = {}
         groups: dict[str, list[tuple[Region, Plane, int]]] = {"states": [], _RESTING: [], _STAYING: []}
         for region in regions:
@@ -75,23 +76,22 @@ class Store:
         memory: dict[tuple[Region, str], torch.Tensor] = {}
         for name, planes in groups.items():
             memory |= self._take(name, planes, DEVICE if name == _STAYING else tier)
-        self.states: list[RegionState] = []
+        self.states: dict[Region, RegionState] = {}
         for region in regions:
             in_memory = {p.name: memory[region, p.name] for p in region.states if (region, p.name) in memory}
             others = {rank: self._tiles(region, in_memory, rank) for rank in self.sharding.partners}
             tiles = others.pop(self.sharding.owner)
             stays = frozenset(self.residence.planes_on(DEVICE, region))
-            self.states.append(RegionState(region, in_memory, tiles, others, [0] * len(region.pieces), stays=stays))
-        self._by_index = {state.region.index: state for state in self.states}
+            self.states[region] = RegionState(region, in_memory, tiles, others, [0] * len(region.pieces), stays=stays)
         comms = self.comm, self.within, self.between
-        self.values = Values(self._by_index, infos, self.sharding, *comms, lanes, device)
+        self.values = Values(self.states.values(), infos, self.sharding, *comms, lanes, device)
         small = [(region, factor, 4 * region.factor_numel(factor)) for region in regions for factor in region.factors]
         small = [each for each in small if each[2]]
         for (region, name), flat in self._take("factors", small, tier).items() if small else ():
-            self[region].factors[name] = flat
+            self.states[region].factors[name] = flat
         errors = [(region, ERROR, num_bytes) for region in regions if (num_bytes := self.sharding.error_bytes(region))]
         for (region, _), flat in self._take("errors", errors, tier).items() if errors else ():
-            self[region].error = flat
+            self.states[region].error = flat
 
     def _tiles(self, region: Region, planes: dict[str, torch.Tensor], owner: int) -> list[Tile]:
         """Return the tiles in a rank range, with the planes on this rank."""
@@ -114,16 +114,11 @@ class Store:
             tiles.append(Tile(begin, end, tile_planes, record, region.travelling.cut(slice(begin, end))))
         return tiles
 
-    @property
-    def is_below_device(self) -> bool:
-        """True if the common tier is the host, over a link to the device."""
-        return self.residence.common != DEVICE
-
     def hold_gradients(self, accumulates: bool, keeps_gradients: bool = True) -> None:
         """Allocate gradient planes for all trainable regions: fp32 to accumulate several passes, otherwise in the
         weight dtype. No planes for gradients that do not wait in memory.
         """
-        trained = [state for state in self.states if state.region.trainable]
+        trained = [state for state in self.states.values() if state.region.trainable]
         holders = [s for s in trained if accumulates or (keeps_gradients and not s.has_room_on_disk)]
         current = {s.region: s.sums is not None for s in trained if s.gradients is not None}
         if current == {state.region: accumulates for state in holders}:
@@ -141,8 +136,8 @@ class Store:
             start = self.sharding.held_range(region, planes[region]).start
             own, shard = self.sharding.own(region), self.sharding.shard(region)
             # Stage 1 holds the whole plane, like ZeRO, although only the updated range is used.
-            self[region].gradients = flat[own.start - start : own.stop - start]
-            self[region].sums = flat[shard.start - start : shard.stop - start] if accumulates else None
+            self.states[region].gradients = flat[own.start - start : own.stop - start]
+            self.states[region].sums = flat[shard.start - start : shard.stop - start] if accumulates else None
 
     def stage(self, name: str, num_bytes: int) -> torch.Tensor:
         """Allocate memory on the states' tier, replacing the allocation `name`."""
@@ -152,11 +147,6 @@ class Store:
         self._host.drop(name)
         self._host.reserve(name, num_bytes)
         return Arena(num_bytes, self.device.pinning).take(num_bytes, torch.uint8)
-
-    def count_d2h(self, num_bytes: int) -> None:
-        """Count D2H bytes, if the states are on the host."""
-        if self.is_below_device:
-            self.counters.count("d2h_bytes", num_bytes)
 
     def _take(
         self, name: str, planes: Sequence[tuple[Region, Plane | Factor, int]], tier: str
@@ -176,13 +166,6 @@ class Store:
             for region, plane, num_bytes in planes
         }
 
-    def __getitem__(self, region: Region) -> RegionState:
-        return self._by_index[region.index]
-
-    def region(self, index: int) -> Region:
-        """Return a region by index."""
-        return self._by_index[index].region
-
     @property
     def pinned_bytes(self) -> int:
         """Pinned host bytes, available for copies without staging."""
@@ -193,7 +176,7 @@ class Store:
         """Exchange updated weights, tile by tile: send tile `number` (lease `own`), after `reads`, to all ranks with a
         copy, and receive their tiles.
         """
-        state, plane, operation = self[region], region.travelling.name, f"new weights of {region.name}"
+        state, plane, operation = self.states[region], region.travelling.name, f"new weights of {region.name}"
         tile, own_weights = state.tiles[number], own.planes[plane]
         comm, lane = (self.between, self.network_lane) if self.sharding.spreads else (self.within, self.collective_lane)
         others = {rank: tiles[number].land(plane) for rank, tiles in state.others.items()}
@@ -232,7 +215,7 @@ class Store:
     def forgive(self) -> None:
         """Forget failed and cancelled updates before all states are written anew."""
         self.values.forget_nonfinite()
-        for state in self.states:
+        for state in self.states.values():
             for tile in state.held_tiles:
                 tile.fence.forgive()
                 if tile.record is not None:
@@ -246,7 +229,6 @@ class Store:
     def close(self) -> None:
         """Free all planes."""
         self.states.clear()
-        self._by_index.clear()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()

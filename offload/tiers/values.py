@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -25,11 +25,11 @@ _PART = 1 << 24
 
 
 class Values:
-    """Reads and writes parameters in a store, in pieces. `states`: region states by region index."""
+    """Reads and writes parameters in a store, in pieces."""
 
     def __init__(
         self,
-        states: Mapping[int, RegionState],
+        states: Iterable[RegionState],
         infos: Sequence[ParameterInfo],
         sharding: Sharding,
         comm: Comm,
@@ -43,7 +43,7 @@ class Values:
         self.comm, self._within, self._between = comm, within, between
         self._pieces: dict[int, list[tuple[Piece, RegionState, int]]] = {}
         """Pieces by parameter, in order, with region state and position there."""
-        for state in states.values():
+        for state in states:
             for position, piece in enumerate(state.region.pieces):
                 self._pieces.setdefault(piece.parameter, []).append((piece, state, position))
         for pieces in self._pieces.values():
@@ -185,13 +185,9 @@ class Values:
     def read_moments(self, parameter: int) -> tuple[int, dict[str, torch.Tensor]]:
         """Return the number of updates of a parameter, and fresh CPU copies of the moments, fp32, on a single rank."""
         shapes = self.moment_shapes(parameter)
-        moments = {name: torch.empty(math.prod(shape)) for name, shape in shapes.items()}
-        for plane in self.moment_planes(parameter):
-            for planes, in_tile, in_parameter in self.open_tiles(parameter, plane.name):
-                moments[plane.name][in_parameter] = self._device.to_host(planes[plane.name][in_tile])
+        moments = {plane.name: self._own_values(parameter, plane).float() for plane in self.moment_planes(parameter)}
         _, state, position = self._pieces[parameter][0]
-        for name, values in state.factors_of(position).items():
-            moments[name].copy_(values)
+        moments |= {name: values.to("cpu", copy=True) for name, values in state.factors_of(position).items()}
         return state.steps[position], {name: flat.view(shapes[name]) for name, flat in moments.items()}
 
     def write_moments(self, parameter: int, num_steps: int, moments: Mapping[str, torch.Tensor]) -> None:
@@ -222,12 +218,16 @@ class Values:
                 )
             threshold = math.inf
             if share < 1:
-                values = torch.empty(self._infos[parameter].numel, dtype=plane.dtype)
-                for planes, in_tile, in_parameter in self.open_tiles(parameter, plane.name):
-                    values[in_parameter] = self._device.to_host(planes[plane.name][in_tile])
-                threshold = _threshold(self._complete(parameter, 0, values), share)
+                threshold = _threshold(self._complete(parameter, 0, self._own_values(parameter, plane)), share)
             for planes, in_tile, _ in self.open_tiles(parameter, plane.name, changes=True):
                 _prune(planes[plane.name][plane.cut(in_tile)], threshold)
+
+    def _own_values(self, parameter: int, plane: Plane) -> torch.Tensor:
+        """Return a plane of a parameter, flat, on the CPU. Undefined where another rank updates the parameter."""
+        values = torch.empty(self._infos[parameter].numel, dtype=plane.dtype)
+        for planes, in_tile, in_parameter in self.open_tiles(parameter, plane.name):
+            values[in_parameter] = self._device.to_host(planes[plane.name][in_tile])
+        return values
 
     def _complete(self, parameter: int, begin: int, values: torch.Tensor) -> torch.Tensor:
         """Complete `values`, parameter elements from `begin` on: each rank sends the elements it updates

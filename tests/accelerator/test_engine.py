@@ -209,7 +209,7 @@ def some_stay(**settings: Any) -> Engine:
     """Return an engine with room for some moments on the device."""
     placement = Placement("cpu", "auto", device_memory="1400KiB")
     engine = Engine(build(deep), placement=placement, device="sim", update="device", **settings)
-    stays = [bool(parts_of(engine).store[region].stays) for region in parts_of(engine).regions]
+    stays = [bool(parts_of(engine).store.states[region].stays) for region in parts_of(engine).regions]
     assert any(stays)
     assert not all(stays)
     return engine
@@ -235,7 +235,7 @@ def test_an_update_comes_after_what_was_read_into_states_that_stay(
         engine.step(words(0))
         engine.finish()
         updates, store = parts_of(engine).updates, parts_of(engine).store
-        state = next(state for state in store.states if state.stays)
+        state = next(state for state in store.states.values() if state.stays)
         if broken:
             monkeypatch.setattr(parts_of(engine).lanes, "mark", lambda: ())
         gradients = torch.ones(state.region.numel)

@@ -30,10 +30,9 @@ from offload.lanes.streams import StreamLanes, open_lanes
 from offload.lanes.ticket import wait_until_done
 from offload.native import device_update, kernels, torch_fallback
 from offload.tiers import accelerator_device as device
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import open_device
 from offload.tiers.host import Arena, Pinning
-from offload.tiers.ledger import Ledger
 from tests.accelerator.control import H200
 from tests.engine import families
 from tests.engine.device import twin

@@ -15,7 +15,7 @@ from offload import LOMO, SGD, Adafactor, AdamW, Lion, MeZO, Muon
 from offload.extras.large import cut_experts
 from offload.extras.quant import products
 from offload.layout import codecs
-from offload.optim import states as optimizer_states
+from offload.optim import rule as optimizer_rule
 from offload.planning import device_updates
 from tests.engine import fp8
 from tests.engine.documents import by_document, packed
@@ -144,7 +144,7 @@ CASES: dict[str, Case] = {
     "lion": Case(settings={"optimizer": Lion(lr=3e-3)}, without=_COARSE),
     "8-bit moments": Case(
         settings={"optimizer": AdamW(lr=3e-3, states="int8")},
-        patches=((optimizer_states, "LEAST_NUMEL", 1000),),
+        patches=((optimizer_rule, "LEAST_NUMEL", 1000),),
         without=_COARSE,
     ),
     "adafactor": Case(settings={"optimizer": Adafactor(lr=0.03)}, without=_COARSE),

@@ -57,7 +57,7 @@ def states(engine: Engine) -> dict[str, State]:
     found = {}
     store = parts_of(engine).store
     settle(engine)
-    for state in store.states:
+    for state in store.states.values():
         for position, index in enumerate(state.region.parameters):
             names = [plane.name for plane in state.region.table if plane.name not in (*MASTER, "gradients")]
             moments = {name: stored_plane(store, index, name) for name in names}
@@ -106,7 +106,7 @@ def keep_gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
     def finish_and_keep() -> None:
         finish()
-        for state in parts_of(engine).store.states:
+        for state in parts_of(engine).store.states.values():
             for position, index in enumerate(state.region.parameters):
                 if state.gradients is not None:
                     kept[parts_of(engine).infos[index].name] = state.gradients[state.span(position)].clone()

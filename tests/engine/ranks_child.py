@@ -602,7 +602,7 @@ def steps(way: str, stage: int, folder: str, dispatch: str = "never") -> None:
             if engine.rank == 1:
                 leave(way)
             if engine.rank == 1 and way == "update":
-                parts_of(engine).updates.tiles.store[parts_of(engine).regions[-1]].count = leave
+                parts_of(engine).updates.tiles.store.states[parts_of(engine).regions[-1]].count = leave
         return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
     for number in range(10**9):

@@ -82,7 +82,7 @@ def deep() -> nn.Module:
 
 
 def held_by_region(engine: Engine) -> list[bool]:
-    return [bool(parts_of(engine).store[region].stays) for region in parts_of(engine).regions]
+    return [bool(parts_of(engine).store.states[region].stays) for region in parts_of(engine).regions]
 
 
 # -- host and device updates in one step ---------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_what_the_device_updates_of_both_is_what_comes_last() -> None:
     for name, settings in {"cpu": {"update": "cpu"}, "both": shared("cpu", Path())}.items():
         with Engine(build(deep), prefetch=0, **settings) as engine:
             regions, store = parts_of(engine).regions, parts_of(engine).store
-            kept = sum(region.numel for region in regions if store[region].stays)
+            kept = sum(region.numel for region in regions if store.states[region].stays)
             if name == "both":
                 assert held_by_region(engine)[:4] == [True] * 4
                 assert not any(held_by_region(engine)[5:7])

@@ -29,9 +29,9 @@ from offload import Engine, Placement
 from offload.engine.gradients.flow import GradientFlow
 from offload.errors import DiskError, TornError
 from offload.files.directories import file_system
-from offload.lanes.timeline import parse_throttle
 from offload.native import kernels
 from offload.planning import disk
+from offload.planning.settings import parse_throttle
 from tests.cli.conftest import LLAMA, SENTENCE
 from tests.disks import nameless
 from tests.engine.device import cpu_only

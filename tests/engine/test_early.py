@@ -144,7 +144,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 
     monkeypatch.setattr(EarlyReads, "begin", counted)
     pair.do(steps)
-    tiles = sum(len(state.tiles) for state in parts_of(pair.on_disk).store.states)
+    tiles = sum(len(state.tiles) for state in parts_of(pair.on_disk).store.states.values())
     assert max(early) == min(4 + 12, tiles)
     yield pair
     pair.on_disk.close()

@@ -21,7 +21,6 @@ from offload.app.training.resident import ResidentTrainer
 from offload.errors import ConfigError
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.simulated_step import SimulatedCall, SimulatedPlan, SimulatedStep, simulate
-from offload.lanes.timeline import parse_throttle
 from offload.layout import codecs
 from offload.layout.build_regions import build_regions
 from offload.layout.codecs import CODECS, decoded
@@ -29,7 +28,7 @@ from offload.layout.regions import ParameterInfo
 from offload.layout.residence import Residence
 from offload.planning.device_updates import weight_seconds
 from offload.planning.machines import Speeds
-from offload.planning.settings import Settings
+from offload.planning.settings import Settings, parse_throttle
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.device import LATE_BYTES, LEDGER
 from tests.engine.families import build, llama, tokens

@@ -18,10 +18,10 @@ from offload.app.training.resident import ResidentTrainer, using_link_weights
 from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.extras.plan.machine_files import read_machine
-from offload.lanes.timeline import parse_throttle
 from offload.layout.regions import Region
 from offload.planning.device_updates import weight_seconds
 from offload.planning.machines import Speeds
+from offload.planning.settings import parse_throttle
 from offload.tiers.slots import Slots
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.families import build, llama, tokens

@@ -395,7 +395,7 @@ def of_one_tile(engine: Engine) -> tuple[Any, Any]:
     """Return a unit with one region of one tile, and the state of the region."""
     unit = next(unit for unit in parts_of(engine).units if unit.name.endswith("embed_tokens"))
     (region,) = unit.regions
-    state = parts_of(engine).store[region]
+    state = parts_of(engine).store.states[region]
     assert len(state.tiles) == 1
     return unit, state
 

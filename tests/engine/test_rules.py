@@ -16,9 +16,8 @@ from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Mu
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
-from offload.optim import states as optimizer_states
+from offload.optim import rule as optimizer_rule
 from offload.optim.rule import ParameterTraits, UpdateRule
-from offload.optim.states import master
 from offload.planning import disk
 from tests.engine.compare import PLACES, assert_same, assert_weights, placed, train_both, updating_device, weights
 from tests.engine.device import own_device
@@ -50,7 +49,7 @@ class Counting(UpdateRule):
 
     def update(self, states, gradients, by):
         states["times"].add_(1)
-        weights = master(states)
+        weights = kernels.master(states)
         whole = kernels.join(*weights) if isinstance(weights, tuple) else weights
         whole -= gradients.float() * by.scale * by.lr
         if isinstance(weights, tuple):
@@ -74,7 +73,7 @@ class Blocks(Counting):
         padded = torch.zeros(-(-numel // 128) * 128, device=gradients.device)
         padded[:numel] = gradients.float().abs() * by.scale
         torch.maximum(states["largest"], padded.view(-1, 128).amax(1), out=states["largest"])
-        weights = master(states)
+        weights = kernels.master(states)
         whole = kernels.join(*weights) if isinstance(weights, tuple) else weights
         change = states["largest"].repeat_interleave(128)[:numel] * states["code"] * 1e-3
         whole -= change
@@ -87,7 +86,7 @@ class Blocks(Counting):
 @pytest.fixture
 def small_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the size limit, so most parameters of small models get 8-bit states."""
-    monkeypatch.setattr(optimizer_states, "LEAST_NUMEL", 1000)
+    monkeypatch.setattr(optimizer_rule, "LEAST_NUMEL", 1000)
 
 
 SMALL: dict[str, UpdateRule] = {

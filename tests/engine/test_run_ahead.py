@@ -8,7 +8,7 @@ import pytest
 
 from offload.engine.units.runner import RunAhead
 from offload.lanes.ticket import Ticket
-from offload.tiers.ledger import Ledger
+from offload.tiers.counters import Ledger
 from tests.engine.device import cpu_only
 
 pytestmark = cpu_only("the device is played")

@@ -78,7 +78,7 @@ def test_a_load_reads_nothing_that_it_overwrites(tmp_path: Path, monkeypatch: py
     engine.load_checkpoint(tmp_path / "saved")
     assert not [name for name in reads if name.startswith("update")]
     monkeypatch.setattr(Channel, "read", read)
-    for state in parts_of(engine).store.states:
+    for state in parts_of(engine).store.states.values():
         for part in state.held_tiles:
             lease = part.lend(*part.states)
             parts_of(engine).lanes.wait(lease.reads, users=lease.users)

@@ -259,7 +259,7 @@ def test_the_disk_and_a_checkpoint_hold_two_bytes_a_parameter(tmp_path: Path) ->
     engine.step(tokens())
     (on_disk,) = (num_bytes for tier, _, num_bytes in engine.allocations if tier == "nvme")
     assert on_disk == sum(
-        region.weight_bytes for region in parts_of(engine).regions if parts_of(engine).store[region].tiles
+        region.weight_bytes for region in parts_of(engine).regions if parts_of(engine).store.states[region].tiles
     )
     engine.save_checkpoint(tmp_path / "saved")
     num_elements = sum(value.numel() for value in weights(engine).values())

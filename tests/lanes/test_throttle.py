@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offload.errors import ConfigError
-from offload.lanes.timeline import LANES, Throttle, parse_throttle
+from offload.lanes.timeline import LANES, Throttle
+from offload.planning.settings import parse_throttle
 
 ALL = "h2d, d2h, collective, network, nvme_read, nvme_write, update"
 

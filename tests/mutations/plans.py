@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from offload.planning import plan
-from offload.tiers.counters import Counters
-from offload.tiers.ledger import Ledger
+from offload.tiers.counters import Counters, Ledger
 from tests.mutations import mutation
 
 

@@ -107,7 +107,7 @@ def counts_of_updates_not_loaded(patch: pytest.MonkeyPatch) -> None:
 
     def without(engine: Any, *how: Any, **more: Any) -> Any:
         found = load_states(engine, *how, **more)
-        for state in engine.store.states:
+        for state in engine.store.states.values():
             state.steps[:] = [0] * len(state.steps)
         return found
 

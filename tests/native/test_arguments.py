@@ -94,8 +94,8 @@ def test_other_functions():
         kernels.join(torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.int16))
     with pytest.raises(ConfigError, match="^lo has dtype float32"):
         kernels.join(torch.ones(2, dtype=torch.bfloat16), torch.ones(2))
-    with pytest.raises(ConfigError, match="^out has dtype float32"):
-        kernels.to_bf16(torch.ones(2), torch.ones(2))
+    with pytest.raises(ConfigError, match="^out has dtype bfloat16"):
+        kernels.join(torch.ones(2).bfloat16(), torch.ones(2).short(), torch.ones(2).bfloat16())
     with pytest.raises(ConfigError, match="^x has dtype int64"):
         kernels.sum_squares(torch.ones(2, dtype=torch.int64))
     with pytest.raises(ConfigError, match="segment 1 has offset 3 and size 3"):

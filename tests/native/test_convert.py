@@ -16,15 +16,6 @@ def rounding_cases() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_to_bf16_rounds_as_torch(isa):
-    x = rounding_cases()
-    ours, theirs = kernels.to_bf16(x, isa=isa), x.bfloat16()
-    assert ours.dtype == torch.bfloat16
-    assert torch.equal(ours.isnan(), theirs.isnan())
-    assert torch.equal(ours.view(torch.int16)[~ours.isnan()], theirs.view(torch.int16)[~theirs.isnan()])
-
-
-@pytest.mark.parametrize("isa", ISAS)
 def test_round_bf16_in_place(isa):
     x = rounding_cases()
     expected = x.bfloat16().float()
@@ -47,12 +38,10 @@ def test_short_lengths_and_offsets(isa):
     x = torch.randn(200)
     for n in range(70):
         piece = x[1 : n + 1]
-        out = torch.empty(n + 3, dtype=torch.bfloat16)[3:]
-        assert kernels.to_bf16(piece, out, isa=isa) is out
-        assert torch.equal(out, piece.bfloat16())
+        out = torch.empty(n + 3, dtype=torch.bfloat16)[3:].copy_(piece)
         rounded = piece.clone()
         kernels.round_bf16_(rounded, isa=isa)
-        assert torch.equal(rounded, piece.bfloat16().float())
+        assert torch.equal(rounded, out.float())
         total = torch.ones(n + 1)[1:]
         kernels.accumulate(total, out, isa=isa)
         assert torch.equal(total, 1 + out.float())

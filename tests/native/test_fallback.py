@@ -38,7 +38,6 @@ def test_sum_squares(in_torch, dtype, n):
 
 def test_conversions(in_torch):
     x = wild(5_000).g
-    assert torch.equal(in_torch(kernels.to_bf16, x), kernels.to_bf16(x))
     assert same_bits(in_torch(kernels.round_bf16_, x.clone()), kernels.round_bf16_(x.clone()))
     total = torch.ones(5_000)
     half = x.bfloat16()

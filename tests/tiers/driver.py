@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
+from offload.tiers.counters import Ledger
 from offload.tiers.device import CpuDevice
 from offload.tiers.host import Pinning
-from offload.tiers.ledger import Ledger
 
 ALREADY_REGISTERED, NOT_REGISTERED, OUT_OF_MEMORY = 712, 713, 2
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import DoesNotFitError
-from offload.tiers.ledger import Ledger
+from offload.tiers.counters import Ledger
 
 NAMES = ("weights", "moments", "inputs")
 

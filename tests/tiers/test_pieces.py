@@ -12,8 +12,8 @@ from offload.layout.build_regions import build_regions
 from offload.layout.regions import ParameterInfo, Piece
 from offload.optim.adamw import AdamW
 from offload.optim.update import UpdateSettings, update_tile
+from offload.tiers.counters import Ledger
 from offload.tiers.device import CpuDevice
-from offload.tiers.ledger import Ledger
 from offload.tiers.store import Store
 
 SHAPE = (6, 8, 48)
@@ -38,7 +38,7 @@ class Stack:
 
     def update(self, gradient: torch.Tensor) -> None:
         """Run one update with gradients for all pieces."""
-        for state in self.store.states:
+        for state in self.store.states.values():
             flat = torch.zeros(state.region.numel)
             for position, piece in enumerate(state.region.pieces):
                 flat[state.span(position)] = gradient.view(-1)[piece.begin : piece.end]

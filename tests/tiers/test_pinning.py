@@ -19,9 +19,8 @@ from offload.layout.build_regions import build_regions
 from offload.layout.regions import ParameterInfo
 from offload.layout.residence import DEVICE, SLOT, Residence, Row
 from offload.optim.adamw import AdamW
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.host import Arena, HostMapping, Pinning
-from offload.tiers.ledger import Ledger
 from offload.tiers.store import Store
 from tests.tiers.driver import PlayedDevice, PlayedDriver, is_mapped
 
@@ -217,7 +216,7 @@ def test_what_is_copied_to_the_device_is_pinned_and_the_rest_is_not(
         return any(begin <= flat.data_ptr() < begin + size for begin, size in driver.ranges.items())
 
     everything, travels, pinned = {"weights", "low", "exp_avg", "exp_avg_sq"}, 0, set[str]()
-    for state in store.states:
+    for state in store.states.values():
         found = {name for name, flat in state.planes.items() if is_pinned(flat)}
         always = {"weights", "low"} if in_slots and state.region.trainable else {"weights"}
         assert found == (everything if state.region.index in streamed else always)
@@ -229,7 +228,7 @@ def test_what_is_copied_to_the_device_is_pinned_and_the_rest_is_not(
 
 
 def copy_all(store: Store, device: PlayedDevice) -> None:
-    for state in store.states:
+    for state in store.states.values():
         for flat in (*state.planes.values(), state.gradients):
             assert flat is not None
             device.copy(torch.empty_like(flat), flat)

@@ -13,9 +13,8 @@ from offload.layout.build_regions import build_regions
 from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import Residence
 from offload.optim.adamw import AdamW
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import CpuDevice
-from offload.tiers.ledger import Ledger
 from offload.tiers.slots import Slots
 from offload.tiers.store import Store
 from offload.tiers.tile import DeferredUpdates

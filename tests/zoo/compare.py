@@ -230,7 +230,7 @@ def _why_not_split(unit: Unit) -> str:
 
 def _compare_states(outcome: Outcome, engine: Engine, gradients: dict[str, torch.Tensor], reference: Plain) -> None:
     infos, parts = parts_of(engine).infos, parts_of(engine)
-    for state in parts.store.states:
+    for state in parts.store.states.values():
         region = state.region
         wanted = [reference.gradients.get(infos[index].name) for index in region.parameters]
         scale = max((gradient.abs().max().item() for gradient in wanted if gradient is not None), default=0.0)

@@ -25,7 +25,7 @@ from offload.distributed.comm import Comm
 from offload.distributed.outcomes import share_failure
 from offload.errors import CheckpointError, ConfigError
 from offload.files.directories import check_dirs
-from offload.lanes.timeline import parse_throttle
+from offload.planning.settings import parse_throttle
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ class Trainer:
         if votes["notes"]:
             self._notes.exchange()
         if votes["failed"]:
-            share_outcome(comm, None, failure, "making of a batch")
+            share_outcome(comm, failure, "making of a batch")
         if not votes["unsaved"]:
             self._saves.settle()
         if votes["evaluate"] and not votes["stop"] and self._run_progress.eval_step != step:

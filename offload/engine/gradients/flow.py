@@ -54,33 +54,33 @@ class GradientFlow:
         """
         self._store, self._infos, self._device, self._lanes = store, store.infos, store.device, store.lanes
         self._exist = settings.optimizer.has_gradients
-        num_pieces = Counter(parameter for state in store.states for parameter in state.region.parameters)
+        num_pieces = Counter(parameter for region in store.states for parameter in region.parameters)
         # Regions with planned room in the buffer in fp32.
         self._planned_wide = {
-            state.region
-            for state in store.states
-            if settings.splits or any(num_pieces[parameter] > 1 for parameter in state.region.parameters)
+            region
+            for region in store.states
+            if settings.splits or any(num_pieces[parameter] > 1 for parameter in region.parameters)
         }
         self.sums_in_fp32 = False  # micro-batches or chunks are summed in the buffer, in fp32
         self._repeats = self.are_complete = False
         self._observer: GradientObserver | None = None
         self._buffer = Ring(self._device.allocate(BUFFER, sizes[BUFFER]), BUFFER)
         self._record_buffer = Ring(self._device.allocate(EXPERT_BUFFER, sizes.get(EXPERT_BUFFER, 0)), EXPERT_BUFFER)
-        self._lasting: dict[int, torch.Tensor] = {}
-        self._lasting_so_far: set[int] = set()  # keys in `_lasting` for this step only
-        self._idle: dict[int, torch.Tensor] = {}  # unused buffers from earlier steps
-        self._open: dict[int, tuple[torch.Tensor, RingSlice]] = {}
+        self._lasting: dict[Region, torch.Tensor] = {}
+        self._lasting_so_far: set[Region] = set()  # keys in `_lasting` for this step only
+        self._idle: dict[Region, torch.Tensor] = {}  # unused buffers from earlier steps
+        self._open: dict[Region, tuple[torch.Tensor, RingSlice]] = {}
         self.measures = measures
         self.exchange = open_exchange(store, measures, sizes, settings)
         self.transfer = GradientTransfer(store, measures, self.exchange, staging)
         self._places: dict[Piece, tuple[Region, int, slice]] = {}
-        self._ragged: dict[int, list[slice]] = {}  # padding behind the pieces, by region index
-        for state in store.states:
-            region, spans = state.region, [state.span(position) for position in range(len(state.region.pieces))]
+        self._ragged: dict[Region, list[slice]] = {}  # padding behind the pieces, by region
+        for region, state in store.states.items():
+            spans = [state.span(position) for position in range(len(state.region.pieces))]
             for position, (piece, span) in enumerate(zip(region.pieces, spans, strict=True)):
                 self._places[piece] = region, position, span
             padding = zip(spans, (*region.offsets[1:], region.numel), strict=True)
-            self._ragged[region.index] = [slice(span.stop, end) for span, end in padding if span.stop < end]
+            self._ragged[region] = [slice(span.stop, end) for span, end in padding if span.stop < end]
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -106,7 +106,7 @@ class GradientFlow:
 
         The copy and summation order must not depend on earlier steps: a resumed run has not made them.
         """
-        self._idle |= {index: self._lasting.pop(index) for index in self._lasting_so_far}
+        self._idle |= {region: self._lasting.pop(region) for region in self._lasting_so_far}
         self._lasting_so_far.clear()
 
     @property
@@ -116,7 +116,7 @@ class GradientFlow:
 
     def lasts(self, region: Region) -> bool:
         """Return whether gradients of a region stay on the device until the whole backward pass has ended."""
-        return region.index in self._lasting
+        return region in self._lasting
 
     @property
     def buffer_bytes(self) -> int:
@@ -134,9 +134,9 @@ class GradientFlow:
         if not self._exist or (self._observer is not None and not for_good):
             return
         if for_good:
-            self._lasting_so_far.discard(region.index)
-        if region.trainable and region.index not in self._lasting:
-            flat = self._idle.pop(region.index, None)
+            self._lasting_so_far.discard(region)
+        if region.trainable and region not in self._lasting:
+            flat = self._idle.pop(region, None)
             if flat is None:
                 flat = self._device.allocate("accumulated gradients", 4 * region.numel, _FIX).view(torch.float32)
             so_far = self.transfer.sum_so_far(region)
@@ -144,19 +144,19 @@ class GradientFlow:
                 flat[self._store.sharding.shard(region)].copy_(so_far)
                 touched = self.measures.touched[region.index]
                 for position, has in enumerate(touched):  # another rank may have had the gradients summed here
-                    touched[position] = has or bool(flat[self._store[region].span(position)].any())
-            self._lasting[region.index] = flat
+                    touched[position] = has or bool(flat[self._store.states[region].span(position)].any())
+            self._lasting[region] = flat
             if not for_good:
-                self._lasting_so_far.add(region.index)
+                self._lasting_so_far.add(region)
 
     def open(self, regions: Sequence[Region]) -> None:
         """Prepare a backward for one unit use. After the return, compute may write the unit's gradients."""
         if self._observer is not None:
             return
         self.transfer.policy.open()
-        if self._repeats and any(region.index in self._open for region in regions):
+        if self._repeats and any(region in self._open for region in regions):
             return
-        passing = [region for region in regions if region.trainable and region.index not in self._lasting]
+        passing = [region for region in regions if region.trainable and region not in self._lasting]
         if not passing:
             return
         # Spare room by chance must not change the gradient order: clipping may depend on this order.
@@ -169,10 +169,10 @@ class GradientFlow:
         self._lanes.compute_after((), users=stretch.users)
         self._lay_out(passing, stretch)
         for region in passing:
-            flat = self._open[region.index][0]
+            flat = self._open[region][0]
             if self.accumulates:  # a parameter without a gradient in this pass adds nothing
                 flat.zero_()
-            for span in self._ragged[region.index]:  # padding must stay zero, but held another unit's gradients
+            for span in self._ragged[region]:  # padding must stay zero, but held another unit's gradients
                 flat[span].zero_()
 
     def open_record(self, regions: Sequence[Region]) -> None:
@@ -212,7 +212,7 @@ class GradientFlow:
         end = 0
         for region in regions:
             begin, end = end, end + self._passing_bytes(region)
-            self._open[region.index] = stretch.flat[begin:end].view(self._passing_dtype(region)), stretch
+            self._open[region] = stretch.flat[begin:end].view(self._passing_dtype(region)), stretch
 
     @contextmanager
     def repeated(self, regions: Sequence[Region]) -> Iterator[None]:
@@ -248,10 +248,10 @@ class GradientFlow:
                 "and start the next step with a forward of the model."
             )
         touched = self.measures.touched[region.index]
-        lasts = region.index in self._lasting
+        lasts = region in self._lasting
         # The gradient may be one of several to be added, on this rank or over ranks.
         is_summed = lasts or self.sums_in_fp32 or self._repeats or self.accumulates or self.measures.has_peers
-        flat = self._lasting[region.index] if lasts else self._open[region.index][0]
+        flat = self._lasting[region] if lasts else self._open[region][0]
         if touched[position]:
             self.measures.record_square(piece, None)
             flat[span].add_(gradient)
@@ -267,7 +267,7 @@ class GradientFlow:
         if self._repeats or self._observer is not None:
             return
         for region in regions:
-            buffer = self._open.pop(region.index, None)
+            buffer = self._open.pop(region, None)
             if buffer is None:
                 continue
             flat, stretch = buffer
@@ -305,7 +305,6 @@ class GradientFlow:
         """Send on the gradients summed on the device, after the backward."""
         if self.are_complete:
             return
-        for index, flat in self._lasting.items():
-            region = self._store.region(index)
+        for region, flat in self._lasting.items():
             if self.transfer.sends(region):
                 self.transfer.send(region, flat, Fence("accumulated gradients"), is_final=True)

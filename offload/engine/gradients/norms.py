@@ -43,7 +43,7 @@ class Measures:
 
     def __init__(self, store: Store) -> None:
         self._store, self.has_peers = store, store.comm.size > 1
-        self._regions = [state.region for state in store.states]
+        self._regions = list(store.states)
         self.touched: dict[int, list[bool]] = {}
         pieces = [piece for region in self._regions for piece in region.pieces]
         self._pieces = sorted(pieces, key=lambda piece: (piece.parameter, piece.begin))
@@ -53,7 +53,7 @@ class Measures:
         buffers = store.device.host_memory(sum(counts), torch.float64).split(counts)
         # For each region, memory for squares and flags. Within a step no memory is used twice.
         self._buffers = {region.index: buffer for region, buffer in zip(self._regions, buffers, strict=True)}
-        self._pending: dict[int, torch.Tensor] = {}  # in D2H copies from a GPU
+        self._pending: dict[Region, torch.Tensor] = {}  # in D2H copies from a GPU
         self._shares: dict[int, torch.Tensor] = {}  # this rank's, until the ranks agree
         self.begin_step()
 
@@ -89,10 +89,10 @@ class Measures:
 
     def complete(self, region: Region) -> None:
         """Make a region's measures final, after the gradients have arrived."""
-        values = self._pending.get(region.index)
+        values = self._pending.get(region)
         if values is not None:  # the update lane may do the same at the same time, with equal values
             self._note(region, values.tolist())
-            self._pending.pop(region.index, None)
+            self._pending.pop(region, None)
 
     def measure(self, region: Region, flat: torch.Tensor) -> CopySquares | None:
         """Measure a region's gradients on a single rank.
@@ -106,7 +106,7 @@ class Measures:
         if squares.is_cpu:
             self._note(region, squares.tolist())
             return None
-        host = self._pending[region.index] = self._buffers[region.index][: len(squares)]
+        host = self._pending[region] = self._buffers[region.index][: len(squares)]
         return partial(self._store.device.copy, host, squares)
 
     def measure_shard(self, region: Region, shard: torch.Tensor, agrees: bool) -> None:
@@ -125,7 +125,7 @@ class Measures:
         if not self._store.is_below_device:  # inline updates need the flags at once
             touched[:] = [count > 0 for count in self._store.comm.sum_in_order(list(map(float, touched)), label)]
         total = self._store.comm.sum_in_order(share, label)
-        self._pending[region.index] = self._to_host(total, buffer)
+        self._pending[region] = self._to_host(total, buffer)
         if share.is_cpu:
             self.complete(region)
 
@@ -140,12 +140,10 @@ class Measures:
             # Exchange numbers: tensors may already be on their way for the next step.
             totals = torch.tensor(self._store.comm.sum_in_order(shares, "norm of the gradients"), dtype=torch.float64)
             sizes = [2 * len(region.parameters) for region in regions]
-            self._pending.update(
-                (region.index, total) for region, total in zip(regions, totals.split(sizes), strict=True)
-            )
+            self._pending.update(zip(regions, totals.split(sizes), strict=True))
             self._shares.clear()
-        for index in list(self._pending):
-            self.complete(self._store.region(index))
+        for region in list(self._pending):
+            self.complete(region)
 
     def _to_host(self, values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """Return the values in host memory, valid after the lane's current work."""

@@ -84,7 +84,7 @@ class DeferredPolicy(UpdatePolicy):
         scale, has_peers = clip_coefficient(norm, limit), self._measures.has_peers
         if not has_peers:  # with peers: other ranks may already have updated theirs
             early.check()
-        waiting = [state for state in updates.store.states if state.has_gradient_plane]
+        waiting = [state for state in updates.store.states.values() if state.has_gradient_plane]
         # Delayed updates start with the regions the next backward needs first, to free room for gradients.
         waiting.sort(key=lambda state: first_use(state.region), reverse=self._delays)
         early.follow([state.region for state in waiting])
@@ -226,7 +226,7 @@ def refuse_gradients(updates: TileUpdates, measures: Measures, norm: float, orde
             f"the gradient norm is {norm}, although the gradient of each parameter is finite; the largest is that of "
             f"{infos[largest.parameter].name}. {advice}"
         )
-    unit = next(state.region.name for state in updates.store.states if bad[0] in state.region.pieces)
+    unit = next(region.name for region in updates.store.states if bad[0] in region.pieces)
     num_bad = len({piece.parameter for piece in bad})
     raise NonFiniteError(
         f"the gradient of {infos[bad[0].parameter].name} in unit {unit} is not finite ({num_bad} of {len(infos)} "

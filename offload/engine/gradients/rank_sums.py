@@ -162,7 +162,7 @@ class ReplicaSums(Exchange):
     def __init__(self, inner: Exchange, *parts: Any) -> None:
         """`inner`: sums inside a replica. `parts`: as for `Exchange`."""
         super().__init__(*parts)
-        store, regions = self._store, [state.region for state in self._store.states]
+        store, regions = self._store, list(self._store.states)
         sizes = replica_sum_bytes(regions, 2 if self._lanes.overlap else 1, store.residence)
         memory = store.stage(BETWEEN, sum(sizes))
         self._ring, scratch, codec = Ring(memory[: sizes[0]], BETWEEN), memory[sizes[0] :], store.sharding.gradients
@@ -186,7 +186,7 @@ class ReplicaSums(Exchange):
         self._sum(gradients, gradients.flat[:0])
 
     def land(self, gradients: Gradients, leases: Leases) -> None:
-        region, state = gradients.region, self._store[gradients.region]
+        region, state = gradients.region, self._store.states[gradients.region]
         if state.gradients is not None or not state.has_room_on_disk:
             for _, lease in leases:
                 lease.done_writing(self._sum(gradients, lease.planes["gradients"], lease.users)[2])
@@ -225,7 +225,8 @@ class ReplicaSums(Exchange):
             copy, reads=reads, users=stretch.users, name=region.name, num_bytes=terms.nbytes
         )
         source.record_reader(copied)
-        self._store.count_d2h(terms.nbytes)
+        if self._store.is_below_device:
+            self._store.counters.count("d2h_bytes", terms.nbytes)
         stretch.fence.record_writer(copied)
         piece = stretch.flat[terms.nbytes : num_bytes] if flat.dtype == torch.bfloat16 else None
         ticket = self._exchange(region, terms, into, measure, (copied,), users, piece)
@@ -254,7 +255,7 @@ class ReplicaSums(Exchange):
         shard, own = sharding.shard(region), sharding.own(region)
         own_range = slice(max(shard.start, own.start) - own.start, min(shard.stop, own.stop) - own.start)
         target = into[own_range] if len(into) else into
-        work = partial(self._sums.run, store[region], terms, own_sum, target, measure)
+        work = partial(self._sums.run, store.states[region], terms, own_sum, target, measure)
         sent = self._sums.sent_bytes(terms, into)
         self._counters.count("network_bytes", sent * between.num_far)
         ticket = store.network_lane.submit(

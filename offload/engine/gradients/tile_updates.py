@@ -33,14 +33,16 @@ class EarlyReads:
         self._order: list[Region] = []
         self._leases: dict[Tile, Lease] = {}
         # A record with room for gradients would lend them with the states, before they exist.
-        self.are_possible = not any(state.has_room_on_disk for state in store.states)
+        self.are_possible = not any(state.has_room_on_disk for state in store.states.values())
 
     def begin(self) -> None:
         """Read states during the backward, when the disk is mostly idle.
 
         Follows the last update order as far as the ring has room.
         """
-        for tile in (tile for region in self._order for tile in self._store[region].tiles if tile.record is not None):
+        for tile in (
+            tile for region in self._order for tile in self._store.states[region].tiles if tile.record is not None
+        ):
             lease = tile.lend_early(*tile.states)
             if lease is None:
                 break
@@ -97,13 +99,13 @@ class TileUpdates:
 
     def publish(self, region: Region) -> None:
         """Send corrected, now final weights to the other ranks."""
-        for number, tile in enumerate(self.store[region].tiles if self.store.publishes else ()):
+        for number, tile in enumerate(self.store.states[region].tiles if self.store.publishes else ()):
             lease = tile.lend(tile.travelling)
             self.store.publish(region, number, lease, lease.reads)
 
     def choose_weights(self, late: Collection[Region] = ()) -> None:
         """Let the next pass use the old weights of the regions `late`, and the newest weights of all others."""
-        changed = [state for state in self.store.states if state.is_stale or state.region in late]
+        changed = [state for region, state in self.store.states.items() if state.is_stale or region in late]
         self.mark_updating(bool(late))
         self.slots.invalidate([state.region for state in changed])
         for state in changed:
@@ -133,7 +135,7 @@ class RegionUpdate:
         """`gradients`: in memory, behind `fence`; None: on disk with the region's states. `touched`: per piece, True
         if there is a gradient. `is_final`: no correction follows.
         """
-        self.tiles, self.region, self.state, self.settings = tiles, region, tiles.store[region], tiles.settings
+        self.tiles, self.region, self.state, self.settings = tiles, region, tiles.store.states[region], tiles.settings
         self.gradients, self.fence, self.touched, self.scale, self.is_final = gradients, fence, touched, scale, is_final
 
     def submit(self) -> None:

@@ -115,7 +115,8 @@ class Exchange:
         ticket = self._store.d2h_lane.submit(copy, reads=reads, users=users, name=region.name, num_bytes=target.nbytes)
         source.record_reader(ticket)
         self.tickets.append(ticket)
-        self._store.count_d2h(target.nbytes)
+        if self._store.is_below_device:
+            self._store.counters.count("d2h_bytes", target.nbytes)
         return ticket
 
     def zero(self, region: Region, leases: Leases) -> None:
@@ -168,7 +169,7 @@ class GradientTransfer:
         if not self.accumulates or region.index not in self._sent:
             return None
         self._store.lanes.wait(self._exchange.tickets)
-        return self._store[region].sums
+        return self._store.states[region].sums
 
     def free(self) -> None:
         self._staging.free()
@@ -181,7 +182,7 @@ class GradientTransfer:
         """
         self._store.lanes.wait(self._exchange.tickets)
         if self.accumulates:
-            for state in self._store.states:
+            for state in self._store.states.values():
                 if state.sums is not None and state.region.index in self._sent:
                     self._exchange.finish_sum(state, state.sums)
             self._store.lanes.wait(self._exchange.tickets)
@@ -197,7 +198,7 @@ class GradientTransfer:
         if self._measures.has_peers:
             for position, has in enumerate(self._measures.touched[region.index]):
                 if not has:  # on this rank; another rank may have one
-                    flat[self._store[region].span(position)].zero_()
+                    flat[self._store.states[region].span(position)].zero_()
         if self.accumulates:
             self._add(region, flat, source, is_final)
             return
@@ -222,7 +223,7 @@ class GradientTransfer:
         self._sent.add(region.index)
         if not is_first or self.policy.drops:
             return
-        state = self._store[region]
+        state = self._store.states[region]
         if state.sums is not None:
             lease = Lease.of({"gradients": state.sums}, state.gradient_fence)
             self._exchange.zero(region, [(slice(0, len(state.sums)), lease)])
@@ -231,7 +232,7 @@ class GradientTransfer:
 
     def _land(self, region: Region, gradients: Gradients | None) -> None:
         """Store a region's gradients (None: zeros) until the update, and tell the policy."""
-        state, stretch = self._store[region], None
+        state, stretch = self._store.states[region], None
         stored, fence = state.gradients, state.gradient_fence
         leases: Leases = state.lend_gradients()
         if not state.has_gradient_plane:
@@ -249,7 +250,7 @@ class GradientTransfer:
 
     def _add(self, region: Region, flat: torch.Tensor, source: Fence, is_final: bool) -> None:
         """Add a region's gradients to the sum over several passes, in fp32."""
-        state = self._store[region]
+        state = self._store.states[region]
         plane, fence = state.sums, state.gradient_fence
         assert plane is not None
         first = region.index not in self._sent

@@ -18,10 +18,9 @@ from offload.lanes.lanes import Lanes
 from offload.lanes.ticket import Fence, Ticket
 from offload.layout.regions import align
 from offload.machine.limits import memory
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import Device
 from offload.tiers.host import Arena
-from offload.tiers.ledger import Ledger
 from offload.tiers.nvme import RING_TILES, Nvme, Stripes
 
 CHECKPOINTS, GRAPHS = "activation checkpoints", "graphs"

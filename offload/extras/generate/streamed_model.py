@@ -32,9 +32,8 @@ from offload.layout.regions import ParameterInfo
 from offload.layout.residence import Residence
 from offload.planning.disk import in_files
 from offload.schedule.execute import Executor
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import open_device
-from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import RING_TILES
 from offload.tiers.slots import Slots

@@ -35,10 +35,9 @@ from offload.planning.memory import BUFFER, SCRATCH, SHARDS
 from offload.planning.settings import Settings
 from offload.schedule.execute import Executor
 from offload.tiers.accelerator_device import AcceleratorDevice
-from offload.tiers.counters import Counters
+from offload.tiers.counters import Counters, Ledger
 from offload.tiers.device import CpuDevice
 from offload.tiers.host import Arena
-from offload.tiers.ledger import Ledger
 from offload.tiers.model_files import ModelFiles
 from offload.tiers.nvme import Nvme, Stripes
 from offload.tiers.slots import Slots

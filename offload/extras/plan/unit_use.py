@@ -28,8 +28,8 @@ from offload.extras.large.tiles import TiledForward, Tiles
 from offload.extras.plan.op_counter import OpCounter
 from offload.extras.plan.workload import NO_WORK, ProductWork, UnitWork
 from offload.planning.settings import Settings
+from offload.tiers.counters import Ledger
 from offload.tiers.device import CpuDevice
-from offload.tiers.ledger import Ledger
 
 ROWS = 2
 """Batch rows in recorded uses."""

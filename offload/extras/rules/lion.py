@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from offload.native import kernels
-from offload.optim.rule import UpdateStep
-from offload.optim.states import StoredMoments, master, stored
+from offload.optim.rule import StoredMoments, UpdateStep
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class Lion(StoredMoments):
 
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         return kernels.lion(
-            master(states),
-            stored(states, "exp_avg"),
+            kernels.master(states),
+            kernels.stored(states, "exp_avg"),
             gradients,
             lr=by.lr,
             betas=self.betas,

@@ -17,7 +17,6 @@ from offload.extras.zeroth.directions import NoiseRange
 from offload.layout.residence import HOST, SLOT
 from offload.native import kernels
 from offload.optim.rule import UpdateRule, UpdateStep, check_number
-from offload.optim.states import master
 
 MASTERS = ("fp32", "bf16")
 _OF_A_STEP = ("num_perturbations", "weight_decay", "layer_fraction", "magnitude_quantile", "decay_1d")
@@ -136,4 +135,4 @@ class MeZO(UpdateRule):
         """Step along the directions given by `by`. gradients: measured slopes, fp64 [num_perturbations] on the CPU."""
         coefficients = (gradients / len(gradients)).tolist()
         of = NoiseRange(by.key, by.step, by.element, by.threshold)
-        return directions.descend(master(states), coefficients, of, lr=by.lr, weight_decay=by.weight_decay)
+        return directions.descend(kernels.master(states), coefficients, of, lr=by.lr, weight_decay=by.weight_decay)

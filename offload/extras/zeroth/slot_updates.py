@@ -50,7 +50,7 @@ class SlotUpdates:
         for region, planes in self._slots.masters(regions).items() if pending else ():
             if region not in self._updates:
                 continue
-            (tile,) = self._store[region].tiles  # one tile: neither on disk nor partitioned
+            (tile,) = self._store.states[region].tiles  # one tile: neither on disk nor partitioned
             # A kept slot holds the weights from the last copy to the host, and this copy may still be in progress.
             self._lanes.compute_after(tile.fence.before_fill())
             update = self._updates[region]
@@ -68,7 +68,8 @@ class SlotUpdates:
             self._slots.release(self._slots.cargo_of(regions), (), (down,))
             self._lanes.close_step()
             del self._updates[region]
-            self._store.count_d2h(num_bytes)
+            if self._store.is_below_device:
+                self._store.counters.count("d2h_bytes", num_bytes)
         assert not any(region in self._updates for region in pending), "a cargo came up without its master weights"
 
     def check(self) -> None:
