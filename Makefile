@@ -161,7 +161,7 @@ wheels: $(READY)
 	@$(PIP) download --no-deps --only-binary=:all: --python-version $(WHEELS_PYTHON) --implementation cp \
 	  $(foreach libc,2_28 2_17,--platform manylinux_$(libc)_$(shell uname -m)) --platform manylinux2014_$(shell uname -m) \
 	  -d wheels -c $(PINS) pydantic pydantic-core annotated-types typing-inspection tyro docstring-parser \
-	  shtab typeguard py-cpuinfo xxhash leather jinja2 markupsafe rich markdown-it-py mdurl pygments psutil \
+	  shtab typeguard aiofiles py-cpuinfo xxhash leather jinja2 markupsafe rich markdown-it-py mdurl pygments psutil \
 	  $(if $(RIVALS),hjson einops msgpack ninja)
 	@test -z "$(RIVALS)" || DS_BUILD_OPS=0 $(PIP) wheel --no-deps --no-build-isolation -w wheels deepspeed==0.19.8
 	@ls wheels

@@ -4,26 +4,30 @@
         writer.write("lm_head.weight", "exp_avg", begin, tensor)     # copied: the tensor may change at once
         part = writer.finish()                                       # on the disk; for `Save.commit` on rank 0
 
-Pieces are copied in sequence into chunks. Threads hash and write several full chunks at a time, bypassing the page
-cache (O_DIRECT) if possible. Memory is limited to `_BUFFERS` chunks plus the spare memory given to the writer; `write`
-blocks while all buffers wait for the disk. After `end`, the remaining writes finish in the background.
+Pieces are copied in sequence into chunks. A separate thread runs an event loop (aiofiles), which hashes and writes
+several full chunks at a time, bypassing the page cache (O_DIRECT) if possible. Memory is limited to `_BUFFERS` chunks
+plus the spare memory given to the writer; `write` blocks while all buffers wait for the disk. After `end`, the
+remaining writes finish in the background.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import io
 import mmap
 import os
 import queue
 import re
 import shutil
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+import weakref
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import aiofiles
+import aiofiles.os
 import numpy as np
 import torch
 
@@ -48,6 +52,8 @@ from offload.native.io import disk_error, sync_path
 
 _IN_FLIGHT = 4  # measured: with one write at a time, the disk is idle during hashing and copying
 _BUFFERS = _IN_FLIGHT + 1  # plus one being filled
+
+_T = TypeVar("_T")
 
 
 class Writer:
@@ -82,17 +88,24 @@ class Writer:
             self._free.put(buffer)
         self._chunk: np.ndarray | None = None
         self._error: Exception | None = None
-        self._writes: list[Future[None]] = []
+        self._writes: set[asyncio.Task[Any]] = set()
+        self._turns = asyncio.Semaphore(_IN_FLIGHT)  # a write still waiting here is skipped after an error
+        self._closing = asyncio.Lock()
         self._ended: Future[None] | None = None
-        self._closing = threading.Lock()
         self._is_open = True
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint"))
+        self._thread = threading.Thread(target=self._loop.run_forever, name="offload-checkpoint", daemon=True)
+        # An interrupt may prevent the owner from closing the writer.
+        self._dropped = weakref.finalize(self, _end, self._loop)
+        self._thread.start()
         try:
-            self._file = io.FileIO(self.path, "x")
-        except OSError as error:
-            raise disk_error("the opening", self.path, error) from None
-        with contextlib.suppress(OSError):  # unsupported by the file system
-            set_direct(self._file.fileno(), True)
-        self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="offload-checkpoint")
+            self._file = self._run(_open(self.path))
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, OSError):
+                raise disk_error("the opening", self.path, error) from None
+            raise
 
     def write(self, name: str, plane: str, begin: int, tensor: torch.Tensor) -> None:
         """Save plane elements of a flat parameter, from `begin` on. Blocks while all buffers are in use.
@@ -123,7 +136,7 @@ class Writer:
         if self._ended is None:
             if self._chunk is not None:
                 self._send()
-            self._ended = self._pool.submit(self._close, syncs=True)
+            self._ended = asyncio.run_coroutine_threadsafe(self._close(syncs=True), self._loop)
 
     @property
     def has_ended(self) -> bool:
@@ -149,8 +162,7 @@ class Writer:
         self.wait()
         if self._error:
             raise self._error
-        self._pool.shutdown()
-        self._is_open = False
+        self._stop()
         checksums = [self._checksums[index] for index in range(len(self._checksums))]
         file = DataFile(num_bytes=self.num_bytes, chunk_bytes=self._chunk_bytes, checksums=checksums)
         return RankManifest(files={self.path.name: file}, slices=self._slices).model_dump(mode="json")
@@ -159,9 +171,8 @@ class Writer:
         """Stop writing and remove the file; no effect after `finish`."""
         if self._is_open:
             self._error = self._error or CancelledError()
-            self._pool.shutdown()
-            self._close(syncs=False)
-            self._is_open = False
+            self._run(self._close(syncs=False))
+            self._stop()
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
@@ -185,39 +196,67 @@ class Writer:
         """Queue the current chunk for writing."""
         assert self._chunk is not None
         index = (self.num_bytes - 1) // self._chunk_bytes
-        num_bytes, chunk, self._chunk = self.num_bytes - index * self._chunk_bytes, self._chunk, None
-        self._writes.append(self._pool.submit(self._put, index, chunk, num_bytes))
+        writing = self._put(index, self._chunk, self.num_bytes - index * self._chunk_bytes)
+        self._chunk = None
+        asyncio.run_coroutine_threadsafe(writing, self._loop)
 
-    def _put(self, index: int, chunk: np.ndarray, num_bytes: int) -> None:
-        """Write a chunk and release the buffer. No write after an error. Runs in a pool thread."""
-        offset = index * self._chunk_bytes
-        try:
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _put(self, index: int, chunk: np.ndarray, num_bytes: int) -> None:
+        """Write a chunk and release the buffer. Runs in the event-loop thread."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._writes.add(task)
+        async with self._turns:
             if self._error is None:
-                self._checksums[index] = _write(self._file.fileno(), offset, chunk[:num_bytes])
-        except OSError as error:
-            action = f"the write of {num_bytes} bytes at offset {offset}"
-            self._error = self._error or disk_error(action, self.path, error, offset, num_bytes)
-        except Exception as error:  # a caller waiting for a buffer must receive one
-            self._error = self._error or error
+                offset = index * self._chunk_bytes
+                action = f"the write of {num_bytes} bytes at offset {offset}"
+                try:
+                    self._checksums[index] = await _write(self._file.fileno(), offset, chunk[:num_bytes])
+                except OSError as error:
+                    self._error = self._error or disk_error(action, self.path, error, offset, num_bytes)
+                except Exception as error:  # a caller waiting for a buffer must receive one
+                    self._error = self._error or error
         self._free.put(chunk)
 
-    def _close(self, syncs: bool) -> None:
-        """Wait for all writes, then close the file. A second call has no effect: after an interrupt the caller may call
-        again.
+    async def _close(self, syncs: bool) -> None:
+        """Wait for all writes, then close the file. A second call has no effect; after an interrupt the caller may call
+        again before the first call has run.
         """
-        with self._closing:
-            wait(self._writes)
+        async with self._closing:
+            await asyncio.gather(*self._writes)
             if self._file.closed:
                 return
             try:
                 if syncs and self._error is None:
-                    os.fsync(self._file.fileno())
-                self._file.close()
+                    await _sync(self._file.fileno())
+                await self._file.close()
             except OSError as error:
                 self._error = self._error or disk_error("the flush (fsync)", self.path, error)
 
+    def _stop(self) -> None:
+        self._is_open = False
+        self._run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._dropped.detach()  # a finalizer would swallow exceptions, including Ctrl-C
 
-def _write(fd: int, offset: int, data: np.ndarray) -> str:
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(RuntimeError):  # already closed when the interrupt came
+        loop.call_soon_threadsafe(loop.stop)
+
+
+async def _open(path: Path) -> Any:
+    file = await aiofiles.open(path, "xb", buffering=0)
+    with contextlib.suppress(OSError):  # unsupported by the file system
+        set_direct(file.fileno(), True)
+    return file
+
+
+def _write_now(fd: int, offset: int, data: np.ndarray) -> str:
     """Write a chunk. Return the checksum."""
     rest, at = data.data, offset
     while rest:
@@ -229,6 +268,8 @@ def _write(fd: int, offset: int, data: np.ndarray) -> str:
     return checksum(data)
 
 
+_write = aiofiles.os.wrap(_write_now)
+_sync = aiofiles.os.wrap(os.fsync)
 _OWN_FILE = re.compile(r"manifest\.json|rank-[0-9]+\.bin")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from offload.app.checkpoint_folder import Checkpoints
+from offload.checkpoint import writer
 from offload.files import atomic_folder
 from tests.checkpoint.states import save
 
@@ -38,6 +39,7 @@ def die_at(count: int) -> None:
 
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
+    writer._sync = writer.aiofiles.os.wrap(os.fsync)
     atomic_folder._exchange = counted(atomic_folder._exchange)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import itertools
@@ -250,11 +251,12 @@ class TestBounds:
         assert asked == [True, False] * 2
 
     def test_a_writer_waits_for_the_disk(self, tmp_path, monkeypatch):
-        gate, write_now, entered = threading.Event(), writing._write, threading.Semaphore(0)
+        gate, write_now, entered = threading.Event(), writing._write_now, threading.Semaphore(0)
 
-        def slow(fd: int, offset: int, data: Any) -> str:
+        async def slow(fd: int, offset: int, data: Any) -> str:
             entered.release()
-            gate.wait()
+            while not gate.is_set():
+                await writing.asyncio.sleep(0.001)
             return write_now(fd, offset, data)
 
         monkeypatch.setattr(writing, "_write", slow)
@@ -395,9 +397,10 @@ def test_the_threads_end(tmp_path):
 
 def test_an_end_that_was_interrupted_may_be_asked_for_again_at_once(tmp_path):
     """An interrupt can end the wait for a close before it begins. Leaving the block then closes the file again."""
+    gate = threading.Event()
     with Save(tmp_path / "here") as made, Writer(made.path, 0, CONTENTS) as writer:
-        writer._closing.acquire()
-        ends = [writer._pool.submit(writer._close, syncs) for syncs in (True, False)]
-        writer._closing.release()
+        writer._loop.call_soon_threadsafe(gate.wait)
+        ends = [asyncio.run_coroutine_threadsafe(writer._close(syncs), writer._loop) for syncs in (True, False)]
+        gate.set()
         for end in ends:
             end.result(timeout=PATIENCE_S)

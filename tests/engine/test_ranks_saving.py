@@ -77,7 +77,7 @@ def refused(path: str) -> tuple[str, str]:
 def refused_later(path: str) -> tuple[str, str]:
     """Save during training, with a disk error on rank 1. Return the error from `finish`."""
 
-    def full(*_: Any) -> str:
+    async def full(*_: Any) -> str:
         raise OSError(28, "no space left")
 
     write, batch = writing._write, CASES["plain"].batch
