@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from offload.errors import DiskError, TornError
 from offload.files.directories import file_system
 from offload.lanes.timeline import parse_throttle
 from offload.native import kernels
-from offload.planning import disk
 from tests.cli.conftest import LLAMA, SENTENCE
 from tests.disks import nameless
 from tests.engine.device import cpu_only
@@ -41,7 +41,6 @@ from tests.engine.disk_children import (
     DEFERRED,
     KINDS,
     NOBODY,
-    TILE,
     Ended,
     Nursery,
     Wanted,
@@ -59,20 +58,18 @@ from tests.engine.disk_children import (
 from tests.engine.families import build, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import disk_files, num_threads, parts_of
-from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
+from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon, interrupted
 from tests.engine.test_model_files import FILES, engine_of, past_the_cache, saved
 from tests.engine.test_overlap import deep
 from tests.forks import PATIENCE_S, ROOT
 from tests.matrix import matrix, quick
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux"),
+    pytest.mark.usefixtures("small_tiles"),
+]
 filters = pytest.mark.skipif(platform.machine() not in CALLS, reason="call numbers are not known here")
 in_cpp = pytest.mark.skipif(not kernels.is_native(), reason="the C++ module was not built")
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_LARGEST_TILE", TILE)
 
 
 @pytest.fixture
@@ -259,18 +256,16 @@ def paragraph(ended: Ended, code: int, *words: object) -> None:
 
 
 @pytest.mark.slow
-def test_the_disk_is_full_in_the_middle_of_a_command(small_disk: Disk, command: Command) -> None:
-    small_disk.fill(1 << 19)  # the states need 400 KB
-    ended = command(small_disk.path, "--offload.activations", "nvme", "--train.batch_size", "60")
-    paragraph(ended, 1, small_disk.path, "ENOSPC", "bytes", "free space")
-    assert inside(small_disk.path) == ["other data"]
-
-
-@pytest.mark.slow
-def test_the_disk_is_full_before_a_command(small_disk: Disk, command: Command) -> None:
-    small_disk.fill(8192)
-    paragraph(command(small_disk.path), 3, small_disk.path, "8192 bytes", "too little", "--offload.nvme_dir")
-    assert inside(small_disk.path) == ["other data"]
+def test_the_disk_is_full_before_a_command_or_in_the_middle(small_disk: Disk, command: Command) -> None:
+    for left, code, more, said in (
+        # the states need 400 KB
+        (1 << 19, 1, ("--offload.activations", "nvme", "--train.batch_size", "60"), ("ENOSPC", "bytes", "free space")),
+        (8192, 3, (), ("8192 bytes", "too little", "--offload.nvme_dir")),
+    ):
+        other = small_disk.fill(left)
+        paragraph(command(small_disk.path, *more), code, small_disk.path, *said)
+        assert inside(small_disk.path) == ["other data"]
+        other.unlink()
 
 
 # -- the disk fails --------------------------------------------------------------------------------------------
@@ -445,32 +440,11 @@ def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) 
         assert ended.err == ""
 
 
-@pytest.mark.slow
-def test_an_engine_that_is_dropped_lets_go_of_its_files(folder: Path, wanted: Wanted) -> None:
+@contextmanager
+def goes_away(folder: Path) -> Iterator[None]:
+    """Assert that the threads started in the block end, and that the files in `folder` go."""
     before = set(threading.enumerate())
-    engine = make(folder, ALL)
-    train(engine, wanted, 0, 2)
-    mine = {thread for thread in threading.enumerate() if thread.name.startswith("offload ")} - before
-    assert mine
-    del engine
-
-    def is_gone() -> bool:
-        gc.collect()
-        return not nameless(folder) and not any(thread.is_alive() for thread in mine)
-
-    wait_for(is_gone)
-
-
-def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
-    before = set(threading.enumerate())
-
-    def fill(name: str, _module: Any) -> None:
-        if name == "lm_head":
-            assert nameless(folder)
-            raise Told
-
-    with pytest.raises(Told):
-        make(folder, ALL, fill=fill)
+    yield
     mine = {thread for thread in threading.enumerate() if thread.name.startswith("offload ")} - before
 
     def is_gone() -> bool:
@@ -485,15 +459,28 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
                 thread._target.__self__.close()
 
 
+@pytest.mark.slow
+def test_an_engine_that_is_dropped_lets_go_of_its_files(folder: Path, wanted: Wanted) -> None:
+    with goes_away(folder):
+        engine = make(folder, ALL)
+        train(engine, wanted, 0, 2)
+        del engine
+
+
+def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
+    def fill(name: str, _module: Any) -> None:
+        if name == "lm_head":
+            assert nameless(folder)
+            raise Told
+
+    with goes_away(folder), pytest.raises(Told):
+        make(folder, ALL, fill=fill)
+
+
 # -- a step ends while the disk lanes are busy -----------------------------------------------------------------
 
 GLACIAL = {"nvme_read": {"latency_seconds": 2 * SOON_S}, "nvme_write": {"latency_seconds": 2 * SOON_S}}
 BUSY = {"nvme_read": {"latency_seconds": 0.004}, "nvme_write": {"latency_seconds": 0.008}}
-
-
-def steps(engine: Engine) -> None:
-    for seed in range(100):
-        engine.step(tokens(seed))
 
 
 @pytest.mark.slow
@@ -504,13 +491,9 @@ def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -
     engine = Engine(build(deep), placement=Placement(**KINDS[kind], nvme_dir=folder), throttle={}, **DEFERRED)
     for lane, throttle in parse_throttle(GLACIAL).items():
         parts_of(engine).lanes.links[lane].throttle = throttle
-    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
-    begin = time.monotonic()
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        steps(engine)
-    assert time.monotonic() - begin < SOON_S
-    timer.join()
+    with interrupted(after_s=delay_s):
+        for seed in range(100):
+            engine.step(tokens(seed))
     with ends_soon():
         engine.close()
 
@@ -534,13 +517,8 @@ def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted
         unit._live.clear()
     with pytest.raises(Told):
         engine.step(tokens(9))
-    engine_is_right = True
-    try:
+    with contextlib.closing(engine):
         train(engine, wanted, 2, 5)
-    except AssertionError:
-        engine_is_right = False
-    engine.close()
-    assert engine_is_right
 
 
 @pytest.mark.slow
