@@ -29,14 +29,11 @@ def on_host(**budget: Any) -> Placement:
 
 
 class Sharing(Stack):
-    """All blocks receive the same mask and the same scale. Only the scale requires a gradient."""
+    """All blocks receive the same mask."""
 
-    class Masked(Block):
+    class block(Block):
         def forward(self, h: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(h * mask)
-
-    def __init__(self) -> None:
-        super().__init__(Sharing.Masked)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
