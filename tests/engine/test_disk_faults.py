@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from offload.files.directories import file_system
 from offload.lanes.timeline import parse_throttle
 from offload.native import kernels
 from tests.cli.conftest import LLAMA, SENTENCE
-from tests.disks import nameless
+from tests.disks import mounted, nameless
 from tests.engine.device import cpu_only
 from tests.engine.disk_children import (
     ALL,
@@ -41,14 +40,15 @@ from tests.engine.disk_children import (
     DEFERRED,
     KINDS,
     NOBODY,
+    Children,
     Ended,
-    Nursery,
     Wanted,
     child_command,
     child_in_which_a_call_fails,
     child_that_never_closes,
     child_that_reads_files_through_the_cache,
     digest,
+    end,
     is_torn,
     make,
     names,
@@ -61,7 +61,7 @@ from tests.engine.inside import disk_files, num_threads, parts_of
 from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon, interrupted
 from tests.engine.test_model_files import FILES, engine_of, past_the_cache, saved
 from tests.engine.test_overlap import deep
-from tests.forks import PATIENCE_S, ROOT
+from tests.lanes.patience import eventually
 from tests.matrix import matrix, quick
 
 pytestmark = [
@@ -95,18 +95,8 @@ def wanted() -> Wanted:
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    home = tmp_path_factory.mktemp("nursery")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(home / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "TERM": "dumb",
-    }
-    nursery = Nursery(home, environment)
-    yield nursery
-    nursery.close()
+def children(tmp_path_factory: pytest.TempPathFactory) -> Children:
+    return Children(tmp_path_factory.mktemp("cache"))
 
 
 # -- a small test disk -----------------------------------------------------------------------------------------
@@ -115,20 +105,10 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 class Disk:
     """An ext4 file system on a loop device over a file, mounted at `path`."""
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        image, self.path = folder / "image", folder / "disk"
-        self.path.mkdir()
-        image.touch()
-        os.truncate(image, num_bytes)
-        shell("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", "-O", "^has_journal", image)
-        self._device = shell("losetup", "--find", "--show", image).strip()
-        try:
-            shell("mount", self._device, self.path)
-        except BaseException:
-            shell("losetup", "--detach", self._device)
-            raise
-        (self.path / "lost+found").rmdir()
-        self.path.chmod(0o777)
+    def __init__(self, path: Path) -> None:
+        self.path, self._device = path, shell("findmnt", "--noheadings", "--output", "SOURCE", path).strip()
+        (path / "lost+found").rmdir()
+        path.chmod(0o777)
 
     def end_at(self, file: Path | None) -> None:
         """End the device before the data of `file`: the kernel fails transfers beyond with EIO. None: restore the full
@@ -160,17 +140,6 @@ class Disk:
             os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - left_bytes)
         return data
 
-    def close(self) -> None:
-        self.end_at(None)  # otherwise umount waits forever for pending writes
-        deadline = time.monotonic() + PATIENCE_S  # the kernel releases io_uring files a little later
-        while is_used := bool(subprocess.run(["umount", self.path], capture_output=True, check=False).returncode):
-            if time.monotonic() > deadline:
-                shell("umount", "--lazy", self.path)
-                break
-            time.sleep(0.02)
-        shell("losetup", "--detach", self._device)
-        assert not is_used, "somebody still uses the disk"
-
 
 def shell(*words: object) -> str:
     return subprocess.run([str(word) for word in words], capture_output=True, check=True, text=True).stdout
@@ -179,14 +148,12 @@ def shell(*words: object) -> str:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Disk]:
     threads = num_threads()
-    try:
-        found = Disk(tmp_path, 16 << 20)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no disk can be mounted here: {getattr(error, 'stderr', '') or error}")
-    try:
-        yield found
-    finally:
-        found.close()
+    with mounted(tmp_path, 16 << 20, "-b", "4096", "-O", "^has_journal") as path:
+        found = Disk(path)
+        try:
+            yield found
+        finally:
+            found.end_at(None)  # otherwise umount waits forever for pending writes
     assert num_threads() <= threads
 
 
@@ -236,11 +203,12 @@ def words_for(nvme_dir: Path, run: str) -> list[str]:
 
 
 @pytest.fixture
-def command(nursery: Nursery, here: Path, request: pytest.FixtureRequest) -> Command:
+def command(children: Children, here: Path, request: pytest.FixtureRequest) -> Command:
     """Return a function that runs `python -m offload.train` on a tiny model with states in `nvme_dir`."""
 
     def run(nvme_dir: Path, *more: object, uid: int = 0) -> Ended:
-        return nursery.command("train", *words_for(nvme_dir, request.node.name), *more, cwd=here, uid=uid)
+        words = [*words_for(nvme_dir, request.node.name), *map(str, more)]
+        return end(children.start(child_command, "offload.train", words, uid, cwd=here))
 
     return run
 
@@ -323,8 +291,8 @@ def test_the_disk_of_the_models_own_files_fails(small_disk: Disk, monkeypatch: p
 @filters
 @in_cpp
 @matrix(strength=1, kind=list(KINDS), call=["pread", "pwrite"])
-def test_only_reads_or_only_writes_fail(nursery: Nursery, folder: Path, kind: str, call: str, wanted: Wanted) -> None:
-    seed, torn, _ = json.loads(nursery.run(child_in_which_a_call_fails, str(folder), kind, call, wanted))
+def test_only_reads_or_only_writes_fail(children: Children, folder: Path, kind: str, call: str, wanted: Wanted) -> None:
+    seed, torn, _ = json.loads(children.run(child_in_which_a_call_fails, str(folder), kind, call, wanted))
     harmless = (kind, call) in [("parameters", "pread"), ("activations", "pread"), ("activations", "pwrite")]
     either = (kind, call) == ("optimizer", "pread")  # the first of these states are read before the updates
     assert either or torn != harmless, "a step is given up before its updates, or torn in them"
@@ -361,9 +329,8 @@ def test_the_folder_is_removed_under_the_run(folder: Path, wanted: Wanted) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["missing", "a file", "tmpfs", "not writable", "read-only"])
 def test_a_folder_that_cannot_be_used(
-    what: str, folder: Path, request: pytest.FixtureRequest, nursery: Nursery
+    what: str, folder: Path, request: pytest.FixtureRequest, command: Command
 ) -> None:
-    command = request.getfixturevalue("command")
     uid, path, reason = 0, folder / "it", "does not exist"
     with contextlib.ExitStack() as after:
         if what == "a file":
@@ -393,10 +360,10 @@ def test_a_folder_that_cannot_be_used(
 
 @pytest.mark.slow
 @filters
-def test_the_models_own_files_are_read_without_o_direct(nursery: Nursery, folder: Path) -> None:
+def test_the_models_own_files_are_read_without_o_direct(children: Children, folder: Path) -> None:
     saved(folder / "model")
     wanted = engine_of(folder / "model").step(tokens(0)).loss.item()
-    found, messages = json.loads(nursery.run(child_that_reads_files_through_the_cache, str(folder / "model")))
+    found, messages = json.loads(children.run(child_that_reads_files_through_the_cache, str(folder / "model")))
     assert found == wanted
     assert len(messages) == 1, messages
     assert "refuses O_DIRECT: transfers go through the page cache" in messages[0]
@@ -408,29 +375,21 @@ def test_the_models_own_files_are_read_without_o_direct(nursery: Nursery, folder
 SLOWLY = ("--train.steps", "1000", "--offload.throttle", "{nvme_write: {latency_seconds: 0.02}}")
 
 
-def wait_for(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT], [signal.SIGINT]))
-def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, number: int) -> None:
+def test_a_signal_in_the_middle_of_a_command(children: Children, here: Path, folder: Path, number: int) -> None:
     run = f"signal-{number}"
-    pid = nursery.start(child_command, "offload.train", [*words_for(folder, run), *SLOWLY], cwd=here)
-    wait_for((here / run / "metrics.jsonl").exists)
-    assert nameless(folder, pid)
-    os.kill(pid, number)
-    paragraph(nursery.wait(), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
+    process = children.start(child_command, "offload.train", [*words_for(folder, run), *SLOWLY], cwd=here)
+    assert eventually((here / run / "metrics.jsonl").exists)
+    assert nameless(folder, process.pid)
+    process.send_signal(number)
+    paragraph(end(process), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", quick(["end", "exception", "dropped"], ["exception", "dropped"]))
-def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) -> None:
-    nursery.start(child_that_never_closes, str(folder), how)
-    ended = nursery.wait()
+def test_an_engine_that_nobody_closes(children: Children, folder: Path, how: str) -> None:
+    ended = end(children.start(child_that_never_closes, str(folder), how))
     assert ended.code == (how == "exception")
     if how == "exception":
         assert ended.err.startswith("Traceback")
@@ -452,7 +411,7 @@ def goes_away(folder: Path) -> Iterator[None]:
         return not nameless(folder) and not any(thread.is_alive() for thread in mine)
 
     try:
-        wait_for(is_gone)
+        assert eventually(is_gone)
     finally:
         for thread in mine:
             if thread.is_alive():  # other tests count threads
