@@ -15,12 +15,12 @@ KERNELS := $(wildcard csrc/*)
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 # The engine tests that use the device: without tests for disks, ending processes, host memory and plans. ON_DEVICE=tests/engine
 # runs all of them.
-ON_HOST := any_batch batches close_and_export disk_faults early exporting loss_rule memory ownership prepare \
+ON_HOST := any_batch batches disk_faults early exporting loss_rule memory ownership prepare \
   ranks_departures ranks_faults ranks_memory ranks_saving reading
 ON_DEVICE ?= $(filter-out $(patsubst %,tests/engine/test_%.py,$(ON_HOST)),$(wildcard tests/engine/test_*.py))
 # Tests not repeated on the simulated device: disk and checkpoint cases, covered with delays on both sides in tests/accelerator, and
 # model types, update rules and scripts, whose units move like all others.
-SHOWN := $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition families generators_and_buffers handmade judge \
+SHOWN := $(patsubst %,tests/engine/test_%.py,nvme saving against_torch condition generators_and_buffers handmade judge \
   own_loops parameters recording rules)
 # With this variable, each worker rewrites all assertions at each start.
 unexport PYTHONDONTWRITEBYTECODE

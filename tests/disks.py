@@ -17,13 +17,15 @@ from tests.forks import PATIENCE_S
 
 
 @contextmanager
-def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """Mount an ext4 file system with `num_bytes` at folder/disk. Skip the test if mounts are not permitted."""
+def mounted(folder: Path, num_bytes: int, *options: str) -> Iterator[Path]:
+    """Mount an ext4 file system with `num_bytes` at folder/disk, made with these options of mkfs. Skip the test if
+    mounts are not permitted.
+    """
     image, point = folder / "image", folder / "disk"
     with image.open("wb") as stream:
         stream.truncate(num_bytes)
     point.mkdir()
-    for command in (["mkfs.ext4", "-q", "-m", "0", image], ["mount", "-o", "loop", image, point]):
+    for command in (["mkfs.ext4", "-q", "-m", "0", *options, image], ["mount", "-o", "loop", image, point]):
         try:
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:

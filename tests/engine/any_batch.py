@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,26 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.engine.device import own_device
+from tests.engine.families import SIZES, VOCABULARY, t5
 from tests.engine.handmade import WIDTH, Block
 from tests.engine.reference import sum_by_layer
 
-WORDS = 64
-TEXT: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+WORDS = VOCABULARY
+TEXT: dict[str, Any] = SIZES
 CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-PICTURE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 8,
-    "patch_size": 4,
-}
+PICTURE = {key: size for key, size in SIZES.items() if key != "vocab_size"} | {"image_size": 8, "patch_size": 4}
 IMAGE, BEGIN, END = 5, 6, 7
 """Token ids: image patch, image begin, image end."""
 
@@ -102,11 +91,9 @@ def llava() -> nn.Module:
 
 
 def pictures_and_text(seed: int, rows: int) -> dict[str, Any]:
-    tokens = ids(seed, rows, 12)
-    tokens[:, 1:5] = IMAGE
-    labels = tokens.clone()
-    labels[0, :7] = -100
-    return {"input_ids": tokens, "labels": labels, "pixel_values": noise(seed, rows, 3, 8, 8), "position_ids": None}
+    batch = pictures_in_rows(seed, [1] * rows)
+    batch["labels"][0, :7] = -100
+    return batch
 
 
 def pictures_in_rows(seed: int, of_rows: Sequence[int]) -> dict[str, Any]:
@@ -123,8 +110,7 @@ def pictures_in_rows(seed: int, of_rows: Sequence[int]) -> dict[str, Any]:
 
 
 def text_alone(seed: int, rows: int) -> dict[str, Any]:
-    tokens = ids(seed, rows, 12)
-    return {"input_ids": tokens, "labels": tokens.clone(), "pixel_values": None, "position_ids": None}
+    return pictures_in_rows(seed, [0] * rows) | {"pixel_values": None}
 
 
 def whisper() -> nn.Module:
@@ -174,11 +160,6 @@ def pairs(seed: int, rows: int) -> dict[str, Any]:
     tokens = ids(seed, rows, 7)
     tokens[:, -1] = 2
     return {"input_ids": tokens, "pixel_values": noise(seed, rows, 3, 8, 8), "return_loss": True}
-
-
-def t5() -> nn.Module:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": WORDS}
-    return t.T5ForConditionalGeneration(t.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
 
 
 def sentences(seed: int, rows: int) -> dict[str, Any]:
@@ -288,7 +269,7 @@ KINDS = {
     "ViT": Kind(vit, pictures),
     "masked ViT": Kind(masked_vit, hidden_patches),
     "CLIP": Kind(clip, pairs),
-    "T5": Kind(t5, sentences, group=sum_by_layer),
+    "T5": Kind(partial(t5, dropout_rate=0.0), sentences, group=sum_by_layer),
     "BERT's answers": Kind(bert_qa, questions),
     "denoiser": Kind(Denoiser, latents, distance),
     "square mask": Kind(SquareMask, square),

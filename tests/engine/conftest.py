@@ -9,6 +9,7 @@ import torch
 
 from offload.accelerators import own_accelerator
 from offload.engine.spare_memory import SpareMemory
+from offload.planning import disk
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -34,6 +35,12 @@ def device_is_left_empty() -> Iterator[None]:
         torch.empty(1, device=accelerator.device)  # the next allocation frees blocks used by other streams
         accelerator.take_peak()
         assert accelerator.peak_bytes < 1 << 20
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make tiles small, so tiny regions go around the rings many times."""
+    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
 
 @pytest.fixture

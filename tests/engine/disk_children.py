@@ -1,7 +1,4 @@
-"""Disk faults in child processes: a child loses a permission or a system call for good, or runs a whole command.
-
-`Nursery` starts one clean process with all imports, and forks each child in milliseconds.
-"""
+"""Disk faults in child processes: a child loses a permission or a system call for good, or runs a whole command."""
 
 from __future__ import annotations
 
@@ -11,18 +8,13 @@ import hashlib
 import json
 import os
 import platform
-import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from offload import Engine, Placement
 from offload.errors import DiskError, OffloadError, TornError
@@ -31,6 +23,7 @@ from tests import forks
 from tests.engine.families import build, tokens
 from tests.engine.test_model_files import FILES, engine_of, past_the_cache
 from tests.engine.test_overlap import deep
+from tests.forks import ROOT
 from tests.io.children import IO_URING_SETUP, forbid
 
 DEFERRED: dict[str, Any] = {"max_grad_norm": 0.2, "clip": "deferred", "recompute": "always"}
@@ -146,51 +139,40 @@ def child_that_never_closes(folder: str, how: str) -> None:
 
 def child_command(module: str, words: Sequence[str], uid: int = 0) -> None:
     """Run `python -m MODULE WORDS`, as user `nobody` if `uid` is set."""
-    from offload.app.config.command_line import run_command
-
-    main = import_module(module).main
-    if uid:
-        become_nobody()
-    run_command(main, words)
-
-
-def become_nobody() -> None:
-    if os.getuid() == 0:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-
-
-def serve() -> None:
-    """Fork a child per line of stdin: [function, arguments, output folder, working directory]."""
-    torch.set_num_threads(1)
     import tokenizers  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
 
-    deep()  # for the imports
-    gc.collect()
-    gc.freeze()  # saves a second per child: the collector skips existing objects
+    from offload.app.config.command_line import run_command
 
-    for line in sys.stdin:
-        name, arguments, output, cwd = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            for number, file in ((1, "out"), (2, "err")):
-                fd = os.open(Path(output, file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-                os.dup2(fd, number)
-            os.chdir(cwd)
-            signal.alarm(120)  # ends a hanging child
-            globals()[name](*arguments)
-            return  # exits like any program
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    main = import_module(module).main
+    if uid and os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    run_command(main, words)
 
 
 # -- in the parent ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Ended:
+class Children:
+    """Forks processes that run functions of this module."""
+
+    def __init__(self, home: Path) -> None:
+        self._environment = {**os.environ, "XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+
+    def start(self, child: Callable[..., None], *arguments: object, cwd: Path = ROOT) -> forks.Forked:
+        code = f"import json, sys; from {__name__} import {child.__name__} as child; child(*json.loads(sys.argv[1]))"
+        return forks.start(["-c", code, json.dumps(arguments)], env=self._environment, cwd=cwd)
+
+    def run(self, child: Callable[..., None], *arguments: object) -> str:
+        """Run a child, which must exit with 0 and an empty stderr. Return stdout."""
+        ended = end(self.start(child, *arguments))
+        assert (ended.code, ended.err) == (0, ""), ended.err
+        return ended.out
+
+
+class Ended(NamedTuple):
     """Exit code and output of a child."""
 
     code: int
@@ -198,48 +180,10 @@ class Ended:
     err: str
 
 
-class Nursery:
-    """Runs functions of this module in forked children, one after another."""
-
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self._folder = folder
-        self._server = forks.start(
-            ["-c", f"from {__name__} import serve; serve()"], stdin=subprocess.PIPE, stderr=None, env=environment
-        )
-        self._is_running = False
-
-    def start(self, child: Callable[..., None], *arguments: object, cwd: str | os.PathLike[str] = "/") -> int:
-        """Start a child and return the process id."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        if self._is_running:  # a failed test did not call wait
-            self.wait()
-        request = [child.__name__, arguments, str(self._folder), str(cwd)]
-        print(json.dumps(request), file=self._server.stdin, flush=True)
-        self._is_running = True
-        return int(self._server.stdout.readline())
-
-    def wait(self) -> Ended:
-        """Return the result of the last child."""
-        assert self._server.stdout is not None
-        code = int(self._server.stdout.readline())
-        self._is_running = False
-        return Ended(code, *((self._folder / name).read_text() for name in ("out", "err")))
-
-    def run(self, child: Callable[..., None], *arguments: object, cwd: str | os.PathLike[str] = "/") -> str:
-        """Run a child, which must exit with 0 and an empty stderr. Return stdout."""
-        self.start(child, *arguments, cwd=cwd)
-        ended = self.wait()
-        assert (ended.code, ended.err) == (0, ""), ended.err
-        return ended.out
-
-    def command(self, module: str, *words: object, cwd: str | os.PathLike[str], uid: int = 0) -> Ended:
-        """Run a command of offload."""
-        self.start(child_command, f"offload.{module}", [str(word) for word in words], uid, cwd=cwd)
-        return self.wait()
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(150)  # longer than a child may take
-        self._server.close()
+def end(process: forks.Forked) -> Ended:
+    """Wait for a child."""
+    try:
+        out, err = process.communicate()
+        return Ended(process.wait(), out, err)
+    finally:
+        process.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserList, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,10 +44,12 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Embedding, blocks and head: the base class of most models here."""
 
-    def __init__(self, block: type[nn.Module] = Block, depth: int = 3) -> None:
+    block: Callable[[], nn.Module] = Block
+
+    def __init__(self, block: Callable[[], nn.Module] | None = None, depth: int = 3) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.blocks = nn.ModuleList((block or type(self).block)() for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
@@ -70,13 +73,11 @@ class ReturnsItsInput(Block):
 
 
 class ScalingBlocks(Stack):
-    def __init__(self) -> None:
-        super().__init__(ScalesItsInput)
+    block = ScalesItsInput
 
 
 class InPlaceBlocks(Stack):
-    def __init__(self) -> None:
-        super().__init__(ReturnsItsInput)
+    block = ReturnsItsInput
 
 
 class Gated(Block):
@@ -89,8 +90,7 @@ class Gated(Block):
 class ChangesBetweenUnits(Stack):
     """Unit inputs and outputs change in place after the unit has run."""
 
-    def __init__(self) -> None:
-        super().__init__(Gated)
+    block = Gated
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
@@ -185,8 +185,10 @@ class TakesAScale(Block):
 class ParameterAsArgument(Stack):
     """Every block receives a parameter of the model as an argument."""
 
+    block = TakesAScale
+
     def __init__(self) -> None:
-        super().__init__(TakesAScale)
+        super().__init__()
         self.scale = nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -214,8 +216,7 @@ class HandsItsWeightOut(Block):
 class WeightAsResult(Stack):
     """Each unit returns a view of one weight. The model reads the view after the slot belongs to another unit."""
 
-    def __init__(self) -> None:
-        super().__init__(HandsItsWeightOut)
+    block = HandsItsWeightOut
 
     def forward(self, x: Tensor) -> Tensor:
         h, taken = self.embedding(x), []
@@ -244,8 +245,7 @@ class ManyResults(Block):
 
 
 class TreesOfTensors(Stack):
-    def __init__(self) -> None:
-        super().__init__(ManyResults)
+    block = ManyResults
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h, state, words = self.embedding(x), None, 0
@@ -271,8 +271,7 @@ class ChangesItsArguments(Block):
 
 
 class ChangesContainers(Stack):
-    def __init__(self) -> None:
-        super().__init__(ChangesItsArguments)
+    block = ChangesItsArguments
 
     def forward(self, x: Tensor) -> Tensor:
         h, losses, seen = self.embedding(x), [], set()
@@ -317,8 +316,7 @@ class NoisyBlock(Block):
 class Noisy(Stack):
     """Samples random numbers inside units and between them."""
 
-    def __init__(self) -> None:
-        super().__init__(NoisyBlock)
+    block = NoisyBlock
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
@@ -365,8 +363,7 @@ class CheckpointsItself(Block):
 
 
 class Checkpointed(Stack):
-    def __init__(self) -> None:
-        super().__init__(CheckpointsItself)
+    block = CheckpointsItself
 
 
 class Normalised(nn.Module):
@@ -381,8 +378,7 @@ class Normalised(nn.Module):
 
 
 class RunningStatistics(Stack):
-    def __init__(self) -> None:
-        super().__init__(Normalised)
+    block = Normalised
 
 
 class Prompt(nn.Module):
@@ -399,27 +395,23 @@ class Prompt(nn.Module):
 class Prompted(nn.Module):
     """A learned prompt before the tokens, in a model without blocks."""
 
+    depth = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.prompt, self.head = nn.Embedding(WORDS, WIDTH), Prompt(), nn.Linear(WIDTH, WORDS)
+        if self.depth:
+            self.blocks = nn.ModuleList(Block() for _ in range(self.depth))
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.cat([self.prompt()[None].expand(len(x), -1, -1), self.embedding(x)], 1)
-        return self.head(self.between(h).cumsum(1))[:, -x.shape[1] :]
-
-    def between(self, h: Tensor) -> Tensor:
-        return h
+        for block in self.blocks if self.depth else ():
+            h = block(h)
+        return self.head(h.cumsum(1))[:, -x.shape[1] :]
 
 
 class PromptedBlocks(Prompted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def between(self, h: Tensor) -> Tensor:
-        for block in self.blocks:
-            h = block(h)
-        return h
+    depth = 2
 
 
 class MovingPrompt(Prompt):
@@ -443,46 +435,33 @@ class PromptedAndMoving(Prompted):
 class Parametrized(nn.Module):
     """A parametrization (a module without inputs) computes one weight from others."""
 
+    parametrize: Callable[[nn.Module], nn.Module]
+
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.middle, self.head = (
-            nn.Embedding(WORDS, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WORDS),
-        )
+        self.embedding, self.middle = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        type(self).parametrize(self.middle)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.middle(self.embedding(x))))
 
 
 class WeightNorm(Parametrized):
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.weight_norm(self.middle)
+    parametrize = parametrizations.weight_norm
 
 
 class SpectralNorm(Parametrized):
     """The parametrization changes buffers as well."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.spectral_norm(self.middle)
+    parametrize = parametrizations.spectral_norm
 
 
 class Orthogonal(Parametrized):
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.orthogonal(self.middle)
+    parametrize = parametrizations.orthogonal
 
 
-WITHOUT_INPUTS: tuple[type[nn.Module], ...] = (
-    Prompted,
-    PromptedBlocks,
-    PromptedAndMoving,
-    WeightNorm,
-    SpectralNorm,
-    Orthogonal,
-)
+WITHOUT_INPUTS = (Prompted, PromptedBlocks, PromptedAndMoving, WeightNorm, SpectralNorm, Orthogonal)
 """Models with a parameter-holding module that takes no tensor in forward."""
 
 
@@ -499,8 +478,7 @@ class MultipliesSparsely(Block):
 
 
 class Sparse(Stack):
-    def __init__(self) -> None:
-        super().__init__(MultipliesSparsely)
+    block = MultipliesSparsely
 
 
 MODELS: tuple[type[nn.Module], ...] = (

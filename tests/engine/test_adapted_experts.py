@@ -21,7 +21,7 @@ from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large import cut_experts
 from offload.extras.large.adapted_experts import unsupported_reason
 from offload.layout.codecs import decoded
-from tests.engine.compare import assert_same, assert_weights, placed, weights
+from tests.engine.compare import assert_same, assert_weights, placed, step_of, weights
 from tests.engine.families import batches, build, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
@@ -67,13 +67,12 @@ def train(model: nn.Module, plain: nn.Module, **settings: Any) -> Engine:
     told = ("optimizer", "precision", "micro_batch_size")
     reference = Reference(plain, **{key: settings[key] for key in told if key in settings})
     engine = Engine(model, **settings)
-    for seed, batch in enumerate(batches(2)):
-        loss, norm = reference.step(batch)
-        result = engine.step(batch)
-        assert_weights(engine, reference, when=f"after step {seed}")
-        assert result.grad_norm == norm
+    for batch in batches(2):
+        (loss, norm), wanted = step_of(engine, batch), step_of(reference, batch)
+        assert_weights(engine, reference)
         # The losses of micro-batches are added in another order.
-        assert abs(result.loss.item() - loss.item()) <= (1e-6 * loss.item() if "micro_batch_size" in settings else 0)
+        assert loss == pytest.approx(wanted[0], rel=1e-6 if "micro_batch_size" in settings else 0, abs=0)
+        assert norm == wanted[1]
     return engine
 
 
@@ -134,21 +133,15 @@ def test_only_codes_of_chosen_experts_come_up_and_only_gradients_of_factors_go_d
 
 @pytest.mark.slow
 def test_a_resumed_run_on_another_tier_has_the_bits_of_one_run(tmp_path: Path) -> None:
-    found = []
-    for stop in (False, True):
-        engine = Engine(adapted("mixtral"), RULE, placed("cpu", tmp_path, experts="streamed"), frozen_weights="nf4")
-        engine.step(tokens(0))
-        if stop:
-            engine.save_checkpoint(tmp_path / "states", trained_only=True)
-            engine.close()
-            engine = Engine(
-                adapted("mixtral"), RULE, placed("nvme", tmp_path, experts="streamed"), frozen_weights="nf4"
-            )
-            engine.load_checkpoint(tmp_path / "states")
-        engine.step(tokens(1))
-        found.append(weights(engine))
-        engine.close()
-    assert_same(*found)
+    places = [placed(name, tmp_path, experts="streamed") for name in ("cpu", "nvme")]
+    whole, resumed = (Engine(adapted("mixtral"), RULE, place, frozen_weights="nf4") for place in places)
+    whole.step(tokens(0))
+    whole.save_checkpoint(tmp_path / "states", trained_only=True)
+    resumed.load_checkpoint(tmp_path / "states")
+    assert step_of(whole, tokens(1)) == step_of(resumed, tokens(1))
+    assert_same(weights(resumed), weights(whole))
+    whole.close()
+    resumed.close()
 
 
 @pytest.mark.slow
@@ -213,42 +206,36 @@ def test_two_ranks_train_as_with_whole_experts() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-4)
 
 
+def few(second: bool) -> Any:
+    """Return a model whose experts are smaller than a block of nf4, with one or two adapters."""
+    import peft
+
+    lora = peft.LoraConfig(r=2, target_modules=[], target_parameters=STACKS)
+    model = peft.get_peft_model(mixture("mixtral")(), lora)  # type: ignore[arg-type]
+    if second:
+        model.add_adapter("second", copy.deepcopy(lora))
+    return model
+
+
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (
         lambda: adapted("gpt_oss", ["experts.down_proj_bias"]),
         {},
         r"cannot be split by expert: the adapter of down_proj_bias does not consist of matrices by expert",
     ),
-    (lambda: two_adapters(), {}, r"cannot be split by expert: (down|gate_up)_proj has 2 adapters, and only one can be"),
+    (lambda: few(True), {}, r"cannot be split by expert: (down|gate_up)_proj has 2 adapters, and only one can be"),
     (
-        lambda: build(lambda: peft_of(mixture("mixtral")())),
+        lambda: few(False),
         {"frozen_weights": "nf4"},
         r"an expert has 3072 elements of .*gate_up_proj, which is no multiple of the block of 16384 elements",
     ),
 ]
 
 
-def peft_of(model: nn.Module) -> Any:
-    import peft
-
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=STACKS))  # type: ignore[arg-type]
-
-
-def two_adapters() -> Any:
-    import peft
-
-    model = peft_of(mixture("mixtral")())
-    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=[], target_parameters=STACKS))
-    return model
-
-
-def test_another_adapter_over_experts_is_refused_by_name() -> None:
-    assert unsupported_reason([nn.Identity()], ["down_proj"]) == "Identity changes its parameters as a whole"
-
-
 @pytest.mark.parametrize(("make", "settings", "words"), REFUSED)
 def test_what_cannot_be_streamed_is_refused(
     make: Callable[[], nn.Module], settings: dict[str, Any], words: str
 ) -> None:
+    assert unsupported_reason([nn.Identity()], ["down_proj"]) == "Identity changes its parameters as a whole"
     with pytest.raises(ConfigError, match=words):
         Engine(make(), RULE, streamed(), **settings)

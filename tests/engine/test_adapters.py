@@ -26,7 +26,7 @@ from offload.errors import ConfigError, MissingLibraryError
 from offload.extras.adapters.adapters import Adaptation, describe_adapter
 from offload.extras.quant import products
 from tests.engine import families, fp8
-from tests.engine.compare import PROPORTIONAL, assert_same, same_bits, train_both
+from tests.engine.compare import PLACES, PROPORTIONAL, assert_same, own_step_of, placed, same_bits, train_both
 from tests.engine.inside import parts_of, resident_names
 from tests.engine.ranks import run
 from tests.engine.reference import Reference
@@ -47,11 +47,6 @@ CASES: dict[str, dict[str, Any]] = {
     "pissa": {"rank": 4, "init": "pissa_niter_4", "target_modules": ["q_proj", "down_proj"]},
     "olora": {"rank": 4, "init": "olora", "use_dora": True, "target_modules": "all-linear"},
     "parameters": {"rank": 4, "target_parameters": ["v_proj.weight", "down_proj.weight"]},
-}
-PLACES = {
-    "device": {},
-    "cpu": {"parameters": "cpu", "optimizer": "cpu", "gradients": "cpu"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme"},
 }
 
 
@@ -87,7 +82,7 @@ def test_it_trains_as_over_a_base_in_memory(base: Path, name: str, place: str, t
     """The `lora` case also cuts the head into chunks: an adapter does not make the logits smaller."""
     adapter = adaptation(tmp_path, CASES[name])
     built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
-    settings: dict[str, Any] = {"placement": Placement(**PLACES[place], nvme_dir=str(tmp_path))}
+    settings: dict[str, Any] = {"placement": placed(place, tmp_path)}
     if name == "lora":
         settings |= {"head_chunk_bytes": 12 * families.VOCABULARY * 4, "within": 2e-6}
     engine, _ = train_both(built.model, families.batches(3), plain=plain, fill=built.fill, **settings)
@@ -105,7 +100,7 @@ def test_an_adapter_trains_over_a_base_multiplied_in_fp8(
     monkeypatch.setattr(products, "LEAST_SIZE", fp8.LEAST_SIZE)
     adapter = adaptation(tmp_path, CASES["lora"])
     built, plain = adapter.apply_to(load(base), seed=7), resident(base, adapter)
-    settings: dict[str, Any] = {"placement": Placement(**PLACES["cpu"]), "matmul": "fp8_rowwise", "precision": "bf16"}
+    settings: dict[str, Any] = {"placement": placed("cpu", tmp_path), "matmul": "fp8_rowwise", "precision": "bf16"}
     group = partial(fp8.multiply_in_fp8, "fp8_rowwise")
     engine, _ = train_both(built.model, families.batches(2), plain=plain, fill=built.fill, group=group, **settings)
     built.close()
@@ -213,7 +208,7 @@ def test_experts_that_are_one_parameter_are_adapted(
     families.build(make).save_pretrained(tmp_path / "base")  # type: ignore[operator]
     settings = {"case": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, **how}
     adapter = adaptation(tmp_path, {"rank": 2, "init": "gaussian", **settings.pop("case")})
-    place = {"placement": Placement(**PLACES[settings.pop("place")], nvme_dir=str(tmp_path))}
+    place = {"placement": placed(settings.pop("place"), tmp_path)}
     built, plain = adapter.apply_to(load(tmp_path / "base"), seed=7), resident(tmp_path / "base", adapter)
     spares_experts = make is families.gpt_oss and adapter.config.target_modules == "all-linear"  # PEFT's own rule
     assert spares_experts != any(type(module).__name__ == "ParamWrapper" for module in built.model.modules())
@@ -256,11 +251,10 @@ def test_two_ranks_train_it_as_one_process_does(base: Path, tmp_path: Path, name
     plain = Reference(resident(base, adapter), PROPORTIONAL)
     for seed in range(2):
         plain.step(families.tokens(seed))
-    assert one.keys() == other.keys()
-    assert all(same_bits(one[key], other[key]) for key in one)
+    assert_same(other, one)
     assert_same(one, {key: plain.masters[key] for key in one}, within=2e-6)
     frozen = [name for name, p in built.model.named_parameters() if not p.requires_grad]
-    assert all(same_bits(one[name], plain.masters[name]) for name in frozen)
+    assert_same({name: one[name] for name in frozen}, {name: plain.masters[name] for name in frozen})
     engine = Engine(built.model, PROPORTIONAL, fill=built.fill)
     engine.load_checkpoint(tmp_path / "states")
     assert_same(dict(engine.named_parameters()), one)
@@ -291,8 +285,7 @@ def test_the_first_trained_unit_bounds_the_backward(recompute: str, call: str, c
     for seed in range(3):
         batch = families.tokens(seed)
         if call == "own":
-            engine.backward(model(**batch).loss)
-            engine.update()
+            own_step_of(engine, lambda _model, batch=batch: model(**batch).loss)
         else:
             engine.step(batch)
     expected = 0

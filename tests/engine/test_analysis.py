@@ -27,7 +27,6 @@ def count_forwards(model: nn.Module) -> list[int]:
     return found
 
 
-LOSS: Any = cross_entropy
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {},
     "micro-batches": {"micro_batch_size": 2},
@@ -37,41 +36,32 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("family", [deep, gpt2], ids=["llama", "gpt2"])
+CASES = [(family, name) for family in (deep, gpt2) for name in SETTINGS] + [(RunningStatistics, "whole")]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
 def test_an_engine_with_an_analysis_runs_no_trials(family: Any, name: str) -> None:
-    """Losses are equal to the bit, also with dropout. Counted are forwards until the end of a first and second step."""
+    """Losses and buffers are equal to the bit, also with dropout. Counted are forwards until the end of a first and
+    second step.
+    """
     results, counts, text = [], [], ""
+    batch, loss_fn = (words, cross_entropy) if family is RunningStatistics else (tokens, None)
     for _ in range(2):
         model = build(family).train()
         analysis = Analysis.from_json(text) if text else None
         torch.manual_seed(3)
         found = count_forwards(model)
         with Engine(model, analysis=analysis, **SETTINGS[name]) as engine:
-            numbers = []
+            results.append([])
             for seed in range(2):
-                numbers.append(engine.step(tokens(seed)).loss.item())
+                results[-1].append(engine.step(batch(seed), loss_fn).loss.item())
                 counts.append(len(found))
                 found.clear()
-            results.append(numbers)
+            results[-1] += [buffer.tolist() for buffer in model.buffers()]
             assert text in ("", repr(engine.analysis))
             text = repr(engine.analysis)
     assert results[0] == results[1]
     assert counts[0] > counts[1] == counts[2] == counts[3]
-
-
-def test_a_loss_function_and_buffers_are_part_of_an_analysis() -> None:
-    results, text = [], ""
-    for _ in range(2):
-        model = build(RunningStatistics)
-        found = count_forwards(model)
-        with Engine(model, analysis=Analysis.from_json(text) if text else None) as engine:
-            results.append([engine.step(words(seed), LOSS).loss.item() for seed in range(2)])
-            assert len(found) == 4 or not text, "a forward and a recomputation in each step"
-            text = repr(engine.analysis)
-            statistics = [buffer.clone() for buffer in model.buffers()]
-        results[-1] += [float(buffer.double().sum()) for buffer in statistics]
-    assert results[0] == results[1]
 
 
 def test_an_analysis_belongs_to_one_model_and_to_one_mode() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from offload.errors import ConfigError
 from tests.engine.any_batch import (
     IMAGE,
     KINDS,
-    Kind,
     distance,
     latents,
     llava,
@@ -31,7 +30,15 @@ from tests.engine.any_batch import (
     text_alone,
     vit,
 )
-from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, train_both, weights
+from tests.engine.compare import (
+    PROPORTIONAL,
+    assert_same,
+    assert_weights,
+    own_step_of,
+    step_of,
+    train_both,
+    weights,
+)
 from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
@@ -70,10 +77,7 @@ def beside_whole(
     engine = Engine(model, PROPORTIONAL, micro_batch_size=size, **settings)
     parts_of(engine).execution_mode.cut = "calls" if is_plain else "units"
     for batch in map(on_device, batches):
-        loss, norm = reference.step(batch, loss_fn)
-        result = engine.step(batch, loss_fn)
-        assert result.loss.item() == pytest.approx(loss.item(), rel=ROUNDING)
-        assert result.grad_norm == pytest.approx(norm, rel=ROUNDING)
+        assert step_of(engine, batch, loss_fn) == pytest.approx(step_of(reference, batch, loss_fn), rel=ROUNDING)
         assert_weights(engine, reference, ROUNDING)
     return engine
 
@@ -150,17 +154,22 @@ def test_as_many_positions_as_rows(num_rows: tuple[int, ...], is_plain: bool) ->
     train_both(build(KINDS["denoiser"].make), batches, loss_fn=distance)
 
 
-class Prototypes(nn.Module):
-    """Score rows by similarity to prototypes. The batch has as many prototypes as rows."""
-
+class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
 
-    def forward(self, x: Tensor, prototypes: Tensor) -> Tensor:
+    def hidden(self, x: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0) -> Tensor:
         for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x @ prototypes.T
+            x = torch.tanh(block(x)) * scale + shift
+        return x
+
+
+class Prototypes(Hidden):
+    """Score rows by similarity to prototypes. The batch has as many prototypes as rows."""
+
+    def forward(self, x: Tensor, prototypes: Tensor) -> Tensor:
+        return self.hidden(x) @ prototypes.T
 
 
 def test_a_table_of_as_many_entries_as_rows() -> None:
@@ -177,20 +186,18 @@ def near(outputs: Tensor, batch: Any) -> Tensor:
     return functional.mse_loss(outputs, batch["labels"])
 
 
-class Halved(Prototypes):
+class Halved(Hidden):
     """Halve the weights in eval mode, as RWKV does."""
 
     is_halved = False
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         if self.is_halved == self.training:
             with torch.no_grad():
                 for block in self.blocks:
                     block.weight.mul_(2 if self.training else 0.5)
             self.is_halved = not self.training
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
+        return self.hidden(x)
 
 
 def test_a_model_that_writes_to_its_weights_has_them_from_the_next_pass_on() -> None:
@@ -200,11 +207,9 @@ def test_a_model_that_writes_to_its_weights_has_them_from_the_next_pass_on() -> 
         beside_whole(build(Halved), near, 2, batches, is_plain=False).close()
 
 
-class Scaled(Prototypes):
-    def forward(self, x: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
-        for block in self.blocks:
-            x = torch.tanh(block(x)) * scales.mean()
-        return x
+class Scaled(Hidden):
+    def forward(self, x: Tensor, scales: Tensor) -> Tensor:
+        return self.hidden(x, scale=scales.mean())
 
 
 def test_a_loss_in_double_precision_trains() -> None:
@@ -230,12 +235,10 @@ def test_what_is_the_same_in_all_rows_tells_nothing(is_plain: bool) -> None:
     beside_whole(build(Scaled), near, 2, batches, is_plain).close()
 
 
-class Offset(Prototypes):
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:  # type: ignore[override]
+class Offset(Hidden):
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """offsets: [any number, 8]. Every row adds the mean over the first axis."""
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x + offsets.mean(0)
+        return self.hidden(x) + offsets.mean(0)
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
@@ -254,12 +257,10 @@ def test_a_loss_that_is_the_same_by_chance_does_not_tell_what_rows_are(is_plain:
     beside_whole(build(Offset), far, 2, batches, is_plain).close()
 
 
-class TimeMajor(Prototypes):
-    def forward(self, x: Tensor, shifts: Tensor) -> Tensor:  # type: ignore[override]
+class TimeMajor(Hidden):
+    def forward(self, x: Tensor, shifts: Tensor) -> Tensor:
         """x: [rows, 8]; shifts: [3, rows, 8]."""
-        for block in self.blocks:
-            x = torch.tanh(block(x)) + shifts.sum(0)
-        return x
+        return self.hidden(x, shift=shifts.sum(0))
 
 
 @matrix(strength=1, rows=[4, 3], is_plain=[False, True])
@@ -292,14 +293,14 @@ def flux() -> nn.Module:
 
 
 def flux_batch(seed: int, rows: int) -> dict[str, Any]:
-    texts = {"encoder_hidden_states": noise(seed, rows, 8, 32), "pooled_projections": noise(seed, rows, 32)}
-    places = {"img_ids": noise(seed, 16, 3).abs(), "txt_ids": torch.zeros(8, 3)}
-    times = {"timestep": torch.linspace(0.2, 0.8, rows), "guidance": None}
     return {
         "hidden_states": noise(seed, rows, 16, 4),
-        **texts,
-        **places,
-        **times,
+        "encoder_hidden_states": noise(seed, rows, 8, 32),
+        "pooled_projections": noise(seed, rows, 32),
+        "img_ids": noise(seed, 16, 3).abs(),
+        "txt_ids": torch.zeros(8, 3),
+        "timestep": torch.linspace(0.2, 0.8, rows),
+        "guidance": None,
         "labels": noise(seed + 1, rows, 16, 4),
     }
 
@@ -319,12 +320,14 @@ def qwen_image() -> nn.Module:
 
 
 def qwen_image_batch(seed: int, rows: int) -> dict[str, Any]:
-    texts = {
+    return {
+        "hidden_states": noise(seed, rows, 16, 16),
         "encoder_hidden_states": noise(seed, rows, 7, 16),
         "encoder_hidden_states_mask": torch.ones(rows, 7, dtype=torch.long),
+        "img_shapes": [[(1, 4, 4)]] * rows,
+        "timestep": torch.linspace(0.2, 0.8, rows),
+        "labels": noise(seed + 1, rows, 16, 16),
     }
-    shapes = {"img_shapes": [[(1, 4, 4)]] * rows, "timestep": torch.linspace(0.2, 0.8, rows)}
-    return {"hidden_states": noise(seed, rows, 16, 16), **texts, **shapes, "labels": noise(seed + 1, rows, 16, 16)}
 
 
 @pytest.fixture
@@ -347,16 +350,13 @@ def test_diffusers_transformers_equal_plain_pytorch(name: str, num_rows: tuple[i
     make, batch_of = DIFFUSERS[name]
     batches = [on_device(batch_of(seed, rows)) for seed, rows in enumerate(num_rows)]
     train_both(build(make), batches, loss_fn=distance, group=sum_by_layer)
-    model, other = build(make), build(make)
-    parts, loop = Engine(model, PROPORTIONAL, micro_batch_size=2), Engine(other, PROPORTIONAL)
+    parts, loop = Engine(build(make), PROPORTIONAL, micro_batch_size=2), Engine(build(make), PROPORTIONAL)
     reference = Reference(build(make), PROPORTIONAL, group=sum_by_layer)
     for batch in batches:
-        loss, norm = reference.step(batch, distance)
-        result = parts.step(batch, distance)
-        assert (result.loss.item(), result.grad_norm) == pytest.approx((loss.item(), norm), rel=ROUNDING)
-        loop.backward(distance(other(**{key: value for key, value in batch.items() if key != "labels"}), batch))
-        result = loop.update()
-        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        wanted = step_of(reference, batch, distance)
+        assert step_of(parts, batch, distance) == pytest.approx(wanted, rel=ROUNDING)
+        assert own_step_of(loop, lambda model, batch=batch, inputs=inputs: distance(model(**inputs), batch)) == wanted
         assert_weights(loop, reference)
         assert_weights(parts, reference, ROUNDING)
     parts.close()
@@ -424,70 +424,47 @@ def test_labels_of_a_regression_are_all_targets() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object()])
-def test_values_of_other_kinds_are_refused_by_name(value: Any) -> None:
-    engine = Engine(build(llama))
-    with pytest.raises(ConfigError, match="position_ids"):
-        engine.step({**tokens(), "position_ids": value})
-    assert torch.isfinite(engine.step({**tokens(), "position_ids": None}).loss)
-    engine.close()
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("position_ids", {1, 2}, "position_ids"),
+        ("position_ids", object(), "position_ids"),
+        ("num_items_in_batch", torch.tensor(7), "the batch has num_items_in_batch, but the engine passes"),
+    ],
+)
+def test_values_of_other_kinds_are_refused_by_name(key: str, value: Any, said: str) -> None:
+    """A count of targets is made by the engine."""
+    with Engine(build(llama)) as engine:
+        with pytest.raises(ConfigError, match=said):
+            engine.step({**tokens(), key: value})
+        assert engine.step({**tokens(), "position_ids": None}).loss.isfinite()
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def trained(name: str, rows: tuple[int, ...], micro_batch_size: int | None) -> Any:
-    """Train on this rank's rows. Return ([(loss, norm)] per step, weights), or a ConfigError message."""
-    return _trained(KINDS[name], lambda step, rank: share(made(name, step, sum(rows)), rows, rank), 2, micro_batch_size)
-
-
-def with_pictures(of_rows: Sequence[Sequence[int]], micro_batch_size: int | None) -> Any:
-    """Run `trained` on LLaVA rows; `of_rows[rank]` has the number of images per row."""
-
-    def batch_of(step: int, rank: int) -> dict[str, Any]:
-        return on_device(pictures_in_rows(2 * step + rank, of_rows[rank]))
-
-    return _trained(KINDS["LLaVA"], batch_of, 3, micro_batch_size)
-
-
-def _trained(
-    kind: Kind, batch_of: Callable[[int, int], dict[str, Any]], num_steps: int, micro_batch_size: int | None
-) -> Any:
-    with open_comm() as comm:
-        engine = Engine(build(kind.make), PROPORTIONAL, comm=comm, micro_batch_size=micro_batch_size)
-        steps = []
-        for step in range(num_steps):
-            batch = batch_of(step, comm.rank)
-            try:
-                result = engine.step(batch, kind.loss_fn)
-            except ConfigError as error:
-                engine.close()
-                return str(error)
-            steps.append((result.loss.item(), result.grad_norm))
-        found = weights(engine)
-        engine.close()
-    return steps, found
-
-
-def share(batch: dict[str, Any], rows: tuple[int, ...], rank: int) -> dict[str, Any]:
-    """Return one rank's part of each entry with an element per row; other entries stay whole."""
-    begin = sum(rows[:rank])
-    return {
-        key: value[begin : begin + rows[rank]]
-        if isinstance(value, torch.Tensor | list)
-        and (not isinstance(value, torch.Tensor) or value.dim())
-        and len(value) == sum(rows)
-        else value
-        for key, value in batch.items()
-    }
+def refused(name: str) -> str:
+    """Take a step on 3 rows of rank 0 or 2 rows of rank 1. Return the error message."""
+    with open_comm() as comm, Engine(build(KINDS[name].make), PROPORTIONAL, comm=comm) as engine:
+        with pytest.raises(ConfigError) as caught:
+            engine.step(made(name, comm.rank, 3 - comm.rank), KINDS[name].loss_fn)
+        return str(caught.value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXING)
 def test_two_ranks_of_a_loss_that_is_no_mean_are_refused(name: str) -> None:
-    for refused in run(2, trained, name=name, rows=(3, 2), micro_batch_size=None):
-        assert "not a mean over rows" in refused
-        assert "engine.backward" in refused
+    for message in run(2, refused, name=name):
+        assert "not a mean over rows" in message
+        assert "engine.backward" in message
+
+
+def with_pictures(of_rows: Sequence[Sequence[int]], micro_batch_size: int | None) -> Any:
+    """Train on LLaVA rows; `of_rows[rank]` has the number of images per row. Return ([(loss, norm)], weights)."""
+    make = KINDS["LLaVA"].make
+    with open_comm() as comm, Engine(build(make), PROPORTIONAL, comm=comm, micro_batch_size=micro_batch_size) as engine:
+        batches = [on_device(pictures_in_rows(2 * step + comm.rank, of_rows[comm.rank])) for step in range(3)]
+        return [step_of(engine, batch) for batch in batches], weights(engine)
 
 
 @pytest.mark.slow
@@ -501,15 +478,8 @@ def test_ranks_with_other_numbers_of_pictures(micro_batch_size: int | None) -> N
     for step in range(3):
         parts = [on_device(pictures_in_rows(2 * step + rank, each)) for rank, each in enumerate(([1] * 4, [1, 0, 1]))]
         whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key != "position_ids"}
-        loss, norm = reference.step(whole)
+        wanted = step_of(reference, whole)
         for steps, _ in found:
-            assert steps[step] == pytest.approx((loss.item(), norm), rel=ROUNDING)
+            assert steps[step] == pytest.approx(wanted, rel=ROUNDING)
     for _, values in found:
         assert_same(values, reference.masters, ROUNDING)
-
-
-def test_a_count_of_targets_is_the_engines_to_make() -> None:
-    engine = Engine(build(llama))
-    with pytest.raises(ConfigError, match="the batch has num_items_in_batch, but the engine passes"):
-        engine.step(tokens() | {"num_items_in_batch": torch.tensor(7)})
-    assert engine.step(tokens()).loss.isfinite()

@@ -14,7 +14,7 @@ from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
 from offload.extras.rules.factored import Adafactor
 from tests.engine import ranks
-from tests.engine.compare import PLACES, same_bits, weights
+from tests.engine.compare import PLACES, assert_same, placed, same_bits, weights
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.inside import State, states
 from tests.engine.ranks_child import share
@@ -31,10 +31,6 @@ def adapted(dtype: torch.dtype = torch.float32, rank: int = 4) -> Any:
     model = build(llama).to(dtype)
     torch.manual_seed(5)
     return get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-
-
-def opened(place: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Engine:
-    return Engine(adapted(dtype), placement=Placement(**place, nvme_dir=str(folder)), **settings)
 
 
 def names_of(engine: Engine) -> tuple[list[str], list[str]]:
@@ -80,8 +76,8 @@ def test_a_checkpoint_of_what_trains_has_the_base_where_it_was_changed(
     """The checkpoint has base weights only where edited. Another engine over the original base resumes from there,
     bit-equal.
     """
-    how: dict[str, Any] = {"optimizer": rule, "precision": precision, "dtype": files}
-    engine = opened(PLACES[place], tmp_path, **how)
+    how: dict[str, Any] = {"optimizer": rule, "precision": precision}
+    engine = Engine(adapted(files), placement=placed(place, tmp_path), **how)
     for batch in batches(2):
         engine.step(batch)
     before, wanted = change(engine)
@@ -97,18 +93,17 @@ def test_a_checkpoint_of_what_trains_has_the_base_where_it_was_changed(
         assert after[name].num_steps == before[name].num_steps == 2
     if precision == "bf16" and files == torch.bfloat16:  # the base is stored in bf16 too
         wanted |= {name: wanted[name].bfloat16().float() for name in beneath}
-    assert all(torch.equal(value, wanted[name]) for name, value in weights(engine).items())
+    assert_same(weights(engine), wanted)
     engine.save_checkpoint(tmp_path / "saved", trained_only=True)
     with Reader(tmp_path / "saved") as reader:
         assert set(reader.contents) == {*beneath, *matrices}
         assert reader.meta["engine"]["changed"] == sorted(beneath)
-    again = opened(PLACES["cpu" if place != "cpu" else "nvme"], tmp_path, **how)
+    again = Engine(adapted(files), placement=placed("cpu" if place != "cpu" else "nvme", tmp_path), **how)
     again.step(tokens(9))
     again.load_checkpoint(tmp_path / "saved")
     for batch in batches(2):
         assert engine.step(batch).loss == again.step(batch).loss
-    mine, its = weights(engine), weights(again)
-    assert all(torch.equal(mine[name], its[name]) for name in mine)
+    assert_same(weights(again), weights(engine))
     again.save_checkpoint(tmp_path / "saved", trained_only=True)
     with Reader(tmp_path / "saved") as reader:
         assert reader.meta["engine"]["changed"] == sorted(beneath)
@@ -135,10 +130,10 @@ def test_moments_in_codes_are_all_pruned_or_none() -> None:
         engine.prune_moments(matrices, SHARE)
     with pytest.raises(ConfigError, match="the model has no parameter 'lora_Z'"):
         engine.prune_moments(["lora_Z"], 1)
-    engine.prune_moments(matrices, 0)
-    assert any(value.count_nonzero() for name in matrices for value in moments(states(engine)[name]).values())
-    engine.prune_moments(matrices, 1)
-    assert not any(value.count_nonzero() for name in matrices for value in moments(states(engine)[name]).values())
+    for part in (0, 1):
+        engine.prune_moments(matrices, part)
+        kept = [value.count_nonzero() for name in matrices for value in moments(states(engine)[name]).values()]
+        assert any(kept) == (part == 0)
     engine.step(tokens(1))
     engine.close()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload import AdamW, Engine
 from offload.engine.gradients.updates import UNCLIPPED_STEPS
 from offload.errors import NonFiniteError, TornError
-from tests.engine.compare import assert_same, weights
+from tests.engine.compare import assert_same, own_step_of, step_of, weights
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import keep_gradients, parts_of, states
@@ -95,16 +95,23 @@ def test_speculative_against_float64(factor: float, precision: str, num_steps_be
             assert excess.max().item() <= allowed * largest, (name, engine.clip, excess.max().item() / largest)
 
 
-@pytest.mark.parametrize("clip", ["speculative", "deferred"])
-def test_nan_in_one_unit_stops_and_names_it(clip: str) -> None:
-    engine = Engine(build(Spiking), clip=clip, max_grad_norm=1.0)
+@pytest.mark.parametrize(
+    ("clip", "on_nonfinite"), [("speculative", "stop"), ("deferred", "stop"), ("speculative", "skip")]
+)
+def test_nan_in_one_unit_stops_and_names_it(clip: str, on_nonfinite: str) -> None:
+    """`skip` implies deferred clipping, and changes nothing."""
+    engine = Engine(build(Spiking), clip=clip, max_grad_norm=1.0, on_nonfinite=on_nonfinite)
     engine.step(words(), loss_fn=cross_entropy)
     before = weights(engine)
     engine.model.factor = math.nan
-    with pytest.raises(NonFiniteError, match="embedding"):
-        engine.step(words(1), loss_fn=cross_entropy)
+    if on_nonfinite == "skip":
+        assert engine.clip == "deferred"
+        assert engine.step(words(1), loss_fn=cross_entropy).skipped
+    else:
+        with pytest.raises(NonFiniteError, match="embedding"):
+            engine.step(words(1), loss_fn=cross_entropy)
     engine.model.factor = 1.0
-    if clip == "deferred":
+    if engine.clip == "deferred":
         assert_same(weights(engine), before)
         engine.step(words(2), loss_fn=cross_entropy)
     else:  # the other units were updated by then
@@ -112,23 +119,11 @@ def test_nan_in_one_unit_stops_and_names_it(clip: str) -> None:
             engine.step(words(2), loss_fn=cross_entropy)
 
 
-def test_skip_implies_deferred_and_changes_nothing() -> None:
-    engine = Engine(build(Spiking), clip="speculative", on_nonfinite="skip")
-    engine.step(words(), loss_fn=cross_entropy)
-    assert engine.clip == "deferred"
-    before = weights(engine)
-    engine.model.factor = math.nan
-    assert engine.step(words(1), loss_fn=cross_entropy).skipped
-    assert_same(weights(engine), before)
-
-
 def test_own_loops_are_deferred_in_every_mode() -> None:
-    found = []
-    for engine in pair(0.1):
-        engine.backward(engine.model(words()["x"]).square().mean())
-        engine.update()
-        found.append(weights(engine))
-    assert_same(*found)
+    deferred, speculative = pair(0.1)
+    losses = [own_step_of(each, lambda model: model(words()["x"]).square().mean()) for each in (deferred, speculative)]
+    assert losses[0] == losses[1]
+    assert_same(weights(speculative), weights(deferred))
 
 
 def train_unevenly(engine: Engine, steps: range, clipped: int) -> tuple[list[Any], dict[str, Tensor]]:
@@ -136,20 +131,15 @@ def train_unevenly(engine: Engine, steps: range, clipped: int) -> tuple[list[Any
     found = []
     for step in steps:
         engine.model.factor = 1e6 if step == clipped else 1.0
-        result = engine.step(words(step), loss_fn=cross_entropy)
-        found.append((result.loss.item(), result.grad_norm))
-        assert (result.grad_norm > 100.0) == (step == clipped)
+        found.append(step_of(engine, words(step), cross_entropy))
+        assert (found[-1][1] > 100.0) == (step == clipped)
     return found, weights(engine)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("clipped", "clip"),
-    [
-        (0, "deferred"),
-        (UNCLIPPED_STEPS - 1, "deferred"),
-        (UNCLIPPED_STEPS, "speculative"),
-    ],
+    [(0, "deferred"), (UNCLIPPED_STEPS - 1, "deferred"), (UNCLIPPED_STEPS, "speculative")],
 )
 def test_auto_has_the_bits_of_what_its_steps_decide(tmp_path: Path, clipped: int, clip: str) -> None:
     """`auto` gives the bits of the mode chosen by the steps, also when resumed from a checkpoint before the choice.
@@ -177,11 +167,7 @@ def test_auto_has_the_bits_of_what_its_steps_decide(tmp_path: Path, clipped: int
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("throttle", "clip"),
-    [
-        (None, "deferred"),
-        ({"update": "1MiB"}, "auto"),
-        ({"update": "8MiB", "h2d": "512KiB"}, "deferred"),
-    ],
+    [(None, "deferred"), ({"update": "1MiB"}, "auto"), ({"update": "8MiB", "h2d": "512KiB"}, "deferred")],
 )
 def test_auto_is_left_to_the_steps_where_adamw_outlasts_a_forward(throttle: dict[str, str] | None, clip: str) -> None:
     engine = Engine(build(llama), throttle=throttle, max_grad_norm=NO_LIMIT)

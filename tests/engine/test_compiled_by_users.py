@@ -15,7 +15,7 @@ from torch.nn import functional
 from offload import Engine, Placement
 from offload.errors import ConfigError
 from offload.extras.large import compiled_forwards as forwards
-from tests.engine.compare import assert_same, weights
+from tests.engine.compare import assert_same, own_step_of, step_of, weights
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Block, Stack, cross_entropy, words
@@ -98,16 +98,13 @@ def test_what_torch_compile_has_put_around_is_taken_off_and_said(how: Callable[[
     with pytest.warns(UserWarning, match=f"torch.compile was removed from {TAKEN_OFF[how]}.*compile=always compiles"):
         engine = Engine(compiled)
     for step in range(STEPS):
-        one, other = plain.step(tokens(step)), engine.step(tokens(step))
-        assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
-    found = []
-    for each, model in ((plain, plain.model), (engine, compiled)):
-        each.backward(model(**tokens()).loss)
-        each.update()
-        found.append(weights(each))
-    assert_same(*found)
+        assert step_of(plain, tokens(step)) == step_of(engine, tokens(step))
+    own_step_of(plain, lambda model: model(**tokens()).loss)
+    own_step_of(engine, lambda _model: compiled(**tokens()).loss)
+    wanted = weights(plain)
+    assert_same(weights(engine), wanted)
     engine.close(restore=True)
-    assert_same(dict(engine.model.state_dict()), found[0] | {"lm_head.weight": engine.model.lm_head.weight})
+    assert_same(dict(engine.model.state_dict()), wanted)
 
 
 @pytest.mark.slow
@@ -205,27 +202,22 @@ def test_what_a_forward_calls_stays_compiled(block: type[nn.Module], way: dict[s
         engine = Engine(model, **way)
     reference = Reference(plain, precision=way.get("precision", "fp32"))
 
-    def losses(step: Callable[[Any, Any], Any]) -> list[float]:
-        found = []
-        for seed in range(STEPS):
-            torch.manual_seed(seed)
-            found.append(step(words(seed), cross_entropy).item())
-        return found
+    def steps(trainer: Engine | Reference) -> list[Any]:
+        return [step_of(trainer, words(seed), cross_entropy, seed=seed) for seed in range(STEPS)]
 
-    found = losses(lambda *batch: engine.step(*batch).loss)
-    assert found == losses(lambda *batch: reference.step(*batch)[0])
+    found = steps(engine)
+    assert found == steps(reference)
     assert_same(weights(engine), reference.masters)
     with torch.compiler.set_stance("force_eager"):
-        assert found != losses(lambda *batch: eager.step(*batch).loss), "it says something"
+        assert found != steps(eager), "it says something"
 
 
 @pytest.mark.slow
 def test_a_compiled_loss_is_taken() -> None:
     compiled = torch.compile(cross_entropy, backend=FAR)
-    engine, plain = Engine(build(Stack)), build(Stack).to(own_device())
-    loss = engine.step(words(), compiled).loss.item()
-    batch = {name: value.to(own_device()) for name, value in words().items()}
-    assert loss == compiled(plain(batch["x"]), batch).item() != cross_entropy(plain(batch["x"]), batch).item()
+    loss = Engine(build(Stack)).step(words(), compiled).loss.item()
+    outputs = build(Stack).to(own_device())(words()["x"])
+    assert loss == compiled(outputs, words()).item() != cross_entropy(outputs, words()).item()
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

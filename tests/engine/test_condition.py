@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from offload import Engine
 from offload.errors import ConfigError
-from tests.engine.compare import assert_weights, same_bits
+from tests.engine.compare import assert_weights, own_step_of, same_bits, step_of
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Block, DropsOut, RunningStatistics, Stack, cross_entropy, words
 from tests.engine.reference import Reference, count_labels
@@ -72,20 +74,14 @@ def test_what_a_forward_assigns_moves_once(recompute: str, rows: int | None) -> 
                 wanted = sum(loss.item() for loss in reference.losses(words(8), cross_entropy, count_labels))
             loss = engine.evaluate(words(8), cross_entropy).item()
             assert loss == pytest.approx(wanted, abs=1e-6 if rows else 0)
-        result = engine.step(words(seed), cross_entropy)
-        loss, norm = reference.step(words(seed), cross_entropy, count_labels)
-        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm), f"step {seed}"
+        assert step_of(engine, words(seed), cross_entropy) == step_of(reference, words(seed), cross_entropy)
         assert_like(engine, reference)
 
 
-class Hanging(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
+class Hanging(Assigning):
     def forward(self, h: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * h.mean((0, 1))
-        return super().forward(h - self.mean)
+        return Block.forward(self, h - self.mean)
 
 
 def test_a_buffer_that_would_hold_a_graph_is_refused() -> None:
@@ -115,11 +111,11 @@ def test_an_own_loop_recomputes_from_what_each_forward_had() -> None:
     model = build(Assigned)
     reference, engine = Reference(model), Engine(model)
     for step in range(3):
-        losses = [cross_entropy(reference.model(words(seed)["x"]), words(seed)) for seed in (step, step + 1)]
-        sum(losses).backward()
-        reference.collect()
-        engine.backward(sum(cross_entropy(engine.model(words(seed)["x"]), words(seed)) for seed in (step, step + 1)))
-        assert engine.update().grad_norm == reference.update()
+
+        def both(model: nn.Module, step: int = step) -> Tensor:
+            return sum(cross_entropy(model(words(seed)["x"]), words(seed)) for seed in (step, step + 1))
+
+        assert own_step_of(engine, both) == own_step_of(reference, both)
         assert_like(engine, reference)
 
 
@@ -133,13 +129,8 @@ def test_a_rotary_table_that_grows_grows_in_the_run(length: int) -> None:
     model = build(lambda: llama(max_position_embeddings=16, rope_parameters=rope))
     reference, engine = Reference(model), Engine(model)
     for seed, columns in enumerate((length, 10, 48)):
-        batch = tokens(seed, length=columns)
-        loss = reference.model(**batch).loss
-        loss.backward()
-        reference.collect()
-        engine.backward(engine.model(**batch).loss)
-        result = engine.update()
-        assert (result.loss.item(), result.grad_norm) == (loss.item(), reference.update()), f"step {seed}"
+        mean = partial(lambda batch, model: model(**batch).loss, tokens(seed, length=columns))
+        assert own_step_of(engine, mean) == own_step_of(reference, mean), f"step {seed}"
         found, wanted = (each.model.model.rotary_emb for each in (engine, reference))
         assert same_bits(found.inv_freq, wanted.inv_freq)
         assert found.max_seq_len_cached == wanted.max_seq_len_cached
@@ -151,25 +142,19 @@ def test_a_recompute_runs_in_the_mode_of_its_forward(was_training: bool) -> None
     """The training mode and the dropout rate may change between a forward and the backward."""
     model = build(lambda: Stack(DropsOut))
     reference, engine = Reference(model), Engine(model)
-    found = []
-    for each in (reference, engine):
-        each.model.train(was_training)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        model.train(was_training)
         torch.manual_seed(3)
-        loss = cross_entropy(each.model(words()["x"]), words())
-        each.model.train(not was_training)
-        for block in each.model.blocks:
+        loss = cross_entropy(model(words()["x"]), words())
+        model.train(not was_training)
+        for block in model.blocks:
             block.dropout.p = 0.9
-        found.append(loss.item())
-        if each is reference:
-            loss.backward()
-            reference.collect()
-            found.append(reference.update())
-        else:
-            engine.backward(loss)
-            assert not any(module.training is was_training for module in engine.model.modules())
-            assert engine.model.blocks[0].dropout.p == 0.9
-            found.append(engine.update().grad_norm)
-    assert found[:2] == found[2:]
+        return loss
+
+    assert own_step_of(engine, loss_of) == own_step_of(reference, loss_of)
+    assert not any(module.training is was_training for module in engine.model.modules())
+    assert engine.model.blocks[0].dropout.p == 0.9
     assert_weights(engine, reference)
 
 
@@ -194,13 +179,8 @@ def test_what_runs_in_inference_mode_leaves_nothing_of_it_behind(begins: bool, m
             with torch.no_grad():
                 assert loss.item() == cross_entropy(reference.model(words(step)["x"]), words(step)).item()
             reference.model.train()
-        result = engine.step(batch, cross_entropy)
-        wanted, norm = reference.step(words(step), cross_entropy)
-        assert (result.loss.item(), result.grad_norm) == (wanted.item(), norm)
+        assert step_of(engine, batch, cross_entropy) == step_of(reference, words(step), cross_entropy)
     assert_weights(engine, reference)
-
-
-def test_an_engine_is_not_made_in_inference_mode() -> None:
     with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
         Engine(build(Stack))
 
@@ -213,13 +193,11 @@ class Collecting(Stack):
         self.is_hooked, self.collected = False, []
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_hooked:
-            for block in self.blocks:
-                block.register_forward_hook(lambda _block, _args, h: self.collected.append(h))
-            self.is_hooked = True
+        for block in self.blocks if not self.is_hooked else ():
+            block.register_forward_hook(lambda _block, _args, h: self.collected.append(h))
+        self.is_hooked = True
         self.collected.clear()
-        result = super().forward(x)
-        return result * len(self.collected)
+        return super().forward(x) * len(self.collected)
 
 
 def test_hooks_of_a_forward_go_with_the_note_that_they_are_there() -> None:
@@ -227,8 +205,6 @@ def test_hooks_of_a_forward_go_with_the_note_that_they_are_there() -> None:
     model = build(Collecting)
     reference, engine = Reference(model), Engine(model)
     for step in range(2):
-        loss, norm = reference.step(words(step), cross_entropy)
-        result = engine.step(words(step), cross_entropy)
-        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+        assert step_of(engine, words(step), cross_entropy) == step_of(reference, words(step), cross_entropy)
     assert all(len(block._forward_hooks) == 1 for block in engine.model.blocks)
     engine.close()

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from offload import AdamW, Engine, Lion, Placement
+from offload import AdamW, Engine, Placement
 from offload.errors import ConfigError
 from offload.lanes.ticket import Ticket
 from offload.layout.planes import STALE
-from offload.planning import disk
 from offload.tiers.tile import Tile
-from tests.engine.compare import assert_same, weights
+from tests.engine.compare import assert_same, step_of, weights
 from tests.engine.families import batches, build, gemma2, llama, tokens
 from tests.engine.inside import parts_of
 from tests.engine.reference import Reference
 
+pytestmark = pytest.mark.usefixtures("small_tiles")
 RULE = AdamW(lr=1e-2, groups=(("norm", {"lr_scale": 0.5}),))
 HOST = {"parameters": "cpu", "optimizer": "cpu"}
 
@@ -45,67 +45,47 @@ class Late(Reference):
         self.masters = newest
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
-
-
-def steps_are_equal(engine: Engine, reference: Late, seeds: Iterator[int] | range) -> None:
+def steps_are_equal(engine: Engine, reference: Late, seeds: Iterable[int]) -> None:
     for seed in seeds:
-        loss, norm = reference.step(tokens(seed))
-        found = engine.step(tokens(seed))
-        assert (found.loss, found.grad_norm) == (loss, norm), seed
+        assert step_of(engine, tokens(seed)) == step_of(reference, tokens(seed)), seed
+
+
+def catch_up(reference: Late) -> None:
+    """Show the newest weights."""
+    reference.before = None
+    for name in reference.named:
+        reference._show(name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "precision", "max_grad_norm"), [(llama, "fp32", 0.3), (gemma2, "bf16", None)])
-def test_twenty_steps_are_those_of_a_loop_that_updates_late(make, precision, max_grad_norm):
-    settings = {"precision": precision, "max_grad_norm": max_grad_norm}
-    reference = Late(build(make), RULE, delay_after=2, **settings)
-    engine = Engine(build(make), RULE, delay=1, delay_after=2, placement=Placement(**HOST), **settings)
-    steps_are_equal(engine, reference, range(20))
+@pytest.mark.parametrize(
+    ("make", "precision", "max_grad_norm", "after", "optimizer"),
+    [(llama, "fp32", 0.3, 2, "cpu"), (gemma2, "bf16", None, 2, "cpu"), (llama, "fp32", 1.0, 0, "nvme")],
+)
+def test_steps_are_those_of_a_loop_that_updates_late(make, precision, max_grad_norm, after, optimizer, tmp_path):
+    settings = {"precision": precision, "max_grad_norm": max_grad_norm, "delay_after": after}
+    reference = Late(build(make), RULE, **settings)
+    place = Placement(parameters="cpu", optimizer=optimizer, gradients="cpu", nvme_dir=str(tmp_path))
+    engine = Engine(build(make), RULE, delay=1, placement=place, debug=1, **settings)
+    steps_are_equal(engine, reference, range(20 if after else 6))
     assert_same(weights(engine), reference.masters)
 
 
-@pytest.mark.slow
-def test_states_may_be_on_disk(tmp_path):
-    reference = Late(build(llama), RULE)
-    place = Placement(parameters="cpu", optimizer="nvme", gradients="cpu", nvme_dir=str(tmp_path))
-    engine = Engine(build(llama), RULE, delay=1, placement=place, debug=1)
-    steps_are_equal(engine, reference, range(6))
-    assert_same(weights(engine), reference.masters)
-
-
-def test_who_updates_in_time_goes_on_from_the_newest_weights(tmp_path):
-    engine = Engine(build(llama), RULE, delay=1, placement=Placement(**HOST))
+def test_a_load_goes_on_from_the_newest_weights_where_updates_are_in_time(tmp_path):
+    settings = {"placement": Placement(**HOST), "max_grad_norm": None}
+    engine = Engine(build(llama), RULE, delay=1, **settings)
     for batch in batches(3):
         engine.step(batch)
     newest = weights(engine)
     engine.save_checkpoint(tmp_path / "saved")
     engine.close()
-    other = Engine(build(llama), RULE, placement=Placement(**HOST))
-    other.load_checkpoint(tmp_path / "saved")
-    assert_same(weights(other), newest)
-    other.step(tokens(5))
-
-
-@pytest.mark.slow
-def test_where_updates_are_not_late_yet_it_goes_on_from_the_newest_weights_too(tmp_path):
-    settings = {"placement": Placement(**HOST), "max_grad_norm": None}
-    engine = Engine(build(llama), RULE, delay=1, **settings)
-    for batch in batches(3):
-        engine.step(batch)
-    engine.save_checkpoint(tmp_path / "saved")
-    engine.close()
     soon = Engine(build(llama), RULE, delay=1, delay_after=5, **settings)
     never = Engine(build(llama), RULE, **settings)
+    for each in (soon, never):
+        each.load_checkpoint(tmp_path / "saved")
+        assert_same(weights(each), newest)
     for seed in range(3, 5):
-        results = []
-        for each in (soon, never):
-            if seed == 3:
-                each.load_checkpoint(tmp_path / "saved")
-            results.append(each.step(tokens(seed)).loss)
-        assert results[0] == results[1]
+        assert soon.step(tokens(seed)).loss == never.step(tokens(seed)).loss
         assert_same(weights(soon), weights(never))
 
 
@@ -132,9 +112,7 @@ def test_it_catches_up_where_it_is_told_to():
     resident = build(llama)
     resident.load_state_dict(newest)
     assert engine.evaluate(tokens(7)) == Engine(resident, RULE, placement=Placement(**HOST)).evaluate(tokens(7))
-    reference.before = None
-    for name in reference.named:
-        reference._show(name)
+    catch_up(reference)
     steps_are_equal(engine, reference, range(3, 6))
 
 
@@ -148,9 +126,7 @@ def test_a_step_that_is_skipped_catches_up():
         return outputs.loss * float("inf")
 
     assert engine.step(tokens(3), infinite).skipped
-    reference.before = None
-    for name in reference.named:
-        reference._show(name)
+    catch_up(reference)
     steps_are_equal(engine, reference, range(4, 7))
 
 
@@ -164,19 +140,18 @@ def test_a_part_that_gets_no_gradient_is_shown_as_it_is():
 
     for seed in range(6):
         loss_fn = half if seed % 2 else None
-        loss, _ = reference.step(tokens(seed), loss_fn)
-        assert engine.step(tokens(seed), loss_fn).loss == loss
+        assert step_of(engine, tokens(seed), loss_fn)[0] == step_of(reference, tokens(seed), loss_fn)[0]
 
 
-def test_a_delay_is_of_one_step():
-    for settings in ({"delay": 2}, {"delay": 1, "delay_after": -1}):
-        with pytest.raises(ConfigError, match=rf"train\.{list(settings)[-1]}"):
+def test_what_cannot_be_late_is_refused(tmp_path):
+    disk = Placement("nvme", "nvme", nvme_dir=str(tmp_path))
+    for settings, said in (
+        ({"delay": 2}, r"train\.delay"),
+        ({"delay": 1, "delay_after": -1}, r"train\.delay_after"),
+        ({"delay": 1, "placement": disk}, "before and after an update in host memory.*on disk"),
+    ):
+        with pytest.raises(ConfigError, match=said):
             Engine(build(llama), RULE, **settings)
-
-
-def test_weights_on_disk_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="before and after an update in host memory.*on disk"):
-        Engine(build(llama), Lion(), delay=1, placement=Placement("nvme", "nvme", nvme_dir=str(tmp_path)))
 
 
 def test_what_it_costs_is_in_the_plan():

@@ -26,7 +26,6 @@ from tests.engine.sizes import elements, tier_bytes
 from tests.engine.test_rules import Blocks
 from tests.matrix import quick
 
-NUM_STEPS = 4
 CLIPS: dict[str, dict[str, Any]] = {
     "none": {"max_grad_norm": None},
     "deferred": {"max_grad_norm": 0.2, "clip": "deferred"},
@@ -45,11 +44,11 @@ RULES = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even tiny regions use each ring slot several times."""
-    monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
-    monkeypatch.setattr(device_updates, "_LARGEST_TILE", 2048)
+    for module in (disk, device_updates):
+        monkeypatch.setattr(module, "_LARGEST_TILE", 2048)
 
 
-def train(engine: Engine, num_steps: int = NUM_STEPS) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def train(engine: Engine, num_steps: int = 4) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Return (results per step as text, weights). Step 3 has an infinite loss if the engine skips non-finite steps."""
     found = []
     for seed in range(num_steps):
@@ -70,19 +69,11 @@ def on_the_host(
         return *train(engine), {name: str(state) for name, state in states(engine).items()}
 
 
-def steps(engine: Engine) -> None:
-    train(engine, 2)
-
-
 # -- states on the device -----------------------------------------------------------------------------------
 
 
 def deep() -> nn.Module:
     return llama(num_hidden_layers=6)
-
-
-def held_by_region(engine: Engine) -> list[bool]:
-    return [bool(parts_of(engine).store.states[region].stays) for region in parts_of(engine).regions]
 
 
 # -- host and device updates in one step ---------------------------------------------------------------------
@@ -157,8 +148,8 @@ def test_what_the_device_updates_of_both_is_what_comes_last() -> None:
             regions, store = parts_of(engine).regions, parts_of(engine).store
             kept = sum(region.numel for region in regions if store.states[region].stays)
             if name == "both":
-                assert held_by_region(engine)[:4] == [True] * 4
-                assert not any(held_by_region(engine)[5:7])
+                assert all(store.states[region].stays for region in regions[:4])
+                assert not any(store.states[region].stays for region in regions[5:7])
             train(engine, 3)
             moved[name] = engine.counters.h2d_bytes, engine.counters.d2h_bytes
     assert moved["both"][0] - moved["cpu"][0] == 8 * kept
@@ -182,14 +173,38 @@ def test_the_norm_so_far_does_not_depend_on_which_place_is_late(order: list[int]
         assert [found[number] for number in range(4)] == wanted
 
 
-def test_what_cannot_be_updated_in_both_places_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"update is both, but with offload.optimizer cpu.*--offload.optimizer auto"):
-        Engine(build(llama), update="both")
-    auto = Placement("cpu", "auto", optimizer_memory="100KiB")
-    with pytest.raises(ConfigError, match=r"update is both, but Muon updates .* --offload.update cpu or auto"):
-        Engine(build(llama), Muon(), auto, update="both")
-    with Engine(build(llama), AdamW(), Placement("cpu", "auto", optimizer_memory=0), update="both") as engine:
-        assert (engine.updates_on, engine.told_updates) == ("cpu", "")
+AUTO = Placement("cpu", "auto", optimizer_memory="100KiB")
+
+
+@pytest.mark.parametrize(
+    ("rule", "place", "update", "said"),
+    [
+        (AdamW(), None, "both", r"update is both, but with offload.optimizer cpu.*--offload.optimizer auto"),
+        (Muon(), AUTO, "both", r"update is both, but Muon updates .* --offload.update cpu or auto"),
+        (Muon(), None, "device", r"update is device, but Muon updates .* --offload.update cpu or auto"),
+        (AdamW(), None, "gpu", r"offload.update is 'gpu'; this version allows auto, cpu, device"),
+    ],
+)
+def test_what_cannot_be_updated_there_is_refused(rule: Any, place: Any, update: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Engine(build(llama), rule, place, update=update)
+
+
+@pytest.mark.parametrize(
+    ("rule", "place", "update", "resolved"),
+    [
+        (AdamW(), Placement("cpu", "auto", optimizer_memory=0), "both", "cpu"),
+        (AdamW(), Placement(optimizer="cpu"), "auto", "cpu"),
+        (AdamW(), Placement("device", "device"), "device", "device"),
+        (Muon(), Placement("device", "device"), "auto", "cpu"),
+    ],
+)
+def test_where_updates_run_is_resolved(rule: Any, place: Placement, update: str, resolved: str) -> None:
+    """States on the device need no ring. A resolved place is taken again, also by a rule bound to the host."""
+    for told in (update, resolved):
+        with Engine(build(llama), rule, place, update=told) as engine:
+            assert (engine.updates_on, ring_bytes(engine)) == (resolved, 0)
+            assert bool(engine.told_updates) == (resolved == "device")
 
 
 def test_what_is_updated_where_is_told() -> None:
@@ -238,28 +253,6 @@ def test_a_budget_without_room_for_the_ring_is_refused_with_numbers() -> None:
     with Engine(build(llama), update="device", placement=Placement(optimizer="cpu", device_memory=needed)) as engine:
         assert ring_bytes(engine) == ring
     Engine(build(llama), update="cpu", placement=Placement(optimizer="cpu", device_memory=needed - ring)).close()
-
-
-def test_states_of_the_device_need_no_ring() -> None:
-    with Engine(build(llama), update="device", placement=Placement("device", "device")) as engine:
-        assert (engine.updates_on, ring_bytes(engine)) == ("device", 0)
-    with pytest.raises(ConfigError, match=r"offload.update is 'gpu'; this version allows auto, cpu, device"):
-        Engine(build(llama), update="gpu")
-
-
-def test_what_was_resolved_is_taken_again_by_a_rule_that_is_bound_to_the_host() -> None:
-    where = Placement("device", "device")
-    with Engine(build(llama), Muon(), where) as engine:
-        resolved = engine.updates_on
-    Engine(build(llama), Muon(), where, update=resolved).close()
-    with pytest.raises(ConfigError, match=r"update is device, but Muon updates .* --offload.update cpu or auto"):
-        Engine(build(llama), Muon(), update="device")
-
-
-def test_small_models_are_updated_where_they_rest() -> None:
-    """On the CPU this holds for every model."""
-    with Engine(build(llama), placement=Placement(optimizer="cpu")) as engine:
-        assert engine.updates_on == "cpu"
 
 
 # -- failures ------------------------------------------------------------------------------------------------

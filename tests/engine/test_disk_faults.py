@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,9 @@ from offload.engine.gradients.flow import GradientFlow
 from offload.errors import DiskError, TornError
 from offload.files.directories import file_system
 from offload.native import kernels
-from offload.planning import disk
 from offload.planning.settings import parse_throttle
 from tests.cli.conftest import LLAMA, SENTENCE
-from tests.disks import nameless
+from tests.disks import mounted, nameless
 from tests.engine.device import cpu_only
 from tests.engine.disk_children import (
     ALL,
@@ -41,15 +40,15 @@ from tests.engine.disk_children import (
     DEFERRED,
     KINDS,
     NOBODY,
-    TILE,
+    Children,
     Ended,
-    Nursery,
     Wanted,
     child_command,
     child_in_which_a_call_fails,
     child_that_never_closes,
     child_that_reads_files_through_the_cache,
     digest,
+    end,
     is_torn,
     make,
     names,
@@ -59,20 +58,18 @@ from tests.engine.disk_children import (
 from tests.engine.families import build, tokens
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.engine.inside import disk_files, num_threads, parts_of
-from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon
+from tests.engine.test_giving_up import SOON_S, Breaks, Told, ends_soon, interrupted
 from tests.engine.test_model_files import FILES, engine_of, past_the_cache, saved
 from tests.engine.test_overlap import deep
-from tests.forks import PATIENCE_S, ROOT
+from tests.lanes.patience import eventually
 from tests.matrix import matrix, quick
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="faults are injected by means of Linux"),
+    pytest.mark.usefixtures("small_tiles"),
+]
 filters = pytest.mark.skipif(platform.machine() not in CALLS, reason="call numbers are not known here")
 in_cpp = pytest.mark.skipif(not kernels.is_native(), reason="the C++ module was not built")
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_LARGEST_TILE", TILE)
 
 
 @pytest.fixture
@@ -98,18 +95,8 @@ def wanted() -> Wanted:
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    home = tmp_path_factory.mktemp("nursery")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(home / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "TERM": "dumb",
-    }
-    nursery = Nursery(home, environment)
-    yield nursery
-    nursery.close()
+def children(tmp_path_factory: pytest.TempPathFactory) -> Children:
+    return Children(tmp_path_factory.mktemp("cache"))
 
 
 # -- a small test disk -----------------------------------------------------------------------------------------
@@ -118,20 +105,10 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 class Disk:
     """An ext4 file system on a loop device over a file, mounted at `path`."""
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        image, self.path = folder / "image", folder / "disk"
-        self.path.mkdir()
-        image.touch()
-        os.truncate(image, num_bytes)
-        shell("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", "-O", "^has_journal", image)
-        self._device = shell("losetup", "--find", "--show", image).strip()
-        try:
-            shell("mount", self._device, self.path)
-        except BaseException:
-            shell("losetup", "--detach", self._device)
-            raise
-        (self.path / "lost+found").rmdir()
-        self.path.chmod(0o777)
+    def __init__(self, path: Path) -> None:
+        self.path, self._device = path, shell("findmnt", "--noheadings", "--output", "SOURCE", path).strip()
+        (path / "lost+found").rmdir()
+        path.chmod(0o777)
 
     def end_at(self, file: Path | None) -> None:
         """End the device before the data of `file`: the kernel fails transfers beyond with EIO. None: restore the full
@@ -163,17 +140,6 @@ class Disk:
             os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - left_bytes)
         return data
 
-    def close(self) -> None:
-        self.end_at(None)  # otherwise umount waits forever for pending writes
-        deadline = time.monotonic() + PATIENCE_S  # the kernel releases io_uring files a little later
-        while is_used := bool(subprocess.run(["umount", self.path], capture_output=True, check=False).returncode):
-            if time.monotonic() > deadline:
-                shell("umount", "--lazy", self.path)
-                break
-            time.sleep(0.02)
-        shell("losetup", "--detach", self._device)
-        assert not is_used, "somebody still uses the disk"
-
 
 def shell(*words: object) -> str:
     return subprocess.run([str(word) for word in words], capture_output=True, check=True, text=True).stdout
@@ -182,14 +148,12 @@ def shell(*words: object) -> str:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Disk]:
     threads = num_threads()
-    try:
-        found = Disk(tmp_path, 16 << 20)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no disk can be mounted here: {getattr(error, 'stderr', '') or error}")
-    try:
-        yield found
-    finally:
-        found.close()
+    with mounted(tmp_path, 16 << 20, "-b", "4096", "-O", "^has_journal") as path:
+        found = Disk(path)
+        try:
+            yield found
+        finally:
+            found.end_at(None)  # otherwise umount waits forever for pending writes
     assert num_threads() <= threads
 
 
@@ -239,11 +203,12 @@ def words_for(nvme_dir: Path, run: str) -> list[str]:
 
 
 @pytest.fixture
-def command(nursery: Nursery, here: Path, request: pytest.FixtureRequest) -> Command:
+def command(children: Children, here: Path, request: pytest.FixtureRequest) -> Command:
     """Return a function that runs `python -m offload.train` on a tiny model with states in `nvme_dir`."""
 
     def run(nvme_dir: Path, *more: object, uid: int = 0) -> Ended:
-        return nursery.command("train", *words_for(nvme_dir, request.node.name), *more, cwd=here, uid=uid)
+        words = [*words_for(nvme_dir, request.node.name), *map(str, more)]
+        return end(children.start(child_command, "offload.train", words, uid, cwd=here))
 
     return run
 
@@ -259,18 +224,16 @@ def paragraph(ended: Ended, code: int, *words: object) -> None:
 
 
 @pytest.mark.slow
-def test_the_disk_is_full_in_the_middle_of_a_command(small_disk: Disk, command: Command) -> None:
-    small_disk.fill(1 << 19)  # the states need 400 KB
-    ended = command(small_disk.path, "--offload.activations", "nvme", "--train.batch_size", "60")
-    paragraph(ended, 1, small_disk.path, "ENOSPC", "bytes", "free space")
-    assert inside(small_disk.path) == ["other data"]
-
-
-@pytest.mark.slow
-def test_the_disk_is_full_before_a_command(small_disk: Disk, command: Command) -> None:
-    small_disk.fill(8192)
-    paragraph(command(small_disk.path), 3, small_disk.path, "8192 bytes", "too little", "--offload.nvme_dir")
-    assert inside(small_disk.path) == ["other data"]
+def test_the_disk_is_full_before_a_command_or_in_the_middle(small_disk: Disk, command: Command) -> None:
+    for left, code, more, said in (
+        # the states need 400 KB
+        (1 << 19, 1, ("--offload.activations", "nvme", "--train.batch_size", "60"), ("ENOSPC", "bytes", "free space")),
+        (8192, 3, (), ("8192 bytes", "too little", "--offload.nvme_dir")),
+    ):
+        other = small_disk.fill(left)
+        paragraph(command(small_disk.path, *more), code, small_disk.path, *said)
+        assert inside(small_disk.path) == ["other data"]
+        other.unlink()
 
 
 # -- the disk fails --------------------------------------------------------------------------------------------
@@ -328,8 +291,8 @@ def test_the_disk_of_the_models_own_files_fails(small_disk: Disk, monkeypatch: p
 @filters
 @in_cpp
 @matrix(strength=1, kind=list(KINDS), call=["pread", "pwrite"])
-def test_only_reads_or_only_writes_fail(nursery: Nursery, folder: Path, kind: str, call: str, wanted: Wanted) -> None:
-    seed, torn, _ = json.loads(nursery.run(child_in_which_a_call_fails, str(folder), kind, call, wanted))
+def test_only_reads_or_only_writes_fail(children: Children, folder: Path, kind: str, call: str, wanted: Wanted) -> None:
+    seed, torn, _ = json.loads(children.run(child_in_which_a_call_fails, str(folder), kind, call, wanted))
     harmless = (kind, call) in [("parameters", "pread"), ("activations", "pread"), ("activations", "pwrite")]
     either = (kind, call) == ("optimizer", "pread")  # the first of these states are read before the updates
     assert either or torn != harmless, "a step is given up before its updates, or torn in them"
@@ -366,9 +329,8 @@ def test_the_folder_is_removed_under_the_run(folder: Path, wanted: Wanted) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["missing", "a file", "tmpfs", "not writable", "read-only"])
 def test_a_folder_that_cannot_be_used(
-    what: str, folder: Path, request: pytest.FixtureRequest, nursery: Nursery
+    what: str, folder: Path, request: pytest.FixtureRequest, command: Command
 ) -> None:
-    command = request.getfixturevalue("command")
     uid, path, reason = 0, folder / "it", "does not exist"
     with contextlib.ExitStack() as after:
         if what == "a file":
@@ -398,10 +360,10 @@ def test_a_folder_that_cannot_be_used(
 
 @pytest.mark.slow
 @filters
-def test_the_models_own_files_are_read_without_o_direct(nursery: Nursery, folder: Path) -> None:
+def test_the_models_own_files_are_read_without_o_direct(children: Children, folder: Path) -> None:
     saved(folder / "model")
     wanted = engine_of(folder / "model").step(tokens(0)).loss.item()
-    found, messages = json.loads(nursery.run(child_that_reads_files_through_the_cache, str(folder / "model")))
+    found, messages = json.loads(children.run(child_that_reads_files_through_the_cache, str(folder / "model")))
     assert found == wanted
     assert len(messages) == 1, messages
     assert "refuses O_DIRECT: transfers go through the page cache" in messages[0]
@@ -413,29 +375,21 @@ def test_the_models_own_files_are_read_without_o_direct(nursery: Nursery, folder
 SLOWLY = ("--train.steps", "1000", "--offload.throttle", "{nvme_write: {latency_seconds: 0.02}}")
 
 
-def wait_for(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT], [signal.SIGINT]))
-def test_a_signal_in_the_middle_of_a_command(nursery: Nursery, here: Path, folder: Path, number: int) -> None:
+def test_a_signal_in_the_middle_of_a_command(children: Children, here: Path, folder: Path, number: int) -> None:
     run = f"signal-{number}"
-    pid = nursery.start(child_command, "offload.train", [*words_for(folder, run), *SLOWLY], cwd=here)
-    wait_for((here / run / "metrics.jsonl").exists)
-    assert nameless(folder, pid)
-    os.kill(pid, number)
-    paragraph(nursery.wait(), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
+    process = children.start(child_command, "offload.train", [*words_for(folder, run), *SLOWLY], cwd=here)
+    assert eventually((here / run / "metrics.jsonl").exists)
+    assert nameless(folder, process.pid)
+    process.send_signal(number)
+    paragraph(end(process), 130, f"interrupted by {signal.Signals(number).name}", "saved in")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", quick(["end", "exception", "dropped"], ["exception", "dropped"]))
-def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) -> None:
-    nursery.start(child_that_never_closes, str(folder), how)
-    ended = nursery.wait()
+def test_an_engine_that_nobody_closes(children: Children, folder: Path, how: str) -> None:
+    ended = end(children.start(child_that_never_closes, str(folder), how))
     assert ended.code == (how == "exception")
     if how == "exception":
         assert ended.err.startswith("Traceback")
@@ -445,32 +399,11 @@ def test_an_engine_that_nobody_closes(nursery: Nursery, folder: Path, how: str) 
         assert ended.err == ""
 
 
-@pytest.mark.slow
-def test_an_engine_that_is_dropped_lets_go_of_its_files(folder: Path, wanted: Wanted) -> None:
+@contextmanager
+def goes_away(folder: Path) -> Iterator[None]:
+    """Assert that the threads started in the block end, and that the files in `folder` go."""
     before = set(threading.enumerate())
-    engine = make(folder, ALL)
-    train(engine, wanted, 0, 2)
-    mine = {thread for thread in threading.enumerate() if thread.name.startswith("offload ")} - before
-    assert mine
-    del engine
-
-    def is_gone() -> bool:
-        gc.collect()
-        return not nameless(folder) and not any(thread.is_alive() for thread in mine)
-
-    wait_for(is_gone)
-
-
-def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
-    before = set(threading.enumerate())
-
-    def fill(name: str, _module: Any) -> None:
-        if name == "lm_head":
-            assert nameless(folder)
-            raise Told
-
-    with pytest.raises(Told):
-        make(folder, ALL, fill=fill)
+    yield
     mine = {thread for thread in threading.enumerate() if thread.name.startswith("offload ")} - before
 
     def is_gone() -> bool:
@@ -478,22 +411,35 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
         return not nameless(folder) and not any(thread.is_alive() for thread in mine)
 
     try:
-        wait_for(is_gone)
+        assert eventually(is_gone)
     finally:
         for thread in mine:
             if thread.is_alive():  # other tests count threads
                 thread._target.__self__.close()
 
 
+@pytest.mark.slow
+def test_an_engine_that_is_dropped_lets_go_of_its_files(folder: Path, wanted: Wanted) -> None:
+    with goes_away(folder):
+        engine = make(folder, ALL)
+        train(engine, wanted, 0, 2)
+        del engine
+
+
+def test_an_engine_that_cannot_be_made_leaves_nothing(folder: Path) -> None:
+    def fill(name: str, _module: Any) -> None:
+        if name == "lm_head":
+            assert nameless(folder)
+            raise Told
+
+    with goes_away(folder), pytest.raises(Told):
+        make(folder, ALL, fill=fill)
+
+
 # -- a step ends while the disk lanes are busy -----------------------------------------------------------------
 
 GLACIAL = {"nvme_read": {"latency_seconds": 2 * SOON_S}, "nvme_write": {"latency_seconds": 2 * SOON_S}}
 BUSY = {"nvme_read": {"latency_seconds": 0.004}, "nvme_write": {"latency_seconds": 0.008}}
-
-
-def steps(engine: Engine) -> None:
-    for seed in range(100):
-        engine.step(tokens(seed))
 
 
 @pytest.mark.slow
@@ -504,13 +450,9 @@ def test_ctrl_c_while_the_disk_crawls(folder: Path, kind: str, delay_s: float) -
     engine = Engine(build(deep), placement=Placement(**KINDS[kind], nvme_dir=folder), throttle={}, **DEFERRED)
     for lane, throttle in parse_throttle(GLACIAL).items():
         parts_of(engine).lanes.links[lane].throttle = throttle
-    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
-    begin = time.monotonic()
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        steps(engine)
-    assert time.monotonic() - begin < SOON_S
-    timer.join()
+    with interrupted(after_s=delay_s):
+        for seed in range(100):
+            engine.step(tokens(seed))
     with ends_soon():
         engine.close()
 
@@ -534,13 +476,8 @@ def test_an_exception_between_autograd_and_its_hook(folder: Path, wanted: Wanted
         unit._live.clear()
     with pytest.raises(Told):
         engine.step(tokens(9))
-    engine_is_right = True
-    try:
+    with contextlib.closing(engine):
         train(engine, wanted, 2, 5)
-    except AssertionError:
-        engine_is_right = False
-    engine.close()
-    assert engine_is_right
 
 
 @pytest.mark.slow

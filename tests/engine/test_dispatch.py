@@ -23,7 +23,7 @@ from offload.layout.regions import Region
 from offload.planning.settings import Settings
 from offload.tiers.slots import Slots
 from tests.engine.families import gpt2
-from tests.engine.handmade import WIDTH, Stack
+from tests.engine.handmade import TiedBlocks, UsedTwice
 from tests.engine.inside import parts_of
 from tests.engine.ranks import JobError, run
 from tests.engine.ranks_child import CASES, JOB, Found, frozen_llama, odd_llama, opened, share, small_tiles, trained
@@ -229,27 +229,6 @@ def test_settings_without_dispatch_are_refused(settings: dict[str, Any], message
         Settings(**DISPATCH | settings)
 
 
-class Twice(Stack):
-    """A model that runs all blocks twice."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.Linear(WIDTH, WIDTH), depth=3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embedding(x)
-        for block in (*self.blocks, *self.blocks):
-            h = h + torch.tanh(block(h))
-        return self.head(h)
-
-
-class Shared(Stack):
-    """A model with equal weights in two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.Linear(WIDTH, WIDTH), depth=3)
-        self.blocks[2].weight = self.blocks[0].weight
-
-
 @pytest.mark.slow
 def test_own_loops_and_norms_between_dispatched_steps_compute_all_blocks_on_each_rank() -> None:
     """LOMO measures the norm in a pass of its own.
@@ -264,9 +243,9 @@ def test_own_loops_and_norms_between_dispatched_steps_compute_all_blocks_on_each
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Shared, "blocks.0 and blocks.2 share weights"),
+        (TiedBlocks, "blocks.0 and blocks.1 and blocks.2 share weights"),
         (frozen_llama, "block model.layers.0 takes no part in the backward"),
-        (Twice, "block blocks.0 was called a second time before the backward"),
+        (UsedTwice, "block blocks.0 was called a second time before the backward"),
     ],
 )
 def test_blocks_outside_the_order_are_refused_on_all_ranks(make: Any, message: str) -> None:
@@ -275,7 +254,7 @@ def test_blocks_outside_the_order_are_refused_on_all_ranks(make: Any, message: s
 
 
 def refused(make: Any) -> str:
-    case = CASES["experts" if make in (Twice, Shared) else "plain"]
+    case = CASES["experts" if make in (UsedTwice, TiedBlocks) else "plain"]
     with open_comm(times=JOB) as comm:
         engine = opened(comm, case, **DISPATCH, make=make, optimizer=AdamW(lr=0.05))
         with pytest.raises(OffloadError) as caught:

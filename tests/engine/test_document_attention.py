@@ -48,15 +48,11 @@ def test_a_mask_of_the_starts_equals_the_mask_of_transformers() -> None:
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     for make, create in ((llama, create_causal_mask), (mistral, create_sliding_window_causal_mask)):
-        config = build(make).config
-        masks = []
-        for name in ("sdpa", IMPLEMENTATION):
-            if name == IMPLEMENTATION:
-                by_document(build(make))  # registers the name
-            config._attn_implementation = name
-            embeds = torch.zeros(len(LENGTHS), sum(LENGTHS[0]), 1)
-            masks.append(create(config, embeds, None, None, positions_of(LENGTHS)))
-        whole, starts = masks
+        config = by_document(build(make)).config
+        embeds = torch.zeros(len(LENGTHS), sum(LENGTHS[0]), 1)
+        starts = create(config, embeds, None, None, positions_of(LENGTHS))
+        config._attn_implementation = "sdpa"
+        whole = create(config, embeds, None, None, positions_of(LENGTHS))
         assert torch.equal(_as_mask(starts, torch.device("cpu")), whole)
 
 
@@ -79,15 +75,11 @@ def test_rows_of_one_document_and_padded_rows_run_as_before() -> None:
         assert torch.equal(by_document(copy.deepcopy(model))(**batch).logits, expected)
 
 
-def test_other_attention_and_other_masks_stay() -> None:
-    assert by_document(build(gemma2)).config._attn_implementation == "eager"  # caps scores
-    model = by_document(nn.Linear(2, 2))  # no transformers model
-    assert isinstance(model, nn.Linear)
-
-
-def test_another_condition_in_the_mask_keeps_the_mask() -> None:
+def test_other_attention_and_another_condition_in_the_mask_keep_the_mask() -> None:
     from transformers.masking_utils import create_causal_mask
 
+    assert by_document(build(gemma2)).config._attn_implementation == "eager"  # caps scores
+    assert isinstance(by_document(nn.Linear(2, 2)), nn.Linear)  # no transformers model
     config = by_document(build(llama)).config
     embeds = torch.zeros(len(LENGTHS), sum(LENGTHS[0]), 1)
     with pytest.warns(UserWarning, match="packed documents are computed with a mask over whole rows"):

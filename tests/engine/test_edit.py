@@ -11,21 +11,14 @@ import torch
 from offload import Engine, Placement
 from offload.errors import ConfigError
 from tests.engine import ranks
-from tests.engine.compare import assert_weights, weights
-from tests.engine.device import own_device, twin
+from tests.engine.compare import assert_same, assert_weights, placed, step_of, weights
+from tests.engine.device import twin
 from tests.engine.families import batches, build, gpt2, llama, tokens
 from tests.engine.inside import updating_device
 from tests.engine.ranks_child import share
 from tests.engine.reference import Reference
 
-PLACES: dict[str, dict[str, Any]] = {
-    "cpu": {},
-    "device": {"parameters": "device", "optimizer": "device"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"},
-    "auto": {"parameters": "auto", "optimizer": "auto", "device_memory": "256KiB"},
-}
-
-
+AUTO = Placement(parameters="auto", optimizer="auto", device_memory="256KiB")
 UNCLIPPED = {"clip": "speculative", "max_grad_norm": 100.0}
 """Updates run during the backward; a correction would cost a few ulps."""
 
@@ -45,15 +38,12 @@ def test_training_goes_on_from_what_was_written(
 ) -> None:
     model = build(gpt2)
     reference = Reference(model, precision=precision, max_grad_norm=settings.get("max_grad_norm", 1.0))
-    engine = Engine(
-        model, placement=Placement(**PLACES[place], nvme_dir=str(tmp_path)), precision=precision, **settings
-    )
+    where = AUTO if place == "auto" else placed(place, tmp_path)
+    engine = Engine(model, placement=where, precision=precision, **settings)
     reference.update_on(updating_device(engine))
     for number, batch in enumerate(batches(3)):
-        torch.manual_seed(number)
-        reference.step(batch)
-        torch.manual_seed(number)
-        engine.step(batch)
+        step_of(reference, batch, seed=number)
+        step_of(engine, batch, seed=number)
         names = [name for name in reference.masters if "ln" not in name]
         for name in names:
             change(name, reference.masters[name])
@@ -78,12 +68,10 @@ def test_an_edit_of_all_reaches_late_updates_and_what_is_read() -> None:
     wanted = {name: value * 2 for name, value in engine.named_parameters()}
     for _, value in engine.edit():
         value.mul_(2)
-    found = weights(engine)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert_same(weights(engine), wanted)
     plain = build(llama)
     plain.load_state_dict(wanted, strict=False)
-    batch = {name: value.to(own_device()) for name, value in tokens(5).items()}
-    assert engine.evaluate(tokens(5)).item() == twin(plain).eval()(**batch).loss.item()
+    assert engine.evaluate(tokens(5)).item() == twin(plain).eval()(**tokens(5)).loss.item()
     engine.close()
 
 

@@ -1,9 +1,15 @@
-"""An export equals the Hugging Face folder it came from: on any tier, over ranks, in shards."""
+"""An export equals the Hugging Face folder it came from: on any tier, over ranks, in shards. Close restores a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,40 +20,24 @@ from torch import nn
 from offload import Engine, Placement
 from offload.app.config.sections import ModelSection
 from offload.app.hf import tensor_writer
-from offload.app.hf.models import BuiltModel, build_model
+from offload.app.hf.models import build_model
 from offload.app.hf.names import CannotStream
 from offload.app.hf.tensor_writer import TensorFileWriter
 from offload.distributed.joining import open_comm
-from offload.errors import ConfigError, DiskError
+from offload.errors import ConfigError, DiskError, OffloadError
 from offload.files import safetensors_file
+from offload.native import kernels
 from offload.tiers import values
 from offload.tiers.values import Values
-from tests.engine.compare import same_bits
-from tests.engine.families import build, llama, mixtral, tokens
+from tests.engine.compare import assert_same, same_bits, step_of, weights
+from tests.engine.device import NO_LSTM
+from tests.engine.families import build, gemma2, llama, mixtral, tokens
+from tests.engine.handmade import MODELS, Namespace, Recurrent, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, numbers, opened, share, small_tiles
 
 ON_DISK: dict[str, Any] = dict.fromkeys(("parameters", "optimizer", "gradients"), "nvme")
-
-
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Read and write even small parameters in many pieces, over many tiles."""
-    for module in (safetensors_file, tensor_writer):
-        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(values, "_PART", 700)
-    with small_tiles():
-        yield
-
-
-def source(folder: Path, make: Any, dtype: torch.dtype = torch.bfloat16) -> Path:
-    build(make).to(dtype).save_pretrained(folder / "given")
-    return folder / "given"
-
-
-def taken(folder: Path) -> BuiltModel:
-    return build_model(ModelSection(path=str(folder)), seed=0)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -57,22 +47,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def differing(one: Path, other: Path) -> list[str]:
     wanted, found = tensors(one), tensors(other)
     return [n for n in wanted.keys() | found.keys() if n not in wanted or not same_bits(found[n], wanted[n])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_states_on_disk_are_exported_in_shards(dtype: torch.dtype, tmp_path: Path, small_pieces: None) -> None:
-    """Break: count elements from the start of the parameter, not of the piece."""
-    given = source(tmp_path, mixtral, dtype)
-    placement = Placement(**ON_DISK, nvme_dir=str(tmp_path))
-    built = taken(given)
-    engine = Engine(built.model, precision="bf16", placement=placement, fill=built.fill)
-    before = numbers(engine.counters)
-    engine.export(tmp_path / "out", dtype=dtype, shard_bytes=30_000)
-    assert numbers(engine.counters) == before
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
-    assert differing(given, tmp_path / "out") == []
-    engine.close()
 
 
 def test_the_masters_are_exported_with_what_was_trained(tmp_path: Path) -> None:
@@ -91,25 +65,21 @@ def test_the_masters_are_exported_with_what_was_trained(tmp_path: Path) -> None:
         engine.export(tmp_path / "int8", dtype=torch.int8)
 
 
-def test_files_come_along_and_only_an_earlier_export_gives_way(tmp_path: Path) -> None:
+def test_files_come_along_and_only_an_earlier_export_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CannotStream("other rules")
+
     engine, out = Engine(build(llama)), tmp_path / "out"
+    monkeypatch.setattr("offload.app.hf.write.write_model", refuse)
+    with pytest.raises(CannotStream, match="other rules"):
+        engine.export(out)
+    monkeypatch.undo()
     engine.export(out, files={"tokenizer.json": b"{}"})
     assert (out / "tokenizer.json").read_text() == "{}"
     with pytest.raises(ConfigError, match="exists"):
         engine.export(out)
     engine.export(out, replace=True)
     assert not (out / "tokenizer.json").exists()
-    engine.step(tokens())
-
-
-def test_a_model_that_cannot_be_written_by_parts_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CannotStream("other rules")
-
-    engine = Engine(build(llama))
-    monkeypatch.setattr("offload.app.hf.write.write_model", refuse)
-    with pytest.raises(CannotStream, match="other rules"):
-        engine.export(tmp_path / "out")
     engine.step(tokens())
 
 
@@ -132,8 +102,8 @@ def test_a_tied_weight_with_two_homes_is_written_once(tmp_path: Path) -> None:
 
 
 def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
-    """Load a folder and export twice, as fp32 masters and in the device dtype, in small pieces. Return the number of
-    pieces read by this rank.
+    """Load a folder and export twice, as fp32 masters and in the device dtype, in small pieces over many tiles. Return
+    the number of pieces read by this rank.
     """
     num_read = 0
     real = Values.read_range
@@ -146,44 +116,61 @@ def exported(given: str, folder: str, zero_stage: int, on_disk: bool) -> int:
     placement = Placement(**ON_DISK, nvme_dir=folder) if on_disk else None
     with open_comm() as comm, small_tiles(), pytest.MonkeyPatch.context() as patch:
         for module in (safetensors_file, tensor_writer):
-            patch.setattr(module, "PIECE_BYTES", 4096)
+            patch.setattr(module, "PIECE_BYTES", 1000)
+        patch.setattr(values, "_PART", 700)
         patch.setattr(Values, "read_range", read_range)
         built = build_model(ModelSection(path=given), seed=0)
         engine = Engine(
             built.model, precision="bf16", zero_stage=zero_stage, placement=placement, fill=built.fill, comm=comm
         )
         built.close()
+        before = numbers(engine.counters)
         engine.export(Path(folder) / "fp32", dtype=torch.float32, shard_bytes=60_000)
-        engine.export(Path(folder) / "own")
+        engine.export(Path(folder) / "own", shard_bytes=30_000)
+        assert comm.size > 1 or numbers(engine.counters) == before
         engine.step(tokens())
         engine.close()
     return num_read
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "on_disk"), [(0, False), (2, False), (3, True)])
-def test_ranks_write_what_they_read(stage: int, on_disk: bool, tmp_path: Path) -> None:
-    """Break: on other ranks, read the device copy while rank 0 reads masters."""
-    given = source(tmp_path, mixtral, torch.float32)
-    counts = run(2, exported, given=str(given), folder=str(tmp_path), zero_stage=stage, on_disk=on_disk)
-    assert differing(given, tmp_path / "fp32") == []
+@pytest.mark.parametrize(
+    ("size", "stage", "on_disk", "dtype"),
+    [
+        (1, 0, True, torch.float32),
+        (1, 0, True, torch.bfloat16),
+        (2, 0, False, torch.float32),
+        (2, 2, False, torch.float32),
+        (2, 3, True, torch.float32),
+    ],
+)
+def test_what_was_read_is_written_in_shards(
+    size: int, stage: int, on_disk: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Break: count elements from the start of the parameter, not of the piece; on other ranks, read the device copy
+    while rank 0 reads masters.
+    """
+    given = tmp_path / "given"
+    build(mixtral).to(dtype).save_pretrained(given)
+    counts = run(size, exported, given=str(given), folder=str(tmp_path), zero_stage=stage, on_disk=on_disk)
+    assert differing(given, tmp_path / ("own" if dtype == torch.bfloat16 else "fp32")) == []
+    assert len(list((tmp_path / "own").glob("*.safetensors"))) > 2
     rounded = {name: value.bfloat16() for name, value in tensors(given).items()}
     assert all(
         (value - rounded[name]).abs().max() <= 2**-7 * rounded[name].abs().max()
         for name, value in tensors(tmp_path / "own").items()
     )
-    assert counts[0] == counts[1], "both read the same pieces"
+    assert counts == [counts[0]] * size, "both read the same pieces"
     assert counts[0] > 0
 
 
 def refused(way: str, path: str) -> tuple[str, str]:
     """Export while rank 0 cannot write. Return (error class, message) after one more step."""
 
-    def full(self: TensorFileWriter, *_: Any) -> None:
+    def fail(self: TensorFileWriter, *_: Any) -> None:
+        if way == "bug":
+            raise RuntimeError("a bug")
         raise DiskError(f"{self.path} cannot be written: No space left on device.", 28, self.path)
-
-    def broken(self: TensorFileWriter, *_: Any) -> None:
-        raise RuntimeError("a bug")
 
     told = "", ""
     with open_comm() as comm, pytest.MonkeyPatch.context() as patch:
@@ -192,7 +179,7 @@ def refused(way: str, path: str) -> tuple[str, str]:
             Path(path).mkdir()
             (Path(path) / "notes").touch()
         elif comm.rank == 0:
-            patch.setattr(TensorFileWriter, "_write", full if way == "full disk" else broken)
+            patch.setattr(TensorFileWriter, "_write", fail)
         try:
             engine.export(path)
         except Exception as error:
@@ -204,16 +191,133 @@ def refused(way: str, path: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["exists", "full disk", "bug"])
-def test_where_rank_0_cannot_write_all_ranks_fail_and_train_on(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "kind", "words"),
+    [
+        ("exists", "ConfigError", "exists"),
+        ("full disk", "DiskError", "No space left"),
+        ("bug", "OffloadError", "failed: RuntimeError: a bug"),
+    ],
+)
+def test_where_rank_0_cannot_write_all_ranks_fail_and_train_on(way: str, kind: str, words: str, tmp_path: Path) -> None:
     """Break: leave the export without a report to the other ranks."""
     errors = run(2, refused, way=way, path=str(tmp_path / "out"))
-    kind, words = {
-        "exists": ("ConfigError", "exists"),
-        "full disk": ("DiskError", "No space left"),
-        "bug": ("OffloadError", "failed: RuntimeError: a bug"),
-    }[way]
     assert errors[0][0] == kind
     assert words in errors[0][1]
     assert errors[1] == errors[0]
     assert way == "exists" or not list(tmp_path.iterdir())
+
+
+# -- a closed engine -----------------------------------------------------------------------------------------
+
+Maker = Callable[[], nn.Module]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plain_module_becomes_one_safetensors_file(precision: str, tmp_path: Path) -> None:
+    """The file has the module's own names, tied weights once, and the dtype used on the device."""
+    engine = Engine(build(Namespace), precision=precision)
+    engine.step(words(), loss_fn=cross_entropy)
+    engine.export(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    found, wanted = load_file(tmp_path / "model.safetensors"), weights(engine)
+    assert sorted(found) == sorted(wanted)
+    for name, tensor in found.items():
+        master = wanted[name]
+        assert same_bits(tensor, master if precision == "fp32" else kernels.split(master)[0]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "dtype", "precision"),
+    [(llama, torch.float16, "fp32"), (gemma2, torch.bfloat16, "bf16"), (gemma2, torch.float32, "fp32")],
+)
+def test_close_gives_the_model_back(make: Maker, dtype: torch.dtype, precision: str) -> None:
+    model = build(make).to(dtype)
+    shapes = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    signature = inspect.signature(model.model.layers[0].forward)
+    engine = Engine(model, precision=precision)
+    assert inspect.signature(model.model.layers[0].forward) == signature, "the signature stays readable"
+    engine.step(tokens())
+    masters = weights(engine)
+    engine.close(restore=True)
+    assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()} == shapes
+    for name, parameter in model.named_parameters():
+        assert same_bits(parameter.detach().cpu(), masters[name].to(dtype)), name
+    assert model.config.use_cache is True
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    if make is gemma2:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    model(**tokens()).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [*MODELS[::3], pytest.param(Recurrent, marks=NO_LSTM)])
+def test_a_restored_model_trains_on_like_one_that_never_streamed(model: type[nn.Module]) -> None:
+    """Without a step, the restored weights are equal bit for bit, and a second engine takes them over."""
+    plain, given = build(model), build(model)
+    engine = Engine(given)
+    engine.evaluate(words(), loss_fn=cross_entropy)
+    engine.close(restore=True)
+    engine.close()
+    engine.close(restore=True)  # a second close is harmless
+    assert_same(dict(given.named_parameters()), dict(plain.named_parameters()))
+    again, fresh = Engine(given), Engine(plain)
+    assert step_of(again, words(), cross_entropy, seed=0) == step_of(fresh, words(), cross_entropy, seed=0)
+
+
+USES: dict[str, Callable[[Engine, Path], Any]] = {
+    "step": lambda engine, path: engine.step(tokens()),
+    "evaluate": lambda engine, path: engine.evaluate(tokens()),
+    "named_parameters": lambda engine, path: list(engine.named_parameters()),
+    "backward": lambda engine, path: engine.backward(torch.zeros((), requires_grad=True)),
+    "update": lambda engine, path: engine.update(),
+    "export": lambda engine, path: engine.export(path / "hf"),
+    "save_checkpoint": lambda engine, path: engine.save_checkpoint(path / "hf"),
+    "load_checkpoint": lambda engine, path: engine.load_checkpoint(path / "hf"),
+    "resolve_clip": lambda engine, path: engine.resolve_clip(1),
+    "with": lambda engine, path: engine.__enter__(),
+}
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_a_closed_engine_says_so(restore: bool, tmp_path: Path) -> None:
+    engine = Engine(build(llama))
+    engine.close(restore)
+    for use in USES.values():
+        with pytest.raises(OffloadError, match="closed"):
+            use(engine, tmp_path)
+    assert not (tmp_path / "hf").exists()
+
+
+@contextmanager
+def without_finalizers() -> Iterator[None]:
+    """Assert the absence of `weakref.finalize` callbacks in the block."""
+    gc.collect()
+    ran = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is weakref.finalize.__call__.__code__:
+            ran.append(frame)
+
+    sys.setprofile(note)
+    try:
+        yield
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    assert not ran
+
+
+def test_no_finalizer_is_left_to_run_once_an_engine_is_closed(tmp_path: Path) -> None:
+    """A finalizer swallows exceptions: a Ctrl-C while the garbage collector frees the engine would be lost."""
+    nvme = Placement(parameters="nvme", optimizer="nvme", nvme_dir=tmp_path)
+    engine = Engine(build(Stack), placement=nvme)
+    engine.step(words(), loss_fn=cross_entropy)
+    with without_finalizers():
+        engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    with without_finalizers():
+        del engine

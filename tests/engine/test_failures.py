@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,12 @@ from torch import Tensor
 
 from offload import Engine, MeZO
 from offload.errors import ConfigError, NonFiniteError, OffloadError, TornError
-from tests.engine.compare import assert_same, assert_weights, same_bits, weights
+from tests.engine.compare import assert_same, assert_weights, same_bits, step_of, weights
 from tests.engine.device import cpu_only
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import Block, Log, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import parts_of, states
-from tests.engine.reference import Reference, count_labels
+from tests.engine.reference import Reference
 
 
 class Mined(Block):
@@ -40,15 +42,23 @@ class Mined(Block):
         return h
 
 
+def engine_model() -> Stack:
+    return build(lambda: Stack(Mined))
+
+
 def mined(**settings: Any) -> Engine:
-    return Engine(build(lambda: Stack(Mined)), **settings)
+    return Engine(engine_model(), **settings)
 
 
 def step(engine: Engine, seed: int = 0) -> Any:
     return engine.step(words(seed), loss_fn=cross_entropy)
 
 
-def assert_untouched(engine: Engine, before: dict[str, Tensor], states_before: dict[str, Any]) -> None:
+@contextmanager
+def untouched(engine: Engine) -> Iterator[None]:
+    """Assert that weights and states stay as they are."""
+    before, states_before = weights(engine), states(engine)
+    yield
     assert_same(weights(engine), before)
     for name, state in states(engine).items():
         assert state.num_steps == states_before[name].num_steps, name
@@ -62,37 +72,30 @@ def test_stop_names_the_parameter_and_the_unit_and_changes_nothing(block: int, p
     engine = mined(precision=precision)
     reference = Reference(engine_model(), precision=precision)
     step(engine)
-    reference.step(words(), cross_entropy, count_labels)
-    before, states_before = weights(engine), states(engine)
-    engine.model.blocks[block].explodes = True
-    with pytest.raises(NonFiniteError, match=rf"blocks\.{block}\.up\.weight in unit blocks\.{block} "):
-        step(engine)
-    assert_untouched(engine, before, states_before)
+    reference.step(words(), cross_entropy)
+    with untouched(engine):
+        engine.model.blocks[block].explodes = True
+        with pytest.raises(NonFiniteError, match=rf"blocks\.{block}\.up\.weight in unit blocks\.{block} "):
+            step(engine)
     engine.model.blocks[block].explodes = False
-    result = step(engine, 1)
-    loss, norm = reference.step(words(1), cross_entropy, count_labels)
-    assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+    assert step_of(engine, words(1), cross_entropy) == step_of(reference, words(1), cross_entropy)
     assert_weights(engine, reference)
-
-
-def engine_model() -> Stack:
-    return build(lambda: Stack(Mined))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("max_grad_norm", "micro_batch_size"), [(1.0, None), (None, 2)])
 def test_skip_leaves_every_state_as_it_was(micro_batch_size: int | None, max_grad_norm: float | None) -> None:
-    engine = mined(on_nonfinite="skip", max_grad_norm=max_grad_norm, micro_batch_size=micro_batch_size)
-    never = mined(on_nonfinite="skip", max_grad_norm=max_grad_norm, micro_batch_size=micro_batch_size)
+    engine, never = (
+        mined(on_nonfinite="skip", max_grad_norm=max_grad_norm, micro_batch_size=micro_batch_size) for _ in range(2)
+    )
     assert not step(engine).skipped
     step(never)
-    before, states_before = weights(engine), states(engine)
-    engine.model.blocks[0].explodes = True
-    result = step(engine, 5)
+    with untouched(engine):
+        engine.model.blocks[0].explodes = True
+        result = step(engine, 5)
     assert result.skipped
-    assert result.grad_norm != result.grad_norm
+    assert math.isnan(result.grad_norm)
     assert torch.isfinite(result.loss)
-    assert_untouched(engine, before, states_before)
     engine.model.blocks[0].explodes = False
     assert not step(engine, 1).skipped
     step(never, 1)
@@ -104,9 +107,8 @@ def test_an_infinite_loss_is_skipped_or_refused() -> None:
         return outputs.sum() * float("inf")
 
     engine = mined(on_nonfinite="skip")
-    before = weights(engine)
-    assert engine.step(words(), loss_fn=infinite).skipped
-    assert_same(weights(engine), before)
+    with untouched(engine):
+        assert engine.step(words(), loss_fn=infinite).skipped
     with pytest.raises(NonFiniteError):
         mined().step(words(), loss_fn=infinite)
 
@@ -115,15 +117,14 @@ def test_an_infinite_loss_is_skipped_or_refused() -> None:
 def test_own_loops_meet_non_finite_gradients_alike(skips: bool) -> None:
     engine = mined(on_nonfinite="skip" if skips else "stop")
     step(engine)
-    before, states_before = weights(engine), states(engine)
-    engine.model.blocks[1].explodes = True
-    engine.backward(cross_entropy(engine.model(words()["x"]), words()))
-    if skips:
-        assert engine.update().skipped
-    else:
-        with pytest.raises(NonFiniteError, match=r"blocks\.1\.up\.weight"):
-            engine.update()
-    assert_untouched(engine, before, states_before)
+    with untouched(engine):
+        engine.model.blocks[1].explodes = True
+        engine.backward(cross_entropy(engine.model(words()["x"]), words()))
+        if skips:
+            assert engine.update().skipped
+        else:
+            with pytest.raises(NonFiniteError, match=r"blocks\.1\.up\.weight"):
+                engine.update()
 
 
 def test_without_clipping_an_early_unit_can_tear_the_step(tmp_path: Any) -> None:
@@ -155,26 +156,13 @@ def test_without_clipping_the_last_unit_tears_nothing() -> None:
     """The gradient of the last unit comes first, before any update."""
     engine = mined(max_grad_norm=None)
     step(engine)
-    before = weights(engine)
 
     def no_number(outputs: Tensor, batch: Any) -> Tensor:
         return cross_entropy(outputs, batch) + (outputs * 0).sum().sqrt()
 
-    with pytest.raises(NonFiniteError, match=r"head\."):
+    with untouched(engine), pytest.raises(NonFiniteError, match=r"head\."):
         engine.step(words(), loss_fn=no_number)
-    assert_same(weights(engine), before)
     step(engine)
-
-
-def test_an_exception_in_the_loss_function_costs_that_step_only() -> None:
-    engine, reference = Engine(build(llama)), Reference(build(llama))
-    for seed in range(2):
-        with pytest.raises(ZeroDivisionError):
-            engine.step(tokens(9), loss_fn=lambda outputs, batch: 1 / 0)
-        engine.step(tokens(seed))
-        reference.step(tokens(seed))
-    assert_weights(engine, reference)
-    assert "unit inputs" not in {name for _, name, _ in engine.allocations}
 
 
 @cpu_only("what a lane finds after a step is reported by the next call")
@@ -244,16 +232,14 @@ def test_a_step_that_fails_leaves_buffers_and_generators_as_they_were() -> None:
     """The first step, a recording pass, is covered too."""
     engine, undisturbed = Engine(build(Drawing)), Engine(build(Drawing))
     for seed in range(2):
-        torch.manual_seed(seed)
-        wanted = undisturbed.step(words(seed), cross_entropy).loss
+        wanted = step_of(undisturbed, words(seed), cross_entropy, seed=seed)
         torch.manual_seed(seed)
         engine.model.fails = True
         with pytest.raises(KeyError):
             engine.step(words(seed), cross_entropy)
         engine.model.fails = False
-        assert engine.step(words(seed), cross_entropy).loss == wanted
-    for buffer, other in zip(engine.model.buffers(), undisturbed.model.buffers(), strict=True):
-        assert torch.equal(buffer, other)
+        assert step_of(engine, words(seed), cross_entropy) == wanted
+    assert_same(dict(engine.model.named_buffers()), dict(undisturbed.model.named_buffers()))
 
 
 def test_a_learning_rate_that_is_none_and_a_step_where_gradients_are_off_are_refused() -> None:
@@ -275,9 +261,9 @@ def test_a_step_that_is_skipped_leaves_running_values_as_they_were() -> None:
     """Otherwise a NaN would stay in the running values and reach every later step."""
     engine = Engine(build(Drawing), on_nonfinite="skip")
     engine.step(words(0), cross_entropy)
-    before = [buffer.clone() for buffer in engine.model.buffers()]
+    before = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
     assert engine.step(words(1), lambda outputs, batch: cross_entropy(outputs, batch) * float("nan")).skipped
-    assert all(map(same_bits, engine.model.buffers(), before))
+    assert_same(dict(engine.model.named_buffers()), before)
 
 
 def test_a_backward_over_a_forward_that_a_failed_step_gave_up_is_refused() -> None:
@@ -291,4 +277,4 @@ def test_a_backward_over_a_forward_that_a_failed_step_gave_up_is_refused() -> No
     with pytest.raises(OffloadError, match=r"unit head: the step of this forward ended .* run the forward again"):
         engine.backward(loss)
     for seed in range(2):
-        assert step(engine, seed).grad_norm == step(undisturbed, seed).grad_norm
+        assert step_of(engine, words(seed), cross_entropy) == step_of(undisturbed, words(seed), cross_entropy)

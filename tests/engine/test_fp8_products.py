@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,18 +87,6 @@ def test_one_scale_for_all_rows_is_found_by_the_trial_runs() -> None:
     """A token depends on all rows. As with any model that mixes rows, batches stay whole, with a warning."""
     with pytest.warns(UserWarning, match="the engine and plain PyTorch give different.*batches are not split"):
         both(TENSORWISE | {"micro_batch_size": 1}, whole=True)
-
-
-def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    with Engine(model(), placement=Placement(**TIERS["cpu"]), **ROWWISE) as engine:
-        engine.step(tokens(0))
-        engine.save_checkpoint(tmp_path / "saved")
-        loss = engine.step(tokens(1)).loss.item()
-        wanted = weights(engine)
-    with Engine(model(), **ROWWISE) as engine:
-        engine.load_checkpoint(tmp_path / "saved")
-        assert engine.step(tokens(1)).loss.item() == loss
-        assert_same(weights(engine), wanted)
 
 
 def on_ranks(tier: dict[str, str], folder: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -208,42 +197,36 @@ def test_a_matrix_in_fp8_is_scaled_to_the_largest_number() -> None:
         assert multiply(to_fp8(bad, by_row=True), ones, is_fast=True).isnan().all(), "non-finite values are seen"
 
 
+SMALL = Placement(device_memory="64KiB", activations="cpu")
+
+
 @pytest.mark.parametrize(
-    ("settings", "text"),
+    ("make", "least", "settings", "text"),
     [
-        ({"matmul": "fp8"}, "train.matmul is 'fp8'; this version allows precision, fp8_rowwise, fp8_tensorwise"),
-        ({"matmul": "fp8_rowwise"}, "train.precision fp32 computes with all 32 bits.*--train.precision bf16"),
+        (llama, 32, {"matmul": "fp8"}, "train.matmul is 'fp8'; this version allows precision, fp8_rowwise, fp8_tensor"),
+        (llama, 32, {"matmul": "fp8_rowwise"}, "train.precision fp32 computes with all 32.*--train.precision bf16"),
+        (llama, 1024, ROWWISE, r"1024 or more inputs.*the largest has \[48, 32\]: set --train.matmul prec"),
+        (gpt2, 1024, ROWWISE, "have no torch.nn.Linear"),
+        (
+            partial(llama, intermediate_size=512),
+            32,
+            ROWWISE | {"placement": SMALL},
+            "proj is larger than the device memory per unit and is split into row blocks.*--offload.device_memory",
+        ),
     ],
 )
-def test_settings_without_fp8_products_are_refused(settings: dict[str, Any], text: str) -> None:
+def test_models_and_settings_without_fp8_products_are_refused(
+    make: Any, least: int, settings: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "LEAST_SIZE", least)
     with pytest.raises(ConfigError, match=text):
-        Engine(model(), **settings)
-
-
-def test_models_without_large_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "LEAST_SIZE", 1024)
-    with pytest.raises(ConfigError, match=r"1024 or more inputs.*the largest has \[48, 32\]: set --train.matmul prec"):
-        Engine(model(), **ROWWISE)
-    with pytest.raises(ConfigError, match="have no torch.nn.Linear"):
-        Engine(build(gpt2), **ROWWISE)
-
-
-def test_layers_in_row_blocks_are_refused() -> None:
-    place = Placement(device_memory="64KiB", activations="cpu")
-    text = "proj is larger than the device memory per unit and is split into row blocks.*--offload.device_memory"
-    with pytest.raises(ConfigError, match=text):
-        Engine(model(intermediate_size=512), placement=place, **ROWWISE)
+        Engine(build(make), **settings)
 
 
 def test_devices_without_fp8_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Module:
-        cudart = None
-
-        @staticmethod
-        def get_device_properties(_device: torch.device) -> Any:
-            return type("Properties", (), {"name": "RTX 3090", "total_memory": 1, "major": 8, "minor": 6})()
-
-    accelerator = CudaAccelerator(torch.device("cuda"), Module)
+    found = SimpleNamespace(name="RTX 3090", total_memory=1, major=8, minor=6)
+    module = SimpleNamespace(cudart=None, get_device_properties=lambda _device: found)
+    accelerator = CudaAccelerator(torch.device("cuda"), module)
     assert accelerator.lacks_fp8 == "has compute capability 8.6, and FP8 products need 8.9 or above"
     monkeypatch.setattr(products, "own_accelerator", lambda _name: accelerator)
     text = "train.matmul is fp8_rowwise, but RTX 3090 has compute capability 8.6.*--train.matmul precision"

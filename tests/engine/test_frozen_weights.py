@@ -94,19 +94,14 @@ def test_tiers_and_links_have_the_bytes_of_codes() -> None:
     assert down == down_coded
 
 
-def test_codes_have_no_low_half() -> None:
+def test_codes_have_no_low_half_and_the_link_is_estimated_by_their_bytes() -> None:
     """With fp32 weights used in bf16, a frozen matrix has a low half only while not quantized."""
-    exact, low = (
-        tier_bytes(Engine(build(adapted), precision="bf16", frozen_weights=codec), "cpu")["low"]
-        for codec in ("exact", "int8")
-    )
-    assert exact - low == 2 * sum(base_bytes(build(adapted), "int8")) // 132 * 128
+    engines = {c: Engine(build(adapted), precision="bf16", frozen_weights=c) for c in ("exact", "int8", "nf4")}
+    low = {codec: tier_bytes(engine, "cpu")["low"] for codec, engine in engines.items()}
+    assert low["exact"] - low["int8"] == 2 * sum(base_bytes(build(adapted), "int8")) // 132 * 128
 
-
-def test_what_the_link_takes_is_estimated_by_the_bytes_of_codes() -> None:
     def seconds(codec: str) -> float:
-        parts = parts_of(Engine(build(adapted), frozen_weights=codec))
-        throttles = parse_throttle({"h2d": "1MB"})
+        parts, throttles = parts_of(engines[codec]), parse_throttle({"h2d": "1MB"})
         return weight_seconds(parts.regions, parts.plan.residence.sharding, throttles, Speeds(read_machine("rtx-4090")))
 
     saved = sum(base_bytes(build(adapted), "int8")) - sum(base_bytes(build(adapted), "nf4"))
@@ -185,13 +180,21 @@ def test_weights_are_what_an_export_and_a_restored_model_have(tmp_path: Path) ->
     assert all(same_bits(found[name], p.detach()) for name, p in coded(plain).items())
 
 
-def test_what_is_not_in_codes_is_named() -> None:
+def test_what_is_not_in_codes_is_named_and_what_cannot_be_is_refused() -> None:
     engine = Engine(freeze(build(adapted), *MATRICES, "_tokens", "lm_head", "norm.weight"), frozen_weights="int8")
     assert engine.told_frozen_weights == (
         "18 frozen parameters are stored in int8, 86.6 KiB, and take 336 KiB on the device; others unquantized: "
         "model.embed_tokens.weight, lm_head.weight, 7 vectors and small matrices"
     )
     assert Engine(build(adapted)).told_frozen_weights == ""
+    with pytest.raises(ConfigError, match="offload.frozen_weights is 'int4'.*exact, int8, nf4"):
+        Engine(build(adapted), frozen_weights="int4")
+    with pytest.raises(ConfigError, match="frozen_weights is nf4, but the model has no frozen weights"):
+        Engine(build(llama), frozen_weights="nf4")
+    with pytest.raises(ConfigError, match=r"cannot change model.layers.0.mlp.up_proj.weight: .*frozen_weights exact"):
+        engine.edit(["model.layers.0.mlp.up_proj.weight"])
+    for _, value in engine.edit(["model.layers.0.mlp.up_proj.bias"]):
+        value.mul_(2)
 
 
 @pytest.mark.slow
@@ -209,33 +212,12 @@ def test_a_checkpoint_has_what_is_trained_and_belongs_to_its_codes(tmp_path: Pat
             Engine(build(adapted), frozen_weights=width).load_checkpoint(tmp_path / "trained")
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="offload.frozen_weights is 'int4'.*exact, int8, nf4"):
-        Engine(build(adapted), frozen_weights="int4")
-    with pytest.raises(ConfigError, match="frozen_weights is nf4, but the model has no frozen weights"):
-        Engine(build(llama), frozen_weights="nf4")
-    engine = Engine(build(adapted), frozen_weights="nf4")
-    name = "model.layers.0.mlp.up_proj.weight"
-    with pytest.raises(ConfigError, match=rf"cannot change {name}: .*frozen_weights exact"):
-        engine.edit([name])
-    for _, value in engine.edit(["model.norm.weight"]):
-        value.mul_(2)
-
-
 def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
     model = build(adapted)
     plain = dequantised(model, "nf4")
     devices = dict.fromkeys((name for name, _ in model.named_parameters()), torch.device("cpu"))
-    resident = ResidentTrainer(
-        model,
-        AdamW(),
-        precision="fp32",
-        device=torch.device("cpu"),
-        update_devices=devices,
-        max_grad_norm=1.0,
-        seed=0,
-        frozen_weights="nf4",
-    )
+    settings: dict[str, Any] = {"precision": "fp32", "device": torch.device("cpu"), "max_grad_norm": 1.0, "seed": 0}
+    resident = ResidentTrainer(model, AdamW(), update_devices=devices, frozen_weights="nf4", **settings)
     assert_same(dict(resident.weights()), {name: p.detach() for name, p in plain.named_parameters()})
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from offload import Engine, MeZO, Placement
 from offload.engine.units.runner import generator_seed
 from offload.engine.units.snapshots import RngState
-from tests.engine.compare import assert_same, assert_weights, same_bits, train_both, weights
+from tests.engine.compare import assert_same, assert_weights, step_of, train_both, weights
 from tests.engine.device import cpu_only
 from tests.engine.families import build, gpt2, llama
 from tests.engine.handmade import WIDTH, Block, DropsOut, Noisy, RunningStatistics, Stack, cross_entropy, words
-from tests.engine.reference import Reference, count_labels
+from tests.engine.reference import Reference
 from tests.engine.zeroth_order import PlainMeZO
 
 
@@ -32,22 +32,15 @@ def test_a_model_that_was_first_evaluated_trains_with_its_dropout(model: Callabl
     reference = Reference(given)
     engine = Engine(given.eval())
     engine.evaluate(words(9), loss_fn=cross_entropy)
-    torch.manual_seed(1)
-    first = engine.step(words(8), loss_fn=cross_entropy)
     reference.model.eval()
-    torch.manual_seed(1)
-    assert first.grad_norm == reference.step(words(8), cross_entropy)[1]
-    for seed in range(2):
+    for seed in range(3):
+        assert step_of(engine, words(seed), cross_entropy, seed=seed) == step_of(
+            reference, words(seed), cross_entropy, seed=seed
+        )
         engine.model.train()
         reference.model.train()
-        torch.manual_seed(seed)
-        result = engine.step(words(seed), loss_fn=cross_entropy)
-        torch.manual_seed(seed)
-        loss, norm = reference.step(words(seed), cross_entropy)
-        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
     assert_weights(engine, reference)
-    for (name, found), (_, wanted) in zip(engine.model.named_buffers(), reference.model.named_buffers(), strict=True):
-        assert same_bits(found, wanted), name
+    assert_same(dict(engine.model.named_buffers()), dict(reference.model.named_buffers()))
 
 
 def test_construction_leaves_generators_and_modes_alone() -> None:
@@ -102,19 +95,7 @@ def test_buffers_keep_dtype_and_values(precision: str) -> None:
     model = build(lambda: Stack(WithBuffers))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     engine, _ = train_both(model, [words(s) for s in range(2)], loss_fn=cross_entropy, precision=precision)
-    after = dict(engine.model.named_buffers())
-    assert list(after) == list(before)
-    for name, buffer in before.items():
-        assert same_bits(after[name].cpu(), buffer), name
-
-
-def test_running_statistics_move_once_a_step() -> None:
-    """Neither the recording pass nor a recomputation may update them again."""
-    engine, reference = train_both(build(RunningStatistics), [words(s) for s in range(3)], loss_fn=cross_entropy)
-    wanted = dict(reference.model.named_buffers())
-    for name, buffer in engine.model.named_buffers():
-        assert same_bits(buffer, wanted[name]), name
-    assert engine.model.blocks[0].norm.num_batches_tracked.item() == 3
+    assert_same(dict(engine.model.named_buffers()), before)
 
 
 class Spectral(Block):
@@ -125,21 +106,14 @@ class Spectral(Block):
         nn.utils.parametrizations.spectral_norm(self.up)
 
 
-def test_a_recompute_begins_from_the_buffers_of_its_forward() -> None:
-    engine, reference = train_both(build(lambda: Stack(Spectral)), [words(s) for s in range(3)], loss_fn=cross_entropy)
-    wanted = dict(reference.model.named_buffers())
-    for name, buffer in engine.model.named_buffers():
-        assert same_bits(buffer, wanted[name]), name
-
-
-def test_evaluation_does_not_move_running_statistics() -> None:
-    engine = Engine(build(RunningStatistics))
+@pytest.mark.parametrize("model", [RunningStatistics, lambda: Stack(Spectral)], ids=["statistics", "spectral"])
+def test_buffers_move_once_a_step_and_a_recompute_begins_from_those_of_its_forward(
+    model: Callable[[], nn.Module],
+) -> None:
+    """Neither the recording pass, nor a recomputation, nor an evaluation may update them again."""
+    engine, reference = train_both(build(model), [words(s) for s in range(3)], loss_fn=cross_entropy)
     engine.evaluate(words(), loss_fn=cross_entropy)
-    assert engine.model.blocks[0].norm.num_batches_tracked.item() == 0
-    engine.step(words(), loss_fn=cross_entropy)
-    before = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
-    engine.evaluate(words(), loss_fn=cross_entropy)
-    assert all(same_bits(buffer, before[name]) for name, buffer in engine.model.named_buffers())
+    assert_same(dict(engine.model.named_buffers()), dict(reference.model.named_buffers()))
 
 
 def test_named_parameters_are_copies() -> None:
@@ -168,11 +142,9 @@ def test_dropout_may_begin_after_the_recording_pass() -> None:
     for step, probability in enumerate((0.0, 0.5)):
         for block in (*engine.model.blocks, *reference.model.blocks):
             block.dropout.p = probability
-        torch.manual_seed(step)
-        result = engine.step(words(step), cross_entropy)
-        torch.manual_seed(step)
-        loss, norm = reference.step(words(step), cross_entropy, count_labels)
-        assert (result.loss.item(), result.grad_norm) == (loss.item(), norm)
+        assert step_of(engine, words(step), cross_entropy, seed=step) == step_of(
+            reference, words(step), cross_entropy, seed=step
+        )
     assert_weights(engine, reference)
 
 
@@ -232,8 +204,7 @@ def test_a_recompute_draws_again_from_the_generators_of_python_and_numpy(block: 
             if step == 1 and each is engine:
                 with pytest.raises(KeyError):
                     engine.step(words(step), fails)
-            result = each.step(words(step), cross_entropy)
-            found.append((result.loss.item(), result.grad_norm) if each is engine else (result[0].item(), result[1]))
+            found.append(step_of(each, words(step), cross_entropy))
         found.append((random.random(), np.random.random()))
     assert found[:4] == found[4:]
     assert_weights(engine, reference)
@@ -273,6 +244,10 @@ def test_passes_side_by_side_draw_alike_from_the_generators_of_python_and_numpy(
     engine.close()
 
 
+def draws_of_python_and_numpy() -> tuple[float, ...]:
+    return random.random(), random.gauss(0, 1), np.random.normal(), np.random.random()
+
+
 def test_how_far_generators_are_drawn_is_told_by_every_draw() -> None:
     """Without a draw in between, `capture(before)` returns `before`. `put_back` undoes any draw or seed."""
     draws = [
@@ -289,14 +264,14 @@ def test_how_far_generators_are_drawn_is_told_by_every_draw() -> None:
     for draw in [*draws, *draws]:
         before = RngState.capture()
         assert RngState.capture(before) is before
-        wanted = random.random(), random.gauss(0, 1), np.random.normal(), np.random.random()
+        wanted = draws_of_python_and_numpy()
         before.put_back()
         draw()
         after = RngState.capture(before)
         assert after != before
         before.put_back()
         assert RngState.capture() == before
-        assert (random.random(), random.gauss(0, 1), np.random.normal(), np.random.random()) == wanted
+        assert draws_of_python_and_numpy() == wanted
         after.put_back()
 
 
@@ -306,23 +281,19 @@ def test_another_generator_of_numpys_is_put_back_too() -> None:
     try:
         before = RngState.capture()
         assert RngState.capture(before) is before
-        wanted = np.random.random(3).tolist()
+        wanted = draws_of_python_and_numpy()
         before.put_back()
-        assert np.random.random(3).tolist() == wanted
+        assert draws_of_python_and_numpy() == wanted
     finally:
         np.random.set_bit_generator(own)
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_a_unit_may_draw_from_a_generator_of_its_own(recompute: str) -> None:
-    """The generator is part of the module state: recomputation starts from this state."""
-    train_both(
-        build(lambda: Stack(DrawsFromItsOwn)), [words(s) for s in range(3)], loss_fn=cross_entropy, recompute=recompute
-    )
-
-
-def test_passes_on_both_sides_go_on_with_a_generator_of_a_units_own() -> None:
-    """In plain PyTorch too, the second of two model calls continues the draws of the first."""
-    engine = Engine(build(lambda: Stack(DrawsFromItsOwn)), MeZO())
-    engine.step(words(), cross_entropy)
-    engine.close()
+    """The generator is part of the module state: recomputation starts from this state. In plain PyTorch too, the second
+    of two passes continues the draws of the first.
+    """
+    model, some = build(lambda: Stack(DrawsFromItsOwn)), [words(seed) for seed in range(3)]
+    train_both(model, some, loss_fn=cross_entropy, recompute=recompute)
+    with Engine(build(lambda: Stack(DrawsFromItsOwn)), MeZO()) as engine:
+        engine.step(words(), cross_entropy)

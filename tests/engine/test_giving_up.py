@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import TornError
-from tests.engine.compare import assert_same, weights
+from tests.engine.compare import assert_same, own_step_of, weights
 from tests.engine.families import build
 from tests.engine.handmade import WIDTH, Block, Log, Stack, cross_entropy, words
 from tests.engine.inside import lane_threads, parts_of
@@ -67,11 +67,6 @@ def step(engine: Engine, seed: int) -> float:
     return engine.step(words(seed), loss_fn=cross_entropy).loss.item()
 
 
-def steps(engine: Engine) -> None:
-    for seed in range(5):
-        step(engine, seed)
-
-
 @contextmanager
 def ends_soon() -> Iterator[None]:
     begin = time.monotonic()
@@ -79,25 +74,31 @@ def ends_soon() -> Iterator[None]:
     assert time.monotonic() - begin < SOON_S
 
 
-def assert_no_threads(engine: Engine) -> None:
-    threads = lane_threads(engine)
-    with ends_soon():
-        engine.close()
-    assert not any(thread.is_alive() for thread in threads)
+def loss_of(seed: int) -> Callable[[nn.Module], Tensor]:
+    return lambda model: cross_entropy(model(words(seed)["x"]), words(seed))
+
+
+@contextmanager
+def interrupted(after_s: float) -> Iterator[None]:
+    """Send a Ctrl-C after `after_s` seconds. The block must end soon by KeyboardInterrupt."""
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with ends_soon(), pytest.raises(KeyboardInterrupt):
+        yield
+    timer.join()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_collected")
 def test_ctrl_c_while_the_lanes_crawl() -> None:
     engine = breaking(throttle=GLACIAL, **SPECULATIVE)
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    begin = time.monotonic()
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        steps(engine)
-    assert time.monotonic() - begin < SOON_S
-    timer.join()
-    assert_no_threads(engine)
+    with interrupted(after_s=0.5):
+        for seed in range(5):
+            step(engine, seed)
+    threads = lane_threads(engine)
+    with ends_soon():
+        engine.close()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_an_own_loop_that_fails_on_a_lane_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +117,8 @@ def test_an_own_loop_that_fails_on_a_lane_goes_on(monkeypatch: pytest.MonkeyPatc
             with pytest.raises(Told):
                 engine.model(words(9)["x"])
         for one in (engine, undisturbed):
-            one.backward(cross_entropy(one.model(words(seed)["x"]), words(seed)))
             one.lr = 1e-3 * (seed + 1)  # for this update
-        assert engine.update().grad_norm == undisturbed.update().grad_norm
+        assert own_step_of(engine, loss_of(seed)) == own_step_of(undisturbed, loss_of(seed))
     assert_same(weights(engine), weights(undisturbed))
     engine.close()
 
@@ -133,25 +133,26 @@ def test_weights_that_are_given_back_have_had_their_last_update() -> None:
     assert_same({name: value.detach() for name, value in engine.model.named_parameters()}, wanted)
 
 
-PLACES: dict[str, dict[str, str]] = {
-    "cpu": {},
-    "optimizer": {"optimizer": "nvme"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "activations": "nvme"},
-}
+ON_DISK = dict.fromkeys(("parameters", "optimizer", "gradients", "activations"), "nvme")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "settings", "recompute"),
-    [("cpu", SPECULATIVE, "always"), ("optimizer", FREE, "never"), ("nvme", FREE | {"micro_batch_size": 2}, "always")],
+    [
+        ({}, SPECULATIVE, "always"),
+        ({"optimizer": "nvme"}, FREE, "never"),
+        (ON_DISK, FREE | {"micro_batch_size": 2}, "always"),
+    ],
+    ids=["cpu", "optimizer", "nvme"],
 )
 def test_a_torn_engine_is_sound_again_once_it_has_loaded(
-    place: str, settings: dict[str, Any], recompute: str, tmp_path: Path
+    place: dict[str, str], settings: dict[str, Any], recompute: str, tmp_path: Path
 ) -> None:
     """Nothing may wait for the abandoned updates, in any of the three lanes."""
     slow = {lane: {"latency_seconds": 0.01} for lane in ("update", "nvme_write")}
     (tmp_path / "disk").mkdir()
-    placement = Placement(**PLACES[place], nvme_dir=str(tmp_path / "disk") if PLACES[place] else None)
+    placement = Placement(**place, nvme_dir=str(tmp_path / "disk") if place else None)
     engine = breaking(throttle=slow, placement=placement, recompute=recompute, **settings)
     undisturbed = breaking(recompute=recompute, **settings)
     assert step(engine, 0) == step(undisturbed, 0)
@@ -239,16 +240,13 @@ def test_a_fetch_that_failed_fails_one_call_of_an_own_loop(monkeypatch: pytest.M
     def fail() -> None:
         raise Told
 
-    for one in (undisturbed, engine):
-        one.backward(cross_entropy(one.model(words(0)["x"]), words(0)))
+    engine.backward(loss_of(0)(engine.model))
     monkeypatch.setattr(parts.lanes.h2d, "submit", lambda _work, **how: submit(fail, **how))
     parts.slots.refresh(always=True)
     monkeypatch.undo()
     with pytest.raises(Told):
         engine.model(words(1)["x"])
-    for one in (undisturbed, engine):
-        one.backward(cross_entropy(one.model(words(1)["x"]), words(1)))
-        one.update()
+    assert own_step_of(engine, loss_of(1)) == own_step_of(undisturbed, loss_of(0), loss_of(1))
     assert_same(weights(engine), weights(undisturbed))
     engine.close()
 

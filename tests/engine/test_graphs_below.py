@@ -19,14 +19,9 @@ from offload import Engine, Placement
 from offload.engine.units import offloaded_graph
 from offload.engine.units.recompute_policy import spread
 from offload.errors import ConfigError, DoesNotFitError, OffloadError
-from tests.engine.compare import train_both, weights
+from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import cpu_only
-from tests.engine.families import (
-    batches,
-    build,
-    llama,
-    tokens,
-)
+from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Block, CheckpointsItself, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.sizes import held_in_step
@@ -38,8 +33,10 @@ def move_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded_graph, "SMALLEST_BYTES", 1)
 
 
-def placed(tier: str, folder: Path, **more: Any) -> Placement:
-    return Placement(graphs=tier, nvme_dir=str(folder) if tier == "nvme" else None, **more)
+def over(block: type[nn.Module] = Block, depth: int = 3, graphs: str = "cpu", **settings: Any) -> Engine:
+    """Return an engine over a stack of blocks, with graphs on a tier."""
+    settings = {"recompute": "never", "placement": Placement(graphs=graphs), **settings}
+    return Engine(build(lambda: Stack(block, depth)), **settings)
 
 
 def graph_bytes(engine: Engine) -> int:
@@ -76,7 +73,7 @@ def runs(engine: Engine, **batch: int) -> list[int]:
 def test_a_forward_is_made_once() -> None:
     """With `always`, from the second step on: the first step measures the graphs."""
     for tier, num_runs in (("cpu", 1), ("device", 2)):
-        engine = Engine(build(lambda: Stack(Counting)), placement=Placement(graphs=tier), recompute="always")
+        engine = over(Counting, graphs=tier, recompute="always")
         found = [runs(engine) for _ in range(3)]
         assert {number for step in found[1:] for number in step} == {num_runs}
 
@@ -89,10 +86,7 @@ def held(engine: Engine) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_the_device_holds_none_of_them() -> None:
-    here, below = (
-        Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs=tier), recompute="never")
-        for tier in ("device", "cpu")
-    )
+    here, below = over(depth=8, graphs="device"), over(depth=8)
     of_blocks, left = held(here), held(below)
     assert sum(left.values()) < sum(of_blocks.values()) / 8, (of_blocks, left)
     assert graph_bytes(below) >= sum(of_blocks.values()) * 7 // 8
@@ -101,7 +95,7 @@ def test_the_device_holds_none_of_them() -> None:
 @pytest.mark.slow
 def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
     """Nothing in the graph keeps an offloaded storage alive, neither inputs nor results."""
-    engine = Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs="cpu"), recompute="never")
+    engine = over(depth=8)
     engine.step(words(0), loss_fn=cross_entropy)
     alive = []
 
@@ -113,7 +107,7 @@ def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
     rows = words(0)
     hidden = torch.Size([*next(iter(rows.values())).shape, build(Stack).head.in_features])
     engine.step(rows, loss_fn=loss_fn)
-    deep = Engine(build(lambda: Stack(depth=16)), placement=Placement(graphs="cpu"), recompute="never")
+    deep = over(depth=16)
     deep.step(rows, loss_fn=cross_entropy)
     deep.step(rows, loss_fn=loss_fn)
     assert alive[-1] <= alive[0] + 16, "leaves have the shape, and no memory of their own"
@@ -121,21 +115,15 @@ def test_memory_of_what_goes_below_is_free_on_the_device() -> None:
 
 @pytest.mark.slow
 def test_a_budget_of_the_host_takes_as_many_as_it_has_room_for(tmp_path: Path) -> None:
-    whole = Engine(build(lambda: Stack(depth=8)), placement=Placement(graphs="cpu"), recompute="never")
+    whole = over(depth=8)
     whole.step(words(0), loss_fn=cross_entropy)
     most, other = graph_bytes(whole), sum(parts_of(whole).host.allocations.values()) - graph_bytes(whole)
     placement = Placement(graphs="cpu", host_memory=other + most // 2)
-    engine, _ = train_both(
-        build(lambda: Stack(depth=8)),
-        [words(seed) for seed in range(3)],
-        loss_fn=cross_entropy,
-        placement=placement,
-        recompute="always",
-    )
+    model, some = build(lambda: Stack(depth=8)), [words(seed) for seed in range(3)]
+    engine, _ = train_both(model, some, loss_fn=cross_entropy, placement=placement, recompute="always")
     assert 0 < graph_bytes(engine) <= most // 2
-    never = Engine(build(lambda: Stack(depth=8)), placement=placement, recompute="never")
     with pytest.raises(DoesNotFitError, match=r"graphs.*recompute"):
-        never.step(words(0), loss_fn=cross_entropy)
+        over(depth=8, placement=placement).step(words(0), loss_fn=cross_entropy)
 
 
 @pytest.mark.slow
@@ -143,19 +131,17 @@ def test_a_budget_of_the_host_takes_as_many_as_it_has_room_for(tmp_path: Path) -
 def test_a_limit_of_their_own_takes_as_many_as_it_has_room_for(tier: str, rows: int | None, tmp_path: Path) -> None:
     """The limit holds for every input shape. A micro-batch counts only for the share in the batch."""
 
-    whole = Engine(build(lambda: Stack(Counting, depth=8)), placement=Placement(graphs="cpu"), recompute="never")
+    whole = over(Counting, depth=8)
     whole.step(words(0), loss_fn=cross_entropy)
     most, parts = graph_bytes(whole) // 2, 4 if rows else 1
-    placement = placed(tier, tmp_path, graphs_memory=most)
-    engine = Engine(
-        build(lambda: Stack(Counting, depth=8)), placement=placement, recompute="always", micro_batch_size=rows
-    )
+    placement = Placement(graphs=tier, nvme_dir=str(tmp_path) if tier == "nvme" else None, graphs_memory=most)
+    engine = over(Counting, depth=8, placement=placement, recompute="always", micro_batch_size=rows)
     found = [[runs(engine, length=length).count(parts) for length in (6, 5)] for _ in range(3)]
     assert found[1:] == [[4, 4], [4, 4]]
     if tier == "cpu":
         assert most * 3 // 4 < graph_bytes(engine) <= most
     with pytest.raises(ConfigError, match=r"graphs_memory.*never.*recompute"):
-        Engine(build(Stack), placement=placement, recompute="never")
+        over(placement=placement)
 
 
 def test_lengths_may_change() -> None:
@@ -177,7 +163,7 @@ def test_a_forward_without_a_backward_gives_its_room_back() -> None:
     gc.collect()
     plain = Engine(build(llama), recompute="never")
     plain.step(tokens(0))
-    assert all(torch.equal(value, before[name]) for name, value in weights(plain).items())
+    assert_same(weights(plain), before)
     assert engine.step(tokens(2)).loss.item() == plain.step(tokens(2)).loss.item()
     assert not pool.buffers_in_use
 
@@ -264,29 +250,16 @@ class RewritesSaved(Block):
         return h + b
 
 
-def test_a_unit_that_changes_what_is_saved_without_a_new_version_is_recomputed() -> None:
-    some = [words(seed) for seed in range(2)]
-    model = build(lambda: Stack(RewritesSaved))
-    train_both(model, some, loss_fn=cross_entropy, placement=Placement(graphs="cpu"), recompute="never")
+SLOWER = [CheckpointsItself, Slices, Complex, Changing, Splits, AsksTwice]
+ON_CPU = pytest.param(Quantised, marks=[cpu_only("other devices quantise little"), pytest.mark.slow])
 
 
-KINDS = [CheckpointsItself, Slices, Complex, Changing, Splits, AsksTwice]
-ON_CPU = pytest.param(Quantised, marks=cpu_only("other devices quantise little"))
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("block", [*KINDS, ON_CPU])
+@pytest.mark.parametrize("block", [RewritesSaved, *(pytest.param(b, marks=pytest.mark.slow) for b in SLOWER), ON_CPU])
 def test_what_is_saved_may_lie_in_any_way(block: type[nn.Module]) -> None:
-    some = [words(seed) for seed in range(3)]
-    train_both(
-        build(lambda: Stack(block)),
-        some,
-        loss_fn=cross_entropy,
-        placement=Placement(graphs="cpu"),
-        recompute="never",
-        debug=True,
-    )
+    """A unit that changes a saved tensor without a new version is recomputed."""
+    settings = {"placement": Placement(graphs="cpu"), "recompute": "never", "debug": True}
+    train_both(build(lambda: Stack(block)), [words(seed) for seed in range(3)], loss_fn=cross_entropy, **settings)
 
 
 class ChangesLater(Block):
@@ -301,7 +274,7 @@ class ChangesLater(Block):
 @pytest.mark.slow
 def test_an_input_that_was_not_changed_in_place_before_may_not_be() -> None:
     """A leaf in the offloaded graph hides the change from torch, so the engine has to raise."""
-    engine = Engine(build(lambda: Stack(ChangesLater)), placement=Placement(graphs="cpu"), recompute="never")
+    engine = over(ChangesLater)
     engine.step(words(0), loss_fn=cross_entropy)
     before = weights(engine)
     RUNS.update(engine.model.blocks)
@@ -310,7 +283,7 @@ def test_an_input_that_was_not_changed_in_place_before_may_not_be() -> None:
             engine.step(words(0), loss_fn=cross_entropy)
     finally:
         RUNS.clear()
-    assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+    assert_same(weights(engine), before)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(0, 3000))

@@ -15,6 +15,7 @@ from offload.engine.loss.batch import Batch
 from offload.engine.loss.group_loss import TokenLoss
 from offload.errors import ConfigError
 from tests.engine import ranks
+from tests.engine.compare import weights
 from tests.engine.device import own_device, twin
 from tests.engine.families import VOCABULARY, build, gemma2, llama
 from tests.engine.ranks_child import share
@@ -76,9 +77,9 @@ def test_training_is_that_of_whole_logits(way: str) -> None:
     for _ in range(3):
         result = engine.step(batch, loss)
         wanted, sums = plainly(plain, batch)
+        optimizer.zero_grad()
         wanted.backward()
         optimizer.step()
-        optimizer.zero_grad()
         assert float(result.loss) == pytest.approx(float(wanted.detach()), abs=1e-6)
         torch.testing.assert_close(loss.metrics["first"], sums[::2].detach().cpu(), atol=1e-5, rtol=1e-6)
     with torch.no_grad():
@@ -86,12 +87,12 @@ def test_training_is_that_of_whole_logits(way: str) -> None:
     assert float(engine.evaluate(batch, loss)) == pytest.approx(float(wanted), abs=1e-6)
     torch.testing.assert_close(loss.metrics["first"], sums[::2].cpu(), atol=1e-5, rtol=1e-6)
     assert (engine.head_chunks > 1) == ("head_chunk_bytes" in WAYS[way])
-    for (name, value), other in zip(engine.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(value, other.detach().cpu(), atol=1e-6, rtol=1e-5, msg=name)
+    wanted = {name: value.detach().cpu() for name, value in plain.named_parameters()}
+    torch.testing.assert_close(weights(engine), wanted, atol=1e-6, rtol=1e-5)
     engine.close()
 
 
-def ranked() -> tuple[float, torch.Tensor, list[torch.Tensor]]:
+def ranked() -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
     """Train on six rows: four on rank 0, two on rank 1. Evaluate all six; rank 1 has no targets there."""
     loss = Pairs()
     engine = Engine(build(llama), SGD(lr=0.1), max_grad_norm=None, micro_batch_size=2, head_chunk_bytes=CHUNK_BYTES)
@@ -101,9 +102,9 @@ def ranked() -> tuple[float, torch.Tensor, list[torch.Tensor]]:
     if engine.rank:
         whole = {**whole, "labels": torch.full_like(whole["labels"], -100)}
     alone = engine.evaluate(whole, loss)
-    weights = [value for _, value in engine.named_parameters()]
+    found = weights(engine)
     engine.close()
-    return float(result.loss), torch.cat([measured, alone[None]]), weights
+    return float(result.loss), torch.cat([measured, alone[None]]), found
 
 
 @pytest.mark.slow
@@ -114,10 +115,9 @@ def test_ranks_weigh_by_their_groups() -> None:
     wanted = engine.step(answers(), loss)
     first = loss.metrics["first"]
     alone = engine.evaluate(answers(), loss)
-    for each, _, weights in found:
+    for each, _, its in found:
         assert each == pytest.approx(float(wanted.loss), abs=1e-6)
-        for value, (_, other) in zip(weights, engine.named_parameters(), strict=True):
-            torch.testing.assert_close(value, other, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(its, weights(engine), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(torch.cat([found[0][1][:-1], found[1][1][:-1]]), first, atol=1e-5, rtol=1e-6)
     assert [float(measured[-1]) for _, measured, _ in found] == pytest.approx([float(alone)] * 2, abs=1e-5)
     engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from offload import Engine, Placement
 from offload.errors import OffloadError
 from tests.engine.compare import train_both
 from tests.engine.device import NO_LSTM, cpu_only
-from tests.engine.families import build
+from tests.engine.families import CAUSAL, batches, build
 from tests.engine.handmade import (
     MODELS,
     WIDTH,
@@ -29,9 +30,15 @@ from tests.engine.handmade import (
     words,
 )
 from tests.engine.reference import count_labels, sum_by_layer
-from tests.matrix import quick
+from tests.matrix import matrix, quick
 
-NUM_STEPS = 3
+SOME = [words(seed) for seed in range(3)]
+
+
+@matrix(strength=1, precision=["fp32", "bf16"], make=list(CAUSAL))
+def test_causal_models_are_bit_equal(make: Callable[[], nn.Module], precision: str) -> None:
+    """Unmodified transformers models."""
+    train_both(build(make), batches(3), precision=precision)
 
 
 @pytest.mark.slow
@@ -40,28 +47,25 @@ NUM_STEPS = 3
     [(model, ("fp32", "bf16")[n % 2], ("always", "never")[n // 2 % 2]) for n, model in enumerate(MODELS)],
 )
 def test_streams_bit_equal(model: type[nn.Module], precision: str, recompute: str) -> None:
-    batches = [words(seed) for seed in range(NUM_STEPS)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no unit has to stay on the device
         settings = {"precision": precision, "debug": True, "recompute": recompute}
-        train_both(build(model), batches, loss_fn=cross_entropy, group=sum_by_layer, **settings)
+        train_both(build(model), SOME, loss_fn=cross_entropy, group=sum_by_layer, **settings)
 
 
 @pytest.mark.parametrize(("recompute", "rows"), quick([("always", None), ("never", 2)], [("always", None)]))
 def test_containers_that_units_change_are_the_callers(recompute: str, rows: int | None) -> None:
     """Equal within rounding: a tensor in several containers enters a unit once, and gradients are summed there."""
-    batches = [words(seed) for seed in range(NUM_STEPS)]
     settings = {"recompute": recompute, "micro_batch_size": rows, "debug": True}
-    whole = rows is not None  # the containers mix rows
-    model, count = build(ChangesContainers), count_labels
-    train_both(model, batches, loss_fn=cross_entropy, count=count, within=1e-5, whole=whole, **settings)
+    settings["whole"] = rows is not None  # the containers mix rows
+    train_both(build(ChangesContainers), SOME, loss_fn=cross_entropy, count=count_labels, within=1e-5, **settings)
 
 
 @pytest.mark.slow
 def test_a_block_that_runs_twice_adds_its_gradients_up() -> None:
     """Gradients sum over uses in fp32. The reference lists each use, to tell them apart."""
     settings = {"precision": "bf16", "debug": True, "plain": build(ListedTwice)}
-    train_both(build(UsedTwice), [words(s) for s in range(NUM_STEPS)], loss_fn=cross_entropy, **settings)
+    train_both(build(UsedTwice), SOME, loss_fn=cross_entropy, **settings)
 
 
 @pytest.mark.slow
@@ -70,14 +74,13 @@ def test_lstm() -> None:
     """Without gradients, torch runs another fp32 LSTM kernel, with a difference of 3e-8. A forward with later
     recomputation must not use this kernel.
     """
-    batches = [words(s) for s in range(NUM_STEPS)]
-    train_both(build(Recurrent), batches, loss_fn=cross_entropy, recompute="always")
+    train_both(build(Recurrent), SOME, loss_fn=cross_entropy, recompute="always")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_weight_that_is_read_from_outside_stays_on_the_device(precision: str) -> None:
     with pytest.warns(UserWarning, match="embedding.*from outside"):
-        train_both(build(ReadFromOutside), [words(s) for s in range(3)], loss_fn=cross_entropy, precision=precision)
+        train_both(build(ReadFromOutside), SOME, loss_fn=cross_entropy, precision=precision)
 
 
 @pytest.mark.slow
@@ -86,11 +89,11 @@ def test_a_unit_that_takes_no_tensor(model: type[nn.Module]) -> None:
     """In micro-batches the unit runs once for all, and gradients are summed first: the last bits differ. Batches stay
     whole if a model moves buffers and reads them.
     """
-    some, placement = [words(seed) for seed in range(3)], Placement(activations="cpu")
-    train_both(build(model), some, placement=placement, debug=True, loss_fn=cross_entropy, group=sum_by_layer)
+    placement = Placement(activations="cpu")
+    train_both(build(model), SOME, placement=placement, debug=True, loss_fn=cross_entropy, group=sum_by_layer)
     settings = {"loss_fn": cross_entropy, "micro_batch_size": 1, "count": count_labels}
     settings["whole"] = model.__name__ in ("PromptedAndMoving", "SpectralNorm")
-    engine, reference = train_both(build(model), some, within=2e-6, **settings)
+    engine, reference = train_both(build(model), SOME, within=2e-6, **settings)
     wanted = dict(reference.model.named_buffers())
     assert all(torch.allclose(buffer, wanted[name], atol=1e-6) for name, buffer in engine.model.named_buffers())
 
@@ -98,8 +101,7 @@ def test_a_unit_that_takes_no_tensor(model: type[nn.Module]) -> None:
 class ChangesAView(Stack):
     """A unit changes part of the caller's tensor in place."""
 
-    def __init__(self) -> None:
-        super().__init__(ScalesItsInput)
+    block = ScalesItsInput
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embedding(x).clone()

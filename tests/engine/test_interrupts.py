@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import offload
 from offload import Engine
 from offload.engine import checkpoints
 from offload.errors import TornError
-from tests.engine.compare import same_bits, weights
+from tests.engine.compare import own_step_of, same_bits, weights
 from tests.engine.families import build
 from tests.engine.handmade import Stack, cross_entropy, words
 from tests.fuzz.faults import is_lock
@@ -69,10 +70,8 @@ def step(engine: Engine) -> float:
     return engine.step(words(1), loss_fn=cross_entropy).loss.item()
 
 
-def own_loop(engine: Engine, seeds: tuple[int, ...] = (1, 2)) -> float:
-    for seed in seeds:
-        engine.backward(cross_entropy(engine.model(words(seed)["x"]), words(seed)))
-    return engine.update().loss.item()
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return cross_entropy(model(words(1)["x"]), words(1))
 
 
 @pytest.mark.slow
@@ -146,8 +145,8 @@ def test_an_interrupted_save_leaves_no_folder(
 def test_an_interrupted_forward_gives_up_no_gradients() -> None:
     """Gradients accumulated so far belong to the caller."""
     engine, twin = (Engine(build(lambda: Stack(depth=2))) for _ in range(2))
-    wanted = own_loop(twin)
-    engine.backward(cross_entropy(engine.model(words(1)["x"]), words(1)))
+    wanted = own_step_of(twin, loss_of, loss_of)
+    engine.backward(loss_of(engine.model))
     with torch.no_grad():
         expected, lines = engine.model(words(3)["x"]), Lines()
         with lines.watched():
@@ -156,6 +155,6 @@ def test_an_interrupted_forward_gives_up_no_gradients() -> None:
             lines = Lines(at)
             lines.interrupt(lambda: engine.model(words(3)["x"]))
             assert same_bits(engine.model(words(3)["x"]), expected), lines.where
-    assert own_loop(engine, (2,)) == wanted
+    assert own_step_of(engine, loss_of) == wanted
     engine.close()
     twin.close()

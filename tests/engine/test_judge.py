@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextvars
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from offload import SGD, Engine, MeZO
+from offload.engine.comparison import (
+    OTHER_ORDER,
+    Sketch,
+    are_near,
+    gradient_deviations,
+    relative_distance,
+    same_bits,
+    tolerance,
+)
 from offload.engine.gradients.flow import GradientFlow
 from offload.engine.loss.chunked_head import ChunkedHead
 from offload.engine.units import arguments, traits, unit
@@ -24,6 +35,7 @@ from offload.engine.units.snapshots import Snapshot, ThreadState
 from offload.engine.units.traits import UnitTraits
 from offload.errors import ConfigError
 from offload.extras.zeroth import interleaved
+from tests.engine.compare import step_of
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.handmade import WIDTH, Block, DropsOut, RunningStatistics, Stack, cross_entropy, words
@@ -105,19 +117,12 @@ class MovesLater(Block):
         return super().forward(h - self.mean)
 
 
-class Memory:
-    """Object owned by the model, with a generator."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-
-
 class Draws(Block):
     """Draw from a generator inside a plain object."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = Memory()
+        self.memory = SimpleNamespace(generator=torch.Generator().manual_seed(3))
 
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h) + 1e-3 * torch.rand(h.shape[-1], generator=self.memory.generator).to(h)
@@ -187,8 +192,7 @@ class Appends(Block):
 
 
 class AppendsToItsArgument(Stack):
-    def __init__(self) -> None:
-        super().__init__(Appends)
+    block = Appends
 
     def forward(self, x: Tensor) -> Tensor:
         h, losses = self.embedding(x), list[Tensor]()
@@ -211,7 +215,7 @@ def test_what_modules_keep_is_that_of_plain_pytorch(block: type[nn.Module]) -> N
     reference = Reference(model, SGD(lr=0.1), max_grad_norm=None)
     engine = Engine(model, SGD(lr=0.1), max_grad_norm=None)
     for seed in range(3):
-        assert engine.step(words(seed), cross_entropy).loss.item() == reference.step(words(seed), cross_entropy)[0]
+        assert step_of(engine, words(seed), cross_entropy) == step_of(reference, words(seed), cross_entropy)
 
 
 @pytest.mark.parametrize("block", [Counts, CountsInSlots, Tracks, Draws])
@@ -308,8 +312,7 @@ class Scales(Block):
 class Scaled(Stack):
     """Run the blocks in a context absent from the caller's backward."""
 
-    def __init__(self) -> None:
-        super().__init__(Scales)
+    block = Scales
 
     def forward(self, x: Tensor) -> Tensor:
         before = SCALE.set(0.5)
@@ -377,11 +380,7 @@ def leave_values(_original: Any, *_: Any) -> Iterator[None]:
 BROKEN: dict[str, tuple[Callable[[], nn.Module], Patch, dict[str, Any]]] = {
     "a gradient is lost": (Stack, around(UnitCall, "_recompute", lose_a_gradient), {}),
     "gradients between units are too large": (Stack, around(UnitFunction, "backward", sum_gradients_twice), {}),
-    "a recompute is made in eval mode": (
-        of(DropsOut),
-        around(Snapshot, "repeated", recompute_in_eval_mode),
-        {},
-    ),
+    "a recompute is made in eval mode": (of(DropsOut), around(Snapshot, "repeated", recompute_in_eval_mode), {}),
     "a recompute has stale weights": (Stack, around(UnitCall, "_recompute", recompute_with_stale_weights), {}),
     "a recompute draws anew": (
         of(DropsOut),
@@ -417,3 +416,40 @@ def test_a_broken_engine_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not verdict(build(make), **settings), "it is taken as it is where nothing is broken"
     break_it(monkeypatch)
     assert verdict(build(make), **settings)
+
+
+# -- the comparison ------------------------------------------------------------------------------------------
+
+
+def test_same_bits_and_sketches_tell_nan_from_zero() -> None:
+    zeros, nan = torch.zeros(3), torch.full((3,), math.nan)
+    for tensors in ((zeros, nan), (nan, zeros)):
+        assert not same_bits(*tensors)
+        assert not Sketch.of(tensors[0]).equals(Sketch.of(tensors[1]))
+    assert same_bits(nan, nan.clone())
+    assert Sketch.of(nan).equals(Sketch.of(nan))
+    assert same_bits(nan * 1j, nan * 1j)
+    assert not same_bits(zeros, zeros.double())
+    assert same_bits(None, None)
+    assert not same_bits(None, zeros)
+
+
+def test_distances_are_relative() -> None:
+    one = torch.ones(1000)
+    other = one.clone()
+    other[0] += 1e-3
+    assert not are_near(one, other)
+    assert are_near(one.bfloat16(), other.bfloat16())
+    assert are_near(one, one + 1e-6)
+    found = relative_distance([Sketch.of(one)], [Sketch.of(other)])
+    assert 0.5 < found / (1e-3 / math.sqrt(1000)) < 2
+    assert relative_distance([Sketch.of(one)], [Sketch.of(other[:3])]) == math.inf
+
+
+def test_a_gradient_may_be_the_rounding_error_of_the_others() -> None:
+    allowed = tolerance(OTHER_ORDER)
+    large, small = Sketch.of(torch.full((100,), 1e3)), Sketch.of(torch.full((1,), 1e-3))
+    assert all(deviation <= 1 for deviation in gradient_deviations([large, small], [large, None], allowed))
+    assert gradient_deviations([small], [None], allowed)[0] > 1
+    assert gradient_deviations([None], [None], allowed) == [0]
+    assert tolerance(OTHER_ORDER, [torch.ones(1).half()]) == tolerance(OTHER_ORDER, is_half=True) != allowed
