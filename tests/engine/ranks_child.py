@@ -38,13 +38,13 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.planning import disk
 from tests import accelerator
 from tests.engine.families import SPECIAL, build, gpt2, tokens
-from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
+from tests.engine.handmade import cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.ranks import serve
 from tests.engine.reference import Batch, LossFunction, comparable, count_labels, count_shifted
 from tests.engine.test_clipping import Spiking
 from tests.engine.test_micro_batches import Centring
-from tests.engine.test_parameters import freeze, mixed
+from tests.engine.test_parameters import Mixture, freeze, mixed
 from tests.forks import PATIENCE_S
 
 JOB = WatchdogLimits(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
@@ -96,33 +96,6 @@ def tied_llama() -> nn.Module:
 def frozen_llama() -> nn.Module:
     """Return a model with frozen units at the front and a partly frozen unit."""
     return freeze(odd_llama(), "embed_tokens", "layers.0.", "q_proj")
-
-
-class Routed(nn.Module):
-    """Three experts. The first token of a row selects the expert. Experts without rows get no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.norm = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.LayerNorm(WIDTH)
-
-    def forward(self, h: Tensor, x: Tensor) -> Tensor:
-        normed = self.norm(h)
-        for number, expert in enumerate(self.experts):
-            rows = (x[:, 0] % 3 == number)[:, None, None]
-            if rows.any():
-                h = h + torch.tanh(expert(normed)) * rows
-        return h
-
-
-class Mixture(Stack):
-    def __init__(self) -> None:
-        super().__init__(Routed, depth=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x)
-        for block in self.blocks:
-            h = block(h, x)
-        return self.head(h)
 
 
 def routed(seed: int, rows: int) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -134,22 +135,20 @@ def filled(like: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Ten
     return target
 
 
+METHODS = ("sum", "clone", "detach", "cpu", "float", "contiguous", "tolist", "numpy")
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
-    "sum": lambda p: p.sum(),
+    **{
+        name: methodcaller(name) for name in ["sum", "clone", "detach", "cpu", "float", "contiguous", "tolist", "numpy"]
+    },
     "arithmetic": lambda p: 1 - p / 2 + p,
     "comparison": lambda p: p == p.detach().clone(),
     "equal": lambda p: torch.equal(p, p.detach()),
-    "clone": lambda p: p.clone(),
-    "detach": lambda p: p.detach(),
     "detach clone": lambda p: p.detach().clone(),
     "data": lambda p: p.data,
     "data clone": lambda p: p.data.clone(),
     "data of data": lambda p: p.data.data,
-    "cpu": lambda p: p.cpu(),
-    "float": lambda p: p.float(),
     "to": lambda p: p.to("cpu", torch.float64),
     "to nowhere": lambda p: p.to(p.device),
-    "contiguous": lambda p: p.contiguous(),
     "view": lambda p: p.view(-1),
     "view of dtype": lambda p: p.detach().view(torch.int16),
     "transposed": lambda p: p.unsqueeze(0).transpose(0, 1),
@@ -162,8 +161,6 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "item": lambda p: p.view(-1)[3].item(),
     "number": lambda p: float(p.view(-1)[3]),
     "truth": lambda p: bool(p.view(-1)[3] > 0),
-    "tolist": lambda p: p.tolist(),
-    "numpy": lambda p: p.numpy(),
     "detached numpy": lambda p: p.detach().numpy(),
     "numpy of a view": lambda p: p.detach()[1:].numpy(),
     "asarray": lambda p: np.asarray(p.detach()),
