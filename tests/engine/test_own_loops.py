@@ -20,7 +20,16 @@ from torch.nn import functional
 from offload import Engine, Placement
 from offload.errors import ConfigError, OffloadError
 from tests.engine import ranks
-from tests.engine.compare import PROPORTIONAL, assert_same, assert_weights, placed, same_bits, weights
+from tests.engine.compare import (
+    PROPORTIONAL,
+    assert_same,
+    assert_weights,
+    backward_both,
+    placed,
+    same_bits,
+    update_both,
+    weights,
+)
 from tests.engine.device import own_device, twin
 from tests.engine.families import build, gemma2, llama, mixtral, qwen3, tokens
 from tests.engine.handmade import (
@@ -55,25 +64,6 @@ def token_loss(model: nn.Module, seed: int) -> Tensor:
 def word_loss(model: nn.Module, seed: int = 0, **more: Any) -> Tensor:
     batch = words(seed)
     return cross_entropy(model(batch["x"], **more), batch)
-
-
-def backward_both(
-    engine: Engine, reference: Reference, loss_of: Callable[..., Tensor], *args: Any, **more: Any
-) -> Tensor:
-    """Run a backward of `loss_of(model, ...)` for both models. Return the engine's loss."""
-    loss = loss_of(engine.model, *args, **more)
-    engine.backward(loss)
-    loss_of(reference.model, *args, **more).backward()
-    reference.collect()
-    return loss.detach()
-
-
-def update_both(engine: Engine, reference: Reference, when: str = "", within: float | None = None) -> Any:
-    """Update both, and compare norms and weights. Return the engine's result."""
-    result, norm = engine.update(), reference.update()
-    assert result.grad_norm == (norm if within is None else pytest.approx(norm, rel=within)), when
-    assert_weights(engine, reference, within, when)
-    return result
 
 
 @pytest.mark.slow

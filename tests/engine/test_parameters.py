@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offload import SGD, AdamW, Engine
 from offload.errors import ConfigError
-from tests.engine.compare import assert_weights, same_bits, train_both, weights
+from tests.engine.compare import assert_weights, backward_both, same_bits, train_both, update_both, weights
 from tests.engine.device import twin
 from tests.engine.families import batches, build, gemma2, llama, tokens
 from tests.engine.handmade import WIDTH, WORDS, Block, Namespace, Stack, cross_entropy, words
@@ -107,11 +107,8 @@ def test_parameters_may_be_frozen_in_an_own_loop() -> None:
         freeze(reference.model, *chosen)
         freeze(engine.model, *chosen)
         for part in range(2):
-            for model, backward in ((reference.model, torch.Tensor.backward), (engine.model, engine.backward)):
-                backward(model(**tokens(2 * number + part)).loss)
-            reference.collect()
-        assert reference.update() == engine.update().grad_norm
-        assert_weights(engine, reference, when=f"step {number}")
+            backward_both(engine, reference, lambda model, seed: model(**tokens(seed)).loss, 2 * number + part)
+        update_both(engine, reference, f"step {number}")
 
 
 def test_what_was_frozen_when_the_engine_was_made_cannot_be_thawed() -> None:
