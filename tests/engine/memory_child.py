@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import nn
 
 from offload import Engine, Placement
 from offload.tiers.host import trim_heap
-from tests.engine.sizes import elements, tier_bytes
+from tests.engine.sizes import elements
 
 SHAPE = {
     "hidden_size": 512,
@@ -55,33 +54,15 @@ def largest_and_total(model: nn.Module) -> tuple[int, int]:
     return max(units), sum(units) + elements(model.model.norm)
 
 
-def built_in(folder: Path, shape: Mapping[str, int] | None = None) -> Any:
-    """Build a model of this shape with random weights. None: the pretrained model in the folder."""
+def filled(folder: Path) -> dict[str, Any]:
     from offload.app.config.sections import ModelSection
     from offload.app.hf.models import build_model
 
-    if shape is None:
-        return build_model(ModelSection(path=str(folder), init="pretrained"), seed=0)
-    path = folder / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", **shape}))
-    return build_model(ModelSection(path=str(path), init="random"), seed=0)
-
-
-def norms_alone(model: nn.Module) -> None:
-    """Freeze all parameters but the norms."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" in name)
-
-
-def held(engine: Engine, *tiers: str) -> dict[str, int]:
-    """Return the allocated bytes by tier."""
-    return {tier: sum(tier_bytes(engine, tier).values()) for tier in tiers}
-
-
-def filled(folder: Path) -> dict[str, Any]:
-    built_in(folder, SHAPE)  # imports, and objects that transformers caches for the whole process
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    section = ModelSection(path=str(folder / "config.json"), init="random")
+    build_model(section, seed=0)  # imports, and objects that transformers caches for the whole process
     before = resident_bytes("VmRSS")
-    built = built_in(folder, SHAPE)
+    built = build_model(section, seed=0)
     largest, total = largest_and_total(built.model)
     engine = Engine(built.model, precision="bf16", fill=built.fill)
     for _ in range(2):
@@ -94,33 +75,39 @@ DEVICE_BYTES, HOST_BYTES = 96 << 20, 64 << 20
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    built = built_in(folder, DISK_SHAPE)
+    from offload.app.config.sections import ModelSection
+    from offload.app.hf.models import build_model
+
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DISK_SHAPE}))
+    section = ModelSection(path=str(folder / "config.json"), init="random")
+    built = build_model(section, seed=0)
     before = resident_bytes("VmRSS")
     tiers = dict.fromkeys(("parameters", "optimizer", "activations"), "nvme")
     placement = Placement(**tiers, nvme_dir=folder, device_memory=DEVICE_BYTES, host_memory=HOST_BYTES)
     engine = Engine(built.model, precision="bf16", placement=placement, fill=built.fill)
     losses = [float(engine.step(batch()).loss) for _ in range(3)]
-    found = {
-        "losses": losses,
-        **held(engine, "cpu", "nvme"),
-        "host": engine.counters.peak_host_bytes,
-        "device": DEVICE_BYTES,
-    }
+    held = {tier: sum(size for where, _, size in engine.allocations if where == tier) for tier in ("cpu", "nvme")}
+    found = {"losses": losses, **held, "host": engine.counters.peak_host_bytes, "device": DEVICE_BYTES}
     found["peak"] = resident_bytes("VmHWM") - before
     engine.close()
     return found
 
 
 def coded(folder: Path) -> dict[str, Any]:
-    built = built_in(folder, DISK_SHAPE | {"num_hidden_layers": 24})
-    norms_alone(built.model)
+    from offload.app.config.sections import ModelSection
+    from offload.app.hf.models import build_model
+
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **DISK_SHAPE | {"num_hidden_layers": 24}}))
+    built = build_model(ModelSection(path=str(folder / "config.json"), init="random"), seed=0)
+    for name, parameter in built.model.named_parameters():
+        parameter.requires_grad_("norm" in name)
     largest, total = largest_and_total(built.model)
     before = resident_bytes("VmRSS")
     engine = Engine(built.model, precision="bf16", fill=built.fill, frozen_weights="nf4")
     for _ in range(2):
         engine.step(batch())
-    found = {"largest": largest, "total": total, **held(engine, "cpu", "device")}
-    return found | {"peak": resident_bytes("VmHWM") - before}
+    held = {tier: sum(size for where, _, size in engine.allocations if where == tier) for tier in ("cpu", "device")}
+    return {"largest": largest, "total": total, **held, "peak": resident_bytes("VmHWM") - before}
 
 
 def made(folder: Path) -> dict[str, Any]:
@@ -132,20 +119,20 @@ def made(folder: Path) -> dict[str, Any]:
 
 
 def files(folder: Path) -> dict[str, Any]:
-    built = built_in(folder)
-    norms_alone(built.model)
+    from offload.app.config.sections import ModelSection
+    from offload.app.hf.models import build_model
+
+    built = build_model(ModelSection(path=str(folder), init="pretrained"), seed=0)
+    for name, parameter in built.model.named_parameters():
+        parameter.requires_grad_("norm" in name)
     _, total = largest_and_total(built.model)
     before = resident_bytes("VmRSS")
     placement = Placement(parameters="files", device_memory=2 * DEVICE_BYTES, host_memory=4 * HOST_BYTES)
     engine = Engine(built.model, precision="bf16", fill=built.fill, placement=placement)
     for _ in range(2):
         engine.step(batch())
-    found = {
-        "total": total,
-        **held(engine, "cpu", "nvme"),
-        "read": engine.counters.nvme_read_bytes,
-        "device": 2 * DEVICE_BYTES,
-    }
+    held = {tier: sum(size for where, _, size in engine.allocations if where == tier) for tier in ("cpu", "nvme")}
+    found = {"total": total, **held, "read": engine.counters.nvme_read_bytes, "device": 2 * DEVICE_BYTES}
     return found | {"peak": resident_bytes("VmHWM") - before}
 
 
@@ -169,8 +156,14 @@ def growth() -> int:
     """Return the process growth in bytes over 50 small-model steps, after a warm-up."""
     import transformers
 
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
-    engine = Engine(transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_hidden_layers=4)))
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
+    engine = Engine(transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)))
     rows = {key: torch.randint(3, 256, (8, 64)) for key in ("input_ids", "labels")}
     gc.collect()
     gc.disable()  # a reference cycle counts as a leak: the collector frees it too late
