@@ -209,14 +209,14 @@ class Found:
         return f"{self.steps} {self.evaluated}"
 
 
-def opened(comm: Comm, case: Case, *, folder: str = "", delays: int | None = None, **settings: Any) -> Engine:
+def opened(comm: Comm | None, case: Case, *, folder: str = "", delays: int | None = None, **settings: Any) -> Engine:
     """Return an engine on this rank.
 
     placement: keyword arguments of Placement; delays: base seed for the delays on each rank; by_rank: settings per
     rank.
     """
     settings = {"precision": case.precision, "optimizer": SMOOTH} | settings
-    settings |= settings.pop("by_rank", {}).get(comm.rank, {})
+    settings |= settings.pop("by_rank", {}).get(comm.rank if comm else 0, {})
     placement = dict(settings.pop("placement", {}))
     if "nvme" in placement.values():
         placement["nvme_dir"] = folder
@@ -226,8 +226,8 @@ def opened(comm: Comm, case: Case, *, folder: str = "", delays: int | None = Non
     return Engine(build(settings.pop("make", case.make), seed), placement=Placement(**placement), comm=comm, **settings)
 
 
-def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings: Any) -> Found:
-    """Train on this rank's `rows[rank]` rows in every batch.
+def train(comm: Comm | None, case: str, rows: Sequence[int], num_steps: int, **settings: Any) -> Found:
+    """Train on this rank's `rows[rank]` rows in every batch. `comm` None: the engine opens one.
 
     seeds: batch seeds, one per step; skipping: the step to leave out; evaluate: the step before an evaluation;
     is_counted: compare moved bytes, so spare accelerator memory keeps no units; spike: (step, rank, factor) for a
@@ -239,7 +239,8 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
     is_counted = settings.pop("is_counted", False)
     unlabelled = settings.pop("unlabelled", None)
     engine = opened(comm, known, **settings)
-    assert (engine.rank, engine.world_size) == (comm.rank, comm.size)
+    rank = engine.rank
+    assert comm is None or (rank, engine.world_size) == (comm.rank, comm.size)
     if is_counted:
         parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
     for step, seed in enumerate(seeds):
@@ -247,14 +248,15 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
         if unlabelled is not None:
             whole = without_targets(whole, rows, unlabelled)
         if spike[0] is not None:
-            engine.model.factor = spike[2] if spike[:2] == (step, comm.rank) else 1.0
+            engine.model.factor = spike[2] if spike[:2] == (step, rank) else 1.0
         torch.manual_seed(step)
-        result = engine.step(share(whole, rows, comm.rank), loss_fn=known.loss_fn)
+        result = engine.step(share(whole, rows, rank), loss_fn=known.loss_fn)
+        assert (result.loss.dtype, result.loss.dim(), result.loss.device.type) == (torch.float32, 0, "cpu")
         found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
         found.moved.append(numbers(engine.counters))
         if evaluate == step:
             before = numbers(engine.counters)
-            loss = engine.evaluate(share(known.batch(99, sum(rows)), rows, comm.rank), known.loss_fn)
+            loss = engine.evaluate(share(known.batch(99, sum(rows)), rows, rank), known.loss_fn)
             assert (loss.dtype, loss.dim(), loss.device.type) == (torch.float32, 0, "cpu")
             assert numbers(engine.counters) == before, "evaluation leaves the counters alone"
             found.evaluated.append(loss.item())
@@ -332,16 +334,7 @@ def trained_in_lockstep(folder: str, runs: Sequence[Mapping[str, Any]]) -> list[
 def opened_by_itself(**run: Any) -> Found:
     """Train with a process group created and destroyed by the engine."""
     assert not dist.is_initialized()
-    known = CASES[run["case"]]
-    engine = Engine(build(known.make), optimizer=SMOOTH, precision=known.precision, zero_stage=run["zero_stage"])
-    found = Found()
-    for step in range(run["num_steps"]):
-        batch = share(known.batch(step, sum(run["rows"])), run["rows"], engine.rank)
-        result = engine.step(batch, loss_fn=known.loss_fn)
-        assert (result.loss.dtype, result.loss.dim(), result.loss.device.type) == (torch.float32, 0, "cpu")
-        found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
-    found.weights = dict(engine.named_parameters())
-    engine.close()
+    found = train(None, **run)
     assert not dist.is_initialized(), "the group that the engine made is gone with it"
     return found
 

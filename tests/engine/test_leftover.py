@@ -15,10 +15,10 @@ from tests.engine.families import build, tokens
 from tests.engine.sizes import Elements, elements, tier_bytes
 from tests.engine.test_overlap import deep
 
+pytestmark = pytest.mark.slow
 SETTLES = 3  # steps before the engine assigns spare memory
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "debug"), [("always", 0), ("never", 2), ("auto", 0)])
 def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, debug: int) -> None:
     total = Elements(build(deep)).all_trained
@@ -32,7 +32,6 @@ def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, debug: int
     engine.close()
 
 
-@pytest.mark.slow
 def test_what_no_update_changes_is_not_fetched_again() -> None:
     model = build(deep)
     for name, parameter in model.named_parameters():
@@ -48,7 +47,6 @@ def test_what_no_update_changes_is_not_fetched_again() -> None:
     engine.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("share", "debug"), [(0.3, 2), (0.6, 0)])
 def test_part_of_a_model_stays(share: float, debug: int) -> None:
     """More room means fewer copied bytes, and the budget holds at every moment."""
@@ -65,7 +63,6 @@ def test_part_of_a_model_stays(share: float, debug: int) -> None:
     engine.close()
 
 
-@pytest.mark.slow
 @LEDGER
 def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
     """Other units had occupied the spare memory. Without room for the whole unit, no part stays."""
@@ -88,7 +85,6 @@ def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
     engine.close()
 
 
-@pytest.mark.slow
 @LEDGER
 def test_a_larger_batch_takes_the_room_back() -> None:
     """The inputs need nearly the whole budget. The step equals a step without spare memory."""
