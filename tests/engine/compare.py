@@ -101,6 +101,25 @@ def own_step_of(trainer: Engine | Reference, *losses: Callable[[nn.Module], torc
     return loss.item(), result if isinstance(result, float) else result.grad_norm
 
 
+def backward_both(
+    engine: Engine, reference: Reference, loss_of: Callable[..., torch.Tensor], *args: Any, **more: Any
+) -> torch.Tensor:
+    """Run a backward of `loss_of(model, ...)` for both models. Return the engine's loss."""
+    loss = loss_of(engine.model, *args, **more)
+    engine.backward(loss)
+    loss_of(reference.model, *args, **more).backward()
+    reference.collect()
+    return loss.detach()
+
+
+def update_both(engine: Engine, reference: Reference, when: str = "", within: float | None = None) -> Any:
+    """Update both, and compare norms and weights. Return the engine's result."""
+    result, norm = engine.update(), reference.update()
+    assert result.grad_norm == (norm if within is None else pytest.approx(norm, rel=within)), when
+    assert_weights(engine, reference, within, when)
+    return result
+
+
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
     return dict(engine.named_parameters())
 

@@ -38,13 +38,13 @@ from offload.lanes.ticket import Fence, Ticket
 from offload.planning import disk
 from tests import accelerator
 from tests.engine.families import SPECIAL, build, gpt2, tokens
-from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
+from tests.engine.handmade import cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.engine.ranks import serve
 from tests.engine.reference import Batch, LossFunction, comparable, count_labels, count_shifted
 from tests.engine.test_clipping import Spiking
 from tests.engine.test_micro_batches import Centring
-from tests.engine.test_parameters import freeze, mixed
+from tests.engine.test_parameters import Mixture, freeze, mixed
 from tests.forks import PATIENCE_S
 
 JOB = WatchdogLimits(beat_s=0.2, silence_s=20, grace_s=1, stall_s=60, start_s=100)
@@ -96,33 +96,6 @@ def tied_llama() -> nn.Module:
 def frozen_llama() -> nn.Module:
     """Return a model with frozen units at the front and a partly frozen unit."""
     return freeze(odd_llama(), "embed_tokens", "layers.0.", "q_proj")
-
-
-class Routed(nn.Module):
-    """Three experts. The first token of a row selects the expert. Experts without rows get no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.norm = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.LayerNorm(WIDTH)
-
-    def forward(self, h: Tensor, x: Tensor) -> Tensor:
-        normed = self.norm(h)
-        for number, expert in enumerate(self.experts):
-            rows = (x[:, 0] % 3 == number)[:, None, None]
-            if rows.any():
-                h = h + torch.tanh(expert(normed)) * rows
-        return h
-
-
-class Mixture(Stack):
-    def __init__(self) -> None:
-        super().__init__(Routed, depth=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x)
-        for block in self.blocks:
-            h = block(h, x)
-        return self.head(h)
 
 
 def routed(seed: int, rows: int) -> dict[str, Tensor]:
@@ -236,14 +209,14 @@ class Found:
         return f"{self.steps} {self.evaluated}"
 
 
-def opened(comm: Comm, case: Case, *, folder: str = "", delays: int | None = None, **settings: Any) -> Engine:
+def opened(comm: Comm | None, case: Case, *, folder: str = "", delays: int | None = None, **settings: Any) -> Engine:
     """Return an engine on this rank.
 
     placement: keyword arguments of Placement; delays: base seed for the delays on each rank; by_rank: settings per
     rank.
     """
     settings = {"precision": case.precision, "optimizer": SMOOTH} | settings
-    settings |= settings.pop("by_rank", {}).get(comm.rank, {})
+    settings |= settings.pop("by_rank", {}).get(comm.rank if comm else 0, {})
     placement = dict(settings.pop("placement", {}))
     if "nvme" in placement.values():
         placement["nvme_dir"] = folder
@@ -253,8 +226,8 @@ def opened(comm: Comm, case: Case, *, folder: str = "", delays: int | None = Non
     return Engine(build(settings.pop("make", case.make), seed), placement=Placement(**placement), comm=comm, **settings)
 
 
-def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings: Any) -> Found:
-    """Train on this rank's `rows[rank]` rows in every batch.
+def train(comm: Comm | None, case: str, rows: Sequence[int], num_steps: int, **settings: Any) -> Found:
+    """Train on this rank's `rows[rank]` rows in every batch. `comm` None: the engine opens one.
 
     seeds: batch seeds, one per step; skipping: the step to leave out; evaluate: the step before an evaluation;
     is_counted: compare moved bytes, so spare accelerator memory keeps no units; spike: (step, rank, factor) for a
@@ -266,7 +239,8 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
     is_counted = settings.pop("is_counted", False)
     unlabelled = settings.pop("unlabelled", None)
     engine = opened(comm, known, **settings)
-    assert (engine.rank, engine.world_size) == (comm.rank, comm.size)
+    rank = engine.rank
+    assert comm is None or (rank, engine.world_size) == (comm.rank, comm.size)
     if is_counted:
         parts_of(engine).spare_memory.end_step = lambda peak_bytes: None  # type: ignore[method-assign]
     for step, seed in enumerate(seeds):
@@ -274,14 +248,15 @@ def train(comm: Comm, case: str, rows: Sequence[int], num_steps: int, **settings
         if unlabelled is not None:
             whole = without_targets(whole, rows, unlabelled)
         if spike[0] is not None:
-            engine.model.factor = spike[2] if spike[:2] == (step, comm.rank) else 1.0
+            engine.model.factor = spike[2] if spike[:2] == (step, rank) else 1.0
         torch.manual_seed(step)
-        result = engine.step(share(whole, rows, comm.rank), loss_fn=known.loss_fn)
+        result = engine.step(share(whole, rows, rank), loss_fn=known.loss_fn)
+        assert (result.loss.dtype, result.loss.dim(), result.loss.device.type) == (torch.float32, 0, "cpu")
         found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
         found.moved.append(numbers(engine.counters))
         if evaluate == step:
             before = numbers(engine.counters)
-            loss = engine.evaluate(share(known.batch(99, sum(rows)), rows, comm.rank), known.loss_fn)
+            loss = engine.evaluate(share(known.batch(99, sum(rows)), rows, rank), known.loss_fn)
             assert (loss.dtype, loss.dim(), loss.device.type) == (torch.float32, 0, "cpu")
             assert numbers(engine.counters) == before, "evaluation leaves the counters alone"
             found.evaluated.append(loss.item())
@@ -359,16 +334,7 @@ def trained_in_lockstep(folder: str, runs: Sequence[Mapping[str, Any]]) -> list[
 def opened_by_itself(**run: Any) -> Found:
     """Train with a process group created and destroyed by the engine."""
     assert not dist.is_initialized()
-    known = CASES[run["case"]]
-    engine = Engine(build(known.make), optimizer=SMOOTH, precision=known.precision, zero_stage=run["zero_stage"])
-    found = Found()
-    for step in range(run["num_steps"]):
-        batch = share(known.batch(step, sum(run["rows"])), run["rows"], engine.rank)
-        result = engine.step(batch, loss_fn=known.loss_fn)
-        assert (result.loss.dtype, result.loss.dim(), result.loss.device.type) == (torch.float32, 0, "cpu")
-        found.steps.append((result.loss.item(), result.grad_norm, result.tokens, result.skipped))
-    found.weights = dict(engine.named_parameters())
-    engine.close()
+    found = train(None, **run)
     assert not dist.is_initialized(), "the group that the engine made is gone with it"
     return found
 

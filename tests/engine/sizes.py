@@ -21,6 +21,31 @@ def up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
+class Elements:
+    """Region sizes of a Llama in elements, from the shapes. Each is padded to a multiple for `size` ranks."""
+
+    def __init__(self, model: nn.Module, size: int = 1) -> None:
+        self._size = size
+        base = model.model
+        units = [base.embed_tokens, *base.layers, model.lm_head]
+        self.trained, self.frozen = ([self._of(unit, kind) for unit in units] for kind in (True, False))
+        self.norm = self._of(base.norm, True)
+        self.all_trained, self.all_frozen = sum(self.trained) + self.norm, sum(self.frozen)
+
+    def _of(self, unit: nn.Module, is_trained: bool) -> int:
+        sizes = [up(p.numel(), ALIGNMENT) for p in unit.parameters() if p.requires_grad == is_trained]
+        return up(sum(sizes), SHARD * self._size)
+
+    @property
+    def fetched(self) -> int:
+        """Elements fetched in a step without prefetch, if all parameters train.
+
+        Every unit is fetched before forward and before backward. Exceptions: the head stays in the slot, the embedding
+        backward reads no weights, and resident units are copied once.
+        """
+        return 2 * sum(self.trained) - self.trained[0] - self.trained[-1] + self.norm
+
+
 def tier_bytes(engine: Engine, tier: str) -> dict[str, int]:
     """Return the allocated bytes in a tier, by allocation name."""
     return {name: size for where, name, size in engine.allocations if where == tier}

@@ -4,6 +4,7 @@ afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from offload import Engine, Placement
 from offload.errors import DoesNotFitError
-from tests.engine.compare import train_both
+from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.device import LEDGER
 from tests.engine.families import batches, build, llama
 from tests.engine.handmade import Block, Log, Normalised, ScalesItsInput, Stack, cross_entropy, words
@@ -36,22 +37,21 @@ def test_frozen_weights_are_bit_equal(precision: str) -> None:
 
 @pytest.mark.slow
 def test_a_graph_that_is_kept_is_run_once() -> None:
-    always, kept = Engine(build(Counting)), Engine(build(Counting), recompute="never")
-    assert calls_in_step(always) == [2, 2, 2]
-    assert calls_in_step(kept) == [1, 1, 1]
+    assert calls_in_step(Engine(build(counting()))) == [2, 2, 2]
+    assert calls_in_step(Engine(build(counting()), recompute="never")) == [1, 1, 1]
 
 
-class CountingBlock(Block):
-    runs = Log()
+def counting(block: type[nn.Module] = Block) -> Callable[[], nn.Module]:
+    """Return a constructor for a stack of blocks that log their forwards."""
 
-    def forward(self, h: Tensor) -> Tensor:
-        self.runs.append(True)
-        return super().forward(h)
+    class Counts(block):  # type: ignore[valid-type, misc]
+        runs = Log()
 
+        def forward(self, h: Tensor) -> Tensor:
+            self.runs.append(True)
+            return super().forward(h)
 
-class Counting(Stack):
-    def __init__(self) -> None:
-        super().__init__(CountingBlock)
+    return lambda: Stack(Counts)
 
 
 def calls_in_step(engine: Engine, seed: int = 1) -> list[int]:
@@ -69,11 +69,11 @@ def test_what_is_kept_is_accounted_to_the_byte() -> None:
     unit.
     """
     model = build(Stack)
-    weights = {p.data_ptr() for p in model.parameters()}
+    own = {p.data_ptr() for p in model.parameters()}
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
+        if tensor.untyped_storage().data_ptr() not in own:
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
@@ -112,11 +112,6 @@ def test_never_beyond_the_budget_says_which_key_to_change() -> None:
     engine.step(words(), loss_fn=cross_entropy)  # a smaller batch fits
 
 
-def test_never_within_its_peak_fits() -> None:
-    engine = Engine(build(Stack), recompute="never", placement=Placement(device_memory=budgets()[1]))
-    engine.step(BATCH, loss_fn=cross_entropy)
-
-
 def blocks_run(engine: Engine) -> int:
     """Run one more step and return the number of block forwards, two per recomputed block."""
     for block in engine.model.blocks:
@@ -128,14 +123,13 @@ def blocks_run(engine: Engine) -> int:
 @pytest.mark.slow
 @LEDGER
 def test_auto_keeps_what_fits() -> None:
-    precision = "bf16"
-    always, never = budgets(precision)
+    always, never = budgets("bf16")
     num_runs = []
     for share in (0.0, 0.6, 2.0):
         device_memory = int(always + share * (never - always))
-        settings: dict[str, Any] = {"precision": precision, "recompute": "auto", "debug": True}
+        settings: dict[str, Any] = {"precision": "bf16", "recompute": "auto", "debug": True}
         engine, _ = train_both(
-            build(Counting),
+            build(counting()),
             [words(seed, rows=16, length=12) for seed in range(4)],
             loss_fn=cross_entropy,
             placement=Placement(device_memory=device_memory),
@@ -149,61 +143,39 @@ def test_auto_keeps_what_fits() -> None:
 
 
 @LEDGER
-def test_auto_keeps_all_where_never_fits() -> None:
-    engine = Engine(build(Counting), recompute="auto", placement=Placement(device_memory=budgets()[1]))
+@pytest.mark.parametrize("recompute", ["auto", "never"])
+def test_all_is_kept_where_never_fits(recompute: str) -> None:
+    engine = Engine(build(counting()), recompute=recompute, placement=Placement(device_memory=budgets()[1]))
     engine.step(BATCH, loss_fn=cross_entropy)
     assert blocks_run(engine) == 3
 
 
-class WidensItsWeights(CountingBlock):
+class WidensItsWeights(Block):
     """Compute in fp32 with a copy of the weights, as stacked expert tensors often do."""
 
     def forward(self, h: Tensor) -> Tensor:
-        self.runs.append(True)
         hidden = torch.tanh(nn.functional.linear(h.float(), self.up.weight.float()))
         return h + nn.functional.linear(hidden, self.down.weight.float()).to(h.dtype)
-
-
-class Widening(Stack):
-    def __init__(self) -> None:
-        super().__init__(WidensItsWeights)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "num_calls"), [("fp32", 1), ("bf16", 2)])
 def test_a_unit_that_saves_copies_of_its_weights_recomputes(precision: str, num_calls: int) -> None:
     """In fp32, `.float()` makes no copy."""
-    batch_list = [words(s) for s in range(3)]
-    settings = {"precision": precision, "recompute": "never", "debug": True}
-    train_both(build(Widening), batch_list, loss_fn=cross_entropy, **settings)
-    assert calls_in_step(Engine(build(Widening), **settings)) == [num_calls] * 3
+    check_calls(counting(WidensItsWeights), num_calls, precision=precision)
 
 
-class CountsAndScales(ScalesItsInput):
-    runs = Log()
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.runs.append(True)
-        return super().forward(h)
-
-
-class CountsAndNormalises(Normalised):
-    runs = Log()
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.runs.append(True)
-        return super().forward(h)
+def check_calls(make: Callable[[], nn.Module], num_calls: int, **settings: Any) -> None:
+    """Train beside plain PyTorch, and count the forwards of a block."""
+    settings |= {"recompute": "never", "debug": True}
+    train_both(build(make), [words(s) for s in range(3)], loss_fn=cross_entropy, **settings)
+    assert calls_in_step(Engine(build(make), **settings)) == [num_calls] * 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [CountsAndScales, CountsAndNormalises])
+@pytest.mark.parametrize("block", [ScalesItsInput, Normalised])
 def test_a_unit_that_changes_its_input_or_its_buffers_recomputes(block: type[nn.Module]) -> None:
-    def make() -> Stack:
-        return Stack(block)
-
-    settings = {"recompute": "never", "debug": True}
-    train_both(build(make), [words(s) for s in range(3)], loss_fn=cross_entropy, **settings)
-    assert calls_in_step(Engine(build(make), **settings)) == [2, 2, 2]
+    check_calls(counting(block), 2)
 
 
 class Growing(Block):
@@ -226,12 +198,9 @@ def test_a_graph_that_outgrows_its_room_is_given_up(depths: list[int]) -> None:
     device_memory = always + int(1.4 * (never - always))
     rows = [words(seed, rows=16, length=12) for seed in range(len(depths))]
 
-    def make() -> Stack:
-        return Stack(Growing)
-
     placement = Placement(device_memory=device_memory)
-    engine = Engine(build(make), recompute="auto", placement=placement)
-    recomputing = Engine(build(make))
+    engine = Engine(build(lambda: Stack(Growing)), recompute="auto", placement=placement)
+    recomputing = Engine(build(lambda: Stack(Growing)))
     for depth, batch in zip(depths, rows, strict=True):
         for block in (*engine.model.blocks, *recomputing.model.blocks):
             block.depth = depth
@@ -239,8 +208,7 @@ def test_a_graph_that_outgrows_its_room_is_given_up(depths: list[int]) -> None:
         assert (result.loss.item(), result.grad_norm) == (wanted.loss.item(), wanted.grad_norm)
         assert engine.counters.peak_device_bytes <= device_memory
         assert not {"kept tensors", "unit inputs"} & set(tier_bytes(engine, "device"))
-    for (name, found), (_, same) in zip(engine.named_parameters(), recomputing.named_parameters(), strict=True):
-        assert torch.equal(found, same), name
+    assert_same(weights(engine), weights(recomputing))
 
 
 def test_a_loss_that_is_dropped_gives_its_graphs_back() -> None:

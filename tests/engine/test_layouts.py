@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional
 
 from offload import Engine, Placement
 from offload.engine.units.activation_offload import TensorLayout
-from tests.engine.compare import assert_weights, train_both, weights
+from tests.engine.compare import assert_same, backward_both, train_both, update_both, weights
 from tests.engine.families import build
 from tests.engine.handmade import WORDS, cross_entropy, words
 from tests.engine.inside import steps_of
@@ -76,8 +75,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def loss_of(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return functional.cross_entropy(outputs.flatten(0, 1), batch["x"][:, : outputs.shape[1]].flatten())
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    outputs = model(words(seed)["x"])
+    return functional.cross_entropy(outputs.flatten(0, 1), words(seed)["x"][:, : outputs.shape[1]].flatten())
 
 
 @pytest.mark.parametrize("activations", ["cpu", "nvme"])
@@ -89,30 +89,25 @@ def test_an_input_that_waited_below_the_device_comes_back_as_it_lay(
     reference = Reference(model)
     engine = Engine(model, placement=Placement(activations=activations, nvme_dir=str(tmp_path)))
     for number in range(2):
-        batch = words(number)
-        engine.backward(loss_of(engine.model(batch["x"]), batch))
-        loss_of(reference.model(batch["x"]), batch).backward()
-        reference.collect()
-    assert engine.update().grad_norm == reference.update()
-    assert_weights(engine, reference)
+        backward_both(engine, reference, loss_of, number)
+    update_both(engine, reference)
     engine.close()
 
 
 @pytest.mark.slow
 def test_so_do_the_micro_batches_of_an_input(tmp_path: Path) -> None:
     """Every second row (3 * 10 floats) starts off the 16-byte grid."""
-    results: dict[str, list[Any]] = {}
+    results = []
     for place in ("device", "nvme"):
         model = build(lambda: Layered(Square, lambda h: h[..., :TEN].contiguous(), same))
         placement = Placement(activations=place, nvme_dir=str(tmp_path))
         engine = Engine(model, micro_batch_size=1, placement=placement)
         norms = [engine.step(words(seed, length=3), loss_fn=cross_entropy).grad_norm for seed in range(3)]
         assert steps_of(engine).splits
-        results[place] = [norms, weights(engine)]
+        results.append((norms, weights(engine)))
         engine.close()
-    (norms, found), (wanted_norms, wanted) = results["nvme"], results["device"]
-    assert norms == wanted_norms
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert results[1][0] == results[0][0]
+    assert_same(results[1][1], results[0][1])
 
 
 class Positions(nn.Module):

@@ -6,30 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from offload import Engine, Placement
 from offload.errors import DoesNotFitError
 from tests.engine.compare import assert_same, weights
 from tests.engine.device import LEDGER
 from tests.engine.families import build, tokens
-from tests.engine.sizes import elements, tier_bytes
+from tests.engine.sizes import Elements, elements, tier_bytes
 from tests.engine.test_overlap import deep
 
+pytestmark = pytest.mark.slow
 SETTLES = 3  # steps before the engine assigns spare memory
 
 
-def streamed(model: nn.Module) -> int:
-    layers = sum(elements(layer) for layer in model.model.layers)
-    return elements(model.model.embed_tokens) + layers + elements(model.lm_head)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "debug"), [("always", 0), ("never", 2), ("auto", 0)])
 def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, debug: int) -> None:
-    model = build(deep)
-    total = streamed(model) + elements(model.model.norm)
-    engine = Engine(model, placement=Placement(device_memory="8MiB"), recompute=recompute, debug=debug)
+    total = Elements(build(deep)).all_trained
+    engine = Engine(build(deep), placement=Placement(device_memory="8MiB"), recompute=recompute, debug=debug)
     for seed in range(SETTLES + 4):
         engine.step(tokens(seed))
         if seed > SETTLES + 1:
@@ -39,7 +32,6 @@ def test_a_model_that_fits_is_fetched_once_per_update(recompute: str, debug: int
     engine.close()
 
 
-@pytest.mark.slow
 def test_what_no_update_changes_is_not_fetched_again() -> None:
     model = build(deep)
     for name, parameter in model.named_parameters():
@@ -55,17 +47,15 @@ def test_what_no_update_changes_is_not_fetched_again() -> None:
     engine.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("share", "debug"), [(0.3, 2), (0.6, 0)])
 def test_part_of_a_model_stays(share: float, debug: int) -> None:
     """More room means fewer copied bytes, and the budget holds at every moment."""
-    model = build(deep)
-    total = 4 * streamed(model)
+    total = 4 * sum(Elements(build(deep)).trained)
     least = Engine(build(deep))
     least.step(tokens(0))
     least.close()
     budget = least.counters.peak_device_bytes + int(share * total)
-    engine = Engine(model, placement=Placement(device_memory=budget), debug=debug)
+    engine = Engine(build(deep), placement=Placement(device_memory=budget), debug=debug)
     for seed in range(SETTLES + 4):
         engine.step(tokens(seed))
         assert engine.counters.peak_device_bytes <= budget
@@ -73,7 +63,6 @@ def test_part_of_a_model_stays(share: float, debug: int) -> None:
     engine.close()
 
 
-@pytest.mark.slow
 @LEDGER
 def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
     """Other units had occupied the spare memory. Without room for the whole unit, no part stays."""
@@ -96,7 +85,6 @@ def test_a_unit_that_has_to_stay_takes_the_room_back() -> None:
     engine.close()
 
 
-@pytest.mark.slow
 @LEDGER
 def test_a_larger_batch_takes_the_room_back() -> None:
     """The inputs need nearly the whole budget. The step equals a step without spare memory."""

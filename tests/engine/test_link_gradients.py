@@ -32,9 +32,9 @@ from tests.engine.families import build
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, JOB, SMOOTH, opened, own_loop, own_loss, own_seed, share
 from tests.engine.reference import Reference
+from tests.engine.sizes import Elements
 from tests.engine.test_ranks import MODES, PLACEMENTS, ROWS, TIMINGS, settings_of
 from tests.engine.test_ranks import train as train_on_ranks
-from tests.engine.test_ranks_memory import Elements
 from tests.engine.test_ranks_saving import read_all, save
 from tests.engine.test_replicas import AXES as OF_REPLICAS
 from tests.engine.test_replicas import REPLICAS, in_replicas, trained_on_machines

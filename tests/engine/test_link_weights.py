@@ -111,16 +111,15 @@ def test_masters_are_what_is_saved_and_exported_and_codes_are_what_is_read(tmp_p
 @pytest.mark.slow
 def test_checkpoints_have_no_codes(tmp_path: Path) -> None:
     """File sizes equal an exact run, and each run loads the other's checkpoint."""
-    sizes = []
-    engines = [Engine(model(), link_weights=link, precision="bf16") for link in ("int8", "exact")]
-    wanted = weights(engines[0])
-    for number, engine in enumerate(engines):
-        engine.save_checkpoint(tmp_path / str(number))
-        sizes.append([file.stat().st_size for file in (tmp_path / str(number)).glob("*.bin")])
+    engines = {link: Engine(model(), link_weights=link, precision="bf16") for link in ("int8", "exact")}
+    wanted = weights(engines["int8"])
+    for link, engine in engines.items():
+        engine.save_checkpoint(tmp_path / link)
         engine.step(tokens(0))
-    assert sizes[0] == sizes[1]
-    for number, engine in enumerate(reversed(engines)):
-        engine.load_checkpoint(tmp_path / str(number))
+    one, other = ([file.stat().st_size for file in (tmp_path / link).glob("*.bin")] for link in engines)
+    assert one == other
+    for link, engine in zip(engines, reversed(engines.values()), strict=True):
+        engine.load_checkpoint(tmp_path / link)
         assert_same(weights(engine), wanted)
 
 

@@ -46,21 +46,10 @@ class Wrapper(nn.Module):
         return self.base_model(**inputs)
 
 
-def sharing_a_module(model: Stack) -> nn.Module:
+def sharing(module: str, name: str, value: Any) -> nn.Module:
+    """Return a model with a part of another one."""
     other = build(Stack)
-    other.blocks[1] = model.blocks[0]
-    return other
-
-
-def sharing_a_parameter(model: Stack) -> nn.Module:
-    other = build(Stack)
-    other.head.weight = model.head.weight
-    return other
-
-
-def sharing_what_stays(model: Stack) -> nn.Module:
-    other = build(Stack)
-    other.head.bias = model.small.weight
+    setattr(other.get_submodule(module), name, value)
     return other
 
 
@@ -68,9 +57,9 @@ OVERLAPS: dict[str, Callable[[Any], nn.Module]] = {
     "the model": lambda model: model,
     "a part": lambda model: model.blocks[1],
     "a wrapper": Wrapper,
-    "a shared module": sharing_a_module,
-    "a shared parameter": sharing_a_parameter,
-    "a shared parameter on the device": sharing_what_stays,
+    "a shared module": lambda model: sharing("blocks", "1", model.blocks[0]),
+    "a shared parameter": lambda model: sharing("head", "weight", model.head.weight),
+    "a shared parameter on the device": lambda model: sharing("head", "bias", model.small.weight),
 }
 
 
@@ -107,9 +96,7 @@ def test_a_model_whose_weights_are_gone_is_refused(make: Callable[[Any], nn.Modu
 def test_an_engine_that_was_dropped_is_named() -> None:
     """The weights are lost, as no reference remains for a `close` call."""
     model = build(Stack)
-    engine = Engine(model)
-    step(engine)
-    del engine
+    step(Engine(model))
     gc.collect()
     with pytest.raises(ConfigError, match=HELD + ".*nothing refers to the engine.*new model"):
         Engine(model)
@@ -207,10 +194,6 @@ def test_a_setting_that_is_refused_leaves_the_model_alone() -> None:
     step(Engine(model))
 
 
-# -- copies of a model without the weights
-# ------------------------------------------------------------------------------
-
-
 def test_an_engine_can_be_neither_copied_nor_pickled() -> None:
     engine = Engine(build(Stack))
     for use in (copy.deepcopy, pickle.dumps):
@@ -234,23 +217,17 @@ def with_an_adapter(model: nn.Module) -> None:
     attention.q_proj = Adapter(attention.q_proj)
 
 
-def with_another_parameter(model: nn.Module) -> None:
-    model.model.layers[0].mlp.gate = nn.Parameter(torch.ones(1))
-
-
-def with_a_replaced_parameter(model: nn.Module) -> None:
-    model.lm_head.weight = nn.Parameter(torch.ones(64, 32))
-
-
-def without_a_layer(model: nn.Module) -> None:
-    del model.model.layers[1]
-
-
-AT_THE_NEXT_CALL: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+AT_THE_NEXT_CALL: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an adapter": (with_an_adapter, r"model\.layers\.0\.self_attn\.q_proj"),
-    "a new parameter": (with_another_parameter, r"model\.layers\.0\.mlp\.gate"),
-    "a replaced parameter": (with_a_replaced_parameter, r"lm_head\.weight"),
-    "a layer less": (without_a_layer, r"model\.layers\.1"),
+    "a new parameter": (
+        lambda model: setattr(model.model.layers[0].mlp, "gate", nn.Parameter(torch.ones(1))),
+        r"model\.layers\.0\.mlp\.gate",
+    ),
+    "a replaced parameter": (
+        lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(64, 32))),
+        r"lm_head\.weight",
+    ),
+    "a layer less": (lambda model: model.model.layers.__delitem__(1), r"model\.layers\.1"),
 }
 CALLS: dict[str, Callable[[Engine, Path], Any]] = {
     "step": lambda engine, path: engine.step(tokens()),

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from offload import Engine, Placement
 from offload.errors import ConfigError
 from tests.engine.device import own_device
 from tests.engine.families import build, llama, tokens
 from tests.engine.inside import parts_of
-from tests.engine.sizes import elements, tier_bytes
+from tests.engine.sizes import Elements, tier_bytes
 
 
 @pytest.mark.parametrize(("budget", "tier"), [(None, "device"), ("64MiB", "device"), ("256KiB", "cpu")])
@@ -22,22 +21,6 @@ def test_auto_takes_the_device_where_it_has_room(budget: str | None, tier: str) 
     other = {"device": "cpu", "cpu": "device"}[tier]
     assert "exp avg" in tier_bytes(engine, tier)
     assert "exp avg" not in tier_bytes(engine, other)
-
-
-class Sizes:
-    """Region sizes of a Llama in elements, computed from the shapes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.embedding, self.head = elements(model.model.embed_tokens), elements(model.lm_head)
-        self.norm, self.layers = elements(model.model.norm), [elements(layer) for layer in model.model.layers]
-
-    @property
-    def streamed(self) -> list[int]:
-        return [self.embedding, *self.layers, self.head]
-
-    @property
-    def total(self) -> int:
-        return sum(self.streamed) + self.norm
 
 
 @pytest.mark.slow
@@ -51,28 +34,19 @@ def test_a_step_moves_each_unit_twice_and_its_gradient_once(
 
     The embedding backward reads no weights. Small units stay on the device, and are copied there after their update.
     """
-    model = build(llama)
-    sizes = Sizes(model)
-    engine = Engine(model, precision=precision, max_grad_norm=max_grad_norm, recompute="always", prefetch=0)
+    sizes = Elements(build(llama))
+    engine = Engine(build(llama), precision=precision, max_grad_norm=max_grad_norm, recompute="always", prefetch=0)
     for seed in range(3):
         engine.step(tokens(seed))
-        assert engine.counters.h2d_bytes == width * (2 * sum(sizes.layers) + sizes.embedding + sizes.head + sizes.norm)
-        assert engine.counters.d2h_bytes == width * sizes.total
+        assert engine.counters.h2d_bytes == width * sizes.fetched
+        assert engine.counters.d2h_bytes == width * sizes.all_trained
         assert engine.counters.nvme_read_bytes == engine.counters.nvme_write_bytes == 0
         assert engine.counters.total == engine.counters.h2d_bytes + engine.counters.d2h_bytes
 
 
-def test_nothing_moves_where_everything_is_on_the_device() -> None:
-    engine = Engine(build(llama), placement=Placement("device", "device"))
-    engine.step(tokens())
-    assert engine.counters.total == 0
-    assert not tier_bytes(engine, "cpu")
-
-
 def test_parameters_on_the_device_go_up_once_a_step() -> None:
-    model = build(llama)
-    total = Sizes(model).total
-    engine = Engine(model, placement=Placement("device", "cpu"))
+    total = Elements(build(llama)).all_trained
+    engine = Engine(build(llama), placement=Placement("device", "cpu"))
     for seed in range(3):
         engine.step(tokens(seed))
         assert (engine.counters.h2d_bytes, engine.counters.d2h_bytes) == (4 * total, 4 * total)
@@ -88,27 +62,25 @@ def test_host_bytes_a_parameter(precision: str, max_grad_norm: float | None) -> 
 
     Without waiting there is one staging buffer; on an accelerator two, to fill one during the other's read.
     """
-    model = build(llama)
-    sizes = Sizes(model)
-    engine = Engine(model, precision=precision, max_grad_norm=max_grad_norm)
+    sizes = Elements(build(llama))
+    engine = Engine(build(llama), precision=precision, max_grad_norm=max_grad_norm)
     engine.step(tokens())
     held = tier_bytes(engine, "cpu")
     staging = held.pop("gradient staging", 0)
-    assert sum(held.values()) == HOST_BYTES[precision, max_grad_norm] * sizes.total
+    assert sum(held.values()) == HOST_BYTES[precision, max_grad_norm] * sizes.all_trained
     stagings = 1 if own_device().type == "cpu" else 2  # the largest units are neighbours
-    assert staging == (0 if max_grad_norm else stagings * max(sizes.streamed) * (4 if precision == "fp32" else 2))
+    assert staging == (0 if max_grad_norm else stagings * max(sizes.trained) * (4 if precision == "fp32" else 2))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_device_bytes(precision: str) -> None:
     width = 4 if precision == "fp32" else 2
-    model = build(llama)
-    sizes = Sizes(model)
-    engine = Engine(model, precision=precision)
+    sizes = Elements(build(llama))
+    engine = Engine(build(llama), precision=precision)
     held = {name.split(" (")[0]: size for name, size in tier_bytes(engine, "device").items()}
     assert held == {
-        "unit slot": width * max(sizes.streamed),
-        "gradient buffer": width * max(sizes.streamed),
+        "unit slot": width * max(sizes.trained),
+        "gradient buffer": width * max(sizes.trained),
         "resident weights": width * sizes.norm,
         "accumulated gradients": 4 * sizes.norm,
     }

@@ -20,7 +20,7 @@ from offload.distributed.joining import open_comm
 from offload.errors import ConfigError
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.quant.file_codecs import FileCodec
-from tests.engine import families
+from tests.engine import compare, families
 from tests.engine.compare import assert_same, train_both, weights
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
@@ -31,24 +31,19 @@ from tests.integrations.plain import needs
 
 needs("peft")
 
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {"parameters": "device", "optimizer": "device"},
-    "cpu": {"parameters": "cpu", "optimizer": "cpu"},
-    "nvme": {"parameters": "nvme", "optimizer": "nvme"},
-    "files": {"parameters": "files"},
-}
+PLACES: dict[str, dict[str, Any]] = {**compare.PLACES, "files": {"parameters": "files"}}
 
 
-def adapted(folder: Path) -> BuiltModel:
-    """Return the model from a folder with a LoRA adapter."""
-    section = LoraSection(rank=4, target_modules=["q_proj", "o_proj"])
+def adapted(folder: Path, *names: str) -> BuiltModel:
+    """Return the model from a folder with a LoRA adapter on the modules with these names."""
+    section = LoraSection(rank=4, target_modules=list(names or ("q_proj", "o_proj")))
     base = build_model(ModelSection(path=str(folder)), seed=0)
     return Adaptation.of(section, "causal").apply_to(base, seed=7)
 
 
-def plain_of(folder: Path) -> BuiltModel:
+def plain_of(folder: Path, *names: str) -> BuiltModel:
     """Return the same model over dequantized weights."""
-    return adapted(folder.with_name(f"{folder.name}-plain"))
+    return adapted(folder.with_name(f"{folder.name}-plain"), *names)
 
 
 def engine_of(built: BuiltModel, **settings: Any) -> Engine:
@@ -59,14 +54,14 @@ def engine_of(built: BuiltModel, **settings: Any) -> Engine:
 @pytest.mark.parametrize(("kind", "place"), list(zip(FORMATS, cycle(PLACES.values()), strict=False)))
 def test_it_trains_as_peft_over_what_it_is_dequantised_to(kind: str, place: dict[str, Any], tmp_path: Path) -> None:
     folder = quantized(tmp_path / "base", kind)
-    built, more = adapted(folder), {"nvme_dir": str(tmp_path)} if "nvme" in place.values() else {}
+    built = adapted(folder)
     engine, _ = train_both(
         built.model,
         families.batches(3),
         plain=fill_all(plain_of(folder)),
         fill=built.fill,
         quantized=built.quantized,
-        placement=Placement(**place, **more),
+        placement=Placement(**place, nvme_dir=tmp_path),
     )
     engine.close()
     built.close()
@@ -76,26 +71,20 @@ def test_it_trains_as_peft_over_what_it_is_dequantised_to(kind: str, place: dict
 def test_stacked_experts_stream_in_codes(tmp_path: Path) -> None:
     folder = quantized(tmp_path / "base", "fp8", deepseek)
     for place in PLACES["cpu"], PLACES["files"]:
-        built = _deepseek(folder)
+        built = adapted(folder, "kv_b_proj")
         train_both(
             built.model,
             families.batches(2),
-            plain=fill_all(_deepseek(folder.with_name("base-plain"))),
+            plain=fill_all(plain_of(folder, "kv_b_proj")),
             fill=built.fill,
             quantized=built.quantized,
             placement=Placement(**place),
         )
 
 
-def _deepseek(folder: Path) -> BuiltModel:
-    base = build_model(ModelSection(path=str(folder)), seed=0)
-    return Adaptation.of(LoraSection(rank=4, target_modules=["kv_b_proj"]), "causal").apply_to(base, seed=7)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fp8"])
-def test_what_rests_and_moves_has_the_bytes_of_the_files(kind: str, tmp_path: Path) -> None:
-    folder, held = quantized(tmp_path / "base", kind), []
+def test_what_rests_and_moves_has_the_bytes_of_the_files(tmp_path: Path) -> None:
+    folder, held = quantized(tmp_path / "base", "fp8"), []
     for built in adapted(folder), plain_of(folder):
         engine = engine_of(built, placement=Placement(**PLACES["cpu"]), micro_batch_size=1, prefetch=0)
         engine.step(families.tokens())

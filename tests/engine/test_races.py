@@ -44,12 +44,12 @@ FREE: dict[str, Any] = {"max_grad_norm": None}
 CLIPPED: dict[str, Any] = {"max_grad_norm": 0.2}
 
 
-def without(kind: str, wait: str) -> Change:
-    """Remove the waits of a reader, or of the next writer, for one type of buffer."""
+def without(kinds: str | tuple[str, ...], wait: str) -> Change:
+    """Remove the waits of a reader, or of the next writer, for some types of buffer."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
-        original = getattr(Fence, wait)
-        patch.setattr(Fence, wait, lambda self: () if self.buffer_type == kind else original(self))
+        original, none = getattr(Fence, wait), (kinds,) if isinstance(kinds, str) else kinds
+        patch.setattr(Fence, wait, lambda self: () if self.buffer_type in none else original(self))
 
     return change
 
@@ -177,6 +177,9 @@ def only_the_scale_learns() -> nn.Module:
 _WAIT = Lanes.wait
 STATES = {"parameters": "nvme", "optimizer": "nvme"}
 GRADIENTS = {"gradients": "nvme"}
+ON_DISK: dict[str, Any] = CLIPPED | {"on_disk": STATES}
+MOMENTS: dict[str, Any] = CLIPPED | {"on_disk": {"optimizer": "nvme"}}
+WAITING: dict[str, Any] = CLIPPED | {"on_disk": GRADIENTS}
 ACTIVATIONS: dict[str, Any] = CLIPPED | {"on_disk": {"activations": "nvme"}}
 STREAMED: dict[str, Any] = CLIPPED | {"update": "device"}
 LARGE: dict[str, Any] = ACTIVATIONS | {"rows": 64}  # more activation tiles than the ring holds
@@ -218,45 +221,21 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
     ),
     "a correction reads a record before its update is written": (
         without("record", "before_read"),
-        CLIPPED | {"clip": "speculative", "on_disk": {"optimizer": "nvme"}},
+        MOMENTS | {"clip": "speculative"},
     ),
-    "an update reads a record before its gradients are written": (
-        without("waiting gradients", "before_read"),
-        CLIPPED | {"on_disk": GRADIENTS},
-    ),
-    "a fetch goes up before it was read": (
-        from_the_disk(used_before_it_was_read(FETCH_RING)),
-        CLIPPED | {"on_disk": STATES},
-    ),
-    "a fetch is read over one that goes up": (
-        from_the_disk(reused_at_once(FETCH_RING, "h2d")),
-        CLIPPED | {"on_disk": STATES},
-    ),
-    "states are updated before they were read": (
-        used_before_it_was_read(UPDATE_RING),
-        CLIPPED | {"on_disk": {"optimizer": "nvme"}},
-    ),
-    "states are written before they were updated": (
-        written_at_once(UPDATE_RING),
-        CLIPPED | {"on_disk": {"optimizer": "nvme"}},
-    ),
-    "states are read over others that are being written": (
-        reused_at_once(UPDATE_RING, "nvme_write"),
-        CLIPPED | {"on_disk": {"optimizer": "nvme"}},
-    ),
+    "an update reads a record before its gradients are written": (without("waiting gradients", "before_read"), WAITING),
+    "a fetch goes up before it was read": (from_the_disk(used_before_it_was_read(FETCH_RING)), ON_DISK),
+    "a fetch is read over one that goes up": (from_the_disk(reused_at_once(FETCH_RING, "h2d")), ON_DISK),
+    "states are updated before they were read": (used_before_it_was_read(UPDATE_RING), MOMENTS),
+    "states are written before they were updated": (written_at_once(UPDATE_RING), MOMENTS),
+    "states are read over others that are being written": (reused_at_once(UPDATE_RING, "nvme_write"), MOMENTS),
     "states are read over weights that go up": (
         reused_at_once(UPDATE_RING, "h2d"),
-        CLIPPED | {"on_disk": STATES, "throttle": {"h2d": {"latency_seconds": 0.002}}},
+        ON_DISK | {"throttle": {"h2d": {"latency_seconds": 0.002}}},
     ),
-    "gradients are written before they landed": (written_at_once(UPDATE_RING), CLIPPED | {"on_disk": GRADIENTS}),
-    "gradients land on others that are being written": (
-        reused_at_once(UPDATE_RING, "nvme_write"),
-        CLIPPED | {"on_disk": GRADIENTS},
-    ),
-    "gradients are read over others that an update reads": (
-        reused_at_once(UPDATE_RING, "update"),
-        CLIPPED | {"on_disk": GRADIENTS},
-    ),
+    "gradients are written before they landed": (written_at_once(UPDATE_RING), WAITING),
+    "gradients land on others that are being written": (reused_at_once(UPDATE_RING, "nvme_write"), WAITING),
+    "gradients are read over others that an update reads": (reused_at_once(UPDATE_RING, "update"), WAITING),
     "states go up before their gradients landed": (begun_at_once("update_up"), FREE | {"update": "device"}),
     "states are updated before they went up": (begun_at_once("update"), STREAMED),
     "states come down before they were updated": (begun_at_once("update_down"), STREAMED),
@@ -476,25 +455,27 @@ def held_up(lane: Any) -> Iterator[None]:
     lane.drain()
 
 
-def seen(kind: str = "", wait: str = "") -> pytest.MarkDecorator:
-    """Run a test with all waits, and again as `broken`, to prove the test detects a missing wait.
+def as_it_is(_patch: pytest.MonkeyPatch) -> None:
+    """No change: the test itself removes a wait."""
 
-    `kind`, `wait`: the fence type and the wait to remove. Empty: the test itself removes a wait.
-    """
-    values = [pytest.param(False, id=""), pytest.param((kind, wait), id="broken")]
-    return pytest.mark.parametrize("broken", values, indirect=True)
+
+def seen(change: Change = as_it_is) -> pytest.MarkDecorator:
+    """Run a test with all waits, and again as `broken`, to prove the test detects a missing wait."""
+    return pytest.mark.parametrize(
+        "broken", [pytest.param(None, id=""), pytest.param(change, id="broken")], indirect=True
+    )
 
 
 @pytest.fixture
 def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return True for the broken run. The wait is removed while the engine is idle."""
-    if request.param and request.param[0]:
-        without(*request.param)(monkeypatch)
+    if request.param:
+        request.param(monkeypatch)
     return bool(request.param)
 
 
 @pytest.mark.slow
-@seen("weights", "before_fill")
+@seen(without("weights", "before_fill"))
 @pytest.mark.parametrize("one", ["engine", "streaming"], indirect=True)
 def test_an_update_waits_for_the_fetch_that_reads_the_weights(one: Engine, broken: bool) -> None:
     parts, (unit, state) = parts_of(one), of_one_tile(one)
@@ -512,10 +493,10 @@ def test_an_update_waits_for_the_fetch_that_reads_the_weights(one: Engine, broke
 @pytest.mark.parametrize(
     ("one", "lane", "broken"),
     [
-        ("engine", "update", False),
-        ("engine", "update", ("weights", "before_read")),
-        ("on_disk", "update_write", False),
-        ("on_disk", "update_write", ("record", "before_read")),
+        ("engine", "update", None),
+        ("engine", "update", without("weights", "before_read")),
+        ("on_disk", "update_write", None),
+        ("on_disk", "update_write", without("record", "before_read")),
     ],
     indirect=["one", "broken"],
 )
@@ -531,7 +512,7 @@ def test_the_host_reads_states_after_their_update(one: Engine, lane: str, broken
 
 
 @pytest.mark.slow
-@seen("waiting gradients", "before_fill")
+@seen(without("waiting gradients", "before_fill"))
 @pytest.mark.parametrize(("one", "lane"), [("engine", "update"), ("streaming", "update_up")], indirect=["one"])
 def test_gradients_wait_for_the_update_that_reads_those_before(one: Engine, lane: str, broken: bool) -> None:
     parts, (_, state) = parts_of(one), of_one_tile(one)
@@ -548,7 +529,7 @@ def test_gradients_wait_for_the_update_that_reads_those_before(one: Engine, lane
 
 
 @pytest.mark.slow
-@seen("activation checkpoints", "before_fill")
+@seen(without("activation checkpoints", "before_fill"))
 @pytest.mark.parametrize(("one", "lane"), [("engine", "returning"), ("on_disk", "activation_read")], indirect=["one"])
 def test_an_activation_waits_for_whoever_reads_the_one_before(one: Engine, lane: str, broken: bool) -> None:
     parts, checkpoints = parts_of(one), parts_of(one).runner.saved._offload
@@ -568,17 +549,12 @@ def test_an_activation_waits_for_whoever_reads_the_one_before(one: Engine, lane:
 
 
 @pytest.mark.slow
-@seen()
-def test_an_update_is_written_once_the_fetch_has_read_its_record(
-    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@seen(without(("weights", "record"), "before_fill"))
+def test_an_update_is_written_once_the_fetch_has_read_its_record(on_disk: Engine, broken: bool) -> None:
     """Two waits: the update waits for the H2D copy, and the write waits for the read."""
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     (region,), index = unit.regions, state.region.parameters[0]
     before = parts.store.values.read(index)
-    fill = Fence.before_fill
-    if broken:
-        monkeypatch.setattr(Fence, "before_fill", lambda f: () if f.buffer_type in ("weights", "record") else fill(f))
     parts.store.reset()  # else the copy comes from the update ring
     with held_up(parts.lanes.fetch_read):
         shown = brought_up(on_disk, unit, state)
@@ -597,7 +573,7 @@ def read_early(engine: Engine, state: Any) -> None:
 
 
 @pytest.mark.slow
-@seen(UPDATE_RING, "before_read")
+@seen(without(UPDATE_RING, "before_read"))
 def test_weights_go_up_from_the_ring_once_they_were_read(on_disk: Engine, broken: bool) -> None:
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     before = parts.store.values.read(state.region.parameters[0])
@@ -610,17 +586,10 @@ def test_weights_go_up_from_the_ring_once_they_were_read(on_disk: Engine, broken
 
 
 @pytest.mark.slow
-@seen()
-def test_weights_go_up_from_the_ring_once_they_were_updated(
-    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@seen(without(("weights", UPDATE_RING), "before_read"))
+def test_weights_go_up_from_the_ring_once_they_were_updated(on_disk: Engine, broken: bool) -> None:
     """Two waits: one for the weights, and one for their ring slice."""
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
-    wait = Fence.before_read
-    if broken:
-        monkeypatch.setattr(
-            Fence, "before_read", lambda f: () if f.buffer_type in ("weights", UPDATE_RING) else wait(f)
-        )
     with held_up(parts.lanes.update):
         update(on_disk, state, torch.ones(state.region.numel))
         parts.lanes.update_read.drain()
@@ -630,14 +599,10 @@ def test_weights_go_up_from_the_ring_once_they_were_updated(
 
 
 @pytest.mark.slow
-@seen()
-def test_an_update_waits_until_what_was_read_early_has_gone_up(
-    on_disk: Engine, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@seen(lambda patch: patch.setattr(Tile, "renew_lease", lambda self, lease: lease))
+def test_an_update_waits_until_what_was_read_early_has_gone_up(on_disk: Engine, broken: bool) -> None:
     parts, (unit, state) = parts_of(on_disk), of_one_tile(on_disk)
     before = parts.store.values.read(state.region.parameters[0])
-    if broken:
-        monkeypatch.setattr(Tile, "renew_lease", lambda self, lease: lease)
     read_early(on_disk, state)
     with held_up(parts.lanes.h2d):
         shown = brought_up(on_disk, unit, state)
@@ -664,7 +629,7 @@ def test_the_host_waits_for_what_it_reads_from_disk(
 
 
 @pytest.mark.slow
-@seen("waiting gradients", "before_fill")
+@seen(without("waiting gradients", "before_fill"))
 def test_gradients_are_written_once_the_update_has_read_those_before(gradients_on_disk: Engine, broken: bool) -> None:
     parts, (_, state) = parts_of(gradients_on_disk), of_one_tile(gradients_on_disk)
     land(gradients_on_disk, state, 0.0)

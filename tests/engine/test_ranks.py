@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -31,16 +32,11 @@ from tests.engine.ranks_child import (
     without_targets,
 )
 from tests.engine.reference import Reference
-from tests.engine.test_overlap import SLOW
+from tests.engine.test_overlap import MODES, SLOW
 
 STAGES = (0, 1, 2, 3)
 ROWS: dict[str, tuple[int, ...]] = {"even": (2, 2, 2, 2), "uneven": (1, 4, 2, 3), "micro-batches": (3, 1, 2, 1)}
 """Rows per rank. In the last entry, with micro-batches of one row, rank 0 has three rows and rank 1 one row."""
-MODES: dict[str, dict[str, Any]] = {
-    "no clipping": {"max_grad_norm": None},
-    "deferred": {"max_grad_norm": 0.2, "clip": "deferred"},
-    "speculative": {"max_grad_norm": 0.2, "clip": "speculative"},
-}
 
 
 # -- harness -----------------------------------------------------------------------------------------------------------
@@ -315,25 +311,11 @@ def plain_own_loop(case: str, size: int, num_steps: int) -> Found:
 
 
 def raises(rank: int) -> None:
-    import os
-
     if int(os.environ["RANK"]) == rank:
         raise ValueError("told to")
-
-
-def sleeps(seconds: float) -> None:
-    import time
-
-    time.sleep(seconds)
 
 
 def test_a_job_that_fails_tells_which_rank_and_the_next_one_runs() -> None:
     with pytest.raises(JobError, match=r"rank 1 of 2(.|\n)*ValueError: told to"):
         run(2, raises, rank=1)
     assert run(2, raises, rank=7) == [None, None]
-
-
-@pytest.mark.slow
-def test_a_job_that_hangs_is_ended_and_shows_where() -> None:
-    with pytest.raises(JobError, match=r"rank 0 of 1 has not returned in time(.|\n)*in sleeps"):
-        run(1, sleeps, seconds=1000.0, timeout_s=1)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from tests.engine.families import build
 from tests.engine.ranks import run
 from tests.engine.ranks_child import Found, frozen_llama, odd_llama, over_budget, trained, trained_in_lockstep
-from tests.engine.sizes import ALIGNMENT, SHARD, up
+from tests.engine.sizes import Elements
 
 STAGES = (0, 1, 2, 3)
 WIDTHS = {"fp32": (4, 4, 8), "bf16": (2, 2, 10)}
@@ -47,31 +46,6 @@ def zero_bytes(num_elements: int, size: int, stage: int, weights: int, gradients
     cut = {1: optimizer, 2: optimizer + gradients, 3: optimizer + gradients + weights}.get(stage, 0)
     whole = weights + gradients + optimizer - cut
     return whole * num_elements + cut * num_elements // size
-
-
-class Elements:
-    """Region sizes of a Llama in elements, from the shapes. Each is padded to a multiple for `size` ranks."""
-
-    def __init__(self, model: nn.Module, size: int) -> None:
-        self._size = size
-        base = model.model
-        units = [base.embed_tokens, *base.layers, model.lm_head]
-        self.trained, self.frozen = ([self._of(unit, kind) for unit in units] for kind in (True, False))
-        self.norm = self._of(base.norm, True)
-        self.all_trained, self.all_frozen = sum(self.trained) + self.norm, sum(self.frozen)
-
-    def _of(self, unit: nn.Module, is_trained: bool) -> int:
-        sizes = [up(p.numel(), ALIGNMENT) for p in unit.parameters() if p.requires_grad == is_trained]
-        return up(sum(sizes), SHARD * self._size)
-
-    @property
-    def fetched(self) -> int:
-        """Elements fetched in a step without prefetch, if all parameters train.
-
-        Every unit is fetched before forward and before backward. Exceptions: the head stays in the slot, the embedding
-        backward reads no weights, and resident units are copied once.
-        """
-        return 2 * sum(self.trained) - self.trained[0] - self.trained[-1] + self.norm
 
 
 def train(size: int, **settings: Any) -> list[Found]:
@@ -202,10 +176,6 @@ def test_the_ranks_of_a_machine_share_its_budget(key: str, stage: int, tmp_path:
     assert all(f"offload.{key}" in error[1] for error in errors)
 
 
-SLIGHTLY = {"h2d": {"latency_seconds": 1e-4}}
-"""Latency, so the lane has a thread."""
-
-
 # -- bandwidth -------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +185,8 @@ def test_the_links_of_all_ranks_add_up(tmp_path: Path) -> None:
     Every copy waits for the copy with the same number on the other rank.
     Break: copy whole weights on every rank, or the shards of the ranks one after another.
     """
-    runs = [{"case": "plain", "rows": (1, 1), "num_steps": 3, "zero_stage": 3, "prefetch": 2, "throttle": SLIGHTLY}]
+    run_of: dict[str, Any] = {"case": "plain", "rows": (1, 1), "num_steps": 3, "zero_stage": 3, "prefetch": 2}
+    runs = [{**run_of, "throttle": {"h2d": {"latency_seconds": 1e-4}}}]  # with latency the lane has a thread
     one, other = run(2, trained_in_lockstep, folder=str(tmp_path), runs=runs)
     fetched = Elements(build(odd_llama), 2).fetched
     for moved in (one[0].moved[-1], other[0].moved[-1]):

@@ -12,9 +12,8 @@ import torch
 from offload import Engine, Muon
 from offload.checkpoint import writer as writing
 from offload.checkpoint.reader import Reader
-from offload.checkpoint.writer import Writer
 from offload.distributed.joining import open_comm
-from offload.errors import ConfigError, DiskError, OffloadError
+from offload.errors import ConfigError, OffloadError
 from offload.optim.rule import UpdateRule
 from tests.engine.families import build
 from tests.engine.handmade import OneBlockInManyPlaces, Shifting, cross_entropy, words
@@ -52,51 +51,25 @@ def save(case: str, rows: Sequence[int], path: str, resume: str = "", **settings
     return meta
 
 
-def refused(path: str) -> tuple[str, str]:
-    """Save with a write error on rank 1, and train a step. Return the error."""
-
-    def broken(self: Writer, *_: Any) -> None:
-        raise DiskError(f"the write of {self.path} failed: no space left", 28, self.path)
-
-    write = Writer.write
-    with open_comm() as comm:
-        engine = opened(comm, CASES["plain"])
-        try:
-            if comm.rank == 1:
-                Writer.write = broken  # type: ignore[method-assign]
-            engine.save_checkpoint(path)
-        except OffloadError as error:
-            told = type(error).__name__, str(error)
-        finally:
-            Writer.write = write  # type: ignore[method-assign]
-        engine.step(share(CASES["plain"].batch(0, 4), (2, 2), comm.rank))
-        engine.close()
-    return told
-
-
-def refused_later(path: str) -> tuple[str, str]:
-    """Save during training, with a disk error on rank 1. Return the error from `finish`."""
+def refused(path: str, later: bool) -> tuple[str, str]:
+    """Save with a disk error on rank 1, at once or during a step. Return the error. Training goes on."""
 
     async def full(*_: Any) -> str:
         raise OSError(28, "no space left")
 
-    write, batch = writing._write, CASES["plain"].batch
-    with open_comm() as comm:
-        engine = opened(comm, CASES["plain"])
+    batch = CASES["plain"].batch
+    with open_comm() as comm, opened(comm, CASES["plain"]) as engine:
         engine.step(share(batch(0, 4), (2, 2), comm.rank))
-        if comm.rank == 1:
-            writing._write = full
-        try:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OffloadError) as caught:  # noqa: PT012
+            if comm.rank == 1:
+                patch.setattr(writing, "_write", full)
+            if not later:
+                engine.save_checkpoint(path)
             saving = engine.begin_checkpoint(path)
             engine.step(share(batch(1, 4), (2, 2), comm.rank))
             saving.finish()
-        except OffloadError as error:
-            told = type(error).__name__, str(error)
-        finally:
-            writing._write = write
         engine.step(share(batch(2, 4), (2, 2), comm.rank))
-        engine.close()
-    return told
+    return type(caught.value).__name__, str(caught.value)
 
 
 def parted(path: str) -> tuple[str, str]:
@@ -111,43 +84,26 @@ def parted(path: str) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-def moved_apart(path: str) -> list[dict[str, Any]]:
-    """Train with running values from different rows per rank. Return a step and the buffers, for the original and the
-    resumed run.
+def gone_on(path: str, loops: bool) -> list[dict[str, Any]]:
+    """Train on different rows per rank. Return a step, or a step of an own loop, and all values afterwards, for the
+    original and the resumed run.
     """
     found = []
     with open_comm() as comm:
         for is_resumed in (False, True):
-            engine = Engine(build(Shifting), comm=comm)
+            engine = Engine(build(OneBlockInManyPlaces if loops else Shifting), comm=comm)
             if is_resumed:
                 engine.load_checkpoint(path)
             else:
                 for seed in range(2):
                     engine.step(words(10 * seed + comm.rank), cross_entropy)
                 engine.save_checkpoint(path)
-            result = engine.step(words(20 + comm.rank), cross_entropy)
-            buffers = {name: buffer.tolist() for name, buffer in engine.model.named_buffers()}
-            found.append({"loss": result.loss.item(), "norm": result.grad_norm, "buffers": buffers})
-            engine.close()
-    return found
-
-
-def own_loop_after_a_step(path: str) -> list[tuple[float, dict[str, list[float]]]]:
-    """Run an own loop after a step, and after loading the checkpoint. Return norms and weights."""
-    found = []
-    with open_comm() as comm:
-        for is_resumed in (False, True):
-            engine = Engine(build(OneBlockInManyPlaces), comm=comm)
-            if is_resumed:
-                engine.load_checkpoint(path)
-            else:
-                engine.step(words(comm.rank), cross_entropy)
-                engine.save_checkpoint(path)
-            for seed in (2, 4):
-                batch = words(seed + comm.rank)
+            for batch in (words(20 + comm.rank), words(30 + comm.rank)) if loops else ():
                 engine.backward(cross_entropy(engine.model(batch["x"]), batch))
-            norm = engine.update().grad_norm
-            found.append((norm, {name: value.flatten().tolist() for name, value in engine.named_parameters()}))
+            result = engine.update() if loops else engine.step(words(20 + comm.rank), cross_entropy)
+            buffers = {name: buffer.tolist() for name, buffer in engine.model.named_buffers()}
+            weights = {name: value.tolist() for name, value in engine.named_parameters()}
+            found.append({"step": (result.loss.item(), result.grad_norm), "buffers": buffers, "weights": weights})
             engine.close()
     return found
 
@@ -175,9 +131,9 @@ def test_any_number_of_ranks_reads_what_two_wrote(case: str, stage: int, rule: U
         assert all(torch.equal(found[key], flat) for key, flat in wanted.items())
 
 
-@pytest.mark.parametrize("job", [refused, refused_later], ids=["at once", "while training goes on"])
-def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(job: Any, tmp_path: Path) -> None:
-    errors = run(2, job, path=str(tmp_path / "step-1"))
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "while training goes on"])
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_training_goes_on(later: bool, tmp_path: Path) -> None:
+    errors = run(2, refused, path=str(tmp_path / "step-1"), later=later)
     assert errors[0] == errors[1]
     assert errors[0][0] == "DiskError"
     assert errors[0][1].startswith("[rank 1] the write of ")
@@ -193,7 +149,7 @@ def test_a_rank_that_ends_a_save_while_others_take_a_step_is_told_so(tmp_path: P
 
 def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -> None:
     """Break: give all ranks the buffers of rank 0."""
-    by_rank = run(2, moved_apart, path=str(tmp_path / "saved"))
+    by_rank = run(2, gone_on, loops=False, path=str(tmp_path / "saved"))
     for whole, resumed in by_rank:
         assert resumed == whole
     assert by_rank[0][0]["buffers"] != by_rank[1][0]["buffers"]
@@ -204,5 +160,5 @@ def test_ranks_go_on_with_the_running_values_of_their_own_rows(tmp_path: Path) -
 
 def test_a_step_before_it_does_not_decide_how_an_own_loop_adds_up(tmp_path: Path) -> None:
     """A unit with several uses sums gradients on the device in a step. In an own loop ranks sum after each pass."""
-    for whole, resumed in run(2, own_loop_after_a_step, path=str(tmp_path / "saved")):
+    for whole, resumed in run(2, gone_on, loops=True, path=str(tmp_path / "saved")):
         assert resumed == whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,29 +58,34 @@ class LeaksIntoTheLoss(Stack):
         return super().forward(x) + sum(block.saved.square().mean() for block in self.blocks)
 
 
-class LeaksIntoTheNextUnit(Stack):
-    """Each block reads an attribute left by the previous block."""
-
-    def __init__(self) -> None:
-        super().__init__(Leaks)
-        for before, block in zip(self.blocks, list(self.blocks)[1:], strict=False):
-            object.__setattr__(block, "before", before)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x)
-        for block in self.blocks:
-            before = getattr(block, "before", None)
-            h = block(h)
-            if before is not None:
-                h = h + before.saved.mean()
-        return self.head(h)
-
-
 class Container:
     """Not a pytree of tensors, so the engine cannot see inside."""
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+        self.kept: list[Any] = []
+
+
+class Through(Stack):
+    """Runs each block by `call(block, h, container)`, with one container per pass."""
+
+    def __init__(self, call: Callable[[Any, Any, Container], Any], block: type[nn.Module] = Block) -> None:
+        super().__init__(block)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, container = self.embedding(x), Container()
+        for block in self.blocks:
+            h = self.call(block, h, container)
+        return self.head(h)
+
+
+def leaks_into_the_next(block: Any, h: Tensor, container: Container) -> Tensor:
+    """Read an attribute left by the previous block."""
+    h = block(h)
+    for before in container.kept[-1:]:
+        h = h + before.saved.mean()
+    container.kept.append(block)
+    return h
 
 
 class PassesAContainer(Block):
@@ -89,17 +95,6 @@ class PassesAContainer(Block):
         h = super().forward(h)
         container.kept.append(h)
         return h
-
-
-class SharesAContainer(Stack):
-    def __init__(self) -> None:
-        super().__init__(PassesAContainer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, container = self.embedding(x), Container()
-        for block in self.blocks:
-            h = block(h, container)
-        return self.head(h)
 
 
 class CollectsByHook(Stack):
@@ -127,35 +122,16 @@ class WrapsItsResult(Block):
         return Hidden(super().forward(h))
 
 
-class ReturnsObjects(Stack):
-    def __init__(self) -> None:
-        super().__init__(WrapsItsResult)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x)
-        for block in self.blocks:
-            h = block(h).state
-        return self.head(h)
-
-
 class CheckpointsReentrantly(Block):
     def forward(self, h: Tensor) -> Tensor:
         return checkpoint(super().forward, h, use_reentrant=True)
-
-
-class CheckpointsBlocksReentrantly(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x)
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=True)
-        return self.head(h)
 
 
 @pytest.mark.parametrize(
     ("make", "where"),
     [
         (lambda: Stack(CheckpointsReentrantly), r"unit blocks\.0 runs Block\.forward"),
-        (CheckpointsBlocksReentrantly, "Block"),
+        (lambda: Through(lambda block, h, _: checkpoint(block, h, use_reentrant=True)), "Block"),
     ],
 )
 def test_a_reentrant_checkpoint_is_refused_by_name(make: Callable[[], nn.Module], where: str) -> None:
@@ -167,7 +143,15 @@ def test_a_reentrant_checkpoint_is_refused_by_name(make: Callable[[], nn.Module]
 
 
 @pytest.mark.parametrize(
-    "model", [ReturnsObjects, LeaksIntoTheLoss, LeaksIntoTheNextUnit, SharesAContainer, CollectsByHook]
+    "model",
+    [
+        lambda: Through(lambda block, h, _: block(h).state, WrapsItsResult),
+        LeaksIntoTheLoss,
+        lambda: Through(leaks_into_the_next, Leaks),
+        lambda: Through(lambda block, h, container: block(h, container), PassesAContainer),
+        CollectsByHook,
+    ],
+    ids=["objects", "the loss", "the next unit", "a container", "a hook"],
 )
 def test_tensors_that_leave_a_unit_by_a_side_door_are_refused(model: Callable[[], nn.Module]) -> None:
     engine = Engine(build(model))
@@ -268,9 +252,9 @@ def replaces(weight: Tensor) -> None:
     weight.data = functional.normalize(weight.data)
 
 
-def clamps(weight: Tensor) -> None:
-    """Changes no value: the bounds are outside the weight range."""
-    weight.data.clamp_(-9, 9)
+def clamps(weight: Tensor, bound: float = 9) -> None:
+    """Changes no value within the bounds."""
+    weight.data.clamp_(-bound, bound)
 
 
 class WritesOwn(Block):
@@ -289,6 +273,12 @@ class WritesFromAbove(Stack):
         return super().forward(x)
 
 
+def writing(is_own: bool, write: Callable[[Tensor], None]) -> nn.Module:
+    """Return a model with a write to weights, in the block itself or from above."""
+    (WritesOwn if is_own else WritesFromAbove).write = staticmethod(write)
+    return build(lambda: Stack(WritesOwn) if is_own else WritesFromAbove())
+
+
 @pytest.mark.filterwarnings("ignore:unit blocks.1 is read from outside")
 @pytest.mark.parametrize("write", [divides, replaces])
 @pytest.mark.parametrize("is_own", [True, False])
@@ -296,10 +286,7 @@ def test_a_forward_that_writes_to_weights_past_the_version_counter_is_refused(
     write: Callable[[Tensor], None], is_own: bool
 ) -> None:
     """The next fetch or update would silently overwrite the written values."""
-    owner = WritesOwn if is_own else WritesFromAbove
-    model = build(lambda: Stack(WritesOwn) if is_own else WritesFromAbove())
-    owner.write = staticmethod(write)
-    with Engine(model) as engine:
+    with Engine(writing(is_own, write)) as engine:
         before = weights(engine)
         text = "writes to weights of unit" if is_own or write is not replaces else "cannot become"
         with pytest.raises(ConfigError, match=text):
@@ -311,21 +298,17 @@ def test_a_forward_that_writes_to_weights_past_the_version_counter_is_refused(
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_write_that_changes_nothing_is_told_and_the_bits_are_those_of_the_model(is_own: bool) -> None:
     """Gemma 3n clamps weights in each forward, within bounds beyond all values."""
-    (WritesOwn if is_own else WritesFromAbove).write = staticmethod(clamps)
-    model = build(lambda: Stack(WritesOwn) if is_own else WritesFromAbove())
     with pytest.warns(UserWarning, match="writes to weights of unit blocks"):
-        train_both(model, [words(0), words(1)], loss_fn=cross_entropy, count=count_labels)
-
-
-def loops(engine: Engine, batch: dict[str, Tensor]) -> None:
-    engine.backward(cross_entropy(engine.model(batch["x"]), batch))
-    engine.update()
+        train_both(writing(is_own, clamps), [words(0), words(1)], loss_fn=cross_entropy, count=count_labels)
 
 
 RUNS: dict[str, Callable[[Engine, dict[str, Tensor]], Any]] = {
     "step": lambda engine, batch: engine.step(batch, cross_entropy),
     "evaluate": lambda engine, batch: engine.evaluate(batch, cross_entropy),
-    "own loop": loops,
+    "own loop": lambda engine, batch: (
+        engine.backward(cross_entropy(engine.model(batch["x"]), batch)),
+        engine.update(),
+    ),
 }
 
 
@@ -334,10 +317,8 @@ RUNS: dict[str, Callable[[Engine, dict[str, Tensor]], Any]] = {
 @pytest.mark.parametrize("run", RUNS)
 def test_a_write_that_changes_values_only_after_an_update_is_refused(run: str, is_own: bool) -> None:
     """A clamp within bounds, until an update moves weights beyond."""
-    model = build(lambda: Stack(WritesOwn) if is_own else WritesFromAbove())
-    bound = max(block.up.weight.abs().max().item() for block in model.blocks)
-    (WritesOwn if is_own else WritesFromAbove).write = staticmethod(lambda weight: weight.data.clamp_(-bound, bound))
-    with Engine(model, SGD(lr=50.0), max_grad_norm=None) as engine:
+    bound = max(block.up.weight.abs().max().item() for block in writing(is_own, clamps).blocks)
+    with Engine(writing(is_own, partial(clamps, bound=bound)), SGD(lr=50.0), max_grad_norm=None) as engine:
         RUNS["own loop" if run == "own loop" else "step"](engine, words())
         before = weights(engine)
         assert before["blocks.1.up.weight"].abs().max() > bound

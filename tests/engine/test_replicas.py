@@ -20,6 +20,7 @@ from tests.engine.device import cpu_only, own_device
 from tests.engine.families import build
 from tests.engine.ranks import run
 from tests.engine.ranks_child import CASES, JOB, Found, opened, own_loop, train
+from tests.engine.sizes import Elements
 from tests.engine.test_ranks import (
     MODES,
     PLACEMENTS,
@@ -32,7 +33,6 @@ from tests.engine.test_ranks import (
     settings_of,
 )
 from tests.engine.test_ranks import train as train_on_ranks
-from tests.engine.test_ranks_memory import Elements
 from tests.engine.test_ranks_saving import read_all, save
 from tests.matrix import cover
 

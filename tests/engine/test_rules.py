@@ -35,6 +35,17 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_LARGEST_TILE", 2048)
 
 
+def subtract(states: Mapping[str, torch.Tensor], change: torch.Tensor) -> torch.Tensor:
+    """Subtract from the master weights. Return the number of weights that are not finite."""
+    weights = kernels.master(states)
+    whole = kernels.join(*weights) if isinstance(weights, tuple) else weights
+    whole -= change
+    if isinstance(weights, tuple):
+        for half, new in zip(weights, kernels.split(whole), strict=True):
+            half.copy_(new)
+    return whole.isfinite().logical_not_().sum()
+
+
 @dataclass(frozen=True)
 class Counting(UpdateRule):
     """Gradient descent with an update counter per weight."""
@@ -49,13 +60,7 @@ class Counting(UpdateRule):
 
     def update(self, states, gradients, by):
         states["times"].add_(1)
-        weights = kernels.master(states)
-        whole = kernels.join(*weights) if isinstance(weights, tuple) else weights
-        whole -= gradients.float() * by.scale * by.lr
-        if isinstance(weights, tuple):
-            for half, new in zip(weights, kernels.split(whole), strict=True):
-                half.copy_(new)
-        return whole.isfinite().logical_not_().sum()
+        return subtract(states, gradients.float() * by.scale * by.lr)
 
 
 @dataclass(frozen=True)
@@ -73,14 +78,7 @@ class Blocks(Counting):
         padded = torch.zeros(-(-numel // 128) * 128, device=gradients.device)
         padded[:numel] = gradients.float().abs() * by.scale
         torch.maximum(states["largest"], padded.view(-1, 128).amax(1), out=states["largest"])
-        weights = kernels.master(states)
-        whole = kernels.join(*weights) if isinstance(weights, tuple) else weights
-        change = states["largest"].repeat_interleave(128)[:numel] * states["code"] * 1e-3
-        whole -= change
-        if isinstance(weights, tuple):
-            for half, new in zip(weights, kernels.split(whole), strict=True):
-                half.copy_(new)
-        return whole.isfinite().logical_not_().sum()
+        return subtract(states, states["largest"].repeat_interleave(128)[:numel] * states["code"] * 1e-3)
 
 
 @pytest.fixture
@@ -278,9 +276,6 @@ def test_a_plane_that_cannot_be_is_refused(plane: Plane) -> None:
 def test_a_setting_of_a_rule_is_checked(kind: type[UpdateRule], wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer\.{next(iter(wrong))}"):
         kind(**wrong)
-
-
-# -- Lion --------------------------------------------------------------------------------------------------------------
 
 
 # -- moments in fewer bytes --------------------------------------------------------------------------------------------

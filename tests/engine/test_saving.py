@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from offload import Engine, Placement
+from offload import Engine
 from offload.app.stored_model import read_stored
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Reader
@@ -21,6 +21,8 @@ from offload.errors import CheckpointError, ConfigError, TornError
 from offload.lanes.ticket import Ticket
 from offload.tiers.nvme import Channel
 from tests.disks import held_back
+from tests.engine import compare
+from tests.engine.compare import placed, weights
 from tests.engine.device import set_seed
 from tests.engine.families import build, gpt2, tokens
 from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
@@ -29,18 +31,9 @@ from tests.engine.test_departures import Sometimes, rare
 from tests.engine.test_overlap import deep
 from tests.matrix import quick
 
-DISK = {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme"}
-PLACES: dict[str, dict[str, Any]] = {
-    "cpu": {},
-    "nvme": DISK,
-}
-
 
 def make(place: str, folder: Path, **settings: Any) -> Engine:
-    placement = dict(PLACES[place])
-    if "nvme" in placement.values():
-        placement["nvme_dir"] = str(folder)
-    return Engine(build(deep), placement=Placement(**placement), **{"max_grad_norm": 0.2, **settings})
+    return Engine(build(deep), placement=placed(place, folder), **{"max_grad_norm": 0.2, **settings})
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -53,8 +46,10 @@ def train(engine: Engine, *seeds: int) -> list[tuple[float, float]]:
 
 
 def assert_same(one: Engine, other: Engine) -> None:
-    for (name, value), (_, expected) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        assert torch.equal(value.view(torch.int32), expected.view(torch.int32)), name
+    """Compare weights and buffers."""
+    compare.assert_same(
+        *({**weights(engine), **dict(engine.model.named_buffers(prefix="buffer"))} for engine in (one, other))
+    )
 
 
 @pytest.mark.slow
@@ -163,7 +158,8 @@ def test_a_copy_gives_way_to_who_needs_its_memory(tmp_path: Path) -> None:
     engine = make("cpu", tmp_path)
     size = sum(size for tier, _, size in engine.allocations if tier == "cpu")
     engine.close()
-    engine = Engine(build(deep), placement=Placement(**PLACES["cpu"], host_memory=size + size // 2), max_grad_norm=0.2)
+    placement = placed("cpu", tmp_path, host_memory=size + size // 2)
+    engine = Engine(build(deep), placement=placement, max_grad_norm=0.2)
     train(engine, 0)
     host = parts_of(engine).host
     with engine.begin_checkpoint(tmp_path / "saved") as saving:
@@ -229,8 +225,6 @@ def test_what_moves_and_an_own_loop_between_leave_no_difference(tmp_path: Path) 
     found = [resumed.step(words(seed), cross_entropy) for seed in (2, 3)]
     assert [(r.loss, r.grad_norm, r.corrected) for r in found] == [(r.loss, r.grad_norm, r.corrected) for r in wanted]
     assert_same(resumed, whole)
-    buffers = dict(resumed.model.named_buffers())
-    assert all(torch.equal(buffers[name], buffer) for name, buffer in whole.model.named_buffers())
     whole.load_checkpoint(tmp_path / "saved")  # rewind the original run
     assert whole.step(words(2), cross_entropy).loss == wanted[0].loss
 
@@ -266,7 +260,7 @@ def test_the_first_batch_does_not_decide_about_the_head(tmp_path: Path) -> None:
 SPECULATIVE: dict[str, Any] = {
     "clip": "speculative",
     "max_grad_norm": 0.05,
-    "placement": Placement(parameters="cpu", optimizer="cpu"),
+    "placement": placed("cpu", Path()),
 }
 
 
@@ -380,8 +374,6 @@ def test_what_was_decided_before_a_checkpoint_holds_after_it(what: str, tmp_path
     assert bool(one.corrected) == (settings is SPECULATIVE)
     assert [steps_of(engine).losses.is_called_per_micro_batch for engine in (whole, resumed)] == [make is Sometimes] * 2
     assert_same(resumed, whole)
-    buffers = dict(resumed.model.named_buffers())
-    assert all(torch.equal(buffers[name], buffer) for name, buffer in whole.model.named_buffers())
 
 
 @pytest.mark.slow
@@ -418,8 +410,7 @@ def test_a_checkpoint_may_leave_out_what_is_frozen(tmp_path: Path) -> None:
         model = build(deep)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("mlp" in name)
-        placement = Placement(**PLACES[place], **({"nvme_dir": str(tmp_path)} if place == "nvme" else {}))
-        return Engine(model, placement=placement)
+        return Engine(model, placement=placed(place, tmp_path))
 
     whole = frozen("nvme")
     train(whole, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.engine.handmade import WIDTH, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
 from tests.matrix import quick
 
+Run = Callable[[Any, Tensor], Tensor]
 LENGTH = 24
 """Longer than a recorded sequence."""
 
@@ -42,22 +44,25 @@ def modules(engine: Engine) -> dict[str, list[str]]:
 
 
 class Part(nn.Module):
-    """An MLP with a hidden layer, so autograd saves tensors."""
+    """An MLP with a hidden layer, so autograd saves tensors. `run(part, h)` replaces the forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run | None = None) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.run, self.up, self.down = run, nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def mlp(self, h: Tensor) -> Tensor:
+        return self.down(functional.silu(self.up(h)) * 2.0)
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.down(functional.silu(self.up(h)) * 2.0)
+        return self.run(self, h) if self.run else self.mlp(h)
 
 
 class BlockOf(nn.Module):
     """Causal attention over all previous rows, and a part."""
 
-    def __init__(self, part: type[nn.Module]) -> None:
+    def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        self.mix, self.part = nn.Linear(WIDTH, WIDTH), part()
+        self.mix, self.part = nn.Linear(WIDTH, WIDTH), part
 
     def forward(self, h: Tensor) -> Tensor:
         q = self.mix(h)
@@ -65,191 +70,118 @@ class BlockOf(nn.Module):
         return h + self.part(h)
 
 
-def stack(part: type[nn.Module]) -> nn.Module:
+def stack(part: Callable[[], nn.Module] = Part) -> nn.Module:
     torch.manual_seed(0)
-    return Stack(lambda: BlockOf(part), depth=2).train()
+    return Stack(lambda: BlockOf(part()), depth=2).train()
 
 
 # -- modules that may run over tiles -------------------------------------------------------------------------
 
 
-class ShiftsRows(Part):
-    """A row depends on the previous row, as in RWKV."""
+class Odd(Part):
+    """Has parts for the functions in `OTHERS`."""
 
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h) + functional.pad(h, (0, 0, 1, 0))[:, :-1]
-
-
-class LooksFarBack(Part):
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h) + functional.pad(h, (0, 0, 20, 0))[:, : h.shape[1]]
-
-
-class Convolves(Part):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(self.kernel(h.transpose(1, 2)).transpose(1, 2))
-
-
-class NormalisesTheBatch(Part):
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward((h - h.mean((0, 1))) / (h.std((0, 1)) + 1e-5))
-
-
-class ScalesByTheLargest(Part):
-    """The result depends on the largest element only."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h / h.abs().amax())
-
-
-class ActsOnTheMean(Part):
-    """The dependence shows only at a sign change of the mean."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h if h.mean() > 0 else 2 * h)
-
-
-class ShrinksForOutliers(Part):
-    """All rows scale alike unless one row is an outlier."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h / (h.abs().amax() / 20).clamp_min(1.0))
-
-
-class HasPlaces(Part):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.gate, self.kernel = nn.Linear(WIDTH, 4), nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
         self.places = nn.Parameter(torch.randn(64, WIDTH))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h + self.places[: h.shape[1]])
-
-
-class HasRoomForSome(Part):
-    """A mixture with limited expert capacity. Rows above the capacity are dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 4)
-
-    def forward(self, h: Tensor) -> Tensor:
-        chosen = functional.one_hot(self.gate(h).argmax(-1).flatten(), 4)
-        room = 2 * len(chosen) // 4
-        kept = ((chosen.cumsum(0) <= room) & (chosen > 0)).any(-1).view(h.shape[:2])
-        return super().forward(h) * kept[..., None]
-
-
-class DropsOut(Part):
-    def forward(self, h: Tensor) -> Tensor:
-        return functional.dropout(super().forward(h), 0.1)
-
-
-class CountsRows(Part):
-    def __init__(self) -> None:
-        super().__init__()
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, h: Tensor) -> Tensor:
-        self.seen += h.shape[1]
-        return super().forward(h)
+
+def later(h: Tensor, num_rows: int) -> Tensor:
+    """Shift rows."""
+    return functional.pad(h, (0, 0, num_rows, 0))[:, : h.shape[1]]
 
 
-class KeepsItsInput(Part):
-    def forward(self, h: Tensor) -> Tensor:
-        self.last = float(h.detach().sum())
-        return super().forward(h)
+def with_room_for_some(part: Any, h: Tensor) -> Tensor:
+    """A mixture with limited expert capacity. Rows above the capacity are dropped."""
+    chosen = functional.one_hot(part.gate(h).argmax(-1).flatten(), 4)
+    room = 2 * len(chosen) // 4
+    kept = ((chosen.cumsum(0) <= room) & (chosen > 0)).any(-1).view(h.shape[:2])
+    return part.mlp(h) * kept[..., None]
 
 
-class ChangesItsInput(Part):
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h) + h.detach().mul_(0.5)
+def counted(part: Any, h: Tensor) -> Tensor:
+    part.seen += h.shape[1]
+    return part.mlp(h)
 
 
-class SumsGradientsOfRows(Part):
+def kept(part: Any, h: Tensor) -> Tensor:
+    part.last = float(h.detach().sum())
+    return part.mlp(h)
+
+
+class SumsGradientsOfRows(torch.autograd.Function):
     """The forward is a function of rows, the gradient is not."""
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(_ctx: Any, h: Tensor) -> Tensor:
-            return h.clone()
+    @staticmethod
+    def forward(_ctx: Any, h: Tensor) -> Tensor:
+        return h.clone()
 
-        @staticmethod
-        def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
-            return gradients[0] - gradients[0].mean(1, keepdim=True)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(self.Function.apply(h))
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] - gradients[0].mean(1, keepdim=True)
 
 
-OTHERS = {
-    ShiftsRows: "depends on other rows",
-    LooksFarBack: "depends on other rows",
-    Convolves: "depends on other rows",
-    NormalisesTheBatch: "depends on other rows",
-    ScalesByTheLargest: "depends on other rows",
-    ActsOnTheMean: "depends on other rows",
-    ShrinksForOutliers: "depends on other rows",
-    HasPlaces: "depends on other rows, or on the position of the row",
-    HasRoomForSome: "gives different results for equal rows",
-    DropsOut: "draws random numbers",
-    CountsRows: "changes state",
-    KeepsItsInput: "changes state",
-    ChangesItsInput: "changes its inputs in place",
-    SumsGradientsOfRows: "gradients differ over tiles",
+ON_ROWS = "depends on other rows"
+OTHERS: dict[str, tuple[Run, str]] = {
+    "the previous row, as in RWKV": (lambda part, h: part.mlp(h) + later(h, 1), ON_ROWS),
+    "a row far back": (lambda part, h: part.mlp(h) + later(h, 20), ON_ROWS),
+    "a convolution": (lambda part, h: part.mlp(part.kernel(h.transpose(1, 2)).transpose(1, 2)), ON_ROWS),
+    "norm over the batch": (lambda part, h: part.mlp((h - h.mean((0, 1))) / (h.std((0, 1)) + 1e-5)), ON_ROWS),
+    "scale by the largest": (lambda part, h: part.mlp(h / h.abs().amax()), ON_ROWS),
+    "sign of the mean": (lambda part, h: part.mlp(h if h.mean() > 0 else 2 * h), ON_ROWS),
+    "scale by an outlier": (lambda part, h: part.mlp(h / (h.abs().amax() / 20).clamp_min(1.0)), ON_ROWS),
+    "places": (lambda part, h: part.mlp(h + part.places[: h.shape[1]]), f"{ON_ROWS}, or on the position of the row"),
+    "room for some": (with_room_for_some, "gives different results for equal rows"),
+    "dropout": (lambda part, h: functional.dropout(part.mlp(h), 0.1), "draws random numbers"),
+    "a count of rows": (counted, "changes state"),
+    "a kept input": (kept, "changes state"),
+    "a changed input": (lambda part, h: part.mlp(h) + h.detach().mul_(0.5), "changes its inputs in place"),
+    "sums of gradients": (
+        lambda part, h: part.mlp(SumsGradientsOfRows.apply(h)),
+        "gradients differ over tiles",
+    ),
 }
 
 
 @pytest.mark.parametrize("part", OTHERS)
-def test_a_module_that_is_no_function_of_rows_is_left_whole_and_named(part: type[nn.Module]) -> None:
+def test_a_module_that_is_no_function_of_rows_is_left_whole_and_named(part: str) -> None:
+    run, why = OTHERS[part]
     with (
-        Engine(stack(part), sequence_tile=5) as engine,
-        pytest.raises(ConfigError, match=rf"sequence_tile is 5.*part \(.*{OTHERS[part]}"),
+        Engine(stack(lambda: Odd(run)), sequence_tile=5) as engine,
+        pytest.raises(ConfigError, match=rf"sequence_tile is 5.*part \(.*{why}"),
     ):
         engine.step(words(rows=3, length=LENGTH), loss_fn=cross_entropy)
 
 
 def test_a_function_of_rows_is_found() -> None:
-    with Engine(stack(Part), sequence_tile=5) as engine:
+    with Engine(stack(), sequence_tile=5) as engine:
         engine.step(words(rows=3, length=LENGTH), loss_fn=cross_entropy)
         assert modules(engine) == {"blocks.0": ["part"], "blocks.1": ["part"]}
         assert "over tiles of 5 tokens" in engine.told_tiles
 
 
-class ReachesFar(Part):
-    """Adds a row 64 positions back, beyond a recorded sequence."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h + functional.pad(h, (0, 0, 64, 0))[:, : h.shape[1]])
-
-
-class CentresLong(Part):
-    """Subtracts the mean over long sequences."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h - h.mean(1, keepdim=True) if h.shape[1] > 64 else h)
+SHORT: dict[str, Run] = {
+    "reaches far": lambda part, h: part.mlp(h + later(h, 64)),
+    "centres long rows": lambda part, h: part.mlp(h - h.mean(1, keepdim=True) if h.shape[1] > 64 else h),
+}
+"""Functions of rows only up to the length of a recorded sequence."""
 
 
-@pytest.mark.parametrize("part", [ReachesFar, CentresLong])
-def test_a_module_that_is_a_function_of_rows_in_short_sequences_alone_runs_whole_in_long_ones(
-    part: type[nn.Module],
-) -> None:
+@pytest.mark.parametrize("part", SHORT)
+def test_a_module_that_is_a_function_of_rows_in_short_sequences_alone_runs_whole_in_long_ones(part: str) -> None:
     batches = [words(0, rows=2, length=72), words(1, rows=2, length=140)]
     losses = []
     for tile in ("none", 5):
-        with Engine(stack(part), sequence_tile=tile, optimizer=PROPORTIONAL, max_grad_norm=None) as engine:
-            if tile == 5:
-                engine.step(words(0, rows=2, length=40), loss_fn=cross_entropy)
-                assert modules(engine) == {"blocks.0": ["part"], "blocks.1": ["part"]}
-                with pytest.warns(UserWarning, match="part of unit blocks.0 runs on the whole sequence.*over 72 rows"):
-                    engine.step(batches[0], loss_fn=cross_entropy)
-                assert modules(engine) == {}
-            else:
-                engine.step(words(0, rows=2, length=40), loss_fn=cross_entropy)
+        model, tiled = stack(lambda: Part(SHORT[part])), tile == 5
+        with Engine(model, sequence_tile=tile, optimizer=PROPORTIONAL, max_grad_norm=None) as engine:
+            engine.step(words(0, rows=2, length=40), loss_fn=cross_entropy)
+            assert modules(engine) == ({"blocks.0": ["part"], "blocks.1": ["part"]} if tiled else {})
+            message = "part of unit blocks.0 runs on the whole sequence.*over 72 rows"
+            with pytest.warns(UserWarning, match=message) if tiled else nullcontext():
                 engine.step(batches[0], loss_fn=cross_entropy)
+            assert modules(engine) == {}
             losses.append(engine.step(batches[1], loss_fn=cross_entropy).loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
@@ -296,7 +228,7 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("placement", "settings"), quick(WAYS, WAYS[:3]))
 def test_steps_are_those_of_plain_torch(placement: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
-    where = Placement(**placement, **({"nvme_dir": tmp_path} if "nvme" in placement.values() else {}))
+    where = Placement(**placement, nvme_dir=tmp_path)
     engine, _ = train_both(build(qwen3), long(3), within=2e-6, placement=where, sequence_tile=7, **settings)
     assert len(modules(engine)) == 2
     engine.close()
@@ -342,9 +274,7 @@ def test_an_own_loop_records_and_trains_over_tiles() -> None:
         with Engine(model, sequence_tile=tile, optimizer=PROPORTIONAL) as engine:
             for seed in range(2):
                 for half in range(2):
-                    batch = tokens(2 * seed + half, 2, 80)
-                    loss = model(**batch).loss
-                    engine.backward(loss)
+                    engine.backward(model(**tokens(2 * seed + half, 2, 80)).loss)
                 losses.append(float(engine.update().loss))
             assert bool(modules(engine)) == (tile != "none")
             assert bool(engine.told_tiles) == (tile != "none")

@@ -6,6 +6,7 @@ All other reads get the weights, and every gradient equals plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -19,39 +20,6 @@ from tests.engine.compare import train_both
 from tests.engine.families import build
 from tests.engine.handmade import WIDTH, WORDS, Stack, cross_entropy, words
 from tests.engine.inside import parts_of
-
-
-class Scaled(nn.Embedding):
-    """Gemma's embedding: multiplies by a buffer saved in the graph."""
-
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-        self.register_buffer("scale", torch.tensor(WIDTH**0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale.to(self.weight.dtype)
-
-
-class Added(nn.Embedding):
-    """The autograd graph of a sum saves nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-        self.bias = nn.Parameter(torch.linspace(-1, 1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.bias
-
-
-class Rescaled(nn.Embedding):
-    """The graph saves the gain, but not the table."""
-
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.gain
 
 
 class _KeepsWeights(torch.autograd.Function):
@@ -68,25 +36,9 @@ class _KeepsWeights(torch.autograd.Function):
         return gradient, of_mean.expand_as(ctx.weight) + 0.01 * ctx.weight
 
 
-class OwnFunction(nn.Embedding):
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _KeepsWeights.apply(super().forward(x), self.weight)
-
-
-class OwnFunctionOfItsOwn(nn.Embedding):
-    """The function reads the saved weight by NumPy, invisible to a dispatch mode."""
-
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _ReadsPastTorch.apply(super().forward(x), self.weight.detach().float())
-
-
 class _ReadsPastTorch(torch.autograd.Function):
+    """Reads the saved weight by NumPy, invisible to a dispatch mode."""
+
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
         ctx.numbers = weight.cpu().numpy()
@@ -97,42 +49,34 @@ class _ReadsPastTorch(torch.autograd.Function):
         return gradient * float(ctx.numbers.sum()), None
 
 
-class HookedLater(nn.Embedding):
+class Table(nn.Embedding):
+    """An embedding with a vector. `after(table, x)` replaces the forward."""
+
+    def __init__(self, after: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(WORDS, WIDTH)
+        self.after, self.vector = after, nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.register_buffer("scale", torch.tensor(WIDTH**0.5))
+
+    def found(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self, x)
+
+
+def hooked_later(table: Table, x: Tensor) -> Tensor:
     """A hook reads the weights, but in none of the trial batches. A hook that always reads is refused."""
-
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, h = self.weight, super().forward(x)
-        if h.requires_grad:
-            reads = bool(x[0, 0] < 0)
-            h.register_hook(lambda gradient: gradient * weight.detach().abs().mean() if reads else gradient)
-        return h
+    weight, h = table.weight, table.found(x)
+    if h.requires_grad:
+        reads = bool(x[0, 0] < 0)
+        h.register_hook(lambda gradient: gradient * weight.detach().abs().mean() if reads else gradient)
+    return h
 
 
-class Checkpointed(nn.Embedding):
-    """Runs again in backward (checkpoint). The engine does not see the tensors saved for the second run."""
-
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.gain
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._scaled, x, use_reentrant=False)
-
-
-class Dropping(nn.Embedding):
-    """The graph grows with the batch, so the unit is recomputed from the weights."""
-
-    def __init__(self) -> None:
-        super().__init__(WORDS, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x))
+def sometimes(table: Table, x: Tensor) -> Tensor:
+    """The path depends on the batch values."""
+    h = table.found(x)
+    return h * table.vector if int(x[0, 0]) % 2 else h + table.vector
 
 
 class Tied(Stack):
@@ -152,25 +96,33 @@ class Twice(Stack):
 
 
 class Without(Stack):
-    """A stack with another embedding class."""
+    """A stack with a `Table`."""
 
-    def __init__(self, embedding: Callable[[], nn.Module]) -> None:
+    def __init__(self, after: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.embedding = embedding()
+        self.embedding = Table(after)
 
 
+TABLES: Mapping[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "scaled, as in Gemma": (lambda table, x: table.found(x) * table.scale.to(table.weight.dtype), False),
+    "added": (lambda table, x: table.found(x) + table.vector, False),
+    "rescaled": (lambda table, x: table.found(x) * table.vector, True),  # the graph saves the vector, not the table
+    "own function": (lambda table, x: _KeepsWeights.apply(table.found(x), table.weight), True),
+    "own function, past torch": (
+        lambda table, x: _ReadsPastTorch.apply(table.found(x), table.weight.detach().float()),
+        True,
+    ),
+    "hook": (hooked_later, True),
+    # The engine does not see the tensors saved for the second run.
+    "checkpoint": (lambda table, x: checkpoint(lambda x: table.found(x) * table.vector, x, use_reentrant=False), True),
+    # The graph grows with the batch, so the unit is recomputed from the weights.
+    "recomputed": (lambda table, x: torch.tanh(table.found(x)), True),
+}
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], bool]] = {
     "embedding": (Stack, False),
-    "scaled": (lambda: Without(Scaled), False),
-    "added": (lambda: Without(Added), False),
     "tied": (Tied, False),
     "twice": (Twice, False),
-    "rescaled": (lambda: Without(Rescaled), True),
-    "own function": (lambda: Without(OwnFunction), True),
-    "own function, past torch": (lambda: Without(OwnFunctionOfItsOwn), True),
-    "hook": (lambda: Without(HookedLater), True),
-    "checkpoint": (lambda: Without(Checkpointed), True),
-    "recomputed": (lambda: Without(Dropping), True),
+    **{name: (partial(Without, after), reads) for name, (after, reads) in TABLES.items()},
 }
 """Model, and True if the embedding backward reads the table."""
 
@@ -206,18 +158,11 @@ def assert_fetched(engine: Engine, reads: bool, num_uses: int = 1) -> None:
 
 @pytest.mark.slow
 def test_a_use_that_saves_weights_against_all_that_was_recorded_has_them() -> None:
-    """The path through the unit depends on the batch values."""
-
-    class Sometimes(Rescaled):
-        def forward(self, x: Tensor) -> Tensor:
-            h = nn.Embedding.forward(self, x)
-            return h * self.gain if int(x[0, 0]) % 2 else h + self.gain
-
     batches = [words(s) for s in range(6)]
     for number, batch in enumerate(batches):
         batch["x"][:, 0] = number % 2
     engine, _ = train_both(
-        build(lambda: Without(Sometimes)), batches, loss_fn=cross_entropy, prefetch=0, max_grad_norm=None, debug=True
+        build(lambda: Without(sometimes)), batches, loss_fn=cross_entropy, prefetch=0, max_grad_norm=None, debug=True
     )
     assert_fetched(engine, reads=True)
     for _ in range(2):  # the recorded order of the previous pass still has the fetch

@@ -69,6 +69,19 @@ def test_it_is_plain_mezo(make: Callable[[], nn.Module], width: str) -> None:
     train_both(build(make), **of(width), kept=lambda name: make is t5 and ".wo." in name).close()
 
 
+class Squares(nn.Module):
+    """The sum of the squared results of all blocks but one. With linear blocks the central difference equals the
+    directional derivative, except for rounding.
+    """
+
+    def __init__(self, block: type[nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
+        return torch.stack([block(x).square().sum() for n, block in enumerate(self.blocks) if n != skip]).sum()
+
+
 def make_model(num_layers: int = 4) -> nn.Module:
     return build(lambda: llama(num_hidden_layers=num_layers))
 
@@ -78,13 +91,19 @@ PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"placement": Placement(parameters="cpu", optimizer="cpu")},
     "lanes": {"debug": 3, "placement": Placement(parameters="cpu", optimizer="cpu")},
     "stays": {"placement": Placement(parameters="device", optimizer="cpu")},
-    "prefetch": {"prefetch": 2, "debug": 4, "placement": Placement(parameters="cpu", optimizer="cpu")},
-    "tight": {"prefetch": 0, "placement": Placement(parameters="cpu", optimizer="cpu", device_memory="128KiB")},
     "leftover": {"debug": 5, "placement": Placement(parameters="cpu", optimizer="cpu", device_memory="4MiB")},
     "throttled": {"throttle": {"h2d": "200MiB", "update": "400MiB"}, "placement": Placement(parameters="cpu")},
-    "nvme": {"placement": {"parameters": "nvme", "optimizer": "nvme"}},
-    "half": {"placement": {"parameters": "cpu", "optimizer": "nvme"}},
 }
+
+
+def pair(place: str, width: str, rule: MeZO = RULE, update: str = "auto") -> tuple[Engine, Engine]:
+    """Return two engines: one with updates in slots, and one with updates on the host."""
+    slots, host = (
+        Engine(make_model(), optimizer=how.pop("rule"), **how, update=where, **PLACES[place])
+        for where in (update, "cpu")
+        for how in [of(width, rule)]
+    )
+    return slots, host
 
 
 @pytest.mark.parametrize(
@@ -126,19 +145,11 @@ def test_a_fraction_of_the_layers_takes_part() -> None:
 
 @pytest.mark.usefixtures("nothing_left_over")
 @pytest.mark.parametrize(
-    ("place", "width"),
-    quick(
-        [("cpu", "bf16"), ("lanes", "alone"), ("throttled", "fp32")],
-        [("cpu", "bf16")],
-    ),
+    ("place", "width"), quick([("cpu", "bf16"), ("lanes", "alone"), ("throttled", "fp32")], [("cpu", "bf16")])
 )
 def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: str) -> None:
     """Each weight is copied to the device once a step with the update data, and back once if the block participates."""
-    how = of(width, replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7))
-    rule, precision = how["rule"], how["precision"]
-    slots, host = (
-        Engine(make_model(), rule, precision=precision, update=update, **PLACES[place]) for update in ("auto", "cpu")
-    )
+    slots, host = pair(place, width, replace(RULE, layer_fraction=0.5, magnitude_quantile=0.7))
     regions, resident = parts_of(slots).regions, parts_of(slots).slots.is_resident
     down_bytes = 0
     for number, batch in enumerate(batches(4)):
@@ -165,7 +176,7 @@ def test_updates_in_slots_have_the_bits_of_those_on_the_host(place: str, width: 
     "look", quick(["evaluate", "forward", "state_dict", "checkpoint", "restore"], ["evaluate", "checkpoint"])
 )
 def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> None:
-    slots, host = (Engine(make_model(), RULE, update=update, **PLACES["cpu"]) for update in ("device", "cpu"))
+    slots, host = pair("cpu", "fp32", update="device")
     for batch in batches(2):
         slots.step(batch)
         host.step(batch)
@@ -194,11 +205,7 @@ def test_who_looks_sees_updates_that_were_put_off(look: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("width", ["fp32", "alone"])
 def test_what_stays_in_slots_is_updated_there(width: str) -> None:
     """With spare device memory, weights are not copied to the device again, but still to the host."""
-    rule, precision = of(width).values()
-    slots, host = (
-        Engine(make_model(), rule, precision=precision, update=update, **PLACES["leftover"])
-        for update in ("auto", "cpu")
-    )
+    slots, host = pair("leftover", width)
     for batch in batches(20):  # spare memory goes to slots after a step without a new peak
         assert slots.step(batch).measured == host.step(batch).measured
         if slots.counters.h2d_bytes < host.counters.h2d_bytes:
@@ -237,33 +244,18 @@ def test_there_are_no_gradients_and_no_moments() -> None:
 
 
 @pytest.mark.slow
-def test_the_host_holds_two_bytes_a_parameter() -> None:
-    """With fp32 masters four. Disk and checkpoint hold the same number of bytes."""
-    sizes = {}
-    for width in ("bf16", "alone"):
-        rule, precision = of(width).values()
-        engine = Engine(make_model(), rule, precision=precision, **PLACES["cpu"])
-        engine.step(tokens())
-        sizes[width] = {name: num_bytes for tier, name, num_bytes in engine.allocations if tier == "cpu"}
-        num_elements = sum(region.numel for region in parts_of(engine).regions)
-        engine.close()
-    assert sizes["bf16"] == {"weights": 2 * num_elements, "low": 2 * num_elements}
-    assert sizes["alone"] == {"weights": 2 * num_elements}
-
-
-@pytest.mark.slow
-def test_the_disk_and_a_checkpoint_hold_two_bytes_a_parameter(tmp_path: Path) -> None:
-    rule, precision = of("alone").values()
-    where = Placement(parameters="nvme", optimizer="nvme", nvme_dir=tmp_path)
-    engine = Engine(make_model(), rule, precision=precision, placement=where)
-    engine.step(tokens())
-    (on_disk,) = (num_bytes for tier, _, num_bytes in engine.allocations if tier == "nvme")
-    assert on_disk == sum(
-        region.weight_bytes for region in parts_of(engine).regions if parts_of(engine).store.states[region].tiles
-    )
-    engine.save_checkpoint(tmp_path / "saved")
-    num_elements = sum(value.numel() for value in weights(engine).values())
-    engine.close()
+def test_weights_in_bf16_alone_take_two_bytes_a_parameter(tmp_path: Path) -> None:
+    """On the host, on disk and in a checkpoint. With fp32 masters the host holds four."""
+    for place, names in (("cpu", ("weights", "low")), ("cpu", ("weights",)), ("nvme", ("weights",))):
+        rule = RULE if len(names) > 1 else ALONE
+        with Engine(make_model(), rule, Placement(place, place, nvme_dir=tmp_path), precision="bf16") as engine:
+            engine.step(tokens())
+            parts = parts_of(engine)
+            regions = [r for r in parts.regions if place == "cpu" or parts.store.states[r].tiles]
+            wanted = dict.fromkeys(names, 2 * sum(region.numel for region in regions))
+            assert {name: size for tier, name, size in engine.allocations if tier == place} == wanted
+            engine.save_checkpoint(tmp_path / "saved")
+            num_elements = sum(value.numel() for value in weights(engine).values())
     written = sum(file.stat().st_size for file in (tmp_path / "saved").glob("*.bin"))
     assert 2 * num_elements <= written < 2.1 * num_elements + 8192
 
@@ -285,24 +277,12 @@ def test_what_is_frozen_keeps_every_bit() -> None:
     engine.close()
 
 
-class Skipping(nn.Module):
-    """Skips one block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, skip: int) -> torch.Tensor:
-        return torch.stack([block(x).square().sum() for n, block in enumerate(self.blocks) if n != skip]).sum()
-
-
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_a_replay_knows_what_no_pass_used_and_what_was_frozen(quantile: float) -> None:
     """Unused weights move like used ones, in slots and on the host. Frozen weights do not move."""
     rule, records = replace(RULE, magnitude_quantile=quantile), []
-    engine, again = (Engine(Skipping(), rule, **PLACES["cpu"]) for _ in range(2))
-    plain = PlainMeZO(Skipping(), rule)
+    engine, again = (Engine(build(Squares), rule, **PLACES["cpu"]) for _ in range(2))
+    plain = PlainMeZO(build(Squares), rule)
     for skip, frozen in ((-1, ()), (1, ()), (1, ("blocks.0.bias", "blocks.1.weight")), (2, ())):
         for name, parameter in engine.model.named_parameters():
             parameter.requires_grad_(name not in frozen)
@@ -355,20 +335,8 @@ def test_passes_draw_the_same_numbers() -> None:
         engine.close()
 
 
-class Quadratic(nn.Module):
-    """A quadratic loss: the central difference equals the directional derivative, except for rounding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([block(x).square().sum() for block in self.blocks]).sum()
-
-
 def test_the_estimate_is_the_directional_derivative() -> None:
-    torch.manual_seed(0)
-    model, x = Quadratic(), torch.randn(4, 16)
+    model, x = build(Squares), torch.randn(4, 16)
     plain = PlainMeZO(model, MeZO())
     plain.num_steps = 1
     loss = plain.model(x.to(own_device()))
@@ -392,40 +360,10 @@ class Classifier(nn.Module):
         return self.blocks[1](torch.tanh(self.blocks[0](x.to(self.blocks[0].weight.dtype))))
 
 
-def accuracy(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-    return (outputs.argmax(1) == batch["labels"]).float().mean()
-
-
 def points(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(64, 8, generator=generator)
     return {"x": x, "labels": (x[:, 0] > x[:, 1]).long()}
-
-
-@pytest.mark.slow
-@RULE_ONLY
-@pytest.mark.parametrize(
-    ("objective", "width"),
-    [("accuracy", "fp32"), ("loss", "alone")],
-)
-def test_a_small_task_is_learned(objective: str, width: str) -> None:
-    is_smooth = objective == "loss"
-    rule = MeZO(lr=0.05 if is_smooth else 0.02, eps=1e-2 if is_smooth else 0.1, num_perturbations=4 if is_smooth else 8)
-    rule, precision = of(width, rule).values()
-    engine = Engine(Classifier(), rule, precision=precision)
-
-    def loss_fn(outputs: torch.Tensor, batch: Any) -> Any:
-        if objective == "accuracy":
-            return -accuracy(outputs, batch).item()  # a float, as from metrics of other libraries
-        return nn.functional.cross_entropy(outputs, batch["labels"])
-
-    before = float(engine.evaluate(points(999), accuracy))
-    for seed in range(60):
-        engine.step(points(seed), loss_fn)
-    after = float(engine.evaluate(points(999), accuracy))
-    assert before < 0.7
-    assert after >= 0.8
-    engine.close()
 
 
 def test_a_number_of_python_is_a_loss_where_no_gradient_is_needed() -> None:
@@ -516,33 +454,25 @@ class Told(Exception):
     """Raised on purpose."""
 
 
-class Breaks(nn.Module):
-    """Raises in call number `at`."""
+class Breaks(nn.Linear):
+    """Raises in the call with the number in `left`."""
 
     left = Log()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.left:
             self.left.append(self.left.pop() - 1)
             if not self.left[0]:
                 raise Told
-        return self.linear(x)
+        return torch.tanh(super().forward(x))
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Breaks() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().mean()
+def stepped(make: Callable[[], nn.Module], place: str, batch: Any) -> tuple[Engine, Engine]:
+    """Return two engines after a step each."""
+    engines = [Engine(build(make), RULE, **PLACES[place]) for _ in range(2)]
+    for each in engines:
+        each.step(batch)
+    return engines[0], engines[1]
 
 
 @pytest.mark.slow
@@ -551,9 +481,7 @@ def test_an_interrupt_where_a_step_becomes_one_tears(
     place: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counting a step and queueing the update belong together: an interrupt between them tears the engine."""
-    engine, twin = (Engine(make_model(2), RULE, **PLACES[place]) for _ in range(2))
-    for each in (engine, twin):
-        each.step(tokens())
+    engine, twin = stepped(llama, place, tokens())
     engine.save_checkpoint(tmp_path / "saved")
 
     owner = parts_of(engine).runner if where == "end_step" else steps_of(engine).method._pending
@@ -577,9 +505,7 @@ def test_an_interrupt_where_a_step_becomes_one_tears(
 
 
 def test_an_update_that_was_put_off_is_made_once_where_a_read_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, twin = (Engine(make_model(2), RULE, **PLACES["cpu"]) for _ in range(2))
-    for each in (engine, twin):
-        each.step(tokens())
+    engine, twin = stepped(llama, "cpu", tokens())
     start = parts_of(engine).updates.start
 
     def interrupted() -> None:
@@ -598,10 +524,7 @@ def test_an_update_that_was_put_off_is_made_once_where_a_read_is_interrupted(mon
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
     threads = set(threading.enumerate())
-    engine, twin = (Engine(Chain(), RULE, **PLACES["lanes"]) for _ in range(2))
-    batch = {"x": torch.randn(4, 8)}
-    for each in (engine, twin):
-        each.step(batch)
+    engine, twin = stepped(lambda: Squares(Breaks), "lanes", batch := {"x": torch.randn(4, 16)})
     engine.model.blocks[1].left.append(call)
     generator = torch.get_rng_state()
     with pytest.raises(Told):
@@ -622,11 +545,8 @@ def test_a_pass_that_fails_ends_both_and_leaves_no_trace(call: int) -> None:
 @RULE_ONLY
 @pytest.mark.parametrize("width", ["fp32", "alone"])
 def test_a_run_is_replayed(width: str) -> None:
-    rule, precision = of(
-        width,
-        MeZO(lr=1e-3, eps=1e-2, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5, weight_decay=0.1),
-    ).values()
-    settings = {**PLACES["cpu"], "precision": precision, "seed": 5}
+    how = of(width, replace(RULE, num_perturbations=2, layer_fraction=0.5, magnitude_quantile=0.5))
+    rule, settings = how.pop("rule"), {**PLACES["cpu"], **how, "seed": 5}
     engine, records = Engine(make_model(), rule, **settings), []
     for number, batch in enumerate(batches(5)):
         engine.lr = 1e-3 / (1 + number)
@@ -653,9 +573,6 @@ def test_a_run_is_replayed(width: str) -> None:
     again.replay([last._replace(step=8)])
     assert again.weights_mark() not in marks
     again.close()
-
-
-# -- ranks -------------------------------------------------------------------------------------------------
 
 
 # -- races -------------------------------------------------------------------------------------------------
