@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from benchmarks.plan_memory import CASES, Case, actual, compare, planned
 from offload.app.config.config import Config
 from offload.engine.units.activation_offload import CHECKPOINTS, GRAPHS
-from offload.extras.plan.alternatives import forecast, place
+from offload.extras.plan.alternatives import apply_change, forecast, place
 from offload.extras.plan.forecast import Forecaster
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.plan.memory import Kept, StepMemory
@@ -298,3 +299,20 @@ def test_states_are_updated_in_both_places_where_that_is_faster_and_nobody_says_
     assert place(forecaster, forecaster.predict(fixed, gpu)).prepared.plan.update != "both", (
         "which says where they rest"
     )
+
+
+def test_states_take_the_room_that_weights_on_the_device_would_take() -> None:
+    """Covers a slow disk. Without states on the device, another placement is faster, but leaves less room for them."""
+    layers = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
+    where: dict[str, object] = {"data.sequence_length": 64, "train.batch_size": 1, "train.precision": "bf16"}
+    where |= {"train.recompute": "always", "offload.graphs": "device", "offload.activations": "device"}
+    where |= {"train.compile": "never"}
+    given = config(**where, **{"offload.nvme_dir": ["/nvme"]})
+    gpu = read_machine("h100").with_(device_bytes=133 << 20, host_bytes=100 << 20)
+    forecaster = Forecaster(given, 1, LlamaConfig(vocab_size=256, **layers))
+    states = {"offload.optimizer": "auto", "offload.update": "both", "offload.optimizer_memory": "102MiB"}
+    found = place(forecaster, forecaster.predict(given, gpu))
+    other = forecaster.predict(apply_change(given, states), gpu)
+    assert other.fits
+    assert other.timing is not None
+    assert found.timing.step_seconds <= other.timing.step_seconds

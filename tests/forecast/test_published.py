@@ -29,7 +29,7 @@ from offload.layout.regions import ParameterInfo, Region
 from offload.layout.residence import DEVICE, HOST, Residence
 from offload.layout.sharding import Sharding
 from offload.planning.machines import SpecifiedMachine
-from offload.planning.memory import BUFFER, SLOT, UnitPlan, plan_memory
+from offload.planning.memory import BUFFER, SLOT, Allocation, UnitPlan, plan_memory
 from offload.planning.settings import Settings
 from offload.tiers.placement import Placement
 
@@ -50,20 +50,18 @@ def regions(
     return build_regions(infos, its, [(*ADAM, *extra)], ranks)
 
 
+def allocations(its: Sequence[Region], residence: Residence) -> list[Allocation]:
+    """Return the planned allocations, with one unit per region."""
+    units = [UnitPlan(region.name, (region,), resident=False) for region in its]
+    return plan_memory(units, its, residence, keeps_gradients=True, splits=False)
+
+
 def state_bytes(numel: float, ranks: int, stage: int) -> float:
     """Return the planned bytes of model states per device, with all states on the device."""
     its = regions([[(round(numel),)]], ranks, [WHOLE_MASTER])
     residence = Residence(sharding=Sharding(0, ranks, stage), common=DEVICE)
-    units = [UnitPlan("unit 0", its, resident=False)]
-    plan = plan_memory(
-        units,
-        its,
-        residence,
-        keeps_gradients=True,
-        splits=False,
-    )
     states = {plane.label for plane in its[0].planes}
-    return sum(allocation.num_bytes for allocation in plan if allocation.name in states)
+    return sum(a.num_bytes for a in allocations(its, residence) if a.name in states)
 
 
 # ZeRO, Table 1: memory per device in GB for stages 1, 2 and 3, by parameters and data-parallel degree.
@@ -166,8 +164,7 @@ def test_zero_offload_table_1_and_traffic() -> None:
     depth, numel = 8, 1 << 20
     assert state_bytes(1e9, 1, 0) / 1e9 == pytest.approx(16, abs=0.001)
     its = regions([[(numel,)]] * depth)
-    units = [UnitPlan(region.name, (region,), resident=False) for region in its]
-    plan = plan_memory(units, its, Residence(keeps_weights=True), keeps_gradients=True, splits=False)
+    plan = allocations(its, Residence(keeps_weights=True))
     lasting = [a.num_bytes for a in plan if a.tier == "device" and a.name != BUFFER]
     assert sum(lasting) == 2 * depth * numel
     moved = played(its, capacity=depth)
@@ -197,14 +194,7 @@ def test_zero_infinity_figure_2a(
     saved = played(regions([[(2048,)]]), saved_bytes=32 * 1024 * width * 2, rates={"d2h": 1.0})
     assert layers * (saved.busy_s["d2h"] - 2 * 2048) / TIB == pytest.approx(checkpoints, abs=0.01)
     if working is not None:  # largest operator as a unit: weights and gradient
-        its = regions([[(width, 4 * width)]])
-        plan = plan_memory(
-            [UnitPlan("unit 0", its, resident=False)],
-            its,
-            Residence(),
-            keeps_gradients=True,
-            splits=False,
-        )
+        plan = allocations(regions([[(width, 4 * width)]]), Residence())
         held = sum(a.num_bytes for a in plan if a.name.partition(" (")[0] in (SLOT, BUFFER))
         assert held / GIB == pytest.approx(working, abs=0.01)
 

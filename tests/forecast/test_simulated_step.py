@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.matrix import matrix
 NUMEL, DEPTH = 4096, 6
 MOMENTS = [[Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32)]]
 FORWARD_S, BACKWARD_S = 1.0, 2.0
+COMPUTE_S = DEPTH * (FORWARD_S + BACKWARD_S)
 
 
 def regions(depth: int = DEPTH, delays: bool = False) -> tuple[Region, ...]:
@@ -129,37 +131,33 @@ def test_compute_on_the_host_waits_and_tells_for_whom(lanes: SimulatedLanes) -> 
 @pytest.mark.parametrize("clip", [None, "deferred", "speculative"])
 def test_a_step_whose_lanes_take_no_time_is_its_compute(clip: str | None) -> None:
     told = played(0, 0, 0, clip=clip)
-    assert told.seconds == DEPTH * (FORWARD_S + BACKWARD_S)
+    assert told.seconds == COMPUTE_S
     assert not any(told.exposed_s.values())
 
 
-def test_with_one_slot_every_fetch_is_waited_for_but_that_of_a_unit_that_is_still_there() -> None:
-    told = played(0.5, 0, 0, slots=1)
-    assert told.busy_s["h2d"] == 0.5 * (2 * DEPTH - 1)
-    assert told.seconds == DEPTH * (FORWARD_S + BACKWARD_S) + told.busy_s["h2d"]
+@pytest.mark.parametrize(
+    ("lanes_s", "options", "link", "busy_s", "step_s"),
+    [
+        # Every fetch is waited for, but that of a unit still in the slot.
+        ((0.5, 0, 0), {"slots": 1}, "h2d", 0.5 * (2 * DEPTH - 1), COMPUTE_S + 0.5 * (2 * DEPTH - 1)),
+        # All updates except the first unit's overlap the forward, one after the other in order of use.
+        ((0, 0, 3.0), {}, "update", 3.0 * DEPTH, COMPUTE_S + DEPTH * 3.0 - (DEPTH - 1) * FORWARD_S),
+        # The host waits for the last gradient. The first D2H copy starts after all forwards and one backward.
+        ((0, 5.0, 0), {"clip": None}, "d2h", 5.0 * DEPTH, DEPTH * (5.0 + FORWARD_S) + BACKWARD_S),
+        ((0, 5.0, 0), {"buffers": 1}, "d2h", 5.0 * DEPTH, COMPUTE_S + 5.0 * DEPTH),
+        ((0, 0, 3.0), {"delay": 1}, "update", 3.0 * DEPTH, 3.0 * DEPTH),
+    ],
+    ids=["one slot", "deferred updates", "a slow lane", "one gradient buffer", "updates a step late"],
+)
+def test_what_compute_waits_for(
+    lanes_s: tuple[float, float, float], options: dict[str, Any], link: str, busy_s: float, step_s: float
+) -> None:
+    told = played(*lanes_s, **options)
+    assert (told.busy_s[link], told.seconds) == pytest.approx((busy_s, step_s))
 
 
-def test_deferred_updates_hide_behind_the_next_forward_alone() -> None:
-    compute = DEPTH * (FORWARD_S + BACKWARD_S)
-    told = played(0, 0, 3.0)
-    # All updates except the first unit's overlap the forward, one after the other in order of use.
-    assert told.seconds == compute + DEPTH * 3.0 - (DEPTH - 1) * FORWARD_S
-    assert played(0, 0, 3.0, clip=None).seconds < told.seconds
-
-
-def test_a_slow_lane_is_what_a_step_takes() -> None:
-    told = played(0, 5.0, 0, clip=None)
-    assert told.busy_s["d2h"] == 5.0 * DEPTH
-    # The host waits for the last gradient. The first D2H copy starts after all forwards and one backward.
-    assert told.seconds == DEPTH * (5.0 + FORWARD_S) + BACKWARD_S
-
-
-def test_with_one_gradient_buffer_a_backward_waits_for_the_landing_of_the_one_before() -> None:
-    assert played(0, 5.0, 0, buffers=1).seconds == DEPTH * (FORWARD_S + BACKWARD_S + 5.0)
-
-
-def test_updates_that_come_a_step_late_hide_behind_all_of_it() -> None:
-    assert played(0, 0, 3.0, delay=1).seconds == pytest.approx(DEPTH * 3.0)
+def test_updates_without_clipping_hide_behind_the_backward_too() -> None:
+    assert played(0, 0, 3.0, clip=None).seconds < played(0, 0, 3.0).seconds
 
 
 def test_corrections_are_a_second_pass_over_what_was_updated_early() -> None:

@@ -25,22 +25,18 @@ from offload.planning.settings import Settings
 TOKENS = 1 << 16
 
 
-def block(tile: int | str, hidden: int = 64, found: dict[Hashable, Tiles] | None = None) -> UnitWork:
-    """Return the work in a block with Llama 3 8B proportions, for a row with 64 k tokens."""
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden * 7 // 2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=64,
-        max_position_embeddings=TOKENS,
-    )
+def block(
+    tile: int | str, num_tokens: int = TOKENS, num_ranks: int = 1, found: dict[Hashable, Tiles] | None = None
+) -> UnitWork:
+    """Return the work in a block with Llama 3 8B proportions, on one of `num_ranks` ranks with parts of a row."""
+    sizes = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64, max_position_embeddings=num_tokens)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    settings = Settings(sequence_tile=tile, precision="bf16", device="cpu")
-    prepared = prepare(model, settings, SimulatedRanks(1), SpecifiedMachine(HERE, 1))
-    work = measure(model, BatchSpec("causal", 1, TOKENS), prepared, found)
+    settings = Settings(sequence_tile=tile, sequence_parallel=num_ranks, precision="bf16", device="cpu")
+    prepared = prepare(model, settings, SimulatedRanks(num_ranks), SpecifiedMachine(HERE, num_ranks))
+    work = measure(model, BatchSpec("causal", 1, num_tokens // num_ranks, shared_by=num_ranks), prepared, found)
+    assert model.config._attn_implementation == "sdpa", "the model is as it was"
     return next(call for call in work.calls if call.is_block)
 
 
@@ -64,21 +60,9 @@ def test_blocks_are_searched_for_tiles_once_in_a_plan(monkeypatch: pytest.Monkey
     assert smaller.backward_temporary_bytes < first.backward_temporary_bytes
 
 
-def of_a_rank(size: int) -> UnitWork:
-    """Return the work in a block on one rank. `size` ranks share rows with 4 k tokens."""
-    sizes = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 8, "num_key_value_heads": 2}
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64, max_position_embeddings=4096))
-    settings = Settings(sequence_parallel=size, precision="bf16", device="cpu")
-    prepared = prepare(model, settings, SimulatedRanks(size), SpecifiedMachine(HERE, size))
-    work = measure(model, BatchSpec("causal", 1, 4096 // size, shared_by=size), prepared)
-    assert model.config._attn_implementation == "sdpa", "the model is as it was"
-    return next(call for call in work.calls if call.is_block)
-
-
 def test_ranks_that_share_sequences_have_their_part_of_a_block() -> None:
     """Attention over whole rows is divided too, by heads."""
-    whole, part = of_a_rank(1), of_a_rank(2)
+    whole, part = block("none", 4096), block("none", 4096, num_ranks=2)
     assert part.forward.flops == pytest.approx(whole.forward.flops / 2)
     assert part.backward.flops == pytest.approx(whole.backward.flops / 2)
     assert part.input_bytes == pytest.approx(whole.input_bytes / 2, rel=0.01)
@@ -88,18 +72,8 @@ def test_ranks_that_share_sequences_have_their_part_of_a_block() -> None:
     assert part.backward.exchanged_bytes == sent
 
 
-def small_block() -> UnitWork:
-    """Return the work in a block of a small model, in tiles of 16 tokens."""
-    sizes = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 1}
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64))
-    prepared = prepare(model, Settings(sequence_tile=16, device="cpu"), SimulatedRanks(1), SpecifiedMachine(HERE, 1))
-    work = measure(model, BatchSpec("causal", 1, 256), prepared)
-    return next(call for call in work.calls if call.is_block)
-
-
 def test_a_block_unable_to_run_on_a_few_rows_is_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiled, own = small_block(), LlamaMLP.forward
+    tiled, own = block(16, 256), LlamaMLP.forward
 
     def forward(self: LlamaMLP, rows: torch.Tensor) -> torch.Tensor:
         if not rows.is_meta:
@@ -107,7 +81,7 @@ def test_a_block_unable_to_run_on_a_few_rows_is_measured_whole(monkeypatch: pyte
         return own(self, rows)
 
     monkeypatch.setattr(LlamaMLP, "forward", forward)
-    assert tiled.saved_bytes < small_block().saved_bytes
+    assert tiled.saved_bytes < block(16, 256).saved_bytes
 
 
 def test_a_broken_tile_search_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +90,7 @@ def test_a_broken_tile_search_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RowTrials, "_outermost", breaks)
     with pytest.raises(CannotMeasureError, match="AttributeError: a misspelt name"):
-        small_block()
+        block(16, 256)
 
 
 def config(**values: object) -> Config:

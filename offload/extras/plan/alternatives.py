@@ -49,6 +49,7 @@ _UNIT_OPTIONS = frozenset(
 )
 """Options able to reduce device memory to a single unit, or to fewer rows at a time."""
 _HOST_GRAPHS: Mapping[str, Any] = {"offload.graphs": "cpu"}
+_BOTH_UPDATES: Mapping[str, Any] = {"offload.optimizer": "auto", "offload.update": "both"}
 _STARTS: tuple[Mapping[str, Any], ...] = (_HOST_GRAPHS, {"offload.update": "cpu"})
 """Changes from which the search starts again."""
 SEARCH_S = 20
@@ -192,9 +193,12 @@ def _descend(
             yield {**change, **dispatch}
         if not times or initial.hardware.device == "cpu":
             return
-        for states in _device_state_shares(first, chosen):
-            # The best options without these states may not be the best with them.
-            yield from ({**change, **states}, {**start, **states})[: 2 if change else 1]
+        # The best options without states on the device may not be the best with them: weights there leave less room.
+        rooms = _device_state_room(first, chosen), _device_state_room(first, first)
+        for share in _SHARES:
+            for options, room in zip((change, start), rooms, strict=True):
+                if room > 0:
+                    yield {**options, **_BOTH_UPDATES, "offload.optimizer_memory": int(share * room)}
         if initial.config.offload.graphs == "auto":
             yield from ({**change, **graphs} for graphs in _host_graph_shares(forecaster, chosen))
         # Instead of whole graphs, also of those on the host. Compiled blocks keep none: other bits are no choice here.
@@ -244,23 +248,21 @@ def _is_faster(prediction: Forecast, other: Forecast, *, times: bool, min_gain: 
     return before is None or other.timing is None or other.timing.step_seconds <= (1 - min_gain) * before
 
 
-def _device_state_shares(initial: Forecast, prediction: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield increasing shares of optimizer states stored and updated on the device, beside host updates.
+def _device_state_room(initial: Forecast, prediction: Forecast) -> int:
+    """Return the bytes of optimizer states that the device can store and update, beside host updates. At most 0: none.
 
-    The maximum leaves only minimum slots for streamed weights, and no room for saved graphs.
+    The room leaves only minimum slots for streamed weights, and no room for saved graphs.
     """
     offload, prepared, budget = initial.config.offload, prediction.prepared, prediction.memory.budgets["device"]
     is_open = offload.optimizer == "auto" and offload.optimizer_memory is None and offload.update in ("auto", "both")
     if not is_open or prepared.plan.residence.common == DEVICE or prepared.settings.host_bound or budget is None:
-        return
+        return 0
     residence, regions = prepared.plan.residence, prepared.structure.regions
     state_bytes = optimizer_bytes((region for region in regions if region.trainable), residence.sharding)
     staying = residence.indices_on(DEVICE)
     room = budget + optimizer_bytes((region for region in regions if region.index in staying), residence.sharding)
     room -= sum(a.num_bytes for a in prediction.memory.allocations if a.tier == "device" and a.name != KEPT)
-    both: dict[str, Any] = {"offload.optimizer": "auto", "offload.update": "both"}
-    for share in _SHARES if state_bytes and room > 0 else ():
-        yield {**both, "offload.optimizer_memory": int(share * min(room, state_bytes - 1))}
+    return min(room, state_bytes - 1)
 
 
 def _host_graph_shares(forecaster: Forecaster, prediction: Forecast) -> Iterator[dict[str, Any]]:

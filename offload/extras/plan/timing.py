@@ -21,7 +21,6 @@ from offload.layout.residence import DEVICE, DISK, FILES, Residence
 from offload.layout.sharding import Sharding
 from offload.machine.hardware import FP8, Hardware, Rates
 from offload.planning.device_updates import UPDATE_RING as DEVICE_UPDATE_RING
-from offload.planning.device_updates import host_update_bytes, streamed_bytes, update_bytes
 from offload.planning.memory import (
     BUFFER,
     SHARDS,
@@ -315,26 +314,13 @@ class PlannedStep:
         )
 
     def _clip(self) -> str:
-        """Return the time of updates, "deferred" or "speculative".
-
-        "auto" follows the comparison in `resolve_clip`, and depends on `clips`.
+        """Return the time of updates, "deferred" or "speculative". With "auto", a run whose gradients are clipped
+        defers them.
         """
-        settings, plan = self.settings, self.plan
+        settings = self.settings
         waits = settings.needs_all_gradients and self._has_backward and not settings.delay
-        if plan.residence.common == DEVICE or not waits:
-            return "deferred"
-        if settings.resolved_clip != "auto":
-            return settings.resolved_clip
-        if self._inline or not plan.corrects_cheaply or self.clips:
-            return "deferred"
-        seconds, residence, sharding = self.seconds(), plan.residence, plan.residence.sharding
-        on_host, (up, down) = host_update_bytes(self.regions, residence), streamed_bytes(self.regions, residence)
-        bytes_by_lane = {"update": on_host, "h2d": up, "d2h": down}
-        bytes_by_lane["update_on_device"] = update_bytes(self.regions, sharding) - on_host
-        update_s = max(seconds[lane](num_bytes) for lane, num_bytes in bytes_by_lane.items() if num_bytes)
-        weights = sum(sharding.plane_bytes(r, r.travelling) for r in self.regions)
-        forward_s = max(sum(call.forward_s for call in self.calls), seconds["h2d"](weights))
-        return "deferred" if update_s <= forward_s else "speculative"
+        speculates = waits and settings.resolved_clip == "speculative" and self.plan.residence.common != DEVICE
+        return "speculative" if speculates else "deferred"
 
     # -- links -----------------------------------------------------------------------------------------------
 

@@ -196,9 +196,7 @@ class UnitMeasurements:
             if storage not in known and not is_number(tensor):
                 saved[storage] = tensor.untyped_storage().nbytes()
 
-        hooks = _gradients_dropped(unit)
-        before = counter.begin()
-        cost = counter.cost
+        before, cost = counter.begin(), counter.cost
         with torch.enable_grad(), saved_tensors_watched(watch):
             again: Callable[..., Any] = forward.for_recomputation() if isinstance(forward, TiledForward) else forward
             recomputed = run_over_copies(again, arguments, leaves, arguments.others).tensors
@@ -206,9 +204,7 @@ class UnitMeasurements:
             cost = cost + forward_cost if isinstance(forward, TiledForward) else counter.cost
         differentiable = [t.requires_grad for t in recomputed]
         keeps_graph = not saved and has_only_torch_nodes(recomputed)
-        _run_backward(recomputed, gradients)
-        for hook in hooks:
-            hook.remove()
+        _run_backward(unit, recomputed, gradients)
         work = replace(
             NO_WORK,
             forward=forward_cost,
@@ -248,7 +244,6 @@ class UnitMeasurements:
             run_over_copies(recorded, arguments, leaves(), arguments.others)
         kept_bytes = sum({counter.storage_of(t): t.untyped_storage().nbytes() for t in kept}.values())
         forward_bytes = counter.peak_bytes - before - kept_bytes
-        hooks = _gradients_dropped(unit)
         before, cost = counter.begin(), counter.cost
         with (
             torch.enable_grad(),
@@ -258,27 +253,24 @@ class UnitMeasurements:
             again = recorded.for_recomputation(forward)
             recomputed = run_over_copies(again, arguments, leaves(), arguments.others).tensors
         cost, counter.products = counter.cost - cost, None
-        _run_backward(recomputed, gradients)
-        for hook in hooks:
-            hook.remove()
+        _run_backward(unit, recomputed, gradients)
         return ProductWork(kept_bytes, cost, max(0, forward_bytes), counter.peak_bytes - before)
 
 
-def _gradients_dropped(unit: UnitCandidate) -> list[Any]:
-    """Drop each parameter gradient of the unit as soon as it is complete. Return the handles of the hooks."""
-    parameters = [p for p in unit.module.parameters() if p.requires_grad]
-    return [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in parameters]
-
-
-def _run_backward(results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+def _run_backward(unit: UnitCandidate, results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Run a backward. Each weight gradient is dropped once complete, as if added to the gradient buffer."""
+    weights = [p for p in unit.module.parameters() if p.requires_grad]
+    hooks = [weight.register_post_accumulate_grad_hook(_drop_gradient) for weight in weights]
     pairs = [(t, g) for t, g in zip(results, gradients, strict=True) if t.requires_grad]
     if pairs:  # tiles run again in here; another watcher hides their graphs from the caller's
         with saved_tensors_watched(lambda _tensor: None):
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+    for hook in hooks:
+        hook.remove()
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None  # already added to the gradient buffer
+    parameter.grad = None
 
 
 def _signature(unit: UnitCandidate) -> Hashable:
