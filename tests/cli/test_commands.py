@@ -33,6 +33,21 @@ def test_the_commands_are_listed_and_are_there(capsys: Any) -> None:
         assert callable(offload.module_of(name).main)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("plan", ["--hardware FILE|NAME", "--json", "--offload.host_memory"]),
+        ("parity", ["--steps", "--same-order", "--json", "--offload.parameters"]),
+    ],
+)
+def test_the_help_of_a_command_shows_its_own_options(name: str, options: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        offload.main([name, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert [option for option in options if option not in shown] == []
+
+
 def test_a_command_gets_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("offload.doctor")
     given: list[list[str]] = []

@@ -148,3 +148,23 @@ def test_numpy_arrays():
     assert kernels.adamw((hi, lo), m, v, g, **SETTINGS) == 0
     assert (kernels.join(hi, lo) == expected.p.numpy()).all()
     assert (m == expected.m.numpy()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5)])
+def test_cuda_tensors_get_the_same_bits(is_split, betas):
+    cpu, gpu = wild(100_003), wild(100_003)
+    gpu = State(*(x.cuda() for x in vars(gpu).values()))
+    masters = [kernels.split(s.p) if is_split else s.p for s in (cpu, gpu)]
+    counts = [
+        kernels.adamw(master, s.m, s.v, s.g, **(SETTINGS | {"step": 7, "betas": betas}))
+        for master, s in zip(masters, (cpu, gpu), strict=True)
+    ]
+    assert counts[0] == int(counts[1])
+    ours, theirs = (kernels.join(*master) if is_split else master for master in masters)
+    assert same_bits(ours, theirs.cpu())
+    assert same_bits(cpu.m, gpu.m.cpu())
+    assert same_bits(cpu.v, gpu.v.cpu())
+    assert kernels.sum_squares(gpu.g.bfloat16()) == pytest.approx(kernels.sum_squares(cpu.g.bfloat16()), rel=1e-14)
