@@ -14,6 +14,7 @@ from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError
 from offload.extras.large import compiled_forwards as forwards
 from tests.engine.test_compiled import backend
+from tests.integrations.plain import reset_accelerate
 from tests.integrations.plain import (
     LR,
     PLACEMENT,
@@ -27,7 +28,6 @@ from tests.integrations.plain import (
 
 needs("accelerate")
 
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 from offload.integrations.transformers import OffloadTrainer, offload_optimizer_factory  # noqa: E402
@@ -40,11 +40,6 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
     monkeypatch.setattr(forwards, "BACKEND", backend(1 + 2**-18))
     torch._dynamo.reset()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def compiled() -> Any:
@@ -107,7 +102,7 @@ def test_a_trainer_that_is_to_compile_has_its_blocks_compiled(tmp_path: Path, ho
 def test_a_script_that_is_to_compile_has_its_blocks_compiled(given: str) -> None:
     losses, graphs = {}, {}
     for name in ("asked", "engine", "eager"):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         offload = {"placement": PLACEMENT} | ({"compile": "always"} if name == "engine" else {})
         how = {"dynamo_backend": "inductor"} if name == "asked" else {}
         accelerator = OffloadAccelerator(cpu=True, offload=offload, **how)  # type: ignore[arg-type]
