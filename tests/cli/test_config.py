@@ -22,31 +22,6 @@ from offload.retired import RETIRED
 from offload.sizes import parse_size
 from offload.train import DESCRIPTION
 
-
-def test_every_key_of_the_contract_is_there() -> None:
-    sections = {
-        "run": "dir name seed report_to debug",
-        "model": "path preset init attention",
-        "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
-        "packing_isolated group_by_length train_on_prompt num_workers eval_share eval_source",
-        "train": "method beta center_rewards_coefficient "
-        "steps epochs max_seconds batch_size micro_batch_size passes precision matmul recompute compile sequence_tile "
-        "sequence_parallel "
-        "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
-        "early_stopping_min_delta log_every head_chunk_bytes",
-        "optimizer": "name reset reset_every lr states betas eps weight_decay beta2_decay d clip_value momentum "
-        "nesterov ns_steps adjust_lr_fn num_perturbations layer_fraction magnitude_quantile master freeze decay_1d "
-        "groups schedule warmup_steps",
-        "lora": "rank alpha dropout target_modules target_parameters modules_to_save trainable_tokens init use_rslora "
-        "use_dora config adapter restart_every restart_prune restart_warmup_steps",
-        "offload": "parameters optimizer gradients activations graphs experts optimizer_memory graphs_memory "
-        "device_memory host_memory nvme_dir nvme_memory prefetch zero_stage replicas replica_states dispatch throttle "
-        "frozen_weights link_weights link_gradients device update",
-        "checkpoint": "every keep resume on_error keep_best export export_best",
-    }
-    assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]
-
-
 ODD: list[Any] = [
     *({}, [], [1], ["x"], [{}], [[]], [None], {1: 2}, {None: None}, True, None, -1, 10**400, "", "x", "\x00", b"x"),
     *(float("inf"), float("nan"), "[", "[{}]", "{[1]: 2}", "1e400", object(), set(), range(3), (1, {})),
@@ -457,3 +432,7 @@ def test_the_first_help_is_one_screen_of_the_main_settings(
     lines = shown.splitlines()
     assert len(lines) < 60, "one line for the prompt"
     assert max(map(len, lines)) <= min(columns, 110)
+    with pytest.raises(SystemExit):
+        parse_config(["--help-extra"], prog="python -m offload.train", description=DESCRIPTION)
+    shown = capsys.readouterr().out
+    assert not [key for key in all_keys() if f"--{key}" not in shown]

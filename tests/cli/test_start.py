@@ -63,6 +63,7 @@ def test_of_several_ranks_the_first_says_it_or_who_started_them(
     ("words", "code", "what"),
     [
         (["train", "--help"], 0, "--train.steps"),
+        (["train", "--help-extra"], 0, "--optimizer.decay_1d"),
         (["train", "--train.stpes", "5"], 2, "did you mean train.steps?"),
         pytest.param(["train", "--train.steps", "many"], 2, "train.steps is 'many'", marks=pytest.mark.slow),
         (["train", "--config", "broken.yaml"], 2, "broken.yaml"),

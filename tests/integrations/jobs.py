@@ -17,7 +17,18 @@ from transformers import set_seed
 from offload.errors import OffloadError
 from offload.integrations.optimizer import FOLDER, find_own
 from offload.integrations.transformers import OffloadTrainer
-from tests.integrations.plain import LR, SameBits, decays, letters, llama, logged, offload_trainer, plain_trainer, reset_accelerate, rows
+from tests.integrations.plain import (
+    LR,
+    SameBits,
+    decays,
+    letters,
+    llama,
+    logged,
+    offload_trainer,
+    plain_trainer,
+    reset_accelerate,
+    rows,
+)
 
 
 def as_rank(job: Callable[..., Any]) -> Callable[..., Any]:

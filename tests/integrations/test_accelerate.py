@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,17 @@ from transformers import LlamaForCausalLM
 from offload import AdamW
 from offload.errors import ConfigError
 from tests.checkpoint.folders import same
-from tests.integrations.plain import reset_accelerate
-from tests.integrations.plain import CLIP, LR, PLACEMENT, SameBits, assert_same_weights, llama, needs, rows
+from tests.integrations.plain import (
+    CLIP,
+    LR,
+    PLACEMENT,
+    SameBits,
+    assert_same_weights,
+    llama,
+    needs,
+    reset_accelerate,
+    rows,
+)
 
 needs("accelerate")
 
@@ -25,9 +33,6 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import ProjectConfiguration  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
-
-
-
 
 EACH_NODE = ProjectConfiguration(save_on_each_node=True)
 
@@ -223,8 +228,6 @@ def test_bf16_is_the_engines_and_not_autocast(tmp_path: Path) -> None:
     assert {value.dtype for value in script.weights().values()} == {torch.float32}
 
 
-
-
 def test_groups_of_the_optimizer_are_those_of_the_rule(tmp_path: Path) -> None:
     """The learning rates keep the ratio. A frozen model in the same script does not change."""
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
@@ -276,8 +279,6 @@ def test_zero_grad_drops_what_a_script_does_not_want() -> None:
     assert_same_weights(found[0][1], found[1][1])
 
 
-
-
 def test_an_optimizer_may_hold_frozen_parameters_too() -> None:
     """The engine groups leave out frozen parameters, so clipping all trainable parameters counts as a full clip."""
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
@@ -317,7 +318,12 @@ def over_all(model: Any) -> Any:
     [
         (lambda: llama().to("meta"), over_all, {}, "embed_tokens.weight is on the device 'meta'"),
         (lambda: llama().half(), over_all, {}, "embed_tokens.weight is float16, .* dtype=torch.bfloat16"),
-        (llama, over_all, {"offload": {"placement": {"device_mem": 1}}}, "placement has the unknown field 'device_mem'"),
+        (
+            llama,
+            over_all,
+            {"offload": {"placement": {"device_mem": 1}}},
+            "placement has the unknown field 'device_mem'",
+        ),
         (llama, over_all, {"mixed_precision": "fp16", "offload": {}}, "mixed_precision='fp16'"),
         (llama, over_all, {"project_config": EACH_NODE}, "save_on_each_node.*a folder shared by all machines"),
         (llama, lambda _: over_all(llama()), {}, "not with the model that they train"),

@@ -14,7 +14,6 @@ from offload.engine.units.residency import engine_of
 from offload.errors import ConfigError
 from offload.extras.large import compiled_forwards as forwards
 from tests.engine.test_compiled import backend
-from tests.integrations.plain import reset_accelerate
 from tests.integrations.plain import (
     LR,
     PLACEMENT,
@@ -23,6 +22,7 @@ from tests.integrations.plain import (
     logged,
     needs,
     offload_trainer,
+    reset_accelerate,
     rows,
 )
 

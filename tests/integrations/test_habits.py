@@ -16,8 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from offload import SGD, Engine
 from offload.errors import ConfigError
-from tests.integrations.plain import reset_accelerate
-from tests.integrations.plain import common, llama, logged, needs, rows
+from tests.integrations.plain import common, llama, logged, needs, reset_accelerate, rows
 
 needs("accelerate")
 
@@ -28,8 +27,6 @@ from offload.integrations.transformers import OffloadMixin, OffloadTrainer  # no
 
 EPS = 1e-4
 """Large epsilon: a difference in the last place of a gradient stays small."""
-
-
 
 
 # -- subclasses and callbacks of a Trainer ---------------------------------------------------------------------

@@ -51,6 +51,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture(autouse=True)
 def _little_to_collect() -> None:
     """Shorten the garbage collection after each run: objects from earlier tests and imports cost 0.2 s or more."""
@@ -113,7 +121,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         kept = {key: value for key, value in values.items() if key not in without}
         config = Config.load(None, {key.replace("__", "."): value for key, value in {**kept, **settings}.items()})
         result = Trainer(config).run()
-        lines = [json.loads(line) for line in (result.dir / "metrics.jsonl").read_text().splitlines()]
-        return result, lines, capsys.readouterr().out
+        return result, lines_of(result.dir), capsys.readouterr().out
 
     return train

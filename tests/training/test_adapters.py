@@ -28,7 +28,7 @@ from offload.replay import main as replay_command
 from offload.verify import main as verify_command
 from tests import forks
 from tests.integrations.plain import needs
-from tests.training.conftest import SHAPES
+from tests.training.conftest import HOST, SHAPES
 
 needs("peft")
 
@@ -36,7 +36,6 @@ from peft import PeftModel, get_peft_model  # noqa: E402
 from peft.tuners.lora.layer import LoraLayer  # noqa: E402
 
 ADAPTER = {"lora__rank": 4, "lora__target_modules": ["q_proj", "down_proj"], "lora__dropout": 0.1}
-HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.extras.data.task import write_rows
 from offload.extras.data.tokenizer import train_bpe
-from tests.training.conftest import SHAPES
+from tests.training.conftest import SHAPES, lines_of
 
 ROWS = [f"{number} is a number, {number + 1} is the next one." for number in range(80)]
 
@@ -42,10 +42,6 @@ def pretrained(tmp_path: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     train_bpe(ROWS, 384).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:

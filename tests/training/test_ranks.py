@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests import forks
+from tests.training.conftest import lines_of
 
 Run = Callable[..., list[Any]]
 
@@ -44,7 +44,7 @@ def run(folder: Path, request: pytest.FixtureRequest) -> Run:
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines_of(folder / name)]
 
 
 @pytest.mark.slow
@@ -67,8 +67,8 @@ def test_ranks_that_share_sequences_train_and_go_on_as_those_that_do_not(run: Ru
     assert all(each.returncode == 0 for each in run("plain", "shared", *words, *more, *shared, "--train.steps", "3"))
     assert all(each.returncode == 0 for each in run("plain", "shared", *words, *more, "--train.sequence_parallel", "1"))
     assert losses(folder, "shared") == pytest.approx(losses(folder, "whole"), rel=1e-5)
-    lines = [json.loads(line) for line in (folder / "shared/metrics.jsonl").read_text().splitlines()]
-    whole = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(folder / "shared")
+    whole = lines_of(folder / "whole")
     assert [line["targets"] for line in lines] == [line["targets"] for line in whole]
     assert lines[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-5)
     assert lines[0]["all_to_all_elements"] == 3 * 2 * 4 * (3 * 16 * 32), "passes, layers, tensors"
@@ -148,7 +148,7 @@ def test_two_ranks_stop_early_after_the_same_step(run: Run, folder: Path) -> Non
         "none of 2 evaluations since was lower (train.early_stopping_patience), so the run ends after step 6"
         in first.stdout
     )
-    lines = [json.loads(line) for line in (folder / "early/metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(folder / "early")
     assert [line["eval_loss"] for line in lines[1::2]] == [lines[1]["eval_loss"]] * 3
     assert len(lines) == 6
 

@@ -26,6 +26,7 @@ from offload.parity import main as parity_command
 from offload.verify import main as verify_command
 from tests import forks
 from tests.integrations.plain import SameBits, llama, needs
+from tests.training.conftest import HOST
 from tests.training.test_adapters import base, train_over_ranks, words  # noqa: F401
 
 needs("peft")
@@ -51,7 +52,7 @@ SETTINGS: dict[str, Any] = {
 }
 PLACES: dict[str, dict[str, Any]] = {
     "device": {},
-    "cpu": {"offload__parameters": "cpu", "offload__optimizer": "cpu"},
+    "cpu": HOST,
     "nvme": {"offload__parameters": "nvme", "offload__optimizer": "nvme", "offload__gradients": "nvme"},
 }
 
