@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -200,11 +201,7 @@ class TestKeep:
     def test_the_old_ones_stay_where_the_new_one_fails(self, tmp_path, monkeypatch):
         checkpoints = Checkpoints(tmp_path)
         save(checkpoints, 1)
-
-        def fail(_path: Path) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        monkeypatch.setattr(writer, "sync_path", fail)
+        monkeypatch.setattr(writer, "sync_path", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(DiskError, match="EIO"):
             save(checkpoints, 2, keep=1)
         assert names(tmp_path) == ["latest", "step-1"]

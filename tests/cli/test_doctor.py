@@ -12,7 +12,6 @@ import pytest
 
 from offload import doctor
 from offload.app.machine.probe import Sizes, probe
-from offload.errors import ConfigError
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.tools import diagnosis
 from offload.files import directories
@@ -155,12 +154,6 @@ def test_a_disk_that_fails(call, tmp_path, monkeypatch):
     assert found["nvme"][0]["refusal"] == "the write failed: EIO"
     assert not found["nvme"][0]["usable"]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_directory_twice():
-    with pytest.raises(ConfigError, match="the same directory") as refusal:
-        doctor.main(["--nvme-dir", ".", "."])
-    assert refusal.value.exit_code == 2
 
 
 @pytest.mark.parametrize("words", [["--nvme-dir"], ["--clean"], ["more"]])

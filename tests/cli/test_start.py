@@ -82,6 +82,13 @@ def test_what_needs_no_torch_is_answered_without(
     assert code == 0 or not done.stdout
 
 
+@pytest.mark.parametrize("module", ["extras.data.dataset", "native.kernels", "app.training.task"])
+def test_a_module_that_commands_load_early_imports_no_torch(module: str) -> None:
+    slow = "{'torch', 'transformers', 'tokenizers'}"
+    code = f"import sys, offload.{module}; sys.exit(bool({slow} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=forks.ROOT, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("module", ["offload.train", "offload.plan", "offload.parity"])
 def test_an_interrupt_while_the_command_line_is_loaded_shows_no_traceback(module: str, tmp_path: Path) -> None:
     for name in ("tyro", "pydantic", "yaml"):

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -289,13 +290,10 @@ def test_weights_that_are_tied_by_the_configuration_alone_stay_apart_with_a_note
 def test_what_cannot_be_read_by_parts_is_read_whole_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CannotStream("other rules.")
-
     folder = saved(tmp_path)
     wanted = build_model(ModelSection(path=str(folder)), seed=0)
     fill_all(wanted)
-    monkeypatch.setattr(models, "read_model", refuse)
+    monkeypatch.setattr(models, "read_model", Mock(side_effect=CannotStream("other rules.")))
     with pytest.warns(UserWarning, match=r"whole into memory \(4\.\d+ MiB\): other rules"):
         built = build_model(ModelSection(path=str(folder)), seed=0)
     fill_all(built)
@@ -304,11 +302,8 @@ def test_what_cannot_be_read_by_parts_is_read_whole_with_a_warning(
 
 
 def test_errors_of_our_own_come_through_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise DiskError("a bad sector", 5, folder)
-
     folder = saved(tmp_path)
-    monkeypatch.setattr(models, "read_model", fail)
+    monkeypatch.setattr(models, "read_model", Mock(side_effect=DiskError("a bad sector", 5, folder)))
     with pytest.raises(DiskError, match="^a bad sector$"):
         build_model(ModelSection(path=str(folder)), seed=0)
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -232,11 +233,8 @@ def test_a_link_leads_to_where_the_export_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
 def test_a_full_disk_is_one_error_and_leaves_nothing(call: str, tmp_path: Path, monkeypatch) -> None:
-    def full(*_args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     model = LlamaForCausalLM(llama())
-    monkeypatch.setattr(os, call, full)
+    monkeypatch.setattr(os, call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(DiskError, match=r"cannot be written: No space left on device \(ENOSPC\)"):
         write_model(model, rest(model), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -246,12 +244,8 @@ def test_an_interruption_leaves_the_earlier_export_whole(tmp_path: Path) -> None
     model = LlamaForCausalLM(llama())
     write_model(model, rest(model), tmp_path / "out")
     before = contents(tmp_path / "out")
-
-    def interrupt(name: str, begin: int, end: int) -> torch.Tensor:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        write_model(model, interrupt, tmp_path / "out", replace=True)
+        write_model(model, Mock(side_effect=KeyboardInterrupt), tmp_path / "out", replace=True)
     assert contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

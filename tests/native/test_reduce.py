@@ -62,10 +62,3 @@ def test_nonfinite_values_come_through(isa, where):
 def test_the_largest_floats_do_not_overflow():
     x = torch.full((1_000,), torch.finfo(torch.float32).max)
     assert kernels.sum_squares(x) == pytest.approx(1_000 * float(x[0]) ** 2)
-
-
-def test_numpy():
-    x = torch.randn(1_000)
-    assert kernels.sum_squares(x.numpy()) == kernels.sum_squares(x)
-    sums = kernels.sum_squares_segments(x.numpy(), [3], [10])
-    assert sums.tolist() == [kernels.sum_squares(x[3:13])]

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -413,10 +414,7 @@ def test_a_checkpoint_that_is_on_its_way_when_a_step_fails(
 def test_a_last_save_that_fails_is_an_error_after_the_export(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise DiskError("no room", 28, Path("there"))
-
-    monkeypatch.setattr(Engine, "begin_checkpoint", full)
+    monkeypatch.setattr(Engine, "begin_checkpoint", Mock(side_effect=DiskError("no room", 28, Path("there"))))
     with pytest.raises(
         DiskError, match=r"the last step, 3, could not be saved, .*: No space left .*Make room"
     ) as caught:

@@ -6,6 +6,7 @@ import itertools
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -297,10 +298,10 @@ def test_an_export_that_fails_in_any_way_leaves_the_states(
         (folder / "notes.txt").write_text("mine")
         engine.export(folder, replace=True)
 
-    def failing(*_: Any) -> None:
-        raise RuntimeError("on purpose")
-
-    for name, write, told in (("taken", taking, "is not an earlier export"), ("broken", failing, "on purpose")):
+    for name, write, told in (
+        ("taken", taking, "is not an earlier export"),
+        ("broken", Mock(side_effect=RuntimeError("on purpose")), "on purpose"),
+    ):
         monkeypatch.setattr(WholeModel, "write", lambda _self, *given, write=write: write(*given))
         with pytest.raises((ConfigError, RuntimeError), match=told):
             run(name, checkpoint__every=None)
