@@ -195,19 +195,14 @@ def run_ranks(
     started = list[Forked]()
     try:
         for rank in range(size):
-            env, folder = (
-                {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd[rank] if type(cwd) is list else cwd,
-            )
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            folder = cwd[rank] if isinstance(cwd, list) else cwd
             started.append(start([*words, *own(rank)], env=env, cwd=folder, rank=rank))
         printed = [each.communicate() for each in started]
     finally:
         for each in started:
             each.close()
-    return [
-        subprocess.CompletedProcess(list(words), each.wait(), *texts)
-        for each, texts in zip(started, printed, strict=True)
-    ]
+    return [subprocess.CompletedProcess(words, each.wait(), *text) for each, text in zip(started, printed, strict=True)]
 
 
 class _Server:

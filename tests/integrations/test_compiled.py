@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from offload.integrations.transformers import OffloadTrainer, offload_optimizer_
 
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile settings stay in the environment and in the process; reset both."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")

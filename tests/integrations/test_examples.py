@@ -28,7 +28,7 @@ SHORT = ("--steps", "2", "--length", "64")
 
 
 def code_of(name: str, output: Path, *flags: str) -> str:
-    """Return code that runs an example."""
+    """Return the code of a process with an example."""
     words = [name, "--output", str(output), *flags]
     return (
         f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {words!r}; "

@@ -49,7 +49,7 @@ def nvrtc() -> Any:
 
 
 def assembled(source: str, name: str, options: list[str], architecture: str) -> tuple[str, str]:
-    """Compile a kernel without spilled registers and without approximations. Return (PTX, lowered name)."""
+    """Compile a kernel, and check for spilled registers and approximations. Return (PTX, lowered name)."""
     library, options = nvrtc(), [f"--gpu-architecture={architecture}", "-default-device", *options]
     assert len(compiled_image(library, source, name, options)[0]) > 1000
     text, lowered = compiled_image(library, source, name, options, "PTX")

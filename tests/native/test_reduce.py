@@ -42,6 +42,8 @@ def test_segments_equal_their_slices(dtype, isa, monkeypatch):
     sizes = [5, 0, 1, 19_900, 170_001, 4, 0, 200_003]
     sums = kernels.sum_squares_segments(x, offsets, sizes, threads=2, isa=isa)
     assert sums.dtype == torch.float64
+    if dtype == torch.float32:
+        assert kernels.sum_squares_segments(x.numpy(), offsets, sizes, isa=isa).tolist() == sums.tolist()
     monkeypatch.undo()
     slices = [kernels.sum_squares(x[o : o + s]) for o, s in zip(offsets, sizes, strict=True)]
     assert sums.tolist() == slices

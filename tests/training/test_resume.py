@@ -64,7 +64,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ended(run: Any, before_step: Any, at_once: None) -> Any:
-    """Return a function that trains like `run`, until the process ends before step `number`."""
+    """Return a function: train like `run`, and end the process before step `number`."""
 
     def train(number: int, *names: str, **settings: Any) -> None:
         with before_step(number, Ended()), pytest.raises(Ended):
