@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from tests import accelerator, mutations
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120
@@ -175,6 +176,33 @@ def run(
     finally:
         process.close()
     return subprocess.CompletedProcess(list(words), process.wait(), out, err)
+
+
+def run_ranks(
+    words: Sequence[object],
+    size: int = 2,
+    *,
+    cwd: Any = ROOT,
+    own: Callable[[int], Sequence[object]] = lambda rank: (),
+    **variables: str,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run `python WORDS` in `size` ranks with the variables of torchrun, and wait for all.
+
+    `cwd`: one folder, or one a rank. `own`: more words of a rank.
+    """
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **variables}
+    common |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    started = list[Forked]()
+    try:
+        for rank in range(size):
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            folder = cwd[rank] if isinstance(cwd, list) else cwd
+            started.append(start([*words, *own(rank)], env=env, cwd=folder, rank=rank))
+        printed = [each.communicate() for each in started]
+    finally:
+        for each in started:
+            each.close()
+    return [subprocess.CompletedProcess(words, each.wait(), *text) for each, text in zip(started, printed, strict=True)]
 
 
 class _Server:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,12 +48,9 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def test_all_are_in_one_document(played: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    def broken(_arguments: Any) -> list[Result]:
-        raise RuntimeError("no\ndisk")
-
     played("limits", lambda _: [Result("matrix product, fp32", 24.0, "TFLOP/s")])
     played("adam", lambda given: [Result("kernel", float(given.reps), "ms", "roofline", 0.9)], "--n", "--reps")
-    played("nvme", broken, "--size", "--pairs")
+    played("nvme", Mock(side_effect=RuntimeError("no\ndisk")), "--size", "--pairs")
     options = ("--hidden", "--layers", "--vocabulary", "--sequence", "--steps", "--pairs")
     played("step", lambda _: [step("engine", "fp32", 1000.0), step("engine", "bf16", 500.0)], *options)
     found = document(capsys)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -176,8 +177,10 @@ def test_what_is_on_disk_when_it_takes_its_name(tmp_path, monkeypatch):
 
 
 class TestKeep:
-    def test_the_highest_steps_stay(self, tmp_path):
-        checkpoints = Checkpoints(tmp_path)
+    def test_the_highest_steps_stay(self, tmp_path, monkeypatch):
+        """The lowest step is removed first."""
+        checkpoints, removed, remove = Checkpoints(tmp_path), [], atomic_folder.remove
+        monkeypatch.setattr(folders, "remove", lambda path: (removed.append(path.name), remove(path)))
         for step in (1, 2, 9, 10, 11):
             save(checkpoints, step, keep=3)
         assert names(tmp_path) == ["latest", "step-10", "step-11", "step-9"]
@@ -185,6 +188,7 @@ class TestKeep:
         assert len(checkpoints.folders()) == 4
         save(checkpoints, 13, keep=1)
         assert names(tmp_path) == ["latest", "step-13"]
+        assert removed == ["step-1", "step-2", "step-9", "step-10", "step-11", "step-12"]
         assert latest(checkpoints) == tmp_path / "step-13"
 
     def test_the_new_one_stays_after_going_back(self, tmp_path):
@@ -197,24 +201,11 @@ class TestKeep:
     def test_the_old_ones_stay_where_the_new_one_fails(self, tmp_path, monkeypatch):
         checkpoints = Checkpoints(tmp_path)
         save(checkpoints, 1)
-
-        def fail(_path: Path) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        monkeypatch.setattr(writer, "sync_path", fail)
+        monkeypatch.setattr(writer, "sync_path", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(DiskError, match="EIO"):
             save(checkpoints, 2, keep=1)
         assert names(tmp_path) == ["latest", "step-1"]
         check(tmp_path / "step-1", 1)
-
-    def test_lowest_first(self, tmp_path, monkeypatch):
-        checkpoints, removed = Checkpoints(tmp_path), []
-        for step in range(1, 5):
-            save(checkpoints, step)
-        remove = atomic_folder.remove
-        monkeypatch.setattr(folders, "remove", lambda path: (removed.append(path.name), remove(path)))
-        save(checkpoints, 5, keep=2)
-        assert removed == ["step-1", "step-2", "step-3"]
 
 
 class TestReplace:
@@ -411,18 +402,31 @@ def test_a_limit_on_the_size_of_files(tmp_path):
     check(tmp_path / "step-1", 1)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("where", ["_write", "_sync"])
-def test_a_failing_write_stops_the_others(tmp_path, monkeypatch, where, code):
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        *((where, OSError(code, "")) for where in ("_write", "_sync") for code in (errno.EIO, errno.ENOSPC)),
+        ("_write", MemoryError()),  # a lost buffer is no deadlock
+        ("", KeyboardInterrupt()),  # between two pieces
+    ],
+)
+def test_a_failing_write_stops_the_others(tmp_path, monkeypatch, where, error):
     calls = []
 
     async def fail(*args: object) -> str:
         calls.append(args)
-        raise OSError(code, os.strerror(code))
+        raise error
 
-    monkeypatch.setattr(writer, where, fail)
-    with pytest.raises(DiskError, match=rf"rank-0.bin.*{errno.errorcode[code]}"):
-        fill(Checkpoints(tmp_path), 1)
+    def interrupt(index: int) -> None:
+        if index == 9 and not where:
+            raise error
+
+    if where:
+        monkeypatch.setattr(writer, where, fail)
+    is_told = isinstance(error, OSError)
+    words = rf"rank-0.bin.*{errno.errorcode[error.errno]}" if is_told else ""
+    with pytest.raises(DiskError if is_told else type(error), match=words):
+        fill(Checkpoints(tmp_path), 1, interrupt)
     assert len(calls) <= 4
     assert names(tmp_path) == []
 
@@ -470,26 +474,6 @@ def test_a_copy_for_which_there_is_no_memory_is_not_made(tmp_path):
             assert it.spare_bytes == 0
             it.write("scale", "weights", 0, torch.zeros(1))
             it.finish()
-
-
-def test_an_interrupted_save(tmp_path):
-    def interrupt(index: int) -> None:
-        if index == 9:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fill(Checkpoints(tmp_path), 1, interrupt)
-    assert names(tmp_path) == []
-
-
-def test_a_lost_buffer_is_no_deadlock(tmp_path, monkeypatch):
-    async def fail(*_args: object) -> str:
-        raise MemoryError
-
-    monkeypatch.setattr(writer, "_write", fail)
-    with pytest.raises(MemoryError):
-        fill(Checkpoints(tmp_path), 1)
-    assert names(tmp_path) == []
 
 
 def test_two_ranks_of_one_number(tmp_path):

@@ -7,14 +7,12 @@ import importlib.util
 import io
 import signal
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload import __main__ as offload
-from offload import __version__
 from offload.app.config.command_line import as_utf8, run_command
 from offload.errors import ConfigError
 
@@ -33,6 +31,21 @@ def test_the_commands_are_listed_and_are_there(capsys: Any) -> None:
         assert callable(offload.module_of(name).main)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("plan", ["--hardware FILE|NAME", "--json", "--offload.host_memory"]),
+        ("parity", ["--steps", "--same-order", "--json", "--offload.parameters"]),
+    ],
+)
+def test_the_help_of_a_command_shows_its_own_options(name: str, options: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        offload.main([name, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert [option for option in options if option not in shown] == []
+
+
 def test_a_command_gets_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("offload.doctor")
     given: list[list[str]] = []
@@ -48,19 +61,6 @@ def test_another_word_is_refused(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("?", r"\?")) as error:
         offload.main([word])
     assert len(str(error.value)) < 500
-
-
-def test_the_console_script_is_there() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    module, _, name = scripts["offload"].partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
-
-
-def test_every_command_tells_its_version(capsys: Any) -> None:
-    with pytest.raises(SystemExit) as left:
-        run_command(lambda _words: pytest.fail("not called"), ["--version"])
-    assert left.value.code == 0
-    assert capsys.readouterr().out.startswith(f"offload {__version__}, python ")
 
 
 def test_what_is_printed_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:

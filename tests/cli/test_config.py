@@ -22,31 +22,6 @@ from offload.retired import RETIRED
 from offload.sizes import parse_size
 from offload.train import DESCRIPTION
 
-
-def test_every_key_of_the_contract_is_there() -> None:
-    sections = {
-        "run": "dir name seed report_to debug",
-        "model": "path preset init attention",
-        "data": "source format columns sources stopping_strategy on_bad_row tokenizer sequence_length packing "
-        "packing_isolated group_by_length train_on_prompt num_workers eval_share eval_source",
-        "train": "method beta center_rewards_coefficient "
-        "steps epochs max_seconds batch_size micro_batch_size passes precision matmul recompute compile sequence_tile "
-        "sequence_parallel "
-        "max_grad_norm clip on_nonfinite delay delay_after eval_every eval_batches early_stopping_patience "
-        "early_stopping_min_delta log_every head_chunk_bytes",
-        "optimizer": "name reset reset_every lr states betas eps weight_decay beta2_decay d clip_value momentum "
-        "nesterov ns_steps adjust_lr_fn num_perturbations layer_fraction magnitude_quantile master freeze decay_1d "
-        "groups schedule warmup_steps",
-        "lora": "rank alpha dropout target_modules target_parameters modules_to_save trainable_tokens init use_rslora "
-        "use_dora config adapter restart_every restart_prune restart_warmup_steps",
-        "offload": "parameters optimizer gradients activations graphs experts optimizer_memory graphs_memory "
-        "device_memory host_memory nvme_dir nvme_memory prefetch zero_stage replicas replica_states dispatch throttle "
-        "frozen_weights link_weights link_gradients device update",
-        "checkpoint": "every keep resume on_error keep_best export export_best",
-    }
-    assert all_keys() == [f"{section}.{key}" for section, keys in sections.items() for key in keys.split()]
-
-
 ODD: list[Any] = [
     *({}, [], [1], ["x"], [{}], [[]], [None], {1: 2}, {None: None}, True, None, -1, 10**400, "", "x", "\x00", b"x"),
     *(float("inf"), float("nan"), "[", "[{}]", "{[1]: 2}", "1e400", object(), set(), range(3), (1, {})),
@@ -275,36 +250,23 @@ class TestResumed:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("key", "text", "value"),
     [
-        ("{h2d: 100MiB}", {"h2d": "100MiB"}),
-        ("{h2d: 1000, d2h: 2.5e+6}", {"h2d": 1000, "d2h": 2.5e6}),
-        (
-            "{update: {bandwidth: 1GB, latency_seconds: 1e-3}}",
-            {"update": {"bandwidth": "1GB", "latency_seconds": 1e-3}},
-        ),
-        ("none", None),
-        ({"h2d": {"latency_seconds": 0.5}}, {"h2d": {"latency_seconds": 0.5}}),
+        ("offload.throttle", "{h2d: 100MiB}", {"h2d": "100MiB"}),
+        ("offload.throttle", "{h2d: 1000, d2h: 2.5e+6}", {"h2d": 1000, "d2h": 2.5e6}),
+        ("offload.throttle", "{update: {bandwidth: 1GB}}", {"update": {"bandwidth": "1GB"}}),
+        ("offload.throttle", "none", None),
+        ("offload.throttle", {"h2d": {"latency_seconds": 0.5}}, {"h2d": {"latency_seconds": 0.5}}),
+        *(("offload.prefetch", text, value) for text, value in (("auto", "auto"), ("0", 0), ("8", 8), (3, 3))),
+        *(("train.head_chunk_bytes", text, value) for text, value in (("1MiB", 1 << 20), (4096, 4096))),
+        *(("train.head_chunk_bytes", text, value) for text, value in (("auto", "auto"), ("none", None))),
     ],
 )
-def test_throttles_are_read_from_text_and_python_and_written_back(text: Any, value: Any, tmp_path: Path) -> None:
-    config = Config.load(None, {"offload.throttle": text})
-    assert config.offload.throttle == value
+def test_values_are_read_from_text_and_python_and_written_back(key: str, text: Any, value: Any, tmp_path: Path) -> None:
+    config = Config.load(None, {key: text})
+    assert config.get(key) == value
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    assert Config.load(tmp_path / "config.yaml").offload.throttle == value
-
-
-@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("0", 0), ("8", 8), (3, 3)])
-def test_prefetch_is_a_number_or_auto(text: Any, value: Any) -> None:
-    assert Config.load(None, {"offload.prefetch": text}).offload.prefetch == value
-
-
-@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("1MiB", 1 << 20), ("none", None), (4096, 4096)])
-def test_a_head_is_cut_by_a_size_or_as_the_budget_says(text: Any, value: Any, tmp_path: Path) -> None:
-    config = Config.load(None, {"train.head_chunk_bytes": text})
-    assert config.train.head_chunk_bytes == value
-    (tmp_path / "config.yaml").write_text(config.to_yaml())
-    assert Config.load(tmp_path / "config.yaml").train.head_chunk_bytes == value
+    assert Config.load(tmp_path / "config.yaml").get(key) == value
 
 
 def test_a_note_is_a_comment_beside_the_origin(tmp_path: Path) -> None:
@@ -315,18 +277,37 @@ def test_a_note_is_a_comment_beside_the_origin(tmp_path: Path) -> None:
     assert Config.load(tmp_path / "config.yaml").offload.prefetch == "auto"
 
 
+OWN = {"model__path": "m", "max_positions": 130}
+
+
 class TestResolve:
     def resolved(self, has_accelerator: bool = False, max_positions: int | None = None, **values: Any) -> Config:
         config = Config.load(None, {key.replace("__", "."): value for key, value in values.items()})
         return config.resolve(has_accelerator=has_accelerator, max_positions=max_positions)
 
-    def test_the_built_in_run_is_boxed_and_streams(self) -> None:
-        config = self.resolved(max_positions=1024)
-        assert config.model.preset == "tiny"
-        assert (config.train.steps, config.train.max_seconds) == (400, 90.0)
-        assert config.offload.device_memory is not None
-        assert config.origin("train.steps") == "resolved"
-        assert config.data.sequence_length == 256
+    @pytest.mark.parametrize(
+        ("given", "found"),
+        [
+            ({}, {"train.clip": "auto", "offload.prefetch": "auto", "train.precision": "fp32"}),
+            ({}, {"model.preset": "tiny", "train.steps": 400, "train.max_seconds": 90.0, "data.sequence_length": 256}),
+            ({}, {"offload.device_memory": 9 << 20}),
+            ({"has_accelerator": True}, {"offload.device_memory": None, "train.precision": "bf16"}),
+            (OWN, {"model.init": "pretrained", "data.sequence_length": 128, "optimizer.lr": 2e-5}),
+            (OWN, {"offload.device_memory": None, "train.max_seconds": None}),
+            ({"model__path": "m/config.json"}, {"model.init": "random"}),
+            ({"train__steps": 7, "optimizer__lr": 0.5}, {"train.steps": 7, "train.max_seconds": None}),
+            ({"optimizer__lr": 0.5, "optimizer__schedule": "wsd"}, {"optimizer.lr": 0.5, "optimizer.schedule": "wsd"}),
+            ({"train__precision": "bf16"}, {"train.precision": "bf16"}),
+            ({"train__max_seconds": 5}, {"train.steps": None, "optimizer.schedule": "constant"}),
+            ({"train__epochs": 2}, {"train.steps": 100, "optimizer.warmup_steps": 5}),
+            ({"optimizer__name": "mezo", "optimizer__master": "bf16"}, {"train.precision": "bf16"}),
+        ],
+    )
+    def test_what_is_open_follows_from_what_is_given(self, given: dict[str, Any], found: dict[str, Any]) -> None:
+        """A model of one's own has no hidden limits."""
+        config = self.resolved(**{"max_positions": 1024, **given}).resolve_steps(lambda epochs: int(epochs * 50))
+        assert {key: config.get(key) for key in found} == found
+        assert given or config.origin("train.steps") == "resolved"
 
     def test_own_data_is_read_once_unless_a_length_is_set(self) -> None:
         own = {"data__source": ["notes.txt"], "model__path": "folder"}
@@ -346,39 +327,6 @@ class TestResolve:
             assert self.resolved(**timing).offload.device_memory == 9 * 2**20, timing
         for where in ({"offload__parameters": "cpu"}, {"offload__host_memory": "1GiB"}, {"train__batch_size": 2}):
             assert self.resolved(**where).offload.device_memory is None, where
-
-    def test_clip_and_prefetch_are_left_to_the_engine(self) -> None:
-        config = self.resolved()
-        assert (config.train.clip, config.offload.prefetch) == ("auto", "auto")
-
-    def test_an_own_model_has_no_hidden_limits(self) -> None:
-        config = self.resolved(model__path="m", max_positions=130)
-        assert config.model.init == "pretrained"
-        assert config.offload.device_memory is None
-        assert config.train.max_seconds is None
-        assert config.data.sequence_length == 128
-        assert config.optimizer.lr == 2e-5
-        assert self.resolved(model__path="m/config.json").model.init == "random"
-
-    def test_what_was_given_stays(self) -> None:
-        config = self.resolved(train__steps=7, optimizer__lr=0.5, optimizer__schedule="wsd", train__precision="bf16")
-        assert (config.train.steps, config.train.max_seconds) == (7, None)
-        assert (config.optimizer.lr, config.optimizer.schedule, config.train.precision) == (0.5, "wsd", "bf16")
-
-    def test_only_seconds_means_a_constant_rate(self) -> None:
-        config = self.resolved(train__max_seconds=5).resolve_steps(lambda epochs: 1)
-        assert (config.train.steps, config.optimizer.schedule) == (None, "constant")
-
-    def test_epochs_become_steps(self) -> None:
-        config = self.resolved(train__epochs=2).resolve_steps(lambda epochs: int(epochs * 50))
-        assert (config.train.steps, config.optimizer.warmup_steps) == (100, 5)
-
-    @pytest.mark.parametrize(
-        ("has_accelerator", "budget", "precision"), [(True, None, "bf16"), (False, 9 << 20, "fp32")]
-    )
-    def test_budget_and_precision_follow_the_device(self, has_accelerator: bool, budget: Any, precision: str) -> None:
-        config = self.resolved(has_accelerator=has_accelerator)
-        assert (config.offload.device_memory, config.train.precision) == (budget, precision)
 
 
 @pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda f: f.name)
@@ -444,11 +392,6 @@ def test_another_width_of_states_may_go_on_with_a_run_that_is_reset(was: dict[st
     assert {name: config.get(name) for name in was} == {**was, key: value}, "the rest is as it was"
 
 
-def test_masters_in_bf16_are_computed_with_in_bf16() -> None:
-    config = Config.load(None, {"optimizer.name": "mezo", "optimizer.master": "bf16"})
-    assert config.resolve(has_accelerator=False, max_positions=None).train.precision == "bf16"
-
-
 def test_another_rule_may_go_on_with_a_run_that_is_reset() -> None:
     was = Config.load(None, {"optimizer.warmup_steps": 3}).resolve(has_accelerator=False, max_positions=None)
     with pytest.raises(ConfigError, match=r"optimizer\.name is 'lomo' and was 'adamw'"):
@@ -489,3 +432,7 @@ def test_the_first_help_is_one_screen_of_the_main_settings(
     lines = shown.splitlines()
     assert len(lines) < 60, "one line for the prompt"
     assert max(map(len, lines)) <= min(columns, 110)
+    with pytest.raises(SystemExit):
+        parse_config(["--help-extra"], prog="python -m offload.train", description=DESCRIPTION)
+    shown = capsys.readouterr().out
+    assert not [key for key in all_keys() if f"--{key}" not in shown]

@@ -35,12 +35,7 @@ CHATS = [
     ][: 4 if number % 3 else 2]
     for number in range(40)
 ]
-BERT = {
-    "model_type": "bert",
-    "architectures": ["BertForMaskedLM"],
-    "vocab_size": 384,
-    "max_position_embeddings": 64,
-}
+BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 384, "max_position_embeddings": 64}
 T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 384}
 
 

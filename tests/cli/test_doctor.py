@@ -12,7 +12,6 @@ import pytest
 
 from offload import doctor
 from offload.app.machine.probe import Sizes, probe
-from offload.errors import ConfigError
 from offload.extras.plan.machine_files import read_machine
 from offload.extras.tools import diagnosis
 from offload.files import directories
@@ -115,24 +114,31 @@ def test_directories(call, tmp_path):
     assert call("--nvme-dir", tmp_path)[0] == 0
 
 
+def failing(monkeypatch, is_direct, message, number):
+    """Make writes to files with or without O_DIRECT fail."""
+    write = native_io.IoEngine.write
+
+    def fail(engine, file, *rest):
+        if file.is_direct or not is_direct:
+            raise native_io.DiskError(message, number, file.path)
+        return write(engine, file, *rest)
+
+    monkeypatch.setattr(native_io.IoEngine, "write", fail)
+
+
 @pytest.mark.parametrize("refused", ["opening", "transfer"])
 def test_a_file_system_without_direct(call, tmp_path, monkeypatch, refused):
-    open_file, write = os.open, native_io.IoEngine.write
+    open_file = os.open
 
     def fail_to_open(path, flags, *rest, **more):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no")
         return open_file(path, flags, *rest, **more)
 
-    def fail_to_write(engine, file, *rest):
-        if file.is_direct:
-            raise native_io.DiskError("the write failed: EINVAL", errno.EINVAL, file.path)
-        return write(engine, file, *rest)
-
     if refused == "opening":
         monkeypatch.setattr(native_io.os, "open", fail_to_open)
     else:
-        monkeypatch.setattr(native_io.IoEngine, "write", fail_to_write)
+        failing(monkeypatch, True, "the write failed: EINVAL", errno.EINVAL)
     code, found = call("--nvme-dir", tmp_path)
     assert code == 0
     assert found["nvme"][0]["usable"]
@@ -142,21 +148,12 @@ def test_a_file_system_without_direct(call, tmp_path, monkeypatch, refused):
 
 
 def test_a_disk_that_fails(call, tmp_path, monkeypatch):
-    def fail(engine, file, *rest):
-        raise native_io.DiskError("the write failed: EIO", errno.EIO, file.path)
-
-    monkeypatch.setattr(native_io.IoEngine, "write", fail)
+    failing(monkeypatch, False, "the write failed: EIO", errno.EIO)
     code, found = call("--nvme-dir", tmp_path)
     assert code == 1
     assert found["nvme"][0]["refusal"] == "the write failed: EIO"
     assert not found["nvme"][0]["usable"]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_directory_twice():
-    with pytest.raises(ConfigError, match="the same directory") as refusal:
-        doctor.main(["--nvme-dir", ".", "."])
-    assert refusal.value.exit_code == 2
 
 
 @pytest.mark.parametrize("words", [["--nvme-dir"], ["--clean"], ["more"]])

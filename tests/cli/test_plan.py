@@ -16,6 +16,8 @@ from offload.extras.plan.machine_files import _find, read_machine
 from offload.plan import main
 
 SMALL = ("--model.preset", "small", "--hardware", "rtx-4090", "--data.sequence_length", "256")
+HOST = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
+DISK = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir")
 TIERS = {"device", "pinned", "cpu", "nvme"}
 
 
@@ -25,7 +27,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str
 
 
 def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = told(capsys, *SMALL, "--offload.parameters", "cpu", "--offload.optimizer", "cpu")
+    code, found = told(capsys, *SMALL, *HOST)
     assert (code, found["fits"], found["machine"]) == (0, True, "RTX 4090")
     assert set(found["tiers"]) == {"device", "pinned", "cpu"}
     for tier in found["tiers"].values():
@@ -46,7 +48,7 @@ def test_a_plan_for_a_described_machine_says_everything(capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_an_adapter_is_planned_over_a_frozen_base(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft", reason="peft is not installed: pip install '.[peft]'")
-    host = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--train.recompute", "always")
+    host = (*HOST, "--train.recompute", "always")
     code, found = told(capsys, *SMALL, *host, "--lora.rank", "8", "--lora.target_modules", "all-linear")
     held = {each["name"]: each["bytes"] for tier in found["tiers"].values() for each in tier["allocations"]}
     assert (code, found["model"]) == (0, "LlamaForCausalLM")
@@ -65,7 +67,7 @@ def test_alternatives_are_those_that_alter_something(capsys: pytest.CaptureFixtu
     assert "--optimizer.states bf16" not in told_of, "as fast"
     assert all(abs(ratio - 1) > 0.02 for ratio in told_of.values())
     tight = ("--offload.device_memory", "300MiB", "--train.recompute", "always")
-    _, found = told(capsys, *SMALL, "--offload.parameters", "cpu", "--offload.optimizer", "cpu", *tight)
+    _, found = told(capsys, *SMALL, *HOST, *tight)
     assert ("--train.batch_size 16 --train.micro_batch_size 8", False) in [
         (each["change"], each["fits"]) for each in found["alternatives"]
     ], "what would not fit is worth to know"
@@ -78,7 +80,7 @@ def test_alternatives_are_those_that_alter_something(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 def test_where_it_does_not_fit_alternatives_are_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
-    where = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.host_memory", "400MiB")
+    where = (*HOST, "--offload.host_memory", "400MiB")
     code, found = told(capsys, *SMALL, *where)
     assert (code, found["fix"]) == (3, "--optimizer.states bf16")
     assert [each["change"] for each in found["alternatives"]] == ["--optimizer.states int8", "1 GiB more host memory"]
@@ -115,7 +117,7 @@ def test_a_flag_and_its_value_are_on_one_line(capsys: pytest.CaptureFixture[str]
 def test_weights_in_bf16_alone_are_offered_where_the_hosts_memory_does_not_reach(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    mezo = (*SMALL, "--optimizer.name", "mezo", "--offload.parameters", "cpu", "--offload.optimizer", "cpu")
+    mezo = (*SMALL, "--optimizer.name", "mezo", *HOST)
     sizes = []
     for master in ("fp32", "bf16"):
         _, found = told(capsys, *mezo, "--optimizer.master", master)
@@ -136,7 +138,7 @@ def test_weights_in_bf16_alone_are_offered_where_the_hosts_memory_does_not_reach
         ),
         (
             "1b",
-            ("--offload.parameters", "cpu", "--offload.optimizer", "cpu", "--offload.host_memory", "8GiB"),
+            (*HOST, "--offload.host_memory", "8GiB"),
             "--offload.optimizer nvme --offload.nvme_dir FOLDER",
         ),
     ],
@@ -157,8 +159,7 @@ def test_what_does_not_fit_leaves_with_3_and_a_change_that_does(
 
 @pytest.mark.slow
 def test_where_the_disk_is_written_its_endurance_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    where = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
-    _, found = told(capsys, "--model.preset", "1b", "--hardware", "rtx-4090", *where)
+    _, found = told(capsys, "--model.preset", "1b", "--hardware", "rtx-4090", *DISK, str(tmp_path))
     written = found["nvme_written_bytes_per_step"]
     assert written == pytest.approx(12 * found["num_parameters"], rel=0.02), "weights, their low halves, two moments"
     assert found["nvme_written_bytes_per_day"] == pytest.approx(written / found["step_seconds"] * 86400)
@@ -167,8 +168,7 @@ def test_where_the_disk_is_written_its_endurance_is_counted(capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_ranks_share_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    where = ("--offload.parameters", "nvme", "--offload.optimizer", "nvme", "--offload.nvme_dir", str(tmp_path))
-    code, found = told(capsys, *SMALL, *where, "--gpus", "8", "--offload.zero_stage", "3")
+    code, found = told(capsys, *SMALL, *DISK, str(tmp_path), "--gpus", "8", "--offload.zero_stage", "3")
     assert code == 0
     rates = read_machine("rtx-4090").rates
     most_bytes = rates.nvme_write_bytes_per_s * found["step_seconds"]
@@ -221,25 +221,6 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "instead: --train.compile auto: " in shown
 
 
-def test_wrong_words_are_named() -> None:
-    with pytest.raises(ConfigError, match="--hardware is given without a value"):
-        main(["--hardware"])
-    with pytest.raises(ConfigError, match="rtx-4090"):
-        main(["--hardware", "rtx-409"])
-    with pytest.raises(ConfigError, match="did you mean hardware"):
-        main(["--hardwear", "h100"])
-
-
-def test_the_help_shows_the_options_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--help"])
-    assert left.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--hardware FILE|NAME" in shown
-    assert "--json" in shown
-    assert "--offload.host_memory" in shown
-
-
 @pytest.mark.slow
 def test_the_placement_is_the_one_that_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """The placement is the fastest one in the search, or the only one that fits."""
@@ -289,15 +270,18 @@ def test_plan_is_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--machines", "2"], "their network rate is unknown: give --link"),
-        (["--machines", "0"], "--machines is '0'; it should be a whole number of machines"),
-        (["--link", "fast"], '--link is .fast.; it should be a rate such as "25Gbit"'),
+        (["--hardware"], "--hardware is given without a value"),
+        (["--hardware", "rtx-409"], "rtx-4090"),
+        (["--hardwear", "h100"], "did you mean hardware"),
+        ([*SMALL, "--machines", "2"], "their network rate is unknown: give --link"),
+        ([*SMALL, "--machines", "0"], "--machines is '0'; it should be a whole number of machines"),
+        ([*SMALL, "--link", "fast"], '--link is .fast.; it should be a rate such as "25Gbit"'),
         (
-            ["--machines", "2", "--link", "1Gbit", "--offload.replicas", "3"],
+            [*SMALL, "--machines", "2", "--link", "1Gbit", "--offload.replicas", "3"],
             "offload.replicas is 3, but 2 ranks cannot .* one of 1, 2, or to auto",
         ),
     ],
 )
-def test_machines_that_cannot_be_are_refused(words: list[str], message: str) -> None:
+def test_wrong_words_are_named(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        main([*SMALL, *words])
+        main(words)

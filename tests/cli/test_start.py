@@ -63,6 +63,7 @@ def test_of_several_ranks_the_first_says_it_or_who_started_them(
     ("words", "code", "what"),
     [
         (["train", "--help"], 0, "--train.steps"),
+        (["train", "--help-extra"], 0, "--optimizer.decay_1d"),
         (["train", "--train.stpes", "5"], 2, "did you mean train.steps?"),
         pytest.param(["train", "--train.steps", "many"], 2, "train.steps is 'many'", marks=pytest.mark.slow),
         (["train", "--config", "broken.yaml"], 2, "broken.yaml"),
@@ -79,6 +80,13 @@ def test_what_needs_no_torch_is_answered_without(
     assert done.returncode == code, done.stderr
     assert what in (done.stderr if code else done.stdout)
     assert code == 0 or not done.stdout
+
+
+@pytest.mark.parametrize("module", ["extras.data.dataset", "native.kernels", "app.training.task"])
+def test_a_module_that_commands_load_early_imports_no_torch(module: str) -> None:
+    slow = "{'torch', 'transformers', 'tokenizers'}"
+    code = f"import sys, offload.{module}; sys.exit(bool({slow} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=forks.ROOT, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("module", ["offload.train", "offload.plan", "offload.parity"])

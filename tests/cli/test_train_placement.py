@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,10 +77,7 @@ def test_a_defect_of_the_forecast_is_told_as_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(error: Exception, *, debug: bool = False) -> str:
-        def fail(*_: Any) -> Any:
-            raise error
-
-        monkeypatch.setattr(build, "PLANNERS", {"forecast": fail})
+        monkeypatch.setattr(build, "PLANNERS", {"forecast": Mock(side_effect=error)})
         notes: list[str] = []
         config = Config.load(None, {"offload.device": "cpu", "run.debug": debug})
         data: Any = None

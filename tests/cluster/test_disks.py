@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -16,8 +15,6 @@ from transformers import AutoConfig
 
 from offload.distributed.ranks import NamespaceSocket
 from tests import forks
-from tests.forks import ROOT
-from tests.ports import free_port
 
 RUN = Path("run/checkpoints")
 
@@ -35,21 +32,12 @@ def settings(tmp_path: Path, shape: Mapping[str, int] = SMALL) -> list[str]:
     return [*data, "--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0"]  # valid for any number of steps
 
 
-def train(disks: Sequence[Path], words: Sequence[str]) -> list[tuple[int, str]]:
+def train(disks: list[Path], words: Sequence[str]) -> list[tuple[int, str]]:
     """Run one rank in each folder. Return (exit code, stdout with stderr) per rank."""
-    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(disks)), "LOCAL_WORLD_SIZE": str(len(disks))}
-    started = []
-    try:
-        for rank, disk in enumerate(disks):
-            disk.mkdir(exist_ok=True)
-            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(forks.start(["-m", "offload.train", *words], cwd=disk, env=env, rank=rank))
-        printed = ["".join(each.communicate()) for each in started]
-        return [(each.wait(), text) for each, text in zip(started, printed, strict=True)]
-    finally:
-        for each in started:
-            each.close()
+    for disk in disks:
+        disk.mkdir(exist_ok=True)
+    done = forks.run_ranks(["-m", "offload.train", *words], len(disks), cwd=disks)
+    return [(each.returncode, each.stdout + each.stderr) for each in done]
 
 
 def files(disk: Path, step: int) -> set[str]:

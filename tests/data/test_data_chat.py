@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from offload.errors import ConfigError
 from offload.extras.data.encode import EncodedDocument, Encoder
@@ -49,6 +52,7 @@ OPEN_THOUGHT = (  # like DeepSeek-R1: the generation prompt opens a thought, abs
 )
 COUNTING = "{{ messages | length }}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
 DATED = "{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d') }}" + CHATML
+OWN_END = CHATML.replace("<|im_end|>", "{{ eos_token }}")
 
 
 def encode(tokenizer: Any, *records: Record, train_on_prompt: bool = False) -> list[EncodedDocument]:
@@ -81,6 +85,7 @@ def test_builtin_template(bpe: Any) -> None:
         (MARKED, ["It is four.!", "Ü — Paris.!<|endoftext|>"]),
         (OPEN_THOUGHT, ["It is four.<|endoftext|>", "Ü — Paris.<|endoftext|>"]),
         (DATED, ["It is four.<|im_end|>\n", "Ü — Paris.<|im_end|>\n<|endoftext|>"]),
+        (OWN_END, ["It is four.<|endoftext|>\n", "Ü — Paris.<|endoftext|>\n"]),
     ],
 )
 def test_templates_whose_beginnings_stand(bpe_folder: Callable[..., str], template: str, runs: list[str]) -> None:
@@ -90,6 +95,8 @@ def test_templates_whose_beginnings_stand(bpe_folder: Callable[..., str], templa
     if template is OPEN_THOUGHT:  # generation prompt and history differ here; the rest of the border token is trained
         found = [run.removeprefix(">").removeprefix("assistant>").removeprefix("<assistant>") for run in found]
     assert found == runs
+    if template is DATED:  # the clock stands still
+        assert tokenizer.decode(document.ids).startswith("01 Jan 2025|2025-01-01<|im_start|>system")
 
 
 def test_mistral_without_generation_prompt(bpe_folder: Callable[..., str]) -> None:
@@ -133,12 +140,6 @@ def test_train_on_prompt_trains_all(bpe_folder: Callable[..., str], template: st
     assert tokenizer.decode(document.ids).removesuffix("<|endoftext|>") == rendered.removesuffix("<|endoftext|>")
 
 
-def test_the_clock_of_templates_stands_still(bpe_folder: Callable[..., str]) -> None:
-    tokenizer = load_tokenizer(bpe_folder(DATED))
-    (document,) = encode(tokenizer, Chat("x", CHAT))
-    assert tokenizer.decode(document.ids).startswith("01 Jan 2025|2025-01-01<|im_start|>system")
-
-
 def test_a_tokenizer_without_template_gets_the_builtin_one(bpe_folder: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(bpe_folder())
     tokenizer.chat_template = None
@@ -152,13 +153,9 @@ def test_prompt_and_completion(bpe: Any) -> None:
     assert trained_runs(bpe, document) == [" Paris 日本<|endoftext|>"]
     (document,) = encode(bpe, Pair("x", "a", "b"), train_on_prompt=True)
     assert document.trained is None
-
-
-def test_a_token_on_the_border_is_trained(bpe: Any) -> None:
-    """'the' is one token: no character in the completion may be lost."""
     assert len(bpe(" the", add_special_tokens=False)["input_ids"]) == 1
     (document,) = encode(bpe, Pair("x", "over t", "he lazy dog"))
-    assert trained_runs(bpe, document) == [" the lazy dog<|endoftext|>"]
+    assert trained_runs(bpe, document) == [" the lazy dog<|endoftext|>"], "no character of the completion is lost"
 
 
 def test_plain_text_is_all_trained_and_ends_in_eos(bpe: Any) -> None:
@@ -188,9 +185,6 @@ def test_a_long_row_is_tokenized_in_pieces(bpe: Any, monkeypatch: pytest.MonkeyP
 @pytest.fixture(scope="module")
 def sentencepiece_like() -> Any:
     """A tokenizer like Llama 2: metaspace with a leading space, and an automatic BOS."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
@@ -225,10 +219,6 @@ def test_the_tokenizers_own_bos_comes_once(sentencepiece_like: Any) -> None:
 
 
 def test_what_the_tokenizer_puts_behind_comes_before_the_eos(sentencepiece_like: Any) -> None:
-    from copy import deepcopy
-
-    from tokenizers import processors
-
     tokenizer = deepcopy(sentencepiece_like)
     special = [("<s>", 1), ("<unk>", 0)]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -242,19 +232,8 @@ def test_what_the_tokenizer_puts_behind_comes_before_the_eos(sentencepiece_like:
     assert pair.trained[[0, -2, -1]].tolist() == [False, True, True]
 
 
-def test_a_template_that_writes_its_own_eos_gets_no_other(bpe_folder: Callable[..., str]) -> None:
-    ends_in_a_line = CHATML.replace("<|im_end|>", "{{ eos_token }}")
-    tokenizer = load_tokenizer(bpe_folder(ends_in_a_line))
-    (document,) = encode(tokenizer, Chat("x", CHAT))
-    assert tokenizer.decode(document.ids).endswith("Ü — Paris.<|endoftext|>\n")
-
-
 def test_ranges_that_leave_out_blanks(bpe: Any) -> None:
     """Some tokenizers trim blanks from a token range. An all-blank token then has an empty range at its position."""
-    from copy import deepcopy
-
-    from tokenizers import processors
-
     trimming = deepcopy(bpe)
     trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     records = (Pair("x", "two  \n\n ", "It   is four\n\n"), Pair("x", "Fox   ", "\n\nIt"), Pair("x", "日", "本 Ü"))
@@ -266,8 +245,6 @@ def test_ranges_that_leave_out_blanks(bpe: Any) -> None:
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_a_text_that_the_tokenizer_refuses_is_a_bad_row(is_fast: bool, measured: Any, bpe: Any) -> None:
     """Half a surrogate pair, for example from a cut emoji: the whole row is skipped, including its other document."""
-    from transformers import ByT5Tokenizer
-
     half, records = "cut \ud83d here", list[tuple[bool, Record]]()
     for where, text in (("a", "fox"), ("b", half), ("c", "dog")):
         chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
@@ -290,8 +267,6 @@ def test_a_text_that_the_tokenizer_refuses_is_a_bad_row(is_fast: bool, measured:
 
 def test_a_tokenizer_without_ranges() -> None:
     """ByT5 is plain Python without ranges, so prompt and answer are encoded separately."""
-    from transformers import ByT5Tokenizer
-
     tokenizer = ByT5Tokenizer()
     chat, pair = encode(tokenizer, Chat("x", CHAT), Pair("x", "two", "2 日"))
     assert [run.strip() for run in trained_runs(tokenizer, chat)] == ["It is four.</s>", "Ü — Paris.</s>"]

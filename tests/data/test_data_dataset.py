@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-import subprocess
-import sys
 import sysconfig
 import threading
 import time
@@ -16,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import processors
 
 from offload.distributed.share import share
@@ -67,6 +63,7 @@ def test_an_epoch_is_every_row_once_and_the_next_follows_at_once(build: Build) -
     assert sorted(seen[:num_rows]) == every
     assert sorted(seen[num_rows : 2 * num_rows]) == every
     assert seen[:num_rows] != seen[num_rows : 2 * num_rows]
+    assert [dataset.num_steps(each) for each in (1, 3)] == [-(-each * num_rows // 6) for each in (1, 3)]
 
 
 def test_train_and_eval_share_no_document(build: Build) -> None:
@@ -102,14 +99,6 @@ def test_rank_slices_form_the_batch(build: Build, packing: bool) -> None:
             assert max(sizes) - min(sizes) <= 1
     with pytest.raises(ConfigError, match=r"train\.batch_size is 6, but there are 7 ranks.*--train\.batch_size to 7"):
         dataset.batch(0, 0, 7)
-
-
-@given(st.integers(0, 200), st.integers(1, 40))
-def test_shares_are_contiguous_and_differ_by_one_row_at_most(num_rows: int, world_size: int) -> None:
-    parts = [share(num_rows, rank, world_size) for rank in range(world_size)]
-    assert [row for part in parts for row in range(num_rows)[part]] == list(range(num_rows))
-    sizes = [part.stop - part.start for part in parts]
-    assert max(sizes) - min(sizes) <= 1
 
 
 def test_all_ranks_get_a_mask_when_one_of_them_needs_it(
@@ -194,35 +183,15 @@ def test_eval_batches_over_ranks(build: Build, batch_size: int, world_size: int)
     assert any(len(whole["labels"]) % world_size for whole in alone), "a batch that does not divide"
 
 
-def test_num_steps(build: Build) -> None:
-    dataset = build()
-    assert dataset.num_steps(1) == -(-dataset.num_train_rows // 6)
-    assert dataset.num_steps(3) == -(-3 * dataset.num_train_rows // 6)
-
-
-def test_chats_train_the_answers_only(build: Build, write_lines: Callable[..., Path]) -> None:
-    def chat(i: int) -> dict[str, Any]:
-        return {
-            "messages": [{"role": "user", "content": f"What {i}?"}, {"role": "assistant", "content": f"It is {i}."}]
-        }
-
-    path = write_lines("chats.jsonl", *(chat(i) for i in range(60)))
-    dataset = build(source=str(path), packing=False, sequence_length=40, batch_size=1, eval_share=0.0)
-    for step in range(60):
-        batch = dataset.batch(step)
-        labels = batch["labels"][0]
-        number = dataset.tokenizer.decode(batch["input_ids"][0]).split("What ")[1].split("?")[0]
-        assert dataset.tokenizer.decode(labels[labels != -100]) == f"It is {number}.<|endoftext|>"
-    everything = build(source=str(path), packing=False, sequence_length=40, train_on_prompt=True, eval_share=0.0)
-    assert everything.train.num_targets > 2 * dataset.train.num_targets
-    assert everything.state_dict()["fingerprint"] != dataset.state_dict()["fingerprint"]
-
-
 def test_rows_that_lost_their_answer_are_left_out(build: Build, write_lines: Callable[..., Path], prose: str) -> None:
     path = write_lines("a.jsonl", {"prompt": prose, "completion": "x"}, {"prompt": "x", "completion": prose})
     dataset = build(source=str(path), packing=False, eval_share=0.0)
     assert dataset.num_train_rows == 1
     assert any("without a trained token: 1 row." in note for note in dataset.notes)
+    path = write_lines("b.jsonl", {"prompt": prose, "completion": "4"})
+    with pytest.raises(ConfigError, match=r"Raise --data\.sequence_length") as error:
+        build(source=str(path), packing=False, eval_share=0.0)
+    assert "Give more" not in str(error.value)
 
 
 def test_tokens_are_taken_as_they_are(build: Build, tmp_path: Path) -> None:
@@ -259,7 +228,9 @@ def test_the_tokenizer_is_the_given_one_the_models_or_a_trained_one(
 
 
 def test_it_says_what_was_read(build: Build, write_lines: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "texts" / "drawing.svg").write_text("<svg/>")
     dataset = build()
+    assert dataset.notes[0].startswith(f"1 file of {tmp_path}/texts is not read, because of the ending: 1 .svg.")
     assert dataset.sources[0].contents.startswith(f"text of {tmp_path}/texts (40 files): 40 documents, ")
     num_tokens = dataset.train.store.num_tokens + dataset.eval.store.num_tokens
     assert dataset.sources[0].contents.endswith(f" {num_tokens:,} tokens")
@@ -288,21 +259,6 @@ def test_a_tokenizer_without_chat_template_gets_one_for_conversations_alone(
         assert "<|assistant|>" in chat.tokenizer.chat_template, "kept, so that it is saved with the model"
         assert [note for note in chat.notes if f"{folder} has no chat template" in note]
     assert build(source=str(chats), sequence_length=32).notes == ()
-
-
-def test_what_a_folder_holds_besides_is_a_note(build: Build, tmp_path: Path) -> None:
-    (tmp_path / "texts" / "drawing.svg").write_text("<svg/>")
-    assert (
-        build().notes[0]
-        == f"1 file of {tmp_path}/texts is not read, because of the ending: 1 .svg. A glob reads any ending."
-    )
-
-
-def test_answers_beyond_the_rows_want_longer_rows(build: Build, write_lines: Callable[..., Path], prose: str) -> None:
-    pairs = write_lines("pairs.jsonl", {"prompt": prose, "completion": "4"})
-    with pytest.raises(ConfigError, match=r"Raise --data\.sequence_length") as error:
-        build(source=str(pairs), packing=False, eval_share=0.0)
-    assert "Give more" not in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.txt", ""), ("a.jsonl", ""), ("a.jsonl", '{"text": ""}\n')])
@@ -359,9 +315,6 @@ def test_a_damaged_cache_is_made_again(build: Build, tmp_path: Path) -> None:
         again = build()
         assert torch.equal(again.batch(3)["input_ids"], expected)
         assert again.state_dict()["fingerprint"] == fingerprint
-
-
-def test_a_cache_that_cannot_be_written(build: Build, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
         build(cache_dir=tmp_path / "file")
@@ -400,12 +353,6 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="killed"):
         load_or_build(tmp_path, "entry", fail, lambda folder: (folder / "value").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["entry.lock"]
-
-
-def test_importing_is_cheap() -> None:
-    names = "{'torch', 'transformers', 'tokenizers'}"
-    code = f"import sys, offload.extras.data.dataset; print(sorted({names} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.slow

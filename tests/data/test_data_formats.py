@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,9 @@ from offload.extras.data.formats import Chat, Ids, Pair, Record, Text, detect_fo
 from offload.extras.data.rows import BadRow
 from tests.data.asked import files_of
 
+SYSTEM = {"role": "system", "content": "x"}
 USER = {"role": "user", "content": "Hi"}
+ADDED = {"role": "user", "content": "a\n\nb"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
 
 
@@ -31,30 +34,44 @@ def read(path: Path, data_format: str = "auto", vocab_size: int = 1000) -> list[
     return records
 
 
+def npy(array: np.ndarray) -> bytes:
+    """Return the contents of a .npy file."""
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
 @pytest.mark.parametrize(
-    ("record", "data_format"),
+    ("data_format", "row", "expected"),
     [
-        ({"text": "x"}, "jsonl"),
-        ({"messages": [USER, ASSISTANT]}, "messages"),
-        ({"conversations": [{"from": "human", "value": "Hi"}]}, "sharegpt"),
-        ({"instruction": "x", "output": "y"}, "alpaca"),
-        ({"prompt": "x", "completion": "y"}, "prompt-completion"),
+        ("jsonl", {"text": "x"}, Text("", "x")),
+        ("messages", {"messages": [USER, ASSISTANT], "tools": [PARTS]}, Chat("", [USER, ASSISTANT], [PARTS])),
+        ("messages", {"messages": [PARTS, CALL]}, Chat("", [{**PARTS, "content": "ab"}, {**CALL, "content": ""}])),
+        ("sharegpt", {"conversations": TURNS, "system": "x"}, Chat("", [SYSTEM, USER, ASSISTANT])),
+        ("alpaca", {"instruction": "Hi", "output": "Hello"}, Chat("", [USER, ASSISTANT])),
+        ("alpaca", {"instruction": "a", "input": "b", "output": "Hello"}, Chat("", [ADDED, ASSISTANT])),
+        ("prompt-completion", {"prompt": "1+1=", "completion": "2"}, Pair("", "1+1=", "2")),
     ],
 )
-def test_auto_goes_by_the_first_records_keys(write_lines: Callable[..., Path], record: Any, data_format: str) -> None:
+def test_auto_goes_by_the_first_records_keys(
+    write_lines: Callable[..., Path], data_format: str, row: Any, expected: Any
+) -> None:
     for name in ("data.jsonl", "data.json"):
-        (file,) = files_of(str(write_lines(name, record)))
+        path = write_lines(name, row)
+        (file,) = files_of(str(path))
         assert detect_format(file) == data_format
+        (found,) = read(path)
+        assert found == replace(expected, where=found.where)
 
 
 def test_auto_goes_by_the_ending(tmp_path: Path) -> None:
-    for name, data_format in [
-        ("a.txt", "text"),
-        ("b.py", "text"),
-        ("c.log", "text"),
-        ("d.npy", "tokens"),
-        ("e.bin", "tokens"),
-    ]:
+    names = {"a.txt": "text", "b.py": "text", "c.log": "text", "d.npy": "tokens", "e.bin": "tokens"}
+    for name, data_format in names.items():
         (tmp_path / name).write_text("x")
         (file,) = files_of(str(tmp_path / name))
         assert detect_format(file) == data_format
@@ -87,58 +104,28 @@ def test_long_text_comes_in_pieces(tmp_path: Path, text: str, monkeypatch: pytes
         assert all(piece.text.endswith("\n") for piece in pieces[:-1])
 
 
-def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"ok\xff\xfe")
-    with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 text \(byte 2"):
-        read(tmp_path / "a.txt")
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"ok\xff\xfe", r"a\.txt is not UTF-8 text \(byte 2"),
+        ("a.npy", npy(np.zeros(3)), r"float64 \[3\]; data.format=tokens needs integers"),
+        ("b.npy", b"not numpy", r"b\.npy is not a \.npy file"),
+        ("c.bin", b"123", "3 bytes, not a whole number of uint16"),
+    ],
+)
+def test_contents_of_another_kind_are_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        read(tmp_path / name)
 
 
-def test_jsonl_passes_over_empty_lines_only(tmp_path: Path) -> None:
+def test_rows_are_told_by_line_or_number(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n\n   \n{"text": "zw\\u00f6lf"}')
     assert read(path) == [Text(f"{path}:1", "one"), Text(f"{path}:4", "zwölf")]
-
-
-def test_a_json_array_is_read_as_records(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=2))
     assert read(path) == [Text(f"{path}, record 1", "one"), Text(f"{path}, record 2", "two")]
-
-
-def test_messages(write_lines: Callable[..., Path]) -> None:
-    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
-    path = write_lines(
-        "a.jsonl", {"messages": [USER, ASSISTANT], "tools": [{"name": "t"}]}, {"messages": [parts, call]}
-    )
-    first, second = read(path)
-    assert first == Chat(f"{path}:1", [USER, ASSISTANT], [{"name": "t"}])
-    assert isinstance(second, Chat)
-    assert [message["content"] for message in second.messages] == ["ab", ""]
-    assert second.messages[1]["tool_calls"] == [{"type": "function"}]
-
-
-def test_sharegpt(write_lines: Callable[..., Path]) -> None:
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    path = write_lines("a.jsonl", {"conversations": turns, "system": "Be kind."})
-    assert read(path) == [Chat(f"{path}:1", [{"role": "system", "content": "Be kind."}, USER, ASSISTANT])]
-
-
-def test_alpaca(write_lines: Callable[..., Path]) -> None:
-    path = write_lines(
-        "a.jsonl",
-        {"instruction": "Add", "input": "1 2", "output": "3"},
-        {"instruction": "Hi", "input": "", "output": "Hello"},
-    )
-    first, second = read(path)
-    assert isinstance(first, Chat)
-    assert first.messages[0]["content"] == "Add\n\n1 2"
-    assert second == Chat(f"{path}:2", [USER, ASSISTANT])
-
-
-def test_prompt_completion(write_lines: Callable[..., Path]) -> None:
-    path = write_lines("a.jsonl", {"prompt": "1+1=", "completion": "2"})
-    assert read(path) == [Pair(f"{path}:1", "1+1=", "2")]
 
 
 @pytest.mark.parametrize(
@@ -208,18 +195,6 @@ def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ids_of(read(tmp_path / "llmc.bin")) == [[5, 6]]
     (tmp_path / "empty.bin").write_bytes(b"")
     assert ids_of(read(tmp_path / "empty.bin")) == []
-
-
-def test_wrong_token_files_are_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.zeros(3))
-    with pytest.raises(ConfigError, match=r"float64 \[3\]; data.format=tokens needs integers"):
-        read(tmp_path / "a.npy")
-    (tmp_path / "b.npy").write_bytes(b"not numpy")
-    with pytest.raises(ConfigError, match=r"b\.npy is not a \.npy file"):
-        read(tmp_path / "b.npy")
-    (tmp_path / "c.bin").write_bytes(b"123")
-    with pytest.raises(ConfigError, match="3 bytes, not a whole number of uint16"):
-        read(tmp_path / "c.bin")
 
 
 def test_keys_of_several_formats_are_refused(write_lines: Callable[..., Path]) -> None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import fsspec
@@ -453,10 +454,7 @@ def test_a_long_array_is_read_in_pieces(load: Load, tmp_path: Path, monkeypatch:
 
 
 def test_a_hub_name_without_a_network_is_refused_at_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", offline)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", Mock(side_effect=ConnectionError("no route")))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with pytest.raises(ConfigError, match=r"'nobody/nothing' does not exist here .* no route.*HF_HUB_OFFLINE=1"):
         load("nobody/nothing")

@@ -100,22 +100,18 @@ def test_batches_are_the_processors_own(family: str, batch: str, folders: dict[s
 
 def spelled(how: str, colours: Sequence[str], where: Path) -> dict[str, Any]:
     """Return a conversation about squares in a common spelling."""
-    messages = about(colours)
-    if how == "OpenAI's parts":
-        for message in messages:
-            message["content"] = [
-                {"type": "image_url", "image_url": {"url": part["path"]}} if part["type"] == "image" else part
-                for part in message["content"]
-            ]
+    messages, paths = about(colours), [f"squares/{colour}.png" for colour in colours]
+    for message in messages:
+        parts = message["content"]
+        if how == "OpenAI's parts":
+            url = [{"type": "image_url", "image_url": {"url": part.get("path")}} for part in parts]
+            message["content"] = [u if part["type"] == "image" else part for u, part in zip(url, parts, strict=True)]
+        elif how in ("a column for places in texts", "sharegpt"):
+            message["content"] = "".join("<image>" if part["type"] == "image" else part["text"] for part in parts)
+        else:
+            message["content"] = [{key: part[key] for key in part if key != "path"} for part in parts]
     if how == "OpenAI's parts":
         return {"messages": messages}
-    paths = [f"squares/{colour}.png" for colour in colours]
-    for message in messages:
-        if how in ("a column for places in texts", "sharegpt"):
-            text = "".join("<image>" if part["type"] == "image" else part["text"] for part in message["content"])
-            message["content"] = text
-        else:
-            message["content"] = [{key: part[key] for key in part if key != "path"} for part in message["content"]]
     if how == "a column of bytes":
         return {
             "messages": messages,

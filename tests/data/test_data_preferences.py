@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,7 @@ def test_a_system_message_and_a_table_of_strings(tmp_path: Path) -> None:
         writer = csv.writer(stream)
         writer.writerow(["system", "question", "chosen", "rejected"])
         writer.writerow([SYSTEM["content"], ASKED["content"], GOOD["content"], json.dumps([BAD])])
-    file = files_of(str(path), "preference")[0].__class__(
-        **vars(files_of(str(path), "preference")[0]) | {"columns": {"prompt": "question"}}
-    )
+    file = replace(files_of(str(path), "preference")[0], columns={"prompt": "question"})
     found = next(iter(read_records(file, 300)))
     assert isinstance(found, Preference)
     assert isinstance(found.chosen, Chat)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -142,12 +143,8 @@ class TestOpening:
 
     def test_a_name_that_cannot_be_removed(self, tmp_path, monkeypatch):
         """The name of an empty file remains, and the file gets no data."""
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
         monkeypatch.setattr(directories, "_O_TMPFILE", 0)
-        monkeypatch.setattr(Path, "unlink", fail)
+        monkeypatch.setattr(Path, "unlink", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
         with IoEngine() as io, pytest.raises(DiskError, match="EIO") as caught:
             Stripes(io, [tmp_path])
         monkeypatch.undo()

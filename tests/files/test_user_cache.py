@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,12 +24,8 @@ def test_what_is_kept_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     assert read_json(path) is None
     write_json(path, {"a": [1]})
     assert read_json(path) == {"a": [1]}
-
-    def fail(self: Path, *_: object, **__: object) -> None:
-        raise OSError("the disk is full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(user_cache.Path, "replace", fail)
+        patch.setattr(user_cache.Path, "replace", Mock(side_effect=OSError("the disk is full")))
         write_json(path, {"a": 2})
     assert read_json(path) == {"a": [1]}
     assert list(path.parent.iterdir()) == [path]

@@ -17,7 +17,18 @@ from transformers import set_seed
 from offload.errors import OffloadError
 from offload.integrations.optimizer import FOLDER, find_own
 from offload.integrations.transformers import OffloadTrainer
-from tests.integrations.plain import LR, SameBits, decays, letters, llama, logged, offload_trainer, plain_trainer, rows
+from tests.integrations.plain import (
+    LR,
+    SameBits,
+    decays,
+    letters,
+    llama,
+    logged,
+    offload_trainer,
+    plain_trainer,
+    reset_accelerate,
+    rows,
+)
 
 
 def as_rank(job: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,10 +36,7 @@ def as_rank(job: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(job)
     def run(**arguments: Any) -> Any:
-        from accelerate.state import AcceleratorState, GradientState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        reset_accelerate()
         try:
             result = job(**arguments)
             gc.collect()  # a DDP model that outlives the process group can hang
@@ -37,8 +45,7 @@ def as_rank(job: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+            reset_accelerate()
 
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,15 @@ def assert_same_weights(found: Mapping[str, torch.Tensor], wanted: Mapping[str, 
     assert list(found) == list(wanted)
     different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
     assert not different, f"{len(different)} of {len(wanted)} differ, first {different[:3]}"
+
+
+def reset_accelerate() -> None:
+    """Reset the process-wide state of accelerate, if installed."""
+    with suppress(ImportError):
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def needs(*libraries: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,26 @@ from transformers import LlamaForCausalLM
 from offload import AdamW
 from offload.errors import ConfigError
 from tests.checkpoint.folders import same
-from tests.integrations.plain import CLIP, LR, PLACEMENT, SameBits, assert_same_weights, llama, needs, rows
+from tests.integrations.plain import (
+    CLIP,
+    LR,
+    PLACEMENT,
+    SameBits,
+    assert_same_weights,
+    llama,
+    needs,
+    reset_accelerate,
+    rows,
+)
 
 needs("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import ProjectConfiguration  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def no_state_of_others() -> Iterator[None]:
-    """Reset the process-wide accelerate state before and after each test."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+EACH_NODE = ProjectConfiguration(save_on_each_node=True)
 
 
 class Script:
@@ -228,33 +228,6 @@ def test_bf16_is_the_engines_and_not_autocast(tmp_path: Path) -> None:
     assert {value.dtype for value in script.weights().values()} == {torch.float32}
 
 
-def test_what_does_not_go_with_an_engine_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="mixed_precision='fp16'"):
-        OffloadAccelerator(mixed_precision="fp16", cpu=True, offload={})
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(ConfigError, match="save_on_each_node.*a folder shared by all machines"):
-        OffloadAccelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path), save_on_each_node=True))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
-    model = llama()
-    with pytest.raises(ConfigError, match="not with the model that they train"):
-        accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ConfigError, match="20 parameters with requires_grad are not in the optimizer, first model"):
-        accelerator.prepare(model, torch.optim.AdamW(list(model.parameters())[:1]))
-    with pytest.raises(ConfigError, match="nesterov=True"):
-        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1, momentum=0.9, nesterov=True))
-    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    batch = {key: value[None] for key, value in rows(1)[0].items()}
-    accelerator.backward(model(**batch).loss)
-    with pytest.raises(ConfigError, match="norm_type=inf"):
-        accelerator.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
-    with pytest.raises(ConfigError, match="clip_grad_value_"):
-        accelerator.clip_grad_value_(model.parameters(), 1.0)
-    other = llama()
-    with pytest.raises(ConfigError, match="a single engine, for a single model"):
-        accelerator.prepare(other, torch.optim.AdamW(other.parameters()))
-
-
 def test_groups_of_the_optimizer_are_those_of_the_rule(tmp_path: Path) -> None:
     """The learning rates keep the ratio. A frozen model in the same script does not change."""
     accelerator = OffloadAccelerator(cpu=True, offload={"placement": PLACEMENT})
@@ -290,7 +263,7 @@ def test_zero_grad_drops_what_a_script_does_not_want() -> None:
     one, other = ({key: value[None] for key, value in row.items()} for row in rows(2))
     found = []
     for drops in (False, True):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         accelerator, model, optimizer = prepared()
         if drops:
             for is_measured in (False, True):
@@ -304,16 +277,6 @@ def test_zero_grad_drops_what_a_script_does_not_want() -> None:
         found.append((norm, accelerator.get_state_dict(model)))
     assert found[0][0] == found[1][0]
     assert_same_weights(found[0][1], found[1][1])
-
-
-@pytest.mark.parametrize("how", ["some", "zero"])
-def test_a_clip_of_some_parameters_or_to_nothing_is_refused(how: str) -> None:
-    accelerator, model, _ = prepared()
-    batch = {key: value[None] for key, value in rows(1)[0].items()}
-    accelerator.backward(model(**batch).loss)
-    given = model.lm_head.parameters() if how == "some" else model.parameters()
-    with pytest.raises(ConfigError, match="an engine clips all 21 trainable parameters"):
-        accelerator.clip_grad_norm_(given, 0.0 if how == "zero" else 1.0)
 
 
 def test_an_optimizer_may_hold_frozen_parameters_too() -> None:
@@ -346,17 +309,51 @@ def test_groups_keep_their_ratio_through_a_warmup_that_begins_with_0() -> None:
     assert [scale for scale, _, _ in accelerator.engine.groups] == pytest.approx([1.0, 0.1])
 
 
-def test_a_model_without_values_or_in_fp16_and_an_unknown_place_are_named() -> None:
-    model: Any = llama().to("meta")
-    with pytest.raises(ConfigError, match="embed_tokens.weight is on the device 'meta'"):
-        OffloadAccelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    model = llama().half()
-    with pytest.raises(ConfigError, match="embed_tokens.weight is float16, .* dtype=torch.bfloat16"):
-        OffloadAccelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    model = llama()
-    with pytest.raises(ConfigError, match="placement has the unknown field 'device_mem'"):
-        OffloadAccelerator(cpu=True, offload={"placement": {"device_mem": "1GiB"}}).prepare(
-            model, torch.optim.AdamW(model.parameters())
-        )
+def over_all(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "how", "told"),
+    [
+        (lambda: llama().to("meta"), over_all, {}, "embed_tokens.weight is on the device 'meta'"),
+        (lambda: llama().half(), over_all, {}, "embed_tokens.weight is float16, .* dtype=torch.bfloat16"),
+        (
+            llama,
+            over_all,
+            {"offload": {"placement": {"device_mem": 1}}},
+            "placement has the unknown field 'device_mem'",
+        ),
+        (llama, over_all, {"mixed_precision": "fp16", "offload": {}}, "mixed_precision='fp16'"),
+        (llama, over_all, {"project_config": EACH_NODE}, "save_on_each_node.*a folder shared by all machines"),
+        (llama, lambda _: over_all(llama()), {}, "not with the model that they train"),
+        (
+            llama,
+            lambda model: torch.optim.AdamW(list(model.parameters())[:1]),
+            {},
+            "20 parameters with requires_grad are not in the optimizer, first model",
+        ),
+        (llama, lambda model: torch.optim.SGD(model.parameters(), 1, 0.9, nesterov=True), {}, "nesterov=True"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(model: Any, optimizer: Any, how: dict[str, Any], told: str) -> None:
+    made = model()
+    with pytest.raises(ConfigError, match=told):
+        OffloadAccelerator(cpu=True, **how).prepare(*([] if "train" in told else [made]), optimizer(made))
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda a, m: a.clip_grad_norm_(m.parameters(), 1.0, float("inf")), "norm_type=inf"),
+        (lambda a, m: a.clip_grad_value_(m.parameters(), 1.0), "clip_grad_value_"),
+        (lambda a, m: a.clip_grad_norm_(m.lm_head.parameters(), 1.0), "an engine clips all 21 trainable parameters"),
+        (lambda a, m: a.clip_grad_norm_(m.parameters(), 0.0), "an engine clips all 21 trainable parameters"),
+        (lambda a, m: a.prepare(other := llama(), over_all(other)), "a single engine, for a single model"),
+    ],
+)
+def test_what_does_not_go_with_an_engine_is_refused(use: Any, told: str) -> None:
+    accelerator, model, _ = prepared()
+    accelerator.backward(model(**{key: value[None] for key, value in rows(1)[0].items()}).loss)
+    with pytest.raises(ConfigError, match=told):
+        use(accelerator, model)

@@ -41,7 +41,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict  # noqa: 
 
 from offload.integrations.transformers import OffloadTrainer  # noqa: E402
 from tests.integrations import jobs  # noqa: E402
-from tests.integrations.test_accelerate import Script, no_state_of_others  # noqa: E402, F401
+from tests.integrations.test_accelerate import Script  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "v_proj"]},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +22,24 @@ from tests.integrations.plain import (
     logged,
     needs,
     offload_trainer,
+    reset_accelerate,
     rows,
 )
 
 needs("accelerate")
 
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 from offload.integrations.transformers import OffloadTrainer, offload_optimizer_factory  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile settings stay in the environment and in the process; reset both."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
     monkeypatch.setattr(forwards, "BACKEND", backend(1 + 2**-18))
     torch._dynamo.reset()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def compiled() -> Any:
@@ -107,7 +102,7 @@ def test_a_trainer_that_is_to_compile_has_its_blocks_compiled(tmp_path: Path, ho
 def test_a_script_that_is_to_compile_has_its_blocks_compiled(given: str) -> None:
     losses, graphs = {}, {}
     for name in ("asked", "engine", "eager"):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        reset_accelerate()
         offload = {"placement": PLACEMENT} | ({"compile": "always"} if name == "engine" else {})
         how = {"dynamo_backend": "inductor"} if name == "asked" else {}
         accelerator = OffloadAccelerator(cpu=True, offload=offload, **how)  # type: ignore[arg-type]

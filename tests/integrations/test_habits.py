@@ -16,24 +16,17 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from offload import SGD, Engine
 from offload.errors import ConfigError
-from tests.integrations.plain import common, llama, logged, needs, rows
+from tests.integrations.plain import common, llama, logged, needs, reset_accelerate, rows
 
 needs("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 from offload.integrations.accelerate import OffloadAccelerator  # noqa: E402
 from offload.integrations.transformers import OffloadMixin, OffloadTrainer  # noqa: E402
 
 EPS = 1e-4
 """Large epsilon: a difference in the last place of a gradient stays small."""
-
-
-@pytest.fixture(autouse=True)
-def no_state_of_others() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 # -- subclasses and callbacks of a Trainer ---------------------------------------------------------------------
@@ -356,7 +349,7 @@ def test_a_model_of_one_accelerator_goes_on_in_another() -> None:
     """The first engine computes in bf16, and the weights keep the original dtype."""
     first = Script(OffloadAccelerator, mixed_precision="bf16", offload={})
     model = first.model
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate()
     with pytest.raises(ConfigError, match="engine of a Trainer or an accelerator"):
         Engine(model)
     optimizer: Any = torch.optim.AdamW(model.parameters())

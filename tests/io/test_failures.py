@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from offload.errors import ConfigError, DiskError
 from offload.native.io import IoEngine
+from tests.disks import mounted
 from tests.io.children import run
 from tests.io.memory import pages
 
@@ -73,21 +73,8 @@ def test_a_limit_on_the_size_of_files(kind, tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 16 MiB."""
-    image, folder = tmp_path / "image", tmp_path / "mounted"
-    folder.mkdir()
-    with image.open("wb") as file:
-        file.truncate(16 * MIB)
-    commands = (["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], ["mount", "-o", "loop", str(image), str(folder)])
-    for command in commands:
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"a file system cannot be mounted here: {error}")
-    yield folder
-    done = subprocess.run(["umount", str(folder)], capture_output=True, text=True, check=False)
-    if done.returncode:  # a file is still open
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-        pytest.fail(done.stderr)
+    with mounted(tmp_path, 16 * MIB) as folder:
+        yield folder
 
 
 def test_a_full_disk(kind, small_disk):
@@ -131,13 +118,11 @@ def test_what_is_wrong_at_once(engine_of, kind, tmp_path):
     for offset, array in ((1, page), (0, page[:100]), (0, page[512:4608]), (-4096, page)):
         with pytest.raises(ConfigError, match="multiples of 4096"):
             engine.read(file, offset, array)
-    with pytest.raises(ConfigError, match="not contiguous"):
-        engine.read(file, 0, page.reshape(2, 4096).T)
-    with pytest.raises(ConfigError, match="is a list"):
-        engine.write(file, 0, [0] * 4096)
-    page.flags.writeable = False
-    with pytest.raises(ConfigError, match="read-only"):
-        engine.read(file, 0, page)
+    fixed = pages(4096)
+    fixed.flags.writeable = False
+    for array, words in ((page.reshape(2, 4096).T, "not contiguous"), ([0] * 4096, "is a list"), (fixed, "read-only")):
+        with pytest.raises(ConfigError, match=words):
+            engine.read(file, 0, array)
     engine.write(file, 0, page).wait()
     with IoEngine() as other, pytest.raises(ConfigError, match="not open in this engine"):
         other.write(file, 0, page)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,10 +49,7 @@ def test_the_thread_of_every_lane_sets_its_device_first(played: PlayedModule, la
 def test_what_fails_to_set_the_device_fails_the_work(
     played: PlayedModule, lanes: StreamLanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_device: object) -> None:
-        raise RuntimeError("the device is lost")
-
-    monkeypatch.setattr(played, "set_device", refuse)
+    monkeypatch.setattr(played, "set_device", Mock(side_effect=RuntimeError("the device is lost")))
     ticket = lanes.update.submit(nothing)
     with pytest.raises(RuntimeError, match="the device is lost"):
         within(lambda: lanes.wait([ticket]))

@@ -76,10 +76,3 @@ def test_refused(setting, parts):
         parse_throttle(setting)
     for part in parts:
         assert part in str(refusal.value)
-
-
-def test_seconds():
-    assert Throttle(1000.0, 0.5).seconds(2000) == 2.5
-    assert Throttle(1000.0).seconds(0) == 0.0
-    assert Throttle(None, 0.25).seconds(1 << 40) == 0.25
-    assert Throttle().seconds(1 << 40) == 0.0

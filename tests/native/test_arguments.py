@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy
 import pytest
 import torch
@@ -12,14 +9,32 @@ import torch
 from offload.errors import ConfigError
 from offload.native import kernels
 
-SETTINGS = {"step": 1, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+RULES = {  # arrays, settings
+    "adamw": (
+        ["master", "exp_avg", "exp_avg_sq", "grad"],
+        {"step": 1, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    ),
+    "correct_adamw": (
+        ["master", "exp_avg", "exp_avg_sq", "grad"],
+        {"step": 1, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "applied_scale": 0.9, "grad_scale": 0.13},
+    ),
+    "lion": (["master", "exp_avg", "grad"], {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+    "sgd": (["master", "momentum_buffer", "grad"], {"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.1}),
+}
+NAN, INF = float("nan"), float("inf")
 
 
-ARRAYS = {"master": torch.ones(8), "exp_avg": torch.ones(8), "exp_avg_sq": torch.ones(8), "grad": torch.ones(8)}
+def refuse(rule, name, value, message):
+    """Check the error for one wrong argument. No array is modified."""
+    names, settings = RULES[rule]
+    arrays = {key: torch.ones(8) for key in names}
+    with pytest.raises(ConfigError, match=rf"^{message}"):
+        getattr(kernels, rule)(**(arrays | settings | {name: value}))
+    assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
 
 
 @pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("name", list(ARRAYS))
+@pytest.mark.parametrize("name", RULES["adamw"][0])
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -32,37 +47,48 @@ ARRAYS = {"master": torch.ones(8), "exp_avg": torch.ones(8), "exp_avg_sq": torch
     ],
 )
 def test_arrays(name, wrong, message):
-    arrays = {key: value.clone() for key, value in ARRAYS.items()}
-    expected = "exp_avg" if name == "master" and "9 elements" in message else name
-    message = "8 elements" if expected != name else message
-    with pytest.raises(ConfigError, match=rf"^{expected}\b.*{message}"):
-        kernels.adamw(**(arrays | {name: wrong}), **SETTINGS)
-    assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
+    is_first = name == "master" and "9 elements" in message
+    refuse("adamw", name, wrong, r"exp_avg\b.*8 elements" if is_first else rf"{name}\b.*{message}")
 
 
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("rule", "name", "value", "message"),
     [
-        ("step", 0),
-        ("lr", -1e-3),
-        ("lr", float("nan")),
-        ("eps", float("inf")),
-        ("weight_decay", -0.1),
-        ("grad_scale", float("nan")),
+        ("adamw", "step", 0, "step is 0; it must be at least 1"),
+        ("adamw", "lr", -1e-3, "lr is -0.001; it must be finite and at least 0"),
+        ("adamw", "lr", NAN, "lr is nan; it must be"),
+        ("adamw", "eps", INF, "eps is inf; it must be"),
+        ("adamw", "weight_decay", -0.1, "weight_decay is -0.1; it must be"),
+        ("adamw", "grad_scale", NAN, "grad_scale is nan; it must be"),
+        ("adamw", "betas", (1.0, 0.9), r"betas\[0\] is"),
+        ("adamw", "betas", (0.9, -0.1), r"betas\[1\] is"),
+        ("correct_adamw", "step", 0, "step is 0; it must be at least 1"),
+        ("correct_adamw", "lr", -1.0, "lr is -1.0; it must be finite and at least 0"),
+        ("correct_adamw", "betas", (1.0, 0.9), r"betas\[0\] is 1.0"),
+        ("correct_adamw", "eps", INF, "eps is inf"),
+        ("correct_adamw", "applied_scale", NAN, "applied_scale is nan; it must be finite"),
+        ("correct_adamw", "grad_scale", INF, "grad_scale is inf; it must be finite"),
+        ("correct_adamw", "grad_scale", 1e39, "grad_scale is inf; it must be finite"),
+        ("correct_adamw", "master", torch.ones(8, dtype=torch.float64), "master has dtype float64"),
+        ("correct_adamw", "master", (torch.ones(8).bfloat16(), torch.ones(8)), "lo has dtype float32"),
+        ("correct_adamw", "exp_avg", torch.ones(16)[::2], "exp_avg is not contiguous"),
+        ("correct_adamw", "exp_avg_sq", torch.ones(9), "exp_avg_sq has 9 elements"),
+        ("correct_adamw", "grad", torch.ones(8, dtype=torch.float16), "grad has dtype float16"),
+        ("correct_adamw", "grad", [1.0] * 8, "grad is a list"),
+        ("lion", "exp_avg", torch.ones(9), r"exp_avg\b.*9 elements"),
+        ("lion", "grad", torch.ones(8, dtype=torch.float64), r"grad\b.*float64"),
+        ("lion", "lr", -1.0, r"lr is -1\.0"),
+        ("lion", "betas", (0.9, 1.0), r"betas\[1\] is 1\.0"),
+        ("lion", "grad_scale", NAN, "grad_scale is nan"),
+        ("sgd", "momentum_buffer", torch.ones(9), r"momentum_buffer\b.*9 elements"),
+        ("sgd", "momentum_buffer", torch.ones(8).bfloat16(), r"momentum_buffer\b.*must be float32"),
+        ("sgd", "momentum", 1.0, r".*is 1\.0"),
+        ("sgd", "lr", -1.0, r"lr is -1\.0"),
     ],
 )
-def test_settings(name, value):
-    arrays = {key: torch.ones(8) for key in ARRAYS}
-    with pytest.raises(ConfigError, match=rf"^{name} is {value}; it must be"):
-        kernels.adamw(**arrays, **(SETTINGS | {name: value}))
-    assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
-
-
-@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1)])
-def test_betas(betas):
-    with pytest.raises(ConfigError, match=r"betas\[[01]\] is"):
-        kernels.adamw(*(torch.ones(8) for _ in ARRAYS), **(SETTINGS | {"betas": betas}))
+def test_a_wrong_argument_is_named_and_nothing_modified(rule, name, value, message):
+    refuse(rule, name, value, message)
 
 
 @pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built")
@@ -89,23 +115,26 @@ def test_threads(threads):
 
 
 @pytest.mark.usefixtures("either")
-def test_other_functions():
-    with pytest.raises(ConfigError, match="^lo has 3 elements"):
-        kernels.join(torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.int16))
-    with pytest.raises(ConfigError, match="^lo has dtype float32"):
-        kernels.join(torch.ones(2, dtype=torch.bfloat16), torch.ones(2))
-    with pytest.raises(ConfigError, match="^out has dtype bfloat16"):
-        kernels.join(torch.ones(2).bfloat16(), torch.ones(2).short(), torch.ones(2).bfloat16())
-    with pytest.raises(ConfigError, match="^x has dtype int64"):
-        kernels.sum_squares(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="segment 1 has offset 3 and size 3"):
-        kernels.sum_squares_segments(torch.ones(5), [0, 3], [5, 3])
-    with pytest.raises(ConfigError, match="segment 0 has offset -1"):
-        kernels.sum_squares_segments(torch.ones(5), [-1], [2])
-    with pytest.raises(ConfigError, match="offsets has shape"):
-        kernels.sum_squares_segments(torch.ones(5), [0, 1], [2])
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("join", (torch.ones(2).bfloat16(), torch.ones(3, dtype=torch.int16)), "lo has 3 elements"),
+        ("join", (torch.ones(2).bfloat16(), torch.ones(2)), "lo has dtype float32"),
+        ("join", (torch.ones(2).bfloat16(), torch.ones(2).short(), torch.ones(2).bfloat16()), "out has dtype bfloat16"),
+        ("sum_squares", (torch.ones(2, dtype=torch.int64),), "x has dtype int64"),
+        ("sum_squares_segments", (torch.ones(5), [0, 3], [5, 3]), "segment 1 has offset 3 and size 3"),
+        ("sum_squares_segments", (torch.ones(5), [-1], [2]), "segment 0 has offset -1"),
+        ("sum_squares_segments", (torch.ones(5), [0, 1], [2]), "offsets has shape"),
+    ],
+)
+def test_other_functions(name, arguments, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        getattr(kernels, name)(*arguments)
 
 
-def test_importing_it_does_not_import_torch():
-    code = "import sys, offload.native.kernels; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_it_is_described(monkeypatch):
+    monkeypatch.setattr(kernels, "_core", None)
+    monkeypatch.setattr(kernels, "_isas", ())
+    assert not kernels.is_native()
+    assert kernels.default_isa() == "torch"
+    assert kernels.describe()["threads"] == torch.get_num_threads()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload.native import kernels
-from tests.native.states import ISAS, same_bits, wild
+from tests.native.states import same_bits, wild
 
 
 def rounding_cases() -> torch.Tensor:
@@ -15,7 +15,6 @@ def rounding_cases() -> torch.Tensor:
     return torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_round_bf16_in_place(isa):
     x = rounding_cases()
     expected = x.bfloat16().float()
@@ -23,7 +22,6 @@ def test_round_bf16_in_place(isa):
     assert same_bits(x, expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_accumulate(isa, dtype):
     state = wild(300_001)
@@ -33,7 +31,6 @@ def test_accumulate(isa, dtype):
     assert same_bits(state.p, expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_short_lengths_and_offsets(isa):
     x = torch.randn(200)
     for n in range(70):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload.errors import ConfigError
 from offload.native import kernels
 from tests.native.states import ISAS, State, ordinary, same_bits, wild
 
@@ -242,35 +241,6 @@ def test_numpy_arrays():
     assert (kernels.join(hi, lo) == expected.p.numpy()).all()
     assert (m == expected.m.numpy()).all()
     assert (v == expected.v.numpy()).all()
-
-
-ARRAYS = ("master", "exp_avg", "exp_avg_sq", "grad")
-
-
-@pytest.mark.usefixtures("either")
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("step", 0, "step is 0; it must be at least 1"),
-        ("lr", -1.0, "lr is -1.0; it must be finite and at least 0"),
-        ("betas", (1.0, 0.9), r"betas\[0\] is 1.0"),
-        ("eps", math.inf, "eps is inf"),
-        ("applied_scale", math.nan, "applied_scale is nan; it must be finite"),
-        ("grad_scale", math.inf, "grad_scale is inf; it must be finite"),
-        ("grad_scale", 1e39, "grad_scale is inf; it must be finite"),
-        ("master", torch.ones(8, dtype=torch.float64), "master has dtype float64"),
-        ("master", (torch.ones(8).bfloat16(), torch.ones(8)), "lo has dtype float32"),
-        ("exp_avg", torch.ones(16)[::2], "exp_avg is not contiguous"),
-        ("exp_avg_sq", torch.ones(9), "exp_avg_sq has 9 elements"),
-        ("grad", torch.ones(8, dtype=torch.float16), "grad has dtype float16"),
-        ("grad", [1.0] * 8, "grad is a list"),
-    ],
-)
-def test_a_wrong_argument_is_named_and_nothing_modified(name, value, message):
-    arrays = {key: torch.ones(8) for key in ARRAYS}
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        kernels.correct_adamw(**(arrays | SETTINGS | SCALES | {name: value}))
-    assert all(torch.equal(array, torch.ones(8)) for array in arrays.values())
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""GPU machine code for the update rules, checked with the compiler and without a GPU."""
+"""GPU machine code for updates, decoding and casts to FP8, checked with the compiler and without a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload.accelerators import compiled_image
+from offload.extras.quant import casts, device_kernels
 from offload.native import kernels
 from offload.native.device_update import KernelVariant
 
+pytestmark = pytest.mark.skipif(
+    not kernels.is_native(), reason="the C++ kernels were not built, nor is their source there"
+)
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
 PER_ELEMENT = {  # operations per element in csrc/*_kernel.inl, including conversions for byte states
     ("adamw", "fp32", 2): {"mul": 5, "fma": 2, "div": 2, "add": 2, "sub": 1, "sqrt": 1},
@@ -43,21 +48,25 @@ def nvrtc() -> Any:
     return ctypes.CDLL(str(libraries[0]))
 
 
-@pytest.mark.skipif(not kernels.is_native(), reason="the C++ kernels were not built, nor is their source there")
+def assembled(source: str, name: str, options: list[str], architecture: str) -> tuple[str, str]:
+    """Compile a kernel, and check for spilled registers and approximations. Return (PTX, lowered name)."""
+    library, options = nvrtc(), [f"--gpu-architecture={architecture}", "-default-device", *options]
+    assert len(compiled_image(library, source, name, options)[0]) > 1000
+    text, lowered = compiled_image(library, source, name, options, "PTX")
+    ptx = text.decode()
+    assert "__local_depot" not in ptx, "all of it stays in registers"
+    assert not re.search(r"\.ftz|\.approx|\bdiv\.full|\bfma\.(?!rn)|\bfma\.\w+\.f64", ptx)
+    return ptx, lowered
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("function", "states", "num_moments"), PER_ELEMENT)
 def test_every_operation_is_rounded_by_itself(function: str, states: str, num_moments: int, architecture: str) -> None:
-    library = nvrtc()
     for is_split in (False, True):
         for is_short in (False, True):
             source, name, options = KernelVariant(function, states, num_moments, is_split, is_short).program
-            options = [f"--gpu-architecture={architecture}", "-default-device", *options]
-            assert len(compiled_image(library, source, name, options)[0]) > 1000
-            text, lowered = compiled_image(library, source, name, options, "PTX")
-            ptx = text.decode()
+            ptx, lowered = assembled(source, name, options, architecture)
             assert f".entry {lowered}(" in ptx
-            assert "__local_depot" not in ptx, "all of it stays in registers"
-            assert not re.search(r"\.ftz|\.approx|\bfma\.(?!rn)|\bfma\.\w+\.f64", ptx)
             found = Counter(re.findall(r"\b(mul|fma|div|add|sub|sqrt)\.rn\.f32", ptx))
             wanted = {name: UNROLLED * number for name, number in PER_ELEMENT[function, states, num_moments].items()}
             if states == "int8":
@@ -66,3 +75,29 @@ def test_every_operation_is_rounded_by_itself(function: str, states: str, num_mo
                 }
             else:
                 assert found == wanted
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("codec", ["int8", "int4", "nf4"])
+def test_decoding_stores_whole_lines_and_rounds_each_product(codec: str, architecture: str) -> None:
+    for dtype, num_lines in ((torch.bfloat16, 1), (torch.float32, 2)):
+        ptx, _ = assembled(*device_kernels.program(codec, dtype), architecture)
+        assert "fma." not in ptx
+        assert len(re.findall(r"\bmul\.rn\.f32", ptx)) == 8 + (codec == "nf4")
+        assert len(re.findall(r"\bst\.global\.v4\.[fub]32", ptx)) == num_lines
+        assert len(re.findall(r"\bst\.global\.", ptx)) == num_lines
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("format_", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_casts_move_whole_lines_and_round_each_quotient(format_: torch.dtype, by_row: bool, architecture: str) -> None:
+    for dtype, num_lines in ((torch.bfloat16, 1), (torch.float32, 2)):
+        for kernel in ("cast_rows", "find_amax_of_rows"):
+            ptx, _ = assembled(*casts.program(kernel, dtype, format_, by_row), architecture)
+            casts_rows, finds_amax = kernel == "cast_rows", kernel != "cast_rows" or by_row
+            assert "fma." not in ptx
+            assert len(re.findall(r"\bdiv\.rn\.f32", ptx)) == 9 * casts_rows
+            assert len(re.findall(r"\bld\.global\.v4\.[fub]32", ptx)) == num_lines * (casts_rows + finds_amax)
+            assert len(re.findall(r"\bst\.global\.v2\.[fub]32", ptx)) == casts_rows
+            assert len(re.findall(r"\bbar\.sync|\bbarrier\.sync", ptx)) == finds_amax

@@ -48,14 +48,6 @@ def part(moments: list[Any], begin: int, end: int) -> list[Any]:
     return [(m[0][begin:end], m[1][blocks]) if isinstance(m, tuple) else m[begin:end] for m in moments]
 
 
-@pytest.fixture(params=[*ISAS, "torch"])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "_core", None)
-        return None
-    return request.param
-
-
 # -- The generator -----------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -69,10 +70,7 @@ def test_auto_counts_what_the_link_moves_besides() -> None:
 
 
 def test_for_a_small_model_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(*_: Any) -> Any:
-        raise AssertionError("it was")
-
-    monkeypatch.setattr(SpecifiedMachine, "speeds", measured)
+    monkeypatch.setattr(SpecifiedMachine, "speeds", Mock(side_effect=AssertionError("it was")))
     settings, machine = Settings(placement=Placement(optimizer="cpu")), SpecifiedMachine(speeds(1e9, 1e9).hardware)
     for width, is_asked in ((64, False), (4096, True)):
         with pytest.raises(AssertionError) if is_asked else nullcontext():

@@ -147,13 +147,6 @@ def test_corrections_follow_the_norm_and_come_before_the_fetch():
     assert run.busy_s["update"] == pytest.approx(3 + 2 * 5)
 
 
-def test_so_many_corrections_as_are_told():
-    unit = Unit(1, fetch_s=1, land_s=1, update_s=1, correct_s=5)
-    for told, done in ((0, 0), (1, 1), (2, 2), (3, 2)):
-        run = ideal(chain(3, 1, 3, unit, capacity=3, mode="speculative", num_corrected=told))
-        assert run.busy_s["update"] == pytest.approx(3 + 5 * done)
-
-
 def test_one_gradient_buffer_puts_the_landing_between_the_backwards():
     unit = Unit(1, land_s=4)
     one = ideal(chain(4, 1, 1, unit, capacity=4, num_gradient_buffers=1))
@@ -168,12 +161,6 @@ def test_compute_that_needs_no_unit_hides_fetches():
     longer = dataclasses.replace(work, uses=[*work.uses[:1], loss, *work.uses[1:]])
     assert ideal(work).seconds == pytest.approx(4 + 3)
     assert ideal(longer).seconds == pytest.approx(4 + 2 + 5), "b is fetched beside it, and a's slot is idle by then"
-
-
-def test_the_host_waits_for_the_last_gradient():
-    work = chain(1, 1, 1, Unit(1, land_s=7))
-    first = dataclasses.replace(work, uses=[Use(5), *work.uses])
-    assert ideal(first).seconds == pytest.approx(5 + 2 + 7), "not even compute that needs no unit begins before"
 
 
 @pytest.mark.slow
@@ -410,20 +397,6 @@ def test_knowing_less_is_never_faster(work):
     )
     assert none <= sure + 1e-9
     assert none <= deferred + 1e-9
-
-
-@examples(30)
-@given(works(equal=True), st.sampled_from([2.0, 0.5]))
-def test_time_has_no_unit(work, factor):
-    def scaled(unit: Unit) -> Unit:
-        return Unit(unit.size, *(factor * s for s in (unit.fetch_s, unit.land_s, unit.update_s, unit.correct_s)))
-
-    other = dataclasses.replace(
-        work,
-        uses=[dataclasses.replace(use, seconds=factor * use.seconds) for use in work.uses],
-        units={name: scaled(unit) for name, unit in work.units.items()},
-    )
-    assert ideal(other, 6).seconds == pytest.approx(factor * ideal(work, 6).seconds)
 
 
 # -- refused --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,10 +74,7 @@ def test_other_loggers_go_on_with_the_run_of_a_folder(
 def test_a_logger_that_fails_is_told_of_once_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    def full(*_: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    monkeypatch.setattr(SummaryWriter, "add_scalar", Mock(side_effect=OSError("no space left")))
     assert report("tensorboard", tmp_path, LINES) == [
         "note: tensorboard (run.report_to) failed, and the run continues without it: OSError: no space left"
     ]

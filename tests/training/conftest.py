@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 
 from offload.app.config.config import Config
 from offload.app.training.trainer import Trainer, TrainResult
+from offload.engine.engine import Engine
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
@@ -49,6 +51,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture(autouse=True)
 def _little_to_collect() -> None:
     """Shorten the garbage collection after each run: objects from earlier tests and imports cost 0.2 s or more."""
@@ -63,6 +73,27 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def before_step(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a context manager: before step `number` of a run (from 1), raise an error or call a function."""
+    step = Engine.step
+
+    @contextmanager
+    def watch(number: int, act: BaseException | Callable[[], Any]) -> Iterator[None]:
+        def acting(self: Engine, *args: Any, **more: Any) -> Any:
+            if self.num_steps == number - 1:
+                if isinstance(act, BaseException):
+                    raise act
+                act()
+            return step(self, *args, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "step", acting)
+            yield
+
+    return watch
 
 
 @pytest.fixture
@@ -90,7 +121,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         kept = {key: value for key, value in values.items() if key not in without}
         config = Config.load(None, {key.replace("__", "."): value for key, value in {**kept, **settings}.items()})
         result = Trainer(config).run()
-        lines = [json.loads(line) for line in (result.dir / "metrics.jsonl").read_text().splitlines()]
-        return result, lines, capsys.readouterr().out
+        return result, lines_of(result.dir), capsys.readouterr().out
 
     return train

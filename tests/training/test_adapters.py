@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,8 @@ from offload.plan import main as plan_command
 from offload.replay import main as replay_command
 from offload.verify import main as verify_command
 from tests import forks
-from tests.forks import ROOT
 from tests.integrations.plain import needs
-from tests.ports import free_port
-from tests.training.conftest import SHAPES
+from tests.training.conftest import HOST, SHAPES
 
 needs("peft")
 
@@ -39,7 +36,6 @@ from peft import PeftModel, get_peft_model  # noqa: E402
 from peft.tuners.lora.layer import LoraLayer  # noqa: E402
 
 ADAPTER = {"lora__rank": 4, "lora__target_modules": ["q_proj", "down_proj"], "lora__dropout": 0.1}
-HOST = {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
 
 
 @pytest.fixture
@@ -75,23 +71,11 @@ def words(tmp_path: Path, name: str, **settings: Any) -> list[str]:
     return found
 
 
-def environment(tmp_path: Path, **more: str) -> dict[str, str]:
-    own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **own, **more}
-
-
 def train_over_ranks(tmp_path: Path, name: str, **settings: Any) -> Path:
     """Train in two processes with the variables of torchrun. Return the run folder."""
-    own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = ["-m", "offload.train", *words(tmp_path, name, **settings)]
-    started = [
-        forks.start(command, env=environment(tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), **own), rank=rank)
-        for rank in range(2)
-    ]
-    told = [each.communicate() for each in started]
-    assert [each.wait() for each in started] == [0, 0], told
-    for each in started:
-        each.close()
+    done = forks.run_ranks(command, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert [each.returncode for each in done] == [0, 0], done
     return tmp_path / name
 
 
@@ -102,6 +86,12 @@ def test_a_run_stopped_halfway_goes_on_to_the_same_bits(run: Any, base: Path, tm
     assert "over 6 modules (3 q_proj, 3 down_proj)" in said
     assert f"frozen: {base}" in said
     assert f"reloaded: by peft, from {whole.export}: logits bit-equal" in said
+    folder = whole.dir / "checkpoints" / "step-3"
+    with Reader(folder) as reader:
+        assert {name.rpartition(".lora_")[2] for name in reader.contents} == {"A.default.weight", "B.default.weight"}
+        assert len(reader.contents) == 12
+        assert reader.meta["meta"]["base"]["name"] == str(base)
+    assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 12 * 1920
     shutil.copytree(whole.dir, tmp_path / "half")
     shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-6")
     half, again, _ = run("half", **more)
@@ -195,13 +185,29 @@ def test_an_adapter_that_a_file_describes_is_resumed_and_exported(run: Any, base
         parity_command(["--lora.config", str(config), "--lora.alpha", "8"])
 
 
-def test_files_do_not_have_a_base_that_was_changed(run: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"offload__parameters": "files", "lora__init": "pissa"},
+            r"init pissa changes base weights.* set --offload.parameters cpu",
+        ),
+        (
+            {"lora__init": "loftq_5", **HOST},
+            "loftq_5, which is no longer computed: set --lora.init default, gaussian, orthogonal, olora",
+        ),
+    ],
+)
+def test_an_initialization_that_cannot_be_is_refused(
+    run: Any, base: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], told: str
+) -> None:
     monkeypatch.delattr(LoraLayer, "pissa_init")  # the refusal comes before any initialization
-    with pytest.raises(ConfigError, match=r"init pissa changes base weights.* set --offload.parameters cpu"):
-        run("run", model__path=str(base), offload__parameters="files", lora__init="pissa", **ADAPTER)
-    words = ["--model.path", str(base), "--offload.parameters", "files", "--lora.init", "pissa", "--lora.rank", "4"]
-    with pytest.raises(ConfigError, match=r"init pissa changes base weights"):
-        plan_command([*words, "--hardware", "rtx-4090"])
+    with pytest.raises(ConfigError, match=told):
+        run("run", model__path=str(base), **{**ADAPTER, **settings})
+    if settings["lora__init"] == "pissa":
+        words = ["--model.path", str(base), "--offload.parameters", "files", "--lora.init", "pissa", "--lora.rank", "4"]
+        with pytest.raises(ConfigError, match=r"init pissa changes base weights"):
+            plan_command([*words, "--hardware", "rtx-4090"])
 
 
 @pytest.mark.slow
@@ -257,17 +263,6 @@ def test_a_merge_that_changes_nothing_is_refused(run: Any, base: Path, tmp_path:
     assert not (tmp_path / "merged").exists()
     with pytest.raises(ConfigError, match="without --merge"):
         export_command([str(result.dir), str(tmp_path / "merged"), "--base", str(base)])
-
-
-@pytest.mark.slow
-def test_a_checkpoint_has_the_adapter_alone(run: Any, base: Path) -> None:
-    result, _, _ = run("run", model__path=str(base), checkpoint__every=3, **ADAPTER)
-    folder = result.dir / "checkpoints" / "step-3"
-    with Reader(folder) as reader:
-        assert {name.rpartition(".lora_")[2] for name in reader.contents} == {"A.default.weight", "B.default.weight"}
-        assert len(reader.contents) == 12
-        assert reader.meta["meta"]["base"]["name"] == str(base)
-    assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 12 * 1920
 
 
 @pytest.mark.slow
@@ -349,24 +344,14 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(run: Any, base: Path,
         run("run", model__path=str(base), data__tokenizer=str(tmp_path / "wider"), **ADAPTER)
 
 
-def test_loftq_is_refused_in_a_new_run(run: Any, base: Path) -> None:
-    known = "lora.init is loftq_5, which is no longer computed: set --lora.init default, gaussian, orthogonal, olora"
-    with pytest.raises(ConfigError, match=known):
-        run("run", model__path=str(base), lora__init="loftq_5", **ADAPTER, **HOST)
-
-
 @pytest.mark.slow
 def test_a_run_of_an_earlier_version_with_loftq_resumes(run: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"model__path": str(base), "checkpoint__every": 2, "train__steps": 4, **ADAPTER, **HOST}
     settings |= {"optimizer__schedule": "constant"}
     whole, *_ = run("whole", **settings)
     to_dict = Config.to_dict
-
-    def earlier(self: Config) -> Any:
-        return {**to_dict(self), "lora.init": ("loftq", "command line")}
-
     with monkeypatch.context() as patch:
-        patch.setattr(Config, "to_dict", earlier)
+        patch.setattr(Config, "to_dict", lambda self: {**to_dict(self), "lora.init": ("loftq", "command line")})
         run("parts", **{**settings, "train__steps": 2})
     parts, *_ = run("parts", **settings)
     assert all(torch.equal(value, adapter(whole.export)[name]) for name, value in adapter(parts.export).items())

@@ -19,6 +19,7 @@ from offload.app.training.finish import Export
 from offload.app.training.progress import Best
 from offload.engine.engine import Engine
 from offload.errors import DiskError, InterruptedRun
+from offload.export import main as export_command
 from offload.files.atomic_folder import remove
 
 LOSSES = (5.0, 4.0, 4.5, 3.9, 4.2, 4.1)
@@ -100,9 +101,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(run: Any, j
     models = [AutoModelForCausalLM.from_pretrained(each.export) for each in (result, last)]
     assert not torch.equal(models[0].lm_head.weight, models[1].lm_head.weight)
     with_export = tmp_path / "from-checkpoint"
-    from offload.export import main
-
-    assert main([str(result.dir / "checkpoints/step-8"), str(with_export)]) == 0
+    assert export_command([str(result.dir / "checkpoints/step-8"), str(with_export)]) == 0
     exported = AutoModelForCausalLM.from_pretrained(with_export)
     for one, other in zip(models[0].parameters(), exported.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -149,31 +148,19 @@ def test_the_best_is_exported_by_the_same_command_and_never_saved_as_the_last(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["killed", "stopped"])
-def test_a_resumed_run_stops_after_the_same_step(
-    run: Any, judged: None, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_a_resumed_run_stops_after_the_same_step(run: Any, judged: None, before_step: Any, when: str) -> None:
     """The first run is killed after a save, or stops in a step between the save and an evaluation.
 
     Break: leave the evaluation count out of checkpoints; skip the missed evaluation.
     """
     settings = {"train__steps": 20, "train__eval_every": 2, "train__early_stopping_patience": 1, "checkpoint__every": 1}
-    settings |= {"checkpoint__export": False, "checkpoint__keep_best": True}
-    settings |= {"train__micro_batch_size": 2}
+    settings |= {"checkpoint__export": False, "checkpoint__keep_best": True, "train__micro_batch_size": 2}
     whole, wanted, _ = run("whole", **settings)
     assert whole.steps == 6
-    step = Engine.step
-
-    def told(self: Engine, *args: Any, **more: Any) -> Any:
-        if self.num_steps == 5:
-            if when == "killed":
-                raise KeyboardInterrupt
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, *args, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", told)
-        with pytest.raises(KeyboardInterrupt if when == "killed" else InterruptedRun):
-            run("parts", **settings)
+    killed = when == "killed"
+    act = KeyboardInterrupt() if killed else lambda: os.kill(os.getpid(), signal.SIGTERM)
+    with before_step(6, act), pytest.raises(KeyboardInterrupt if killed else InterruptedRun):
+        run("parts", **settings)
     found, lines, _ = run("parts", **settings)
     assert (found.steps, found.best, found.eval_loss) == (whole.steps, whole.best, whole.eval_loss)
     keys = ("step", "loss", "eval_loss", "tokens_seen")

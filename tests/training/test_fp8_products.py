@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
 
-from offload import parity
 from offload.errors import ConfigError
 from offload.extras.quant import products
 from tests.engine.fp8 import LEAST_SIZE
-from tests.training.conftest import SHAPES
 
 FP8 = {"train__matmul": "fp8_rowwise", "train__precision": "auto"}
 STEADY = {"optimizer__schedule": "constant", "optimizer__warmup_steps": 0}
@@ -44,21 +39,3 @@ def test_a_run_multiplies_in_fp8_resumes_and_is_checked(run: Callable[..., Any])
     text = r"train.matmul is 'fp8_tensorwise' and was 'fp8_rowwise' in the run.*cannot change this"
     with pytest.raises(ConfigError, match=text):
         run("parts", train__steps=5, **FP8 | {"train__matmul": "fp8_tensorwise"}, **STEADY)
-
-
-@pytest.mark.parametrize("matmul", ["fp8_rowwise", "fp8_tensorwise"])
-def test_parity_multiplies_in_fp8_on_both_sides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], matmul: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("text.txt").write_text("\n".join(f"{number} is a number, {number + 1} the next." for number in range(400)))
-    AutoConfig.for_model("llama", vocab_size=384, **SHAPES["llama"]).save_pretrained("shape")
-    words = ["--json", "--model.path", "shape/config.json", "--data.source", "text.txt", "--steps", "2"]
-    words += ["--data.sequence_length", "32", "--train.batch_size", "4", "--train.matmul", matmul]
-    assert parity.main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["bit_equal"], found["notes"]) == (
-        True,
-        [f"products in {matmul} are made by the same functions on both sides."],
-    )

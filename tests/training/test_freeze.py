@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from offload.app.hf.models import freeze
 from offload.checkpoint.reader import Reader
 from offload.errors import ConfigError
+from tests.training.conftest import HOST
 
 FREEZE = ["embed_tokens", r"layers\.[01]\."]
 
@@ -22,7 +23,7 @@ def test_frozen_parameters_stay_and_have_no_states(run: Any) -> None:
     settings = {"optimizer__freeze": FREEZE, "checkpoint__every": 2}
     begun, _, _ = run("begun", train__steps=1, optimizer__lr=0.0)
     result, lines, said = run("some", **settings)
-    streamed, streamed_lines, _ = run("streamed", **settings, offload__parameters="cpu", offload__optimizer="cpu")
+    streamed, streamed_lines, _ = run("streamed", **settings, **HOST)
     before, after, other = (
         dict(AutoModelForCausalLM.from_pretrained(each.export).named_parameters()) for each in (begun, result, streamed)
     )

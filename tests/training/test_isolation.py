@@ -88,27 +88,17 @@ def test_compiled_blocks_get_rows_of_one_length_instead(run: Any, chats: str, mo
     assert "group_by_length: false" in (result.dir / "config.yaml").read_text()
 
 
-def test_conversations_are_computed_one_by_one_unless_a_mask_is_asked_for(run: Any, chats: str) -> None:
-    result, lines, _ = run("documents", data__source=chats, train__steps=2)
-    assert "attention: documents" in (result.dir / "config.yaml").read_text()
-    _, masked, _ = run("mask", data__source=chats, train__steps=2, model__attention="sdpa")
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in masked], rel=1e-5)
-
-
-def test_the_plan_of_a_run_has_the_lengths_of_its_documents(
+def test_conversations_are_computed_and_planned_one_by_one_unless_a_mask_is_asked_for(
     run: Any, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Break: count the positions of one row into the next in `document_share`."""
     shares: list[float | None] = []
     planner = PLANNERS["forecast"]
-
-    def noted(*given: Any) -> Any:
-        shares.append(given[-1])
-        return planner(*given)
-
-    monkeypatch.setattr(build, "PLANNERS", {"forecast": noted})
-    for name, attention in (("documents", "auto"), ("mask", "sdpa")):
-        run(name, data__source=chats, train__steps=1, model__attention=attention)
+    monkeypatch.setattr(build, "PLANNERS", {"forecast": lambda *given: shares.append(given[-1]) or planner(*given)})
+    result, lines, _ = run("documents", data__source=chats, train__steps=2)
+    assert "attention: documents" in (result.dir / "config.yaml").read_text()
+    _, masked, _ = run("mask", data__source=chats, train__steps=2, model__attention="sdpa")
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in masked], rel=1e-5)
     assert shares[0] is not None
     assert 0 < shares[0] < 1
     assert shares[1] is None

@@ -16,9 +16,10 @@ from offload.app.config.config import Config
 from offload.app.training.trainer import Trainer, TrainResult
 from offload.errors import ConfigError
 from tests import forks
+from tests.training.conftest import HOST, lines_of
 from tests.vision import COLOURS, about, model_folder, rows_file
 
-HOST = {"offload.parameters": "cpu", "offload.optimizer": "cpu"}
+HOST_WORDS = ("--offload.parameters", "cpu", "--offload.optimizer", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def words(settings: dict[str, Any]) -> list[str]:
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines_of(run)]
 
 
 @pytest.fixture
@@ -81,9 +82,9 @@ def test_a_run_is_that_of_plain_pytorch(
     family: str, rows: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`offload.parity` trains the transformers model beside a streamed model."""
-    settings = settings_of(folders[family], rows, "") | HOST | {"train.batch_size": 3}
+    settings = settings_of(folders[family], rows, "") | {"train.batch_size": 3}
     del settings["run.dir"], settings["train.steps"]
-    assert parity.main([*words(settings), "--steps", "3", "--json"]) == 0
+    assert parity.main([*words(settings), "--steps", "3", "--json", *HOST_WORDS]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bit_equal"]
     assert len(found["steps"]) == 3
@@ -94,10 +95,9 @@ def test_a_run_is_that_of_plain_pytorch(
 def test_a_run_goes_on_to_the_same_bits(train: Any) -> None:
     """The final weights equal a run without tiers."""
     calm = {"optimizer__schedule": "constant", "train__batch_size": 3, "checkpoint__every": 2}
-    host = {key.replace(".", "__"): value for key, value in HOST.items()}
     whole, _ = train("whole", train__steps=4, **calm)
-    train("cut", train__steps=2, checkpoint__export=False, **calm, **host)
-    cut, said = train("cut", train__steps=4, checkpoint__export=True, **calm, **host)
+    train("cut", train__steps=2, checkpoint__export=False, **calm, **HOST)
+    cut, said = train("cut", train__steps=4, checkpoint__export=True, **calm, **HOST)
     assert "resumed at step 2" in said
     assert "logits bit-equal" in said
     assert losses(cut.dir) == losses(whole.dir)
@@ -124,7 +124,7 @@ def test_a_model_learns_what_it_sees(rows: Path, folders: dict[str, Path], tmp_p
     settings["data.eval_source"] = f"[{rows.parent / 'again.jsonl'}]"
     ran = forks.run(["-m", "offload.train", *words(settings)], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    last = lines_of(tmp_path / "run")[-1]
     assert 0 < last["loss"] < 0.1
     assert 0 < last["eval_loss"] < 0.1
     own: Any = transformers.AutoProcessor.from_pretrained(tmp_path / "run" / "hf")

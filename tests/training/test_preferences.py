@@ -20,7 +20,7 @@ from offload.extras.prefs.losses import DPO, ORPO, LogProbs, Reward
 from offload.extras.prefs.preferences import Preferences
 from tests.integrations.plain import letters, llama, needs
 from tests.matrix import quick
-from tests.training.conftest import SHAPES
+from tests.training.conftest import HOST, SHAPES, lines_of
 
 WORDS = ("apple", "plum", "rose", "stone", "sea", "snow", "coal", "wood")
 TEXTS = [
@@ -140,8 +140,7 @@ def test_a_reward_models_loss_is_trls(tmp_path: Path, centering: float) -> None:
 def test_a_streamed_run_has_the_bits_of_a_resident_one_and_learns(run: Any, pairs: str, method: str) -> None:
     more: dict[str, Any] = {"train__steps": 6, "checkpoint__export": True}
     _, there, said = run("resident", **asked(pairs, method, **more))
-    more |= {"offload__parameters": "cpu", "offload__optimizer": "cpu"}
-    _, here, again = run("streamed", **asked(pairs, method, **more))
+    _, here, again = run("streamed", **asked(pairs, method, **more, **HOST))
     for key in ("loss", "grad_norm", "rewards/chosen", "rewards/margins"):
         assert [line[key] for line in here] == [line[key] for line in there]
     assert here[-1]["h2d_bytes"] > 0 == there[-1]["h2d_bytes"]
@@ -270,7 +269,7 @@ def test_a_model_and_pairs_that_are_given_in_python(
     assert not {"eval_perplexity", "eval_bits_per_byte"} & watch.evaluated[-1].keys()
     assert result.best.loss == min(each["eval_loss"] for each in watch.evaluated)
     assert (result.dir / f"checkpoints/step-{result.best.step}").is_dir()
-    lines = [json.loads(line) for line in (result.dir / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(result.dir)
     assert watch.epochs[0] == 6 / 20, "in pairs"
     assert lines[-1]["eval_loss"] == watch.evaluated[-1]["eval_loss"]
 

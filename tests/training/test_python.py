@@ -19,7 +19,7 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.extras.data.task import write_rows
 from offload.extras.data.tokenizer import train_bpe
-from tests.training.conftest import SHAPES
+from tests.training.conftest import SHAPES, lines_of
 
 ROWS = [f"{number} is a number, {number + 1} is the next one." for number in range(80)]
 
@@ -42,10 +42,6 @@ def pretrained(tmp_path: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     train_bpe(ROWS, 384).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
@@ -140,9 +136,9 @@ class Numbered:
 
 @pytest.mark.slow
 def test_a_module_of_ones_own_trains_is_resumed_and_exported(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any], before_step: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run stops in the third step. The same call resumes with the module weights in the checkpoint."""
+    """The run stops after the third step. The same call resumes with the module weights in the checkpoint."""
     settings |= {"data": {"packing": False, "sequence_length": 8, "eval_share": 0.1}, "checkpoint": {"every": 1}}
     settings["train"] |= {"steps": 5}
     settings["optimizer"] = {"lr": 1e-2, "freeze": ["table"]}
@@ -151,20 +147,14 @@ def test_a_module_of_ones_own_trains_is_resumed_and_exported(
         torch.manual_seed(1)
         return Small()
 
-    whole = Trainer(
-        {**settings, "run": {"dir": settings["run"]["dir"] + "-whole"}}, model=begun(), data=Numbered()
-    ).run()
+    aside = {"run": {"dir": settings["run"]["dir"] + "-whole"}}
+    whole = Trainer(settings | aside, model=begun(), data=Numbered()).run()
     said = capsys.readouterr().out
     assert "frozen: 1,024 parameters" in said
     assert "not loaded again for a check, since the export is the state_dict of a custom module" in said
 
-    class Stops:
-        def on_step_end(self, _config: Any, state: Any, _control: Any, **_more: Any) -> None:
-            if state.global_step == 3:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Trainer(settings, model=begun(), data=Numbered(), callbacks=[Stops]).run()
+    with before_step(4, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        Trainer(settings, model=begun(), data=Numbered()).run()
     again = Trainer(settings, model=Small(), data=Numbered()).run()
     assert losses(again.dir) == losses(whole.dir)
     exported = load_file(again.dir / "hf/model.safetensors")
@@ -215,7 +205,7 @@ class Watches(TrainerCallback):
 
 @pytest.mark.slow
 def test_callbacks_are_told_of_a_run_and_go_on_with_it(
-    settings: dict[str, Any], pretrained: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], pretrained: Path, before_step: Any
 ) -> None:
     """A run killed in the fourth step resumes from the checkpoint requested by a callback."""
     settings["train"] |= {"steps": 6, "eval_every": 3, "epochs": None}
@@ -224,17 +214,8 @@ def test_callbacks_are_told_of_a_run_and_go_on_with_it(
         "data": {"packing": False, "sequence_length": 32, "eval_share": 0.8},
     }
     watch = Watches()
-    step = Engine.step
-
-    def dies(self: Engine, *args: Any, **more: Any) -> Any:
-        if self.num_steps == 3:
-            raise KeyboardInterrupt
-        return step(self, *args, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", dies)
-        with pytest.raises(KeyboardInterrupt):
-            Trainer(settings, data=ROWS, callbacks=[watch]).run()
+    with before_step(4, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        Trainer(settings, data=ROWS, callbacks=[watch]).run()
     told = ["begin 0", "step 1", "step 2", "step 3", "evaluate 3 True"]
     assert [each for each in watch.told if not each.startswith(("epoch", "save"))] == told
     assert "save step-2" in watch.told, "once it is on the disk"

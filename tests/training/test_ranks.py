@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
 from tests import forks
-from tests.forks import ROOT
-from tests.ports import free_port
+from tests.training.conftest import lines_of
 
-
-@dataclass
-class Ended:
-    """Exit code, stdout and stderr from a rank."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., list[Ended]]
+Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -42,54 +29,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, request: pytest.FixtureRequest) -> Run:
     """Return a function that runs `python -m tests.training.ranks_child WAY WORDS` in two ranks.
 
-    The environment has the torchrun variables. `more`: additional words per rank. The function returns both results.
+    `more`: additional words per rank. The function checks the exit code of both ranks, and returns both results.
     """
 
-    def start(way: str, name: str, *words: str, more: Sequence[Sequence[str]] = ((), ())) -> list[Ended]:
-        common = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "XDG_CACHE_HOME": str(folder / "cache"),
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
+    def start(way: str, name: str, *words: str, more: Sequence[Sequence[str]] = ((), ()), code: int = 0) -> list[Any]:
         settings = [
             *("--run.dir", name, "--model.path", "shape/config.json", "--data.source", "text.txt"),
             *("--data.sequence_length", "32", "--train.steps", "5", "--train.batch_size", "3", *words),
         ]
-        processes = [
-            forks.start(
-                ["-m", "tests.training.ranks_child", way, *settings, *more[rank]],
-                cwd=folder,
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                rank=rank,
-            )
-            for rank in range(2)
-        ]
-        try:
-            printed = [each.communicate() for each in processes]
-        finally:
-            for each in processes:
-                each.close()
-        return [Ended(each.wait(), *texts) for each, texts in zip(processes, printed, strict=True)]
+        child = ["-m", "tests.training.ranks_child", way, *settings]
+        ended = forks.run_ranks(child, cwd=folder, own=lambda rank: more[rank], XDG_CACHE_HOME=str(folder / "cache"))
+        assert [each.returncode for each in ended] == [code, code], ended
+        assert code or [each.stderr for each in ended] == ["", ""]
+        return ended
 
     return start
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines_of(folder / name)]
 
 
 @pytest.mark.slow
 def test_rank_0_alone_prints_and_writes(run: Run, folder: Path) -> None:
     first, second = run("counts", "plain", "--data.eval_share", "0.1")
-    assert (first.code, first.err) == (second.code, second.err) == (0, "")
-    assert second.out == "rank 1 makes the data\n"
-    assert "logits bit-equal" in first.out
-    assert "done: 5 steps" in first.out
+    assert second.stdout == "rank 1 makes the data\n"
+    assert "logits bit-equal" in first.stdout
+    assert "done: 5 steps" in first.stdout
     assert len(losses(folder, "plain")) == 5
     assert (folder / "plain/hf/config.json").exists()
 
@@ -99,40 +65,41 @@ def test_ranks_that_share_sequences_train_and_go_on_as_those_that_do_not(run: Ru
     """Each step has the rows of two full ranks, and a resumed run without sequence parallelism has the same rows."""
     words = ("--optimizer.schedule", "constant", "--data.eval_share", "0.1", "--train.eval_every", "5")
     shared, more = ("--train.sequence_parallel", "2"), ("--checkpoint.every", "3", "--checkpoint.export", "false")
-    assert all(each.code == 0 for each in run("plain", "whole", *words, "--checkpoint.export", "false"))
-    assert all(each.code == 0 for each in run("plain", "shared", *words, *more, *shared, "--train.steps", "3"))
-    assert all(each.code == 0 for each in run("plain", "shared", *words, *more, "--train.sequence_parallel", "1"))
+    run("plain", "whole", *words, "--checkpoint.export", "false")
+    run("plain", "shared", *words, *more, *shared, "--train.steps", "3")
+    run("plain", "shared", *words, *more, "--train.sequence_parallel", "1")
     assert losses(folder, "shared") == pytest.approx(losses(folder, "whole"), rel=1e-5)
-    lines = [json.loads(line) for line in (folder / "shared/metrics.jsonl").read_text().splitlines()]
-    whole = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(folder / "shared")
+    whole = lines_of(folder / "whole")
     assert [line["targets"] for line in lines] == [line["targets"] for line in whole]
     assert lines[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-5)
     assert lines[0]["all_to_all_elements"] == 3 * 2 * 4 * (3 * 16 * 32), "passes, layers, tensors"
 
 
 @pytest.mark.slow
-def test_a_rank_with_another_configuration_is_refused_at_the_start(run: Run, folder: Path) -> None:
-    first, second = run("plain", "differ", more=((), ("--train.steps", "6", "--optimizer.lr", "0.1")))
-    assert (first.code, second.code) == (2, 2)
-    assert first.out.count("\n") == 1, "it loads torch, and says so"
-    assert second.out == second.err == ""
-    assert first.err.count("\n") == 1
-    assert "the configuration must be the same on all ranks" in first.err
-    assert "train.steps 6 instead of 5" in first.err
-    assert "optimizer.lr 0.1 instead of None" in first.err
-    assert not (folder / "differ").exists()
-
-
-@pytest.mark.slow
-def test_a_folder_that_rank_0_cannot_use_ends_all_ranks_with_one_message(run: Run, folder: Path) -> None:
-    (folder / "earlier").mkdir()
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        (
+            "differ",
+            ("--train.steps", "6", "--optimizer.lr", "0.1"),
+            ["must be the same on all ranks", "train.steps 6 instead of 5", "optimizer.lr 0.1 instead of None"],
+        ),
+        ("earlier", (), ["earlier run (metrics.jsonl)"]),
+    ],
+)
+def test_a_refusal_at_the_start_is_one_message(
+    run: Run, folder: Path, name: str, more: Sequence[str], words: Sequence[str]
+) -> None:
+    """The ranks have different settings, or rank 0 cannot use the folder."""
+    (folder / "earlier").mkdir(exist_ok=True)
     (folder / "earlier/metrics.jsonl").write_text("{}\n")
-    first, second = run("plain", "earlier")
-    assert (first.code, second.code) == (2, 2)
-    assert "earlier run (metrics.jsonl)" in first.err
-    assert first.err.count("\n") == 1
-    assert first.out.count("\n") == 1, "it loads torch, and says so"
-    assert second.out == second.err == ""
+    first, second = run("plain", name, more=((), more), code=2)
+    assert first.stdout.count("\n") == 1, "it loads torch, and says so"
+    assert second.stdout == second.stderr == ""
+    assert first.stderr.count("\n") == 1
+    assert [word for word in words if word not in first.stderr] == []
+    assert not (folder / "differ").exists()
     assert [file.name for file in (folder / "earlier").iterdir()] == ["metrics.jsonl"]
 
 
@@ -150,11 +117,10 @@ def test_what_ends_all_ranks_is_said_by_one(
     run: Run, folder: Path, way: str, code: int, rank: int, said: str, num_steps: int | None
 ) -> None:
     """Data errors on rank 0 or 1, a failure on one rank, and the same failure on both ranks."""
-    ended = run(way, way.replace(" ", "-"))
-    assert [each.code for each in ended] == [code, code]
-    assert said in ended[rank].err
-    assert ended[rank].err.count("\n") == 1
-    assert ended[1 - rank].err == ""
+    ended = run(way, way.replace(" ", "-"), code=code)
+    assert said in ended[rank].stderr
+    assert ended[rank].stderr.count("\n") == 1
+    assert ended[1 - rank].stderr == ""
     if way == "no data":
         assert not (folder / "no-data").exists()
     if num_steps is not None:
@@ -163,10 +129,9 @@ def test_what_ends_all_ranks_is_said_by_one(
 
 @pytest.mark.slow
 def test_a_rank_without_more_data_ends_the_run_cleanly_on_all(run: Run, folder: Path) -> None:
-    first, second = run("ends", "ended")
-    assert (first.code, first.err) == (second.code, second.err) == (0, "")
-    assert "the data end after 2 steps" in first.out
-    assert "done: 2 steps" in first.out
+    first, _ = run("ends", "ended")
+    assert "the data end after 2 steps" in first.stdout
+    assert "done: 2 steps" in first.stdout
     assert len(losses(folder, "ended")) == 2
     assert (folder / "ended/hf/config.json").exists()
 
@@ -176,13 +141,12 @@ def test_two_ranks_stop_early_after_the_same_step(run: Run, folder: Path) -> Non
     """With learning rate 0 no evaluation is lower than the first."""
     words = ("--train.steps", "50", "--train.eval_every", "2", "--train.early_stopping_patience", "2")
     more = ("--optimizer.lr", "0", "--data.eval_share", "0.1", "--checkpoint.export", "false")
-    first, second = run("plain", "early", *words, *more)
-    assert (first.code, second.code, first.err, second.err) == (0, 0, "", "")
+    first, _ = run("plain", "early", *words, *more)
     assert (
         "none of 2 evaluations since was lower (train.early_stopping_patience), so the run ends after step 6"
-        in first.out
+        in first.stdout
     )
-    lines = [json.loads(line) for line in (folder / "early/metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(folder / "early")
     assert [line["eval_loss"] for line in lines[1::2]] == [lines[1]["eval_loss"]] * 3
     assert len(lines) == 6
 
@@ -191,9 +155,8 @@ def test_two_ranks_stop_early_after_the_same_step(run: Run, folder: Path) -> Non
 def test_what_a_callback_of_one_rank_asks_for_all_do(run: Run, folder: Path) -> None:
     """Rank 1 sets the control flags after step 2. The callbacks on both ranks receive the resulting events."""
     first, second = run("asks", "asked", "--train.eval_every", "0", "--data.eval_share", "0.1")
-    assert (first.code, second.code, first.err, second.err) == (0, 0, "", "")
-    assert "a callback asks for it, so the run ends after step 2" in first.out
+    assert "a callback asks for it, so the run ends after step 2" in first.stdout
     for rank, each in enumerate((first, second)):
-        told = [line for line in each.out.splitlines() if line.startswith(f"rank {rank}: ")]
+        told = [line for line in each.stdout.splitlines() if line.startswith(f"rank {rank}: ")]
         assert told == [f"rank {rank}: on_evaluate 2", f"rank {rank}: on_save 2", f"rank {rank}: on_train_end 2"]
     assert (folder / "asked/checkpoints/step-2").is_dir()

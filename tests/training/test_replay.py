@@ -13,6 +13,7 @@ from offload import replay
 from offload.app.config.config import Config
 from offload.app.training.trainer import Trainer
 from offload.errors import ConfigError
+from tests.training.conftest import HOST, lines_of
 
 RULE = {
     "optimizer__name": "mezo",
@@ -20,13 +21,8 @@ RULE = {
     "optimizer__layer_fraction": 0.7,
     "optimizer__magnitude_quantile": 0.9,
     "checkpoint__every": 2,
-    "offload__parameters": "cpu",
-    "offload__optimizer": "cpu",
+    **HOST,
 }
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def values(folder: Path) -> dict[str, Any]:
@@ -47,7 +43,7 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
         Config.load(None, {**given, "checkpoint.resume": "never"}, may_go_on=True)
     # the other settings and the update rule come from the run
     part = Trainer(Config.load(None, given, may_go_on=True)).run()
-    again = lines_of(part.dir / "metrics.jsonl")
+    again = lines_of(part.dir)
     measured = [(line["step"], line["projected_grad"], line["lr"]) for line in again]
     assert [each[:1] for each in measured] == [(step,) for step in range(1, 7)]
     assert part.loss == pytest.approx(whole.loss, rel=0.1)  # the learning-rate schedule differs
@@ -60,7 +56,7 @@ def test_the_log_makes_the_weights_again(run: Any, tmp_path: Path, precision: st
     assert "after 6 steps" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="the weights before step 1 differ from those"):
         replay.main([str(part.export), str(part.dir), "--out", str(tmp_path / "other")])
-    changed = lines_of(part.dir / "metrics.jsonl")
+    changed = lines_of(part.dir)
     changed[3]["rule"] = changed[0]["rule"][::-1]
     (part.dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
     with pytest.raises(ConfigError, match="step 4 was recorded with other MeZO settings"):

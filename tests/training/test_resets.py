@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from offload.errors import ConfigError
 from offload.parity import main as parity_command
 from tests.integrations.plain import LR, SameBits
-from tests.training.test_adapters import base, train_over_ranks  # noqa: F401
-from tests.training.test_restarts import PLACES, seen, stored  # noqa: F401
+from tests.training.test_adapters import base  # noqa: F401
+from tests.training.test_restarts import PLACES, assert_ranks_as_one, seen, stored  # noqa: F401
 
 STEPS, EVERY, CLIP = 7, 3, 0.5
 SETTINGS: dict[str, Any] = {
@@ -100,20 +100,8 @@ def test_a_run_is_twenty_lines_of_pytorch(
 
 @pytest.mark.slow
 def test_two_ranks_reset_as_one_process_does(run: Any, base: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Equal up to the summation order. A run resumed between two resets equals the uninterrupted run, bit for bit."""
     more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"], "offload__zero_stage": 3}
-    _, lines, _ = run("alone", **more)
-    whole = train_over_ranks(tmp_path, "whole", **more)
-    shutil.copytree(whole, tmp_path / "half")
-    for step in (6, STEPS):
-        shutil.rmtree(tmp_path / "half" / "checkpoints" / f"step-{step}")
-    half = train_over_ranks(tmp_path, "half", **more)
-    mine, wanted = (stored(folder / "checkpoints" / f"step-{STEPS}") for folder in (half, whole))
-    one = stored(tmp_path / "alone" / "checkpoints" / f"step-{STEPS}")
-    for name, planes in wanted.items():
-        assert all(torch.equal(mine[name][plane], value) for plane, value in planes.items()), name
-        assert torch.allclose(planes["weights"], one[name]["weights"], atol=1e-3), name
-    assert len(lines) == STEPS
+    assert_ranks_as_one(run, tmp_path, STEPS, 6, STEPS, **more)
 
 
 def test_parity_is_asked_of_steps_before_a_reset() -> None:

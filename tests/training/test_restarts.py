@@ -26,7 +26,8 @@ from offload.parity import main as parity_command
 from offload.verify import main as verify_command
 from tests import forks
 from tests.integrations.plain import SameBits, llama, needs
-from tests.training.test_adapters import base, environment, train_over_ranks, words  # noqa: F401
+from tests.training.conftest import HOST
+from tests.training.test_adapters import base, train_over_ranks, words  # noqa: F401
 
 needs("peft")
 
@@ -51,7 +52,7 @@ SETTINGS: dict[str, Any] = {
 }
 PLACES: dict[str, dict[str, Any]] = {
     "device": {},
-    "cpu": {"offload__parameters": "cpu", "offload__optimizer": "cpu"},
+    "cpu": HOST,
     "nvme": {"offload__parameters": "nvme", "offload__optimizer": "nvme", "offload__gradients": "nvme"},
 }
 
@@ -213,10 +214,8 @@ def test_a_run_that_is_killed_in_a_restart_goes_on_to_the_same_bits(
     """SIGKILL comes after the merge and the moment pruning, before any save."""
     more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"]}
     whole, lines, _ = run("whole", **more)
-    killed = forks.start(["-c", KILLED, *words(tmp_path, "killed", **more)], env=environment(tmp_path))
-    _, told = killed.communicate()
-    assert killed.wait() == -signal.SIGKILL, told
-    killed.close()
+    killed = forks.run(["-c", KILLED, *words(tmp_path, "killed", **more)])
+    assert killed.returncode == -signal.SIGKILL, killed
     assert not (tmp_path / "killed" / "checkpoints" / f"step-{STEPS}").exists()
     again, its, said = run("killed", **more)
     assert "resumed at step" in said
@@ -227,28 +226,30 @@ def test_a_run_that_is_killed_in_a_restart_goes_on_to_the_same_bits(
     assert (again.export / "model.safetensors").read_bytes() == (whole.export / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
-def test_two_ranks_restart_as_one_process_does(run: Any, base: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Equal up to the summation order. A run resumed in mid-cycle equals the uninterrupted run, bit for bit."""
-    more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"], "offload__zero_stage": 3}
+def assert_ranks_as_one(run: Any, tmp_path: Path, last: int, *later: int, **settings: Any) -> None:
+    """Train in one process, in two ranks, and in two ranks without the checkpoints of the steps `later`.
 
-    def train(name: str) -> Path:
-        return train_over_ranks(tmp_path, name, **more)
-
-    alone, _, _ = run("alone", **more)
-    whole = train("whole")
+    Equal up to the summation order. The resumed run equals the uninterrupted one, bit for bit.
+    """
+    alone, _, _ = run("alone", **settings)
+    whole = train_over_ranks(tmp_path, "whole", **settings)
     shutil.copytree(whole, tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / f"step-{STEPS}")
-    half, wanted = (stored(folder / "checkpoints" / f"step-{STEPS}") for folder in (train("half"), whole))
-    one = stored(alone.dir / "checkpoints" / f"step-{STEPS}")
+    for step in later:
+        shutil.rmtree(tmp_path / "half" / "checkpoints" / f"step-{step}")
+    folders = train_over_ranks(tmp_path, "half", **settings), whole, alone.dir
+    half, wanted, one = (stored(folder / "checkpoints" / f"step-{last}") for folder in folders)
     assert half.keys() == wanted.keys() == one.keys()
     for name, planes in wanted.items():
         assert all(torch.equal(half[name][plane], value) for plane, value in planes.items()), name
         assert torch.allclose(planes["weights"], one[name]["weights"], atol=1e-3), name
-    for folder in (whole, tmp_path / "half"):
-        exported = load_file(folder / "hf" / "model.safetensors")
-        its = load_file(alone.export / "model.safetensors")
-        assert all(torch.allclose(value, its[name], atol=1e-3) for name, value in exported.items())
+    *others, its = (load_file(folder / "hf" / "model.safetensors") for folder in folders)
+    assert all(torch.allclose(value, its[name], atol=1e-3) for each in others for name, value in each.items())
+
+
+@pytest.mark.slow
+def test_two_ranks_restart_as_one_process_does(run: Any, base: Path, tmp_path: Path) -> None:  # noqa: F811
+    more = {"model__path": str(base), **SETTINGS, **PLACES["cpu"], "offload__zero_stage": 3}
+    assert_ranks_as_one(run, tmp_path, STEPS, STEPS, **more)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload.app.checkpoint_folder import Checkpoints
 from offload.app.training import checkpoints, finish, trainable
 from offload.app.training.checkpoints import Saves
-from offload.checkpoint.reader import verify
+from offload.checkpoint.reader import Reader, verify
+from offload.checkpoint.writer import Save, Writer
 from offload.engine.engine import Engine
 from offload.errors import CheckpointError, ConfigError, DiskError, DoesNotFitError, InterruptedRun
 from offload.export import main as export_command
@@ -62,18 +63,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def end_in(monkeypatch: pytest.MonkeyPatch, at_once: None) -> Any:
-    """Return a function that makes training step `number` raise Ended, counted from 1 per process."""
-    step, first = Engine.step, [0]
+def ended(run: Any, before_step: Any, at_once: None) -> Any:
+    """Return a function: train like `run`, and end the process before step `number`."""
 
-    def ending(self: Engine, *args: Any, **more: Any) -> Any:
-        first[0] -= 1
-        if first[0] == 0:
-            raise Ended
-        return step(self, *args, **more)
+    def train(number: int, *names: str, **settings: Any) -> None:
+        with before_step(number, Ended()), pytest.raises(Ended):
+            run(*names, **settings)
 
-    monkeypatch.setattr(Engine, "step", ending)
-    return lambda number: first.__setitem__(0, number)
+    return train
 
 
 def steps_of(folder: Path) -> list[str]:
@@ -108,20 +105,12 @@ def assert_same_weights(one: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "number"), [(2, 2), (0, 3)], ids=["between", "at the end"])
 def test_an_evaluation_that_is_due_as_a_run_is_stopped_is_made(
-    run: Any, monkeypatch: pytest.MonkeyPatch, every: int, number: int
+    run: Any, before_step: Any, every: int, number: int
 ) -> None:
-    step, settings = Engine.step, {"train.eval_every": every, "checkpoint.export": False}
+    settings = {"train.eval_every": every, "checkpoint.export": False}
     _, wanted, _ = run("whole", **settings)
-
-    def told(self: Engine, *args: Any, **more: Any) -> Any:
-        if self.num_steps == number - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, *args, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", told)
-        with pytest.raises(InterruptedRun):
-            run("parts", **settings)
+    with before_step(number, lambda: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(InterruptedRun):
+        run("parts", **settings)
     _, found, _ = run("parts", **settings)
     assert [line.get("eval_loss") for line in found] == [line.get("eval_loss") for line in wanted]
     assert found[number - 1]["eval_loss"] is not None
@@ -131,7 +120,7 @@ def test_an_evaluation_that_is_due_as_a_run_is_stopped_is_made(
     "settings",
     [pytest.param(name, marks=pytest.mark.slow if name not in QUICK else []) for name in SETTINGS],
 )
-def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path: Path, settings: str) -> None:
+def test_a_resumed_run_is_one_that_never_stopped(run: Any, ended: Any, tmp_path: Path, settings: str) -> None:
     """The run ends in step 6, one step after the last checkpoint, and again directly after the next checkpoint.
 
     Break: leave a random generator, the step number, the update counts or a pending update out of a checkpoint.
@@ -141,10 +130,8 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path
         common["offload.nvme_dir"] = str(tmp_path)
     whole, wanted, _ = run("whole", "gpt2", **common)
     common |= {"checkpoint.every": 2, "checkpoint.keep": 2}
-    for number in (6, 3):
-        end_in(number)
-        with pytest.raises(Ended):
-            run("parts", "gpt2", **common)
+    for number in (6, 7):
+        ended(number, "parts", "gpt2", **common)
     result, found, output = run("parts", "gpt2", **common)
     assert "resumed at step 6 from " in output
     assert steps_of(result.dir) == ["step-9", "step-8"]
@@ -155,7 +142,7 @@ def test_a_resumed_run_is_one_that_never_stopped(run: Any, end_in: Any, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["codegen", "mixtral", "gemma2"])
-def test_a_run_from_a_folder_goes_on_without_it(run: Any, end_in: Any, tmp_path: Path, family: str) -> None:
+def test_a_run_from_a_folder_goes_on_without_it(run: Any, ended: Any, tmp_path: Path, family: str) -> None:
     """The weights are in the checkpoints, and the run reads only the tokenizer from the folder.
 
     The export keeps the tensor names and the layout of the folder.
@@ -166,9 +153,7 @@ def test_a_run_from_a_folder_goes_on_without_it(run: Any, end_in: Any, tmp_path:
     make_folder(family, folder)
     common = {"model.path": str(folder), "train.precision": "bf16", "train.steps": 4, "checkpoint.every": 2}
     whole, wanted, _ = run("whole", **common)
-    end_in(4)
-    with pytest.raises(Ended):
-        run("parts", **common)
+    ended(4, "parts", **common)
     (folder / "model.safetensors").unlink()
     result, found, output = run("parts", **common)
     assert "the weights of a checkpoint" in output
@@ -178,12 +163,10 @@ def test_a_run_from_a_folder_goes_on_without_it(run: Any, end_in: Any, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, end_in: Any) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, ended: Any) -> None:
     whole, wanted, _ = run("whole", **{"train.steps": 6})
-    end_in(6)
     common = {"train.steps": 6, "checkpoint.every": 2}
-    with pytest.raises(Ended):
-        run("parts", **common)
+    ended(6, "parts", **common)
     folder = whole.dir.with_name("parts") / "checkpoints"
     flip(folder / "step-4/rank-0.bin")
     result, found, output = run("parts", **common)
@@ -198,11 +181,9 @@ def test_a_damaged_checkpoint_is_skipped_and_moved_aside(run: Any, end_in: Any) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rank-0.bin", "manifest.json", "config.json", "tokenizer.json"])
-def test_no_run_begins_at_damage_alone(run: Any, end_in: Any, tmp_path: Path, name: str) -> None:
-    end_in(6)
+def test_no_run_begins_at_damage_alone(run: Any, ended: Any, tmp_path: Path, name: str) -> None:
     common = {"train.steps": 6, "checkpoint.every": 2}
-    with pytest.raises(Ended):
-        run("parts", **common)
+    ended(6, "parts", **common)
     folder = tmp_path / "parts/checkpoints"
     for step in (2, 4):
         flip(folder / f"step-{step}" / name)
@@ -217,12 +198,10 @@ def test_no_run_begins_at_damage_alone(run: Any, end_in: Any, tmp_path: Path, na
 
 
 @pytest.mark.slow
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Any, end_in: Any) -> None:
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Any, ended: Any) -> None:
     whole, wanted, _ = run("whole", **{"train.steps": 6})
-    end_in(4)
     common = {"train.steps": 6, "checkpoint.every": 5}
-    with pytest.raises(Ended):
-        run("parts", **common)
+    ended(4, "parts", **common)
     result, found, output = run("parts", **common)
     assert "resumed" not in output
     assert learnt(found) == learnt(wanted)
@@ -269,13 +248,16 @@ def test_a_new_run_begins_at_anothers_checkpoint(run: Any, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(run: Any) -> None:
+    """A resumed run removes a truncated last line from the metrics file."""
     common = {"checkpoint.every": 3}
     first, _, _ = run("run", **common, **{"train.steps": 3})
     before = files(first.dir)
-    again, lines, output = run("run", **common, **{"train.steps": 3})
+    again, _, output = run("run", **common, **{"train.steps": 3})
     assert files(first.dir) == before
     assert (again.steps, again.export) == (3, None)
     assert "done: 3 steps" in output
+    with (first.dir / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "lo')
     result, lines, _ = run("run", **common, **{"train.steps": 5})
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert (result.dir / "hf/config.json").exists()
@@ -363,22 +345,19 @@ def test_a_checkpoint_is_saved_every_hour(run: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(
+    run: Any, before_step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint is announced after completion. The next save (step 6) waits for the first."""
     whole, wanted, _ = run("whole", **{"train.steps": 7})
-    gate, step, seen, done = threading.Event(), Engine.step, list[list[str]](), list[int]()
+    gate, seen = threading.Event(), list[list[str]]()
 
-    def watched(self: Engine, *args: Any, **more: Any) -> Any:
-        result = step(self, *args, **more)
-        done.append(1)
-        if len(done) == 5:
-            seen.append(steps_of(whole.dir.parent / "run"))
-            gate.set()
-        return result
+    def look() -> None:
+        seen.append(steps_of(whole.dir.parent / "run"))
+        gate.set()
 
-    with monkeypatch.context() as during:
+    with monkeypatch.context() as during, before_step(6, look):
         held_back(during, gate)
-        during.setattr(Engine, "step", watched)
         result, found, output = run("run", **{"train.steps": 7, "checkpoint.every": 3})
     assert seen == [[]]
     assert steps_of(result.dir) == ["step-7", "step-6", "step-3"]
@@ -387,9 +366,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: p
     assert learnt(found) == learnt(wanted)
     for each in (7, 6, 3):
         verify(result.dir / f"checkpoints/step-{each}")
-    shutil.rmtree(result.dir / "checkpoints/step-7")
-    shutil.rmtree(result.dir / "checkpoints/step-6")
-    shutil.rmtree(result.dir / "hf")
+    for name in ("checkpoints/step-7", "checkpoints/step-6", "hf"):
+        shutil.rmtree(result.dir / name)
     result, found, output = run("run", **{"train.steps": 7})
     assert "resumed at step 3" in output
     assert learnt(found) == learnt(wanted)
@@ -399,49 +377,34 @@ def test_training_goes_on_while_a_checkpoint_is_written(run: Any, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
 def test_a_checkpoint_that_fails_on_its_way_is_told_of(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: str
+    run: Any, before_step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: str
 ) -> None:
     gate = threading.Event()
-    step, done = Engine.step, list[int]()
-
-    def watched(self: Engine, *args: Any, **more: Any) -> Any:
-        done.append(1)
-        if len(done) == 4:
-            gate.set()
-        return step(self, *args, **more)
-
     settings = {"train.steps": 4, "checkpoint.every": 3, "checkpoint.on_error": on_error}
-    with monkeypatch.context() as during:
-        held_back(during, gate, OSError(errno.EIO, os.strerror(errno.EIO)))
-        during.setattr(Engine, "step", watched)
-        with pytest.raises(DiskError, match="EIO"):
-            run("run", **settings)
+    held_back(monkeypatch, gate, OSError(errno.EIO, os.strerror(errno.EIO)))
+    with before_step(4, gate.set), pytest.raises(DiskError, match="EIO"):
+        run("run", **settings)
+    assert gate.is_set()
     assert steps_of(tmp_path / "run") == []
     assert not list((tmp_path / "run/checkpoints").glob("*.partial-*"))
-    assert len(done) == 4
     assert not [each for each in threading.enumerate() if each.name.startswith("offload-checkpoint")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()], ids=repr)
 def test_a_checkpoint_that_is_on_its_way_when_a_step_fails(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+    run: Any, before_step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """The run completes the checkpoint. A second interrupt ends the wait."""
-    gate, step, done = threading.Event(), Engine.step, list[int]()
+    gate, is_ours = threading.Event(), isinstance(error, RuntimeError)
 
-    def failing(self: Engine, *args: Any, **more: Any) -> Any:
-        done.append(1)
-        if len(done) == 5:
-            threading.Timer(0.05, gate.set).start()
-            raise RuntimeError("no") if is_ours else KeyboardInterrupt
-        return step(self, *args, **more)
+    def fail() -> None:
+        threading.Timer(0.05, gate.set).start()
+        raise error
 
-    with monkeypatch.context() as during:
-        held_back(during, gate)
-        during.setattr(Engine, "step", failing)
-        with pytest.raises(RuntimeError if is_ours else KeyboardInterrupt):
-            run("run", **{"train.steps": 7, "checkpoint.every": 3})
+    held_back(monkeypatch, gate)
+    with before_step(5, fail), pytest.raises(type(error)):
+        run("run", **{"train.steps": 7, "checkpoint.every": 3})
     assert steps_of(tmp_path / "run") == (["step-3"] if is_ours else [])
     assert not list((tmp_path / "run/checkpoints").glob("*.partial-*"))
     if is_ours:
@@ -451,10 +414,7 @@ def test_a_checkpoint_that_is_on_its_way_when_a_step_fails(
 def test_a_last_save_that_fails_is_an_error_after_the_export(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise DiskError("no room", 28, Path("there"))
-
-    monkeypatch.setattr(Engine, "begin_checkpoint", full)
+    monkeypatch.setattr(Engine, "begin_checkpoint", Mock(side_effect=DiskError("no room", 28, Path("there"))))
     with pytest.raises(
         DiskError, match=r"the last step, 3, could not be saved, .*: No space left .*Make room"
     ) as caught:
@@ -468,9 +428,6 @@ def test_a_last_save_that_fails_is_an_error_after_the_export(
 def test_a_checkpoint_of_an_engine_alone_is_no_position_in_a_run(run: Any, tmp_path: Path) -> None:
     run("run", **{"checkpoint.every": 3})
     path = tmp_path / "run/checkpoints/step-3"
-    from offload.checkpoint.reader import Reader
-    from offload.checkpoint.writer import Save, Writer
-
     with Reader(path) as reader, Save(tmp_path / "alone") as save, Writer(save.path, 0, {}) as writer:
         save.commit({}, [writer.finish()], {"engine": reader.meta["engine"], "meta": {}})
     with pytest.raises(ConfigError, match=r"was written by engine\.save_checkpoint outside of a run"):
@@ -493,14 +450,3 @@ def flip(path: Path) -> None:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.slow
-def test_what_is_written_is_json(run: Any) -> None:
-    """A resumed run removes a truncated last line from the metrics file."""
-    result, _, _ = run("run", **{"checkpoint.every": 2, "train.steps": 4})
-    with (result.dir / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 5, "lo')
-    _, lines, _ = run("run", **{"train.steps": 6})
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert json.loads((result.dir / "metrics.jsonl").read_text().splitlines()[4])["step"] == 5

@@ -6,6 +6,7 @@ import itertools
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,18 +24,21 @@ from offload.extras.plan import alternatives
 from offload.lanes.timeline import Span, Timeline
 from offload.machine.hardware import Hardware, Rates
 from tests.telemetry.reader import read_trace
+from tests.training.conftest import HOST
 
 
 def test_a_run_whose_updates_are_late_ends_with_the_newest_weights(run: Any) -> None:
-    settings = {"train__delay": 1, "offload__parameters": "cpu", "offload__optimizer": "cpu"}
-    result, lines, said = run("late", **settings)
+    result, lines, said = run("late", train__delay=1, **HOST)
     assert "updates are one step late, from step 1 on" in said
     assert "logits bit-equal" in said
     assert lines[-1]["eval_loss"] == result.eval_loss
 
 
 @pytest.mark.slow
-def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path: Path) -> None:
+def test_it_says_what_it_trains_on_and_how_much_it_evaluates(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "TESTED", {"torch": ("1.9", "1.10")})
     result, lines, said = run("said", train__batch_size=2, data__eval_share=0.3)
     text = tmp_path / "text.txt"
     data, rows = (next(line for line in said.splitlines() if line.startswith(start)) for start in ("data: te", "rows:"))
@@ -45,32 +49,18 @@ def test_it_says_what_it_trains_on_and_how_much_it_evaluates(run: Any, tmp_path:
     assert num_rows > 16
     assert f"{16 * 31} tokens in 16 of {num_rows} rows" in said
     assert [line.get("eval_loss") for line in lines] == [None, None, result.eval_loss]
-
-
-@pytest.mark.slow
-def test_a_run_on_other_versions_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "TESTED", {"torch": ("1.9", "99.0")})
-    assert "is tested with" not in run("tested", train__steps=1, checkpoint__export=False)[2]
-    monkeypatch.setattr(environment, "TESTED", {"torch": ("1.9", "1.10")})
-    said = run("untested", train__steps=1, checkpoint__export=False)[2]
     assert f"note: offload is tested with torch 1.9 to 1.10; this machine has torch {torch.__version__}.\n" in said
 
 
 @pytest.mark.parametrize(
-    ("version", "is_tested"),
-    [
-        ("2.10.1", False),
-        ("2.11.0", True),
-        ("2.11.0+cu130", True),
-        ("2.13.9", True),
-        ("2.14.0a0+git1", False),
-        ("3.0", False),
-    ],
+    ("is_tested", "versions"),
+    [(True, ["2.11.0", "2.11.0+cu130", "2.13.9"]), (False, ["2.10.1", "2.14.0a0+git1", "3.0"])],
 )
-def test_which_versions_are_tested(version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_versions_are_tested(versions: list[str], is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "TESTED", {"torch": ("2.11", "2.13")})
-    monkeypatch.setattr(environment, "version_of", {"torch": version}.get)
-    assert (environment.describe_untested() is None) == is_tested
+    for version in versions:
+        monkeypatch.setattr(environment, "version_of", {"torch": version}.get)
+        assert (environment.describe_untested() is None) == is_tested, version
 
 
 def test_the_packages_are_those_that_are_tested() -> None:
@@ -157,7 +147,7 @@ def test_a_diverging_run_stops_with_an_error_and_keeps_its_record(run: Any, tmp_
     assert not (tmp_path / "wild/hf").exists()
 
 
-STREAMED = {"offload__parameters": "cpu", "offload__optimizer": "cpu", "checkpoint__export": False}
+STREAMED = {**HOST, "checkpoint__export": False}
 THROTTLE = {"h2d": 20_000_000, "d2h": 20_000_000}
 
 
@@ -212,34 +202,19 @@ def test_step_seconds_hold_all_that_a_step_takes(run: Any, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_trace_is_written_when_a_step_fails(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    run: Any, tmp_path: Path, before_step: Any, error: type[BaseException]
 ) -> None:
-    real = Engine.step
-
-    def step(self: Engine, *args: Any) -> Any:
-        if self.lr < 0.5e-3:  # the learning rates are 1, 0.8, 0.6, 0.4 and 0.2 thousandths
-            raise error("on purpose")
-        return real(self, *args)
-
-    monkeypatch.setattr(Engine, "step", step)
-    with pytest.raises(error, match="on purpose"):
-        run("failed", train__steps=5, optimizer__lr=1e-3, optimizer__schedule="linear", optimizer__warmup_steps=0)
+    with before_step(4, error("on purpose")), pytest.raises(error, match="on purpose"):
+        run("failed", train__steps=5)
     files = {file.name for file in (tmp_path / "failed").iterdir()}
     report = {"report.html"} if error is RuntimeError else set()  # a second interrupt skips the report
     assert files == {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "trace.json.gz"} | report
-    assert [work.name for work in read_trace(tmp_path / "failed/trace.json.gz")["steps"]] == [
-        f"step {n}" for n in (1, 2, 3)
-    ]
+    steps = read_trace(tmp_path / "failed/trace.json.gz")["steps"]
+    assert [work.name for work in steps] == ["step 1", "step 2", "step 3"]
 
 
-def test_a_run_that_fails_in_its_first_step_leaves_nothing(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def step(self: Engine, *args: Any) -> Any:
-        raise RuntimeError("on purpose")
-
-    monkeypatch.setattr(Engine, "step", step)
-    with pytest.raises(RuntimeError, match="on purpose"):
+def test_a_run_that_fails_in_its_first_step_leaves_nothing(run: Any, tmp_path: Path, before_step: Any) -> None:
+    with before_step(1, RuntimeError("on purpose")), pytest.raises(RuntimeError, match="on purpose"):
         run("failed")
     assert not (tmp_path / "failed").exists()
 
@@ -305,18 +280,10 @@ def test_the_written_configuration_says_how_far_it_fetches_ahead(
     assert Config.load(result.dir / "config.yaml").offload.prefetch == prefetch
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"optimizer__groups": {"(": {"lr_scale": 1.0}}}, "is not a regular expression"),
-        ({"optimizer__groups": {"a": {"lr": 1.0}}}, "unknown key 'lr'"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_before_any_work(
-    run: Any, tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        run("never", model__path="nowhere", **settings)
+def test_settings_that_cannot_be_are_refused_before_any_work(run: Any, tmp_path: Path) -> None:
+    for groups, words in (({"(": {"lr_scale": 1.0}}, "regular expression"), ({"a": {"lr": 1.0}}, "unknown key 'lr'")):
+        with pytest.raises(ConfigError, match=words):
+            run("never", model__path="nowhere", optimizer__groups=groups)
     assert not (tmp_path / "never").exists()
 
 
@@ -331,10 +298,10 @@ def test_an_export_that_fails_in_any_way_leaves_the_states(
         (folder / "notes.txt").write_text("mine")
         engine.export(folder, replace=True)
 
-    def failing(*_: Any) -> None:
-        raise RuntimeError("on purpose")
-
-    for name, write, told in (("taken", taking, "is not an earlier export"), ("broken", failing, "on purpose")):
+    for name, write, told in (
+        ("taken", taking, "is not an earlier export"),
+        ("broken", Mock(side_effect=RuntimeError("on purpose")), "on purpose"),
+    ):
         monkeypatch.setattr(WholeModel, "write", lambda _self, *given, write=write: write(*given))
         with pytest.raises((ConfigError, RuntimeError), match=told):
             run(name, checkpoint__every=None)
