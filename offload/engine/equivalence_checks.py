@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from offload.engine.loss.batch import Batch, check_batch, is_token_batch
 from offload.engine.loss.batch_agreement import PassInputs
-from offload.engine.loss.loss import as_loss, run_loss, with_uneven_targets
+from offload.engine.loss.loss import as_loss, run_loss
 from offload.engine.loss.parts import Losses
 from offload.engine.methods.method import Method
 from offload.engine.recording.equivalence import EquivalenceResult, PassComparator, PassPair
@@ -58,7 +58,6 @@ class EquivalenceChecks:
             interleaves=inputs.is_training and not self._losses.has_backward,
         )
         if is_conclusive:
-            self._check_weights(inputs, sample)
             self._known.add_check(inputs, has_chunks=self._losses.chunk_tokens(inputs) > 0)
 
     def check_call(self, call: Callable[..., Any], samples: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> None:
@@ -144,44 +143,19 @@ class EquivalenceChecks:
         if difference and all(rank_batch.is_labelled for rank_batch in inputs.plan.ranks):
             return
         if not difference:
-            difference = self._difference_of_parts(inputs, sample)
+            mode = self._state.execution_mode
+            before = mode.cut
+            mode.change(cut="calls")
+            try:
+                difference = self._compare(inputs, sample, cuts=True).difference
+            finally:
+                mode.change(cut=before)
         if difference:
             raise ConfigError(
                 f"each of {len(inputs.plan.ranks)} ranks has a part of the batch, but their losses cannot be combined, "
                 f"since the loss of a few rows is not a mean over rows: {difference}. Write your own loop: scale the "
                 "loss as needed, and call engine.backward(loss) and engine.update()."
             )
-
-    def _check_weights(self, inputs: PassInputs, sample: Batch) -> None:
-        """Warn of a loss function for tokens that is no mean over targets, where parts are weighted by targets."""
-        cut, uneven = self._state.execution_mode.cut, with_uneven_targets(sample)
-        sums_parts = inputs.plan.has_peers or (inputs.cuts and (cut == "calls" or inputs.num_passes > 1))
-        if inputs.loss_fn is None or uneven is None or cut == "whole" or not sums_parts:
-            return
-        try:
-            difference = self._difference_of_parts(inputs, uneven)
-        except ENGINE_ERRORS:
-            raise
-        except Exception:  # the function does not run on other targets
-            self._state.runner.has_failed = False
-            return
-        if difference:
-            warn(
-                "loss_fn is no mean over targets (labels other than -100), but the parts of a batch, on ranks and in "
-                f"passes, have weights by targets. On rows with 1/4 of the targets and with all targets: {difference}. "
-                "If your rows have different numbers of targets, return a mean over targets, or write your own loop: "
-                "scale the loss as needed, and call engine.backward(loss) and engine.update()."
-            )
-
-    def _difference_of_parts(self, inputs: PassInputs, sample: Batch) -> str:
-        """Return the first difference between the whole sample and the weighted sum of calls on the rows."""
-        mode = self._state.execution_mode
-        before = mode.cut
-        mode.change(cut="calls")
-        try:
-            return self._compare(inputs, sample, cuts=True).difference
-        finally:
-            mode.change(cut=before)
 
     def _compare(self, inputs: PassInputs, sample: Batch, *, cuts: bool) -> EquivalenceResult:
         is_whole, has_chunks = self._state.execution_mode.cut == "whole", self._losses.chunk_tokens(inputs) > 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,41 +98,6 @@ def test_rows_that_are_mixed_stay_in_one_pass(normed: bool, loss_fn: Callable[..
             found.append((results, weights(engine)))
     assert found[1][0] == found[0][0]
     assert_same(found[1][1], found[0][1])
-
-
-def token_mean(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a mean over targets."""
-    return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-
-def row_mean(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a mean over rows of means over targets."""
-    rows = [
-        ({"labels": labels[None]}, logits[None]) for labels, logits in zip(batch["labels"], outputs.logits, strict=True)
-    ]
-    return torch.stack([token_mean(SimpleNamespace(logits=logits), row) for row, logits in rows]).mean()
-
-
-def full_rows(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a mean over targets, for rows with targets alone."""
-    assert bool((batch["labels"] != -100).all())
-    return token_mean(outputs, batch)
-
-
-@pytest.mark.parametrize(("loss_fn", "is_warned"), [(token_mean, False), (row_mean, True), (full_rows, False)])
-def test_a_loss_for_tokens_is_a_mean_over_targets(loss_fn: Callable[..., torch.Tensor], is_warned: bool) -> None:
-    """All rows have equal numbers of targets, so this batch shows no difference.
-
-    Break: leave `_check_weights` out.
-    """
-    ids = tokens(0)["input_ids"]
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    with warnings.catch_warnings(record=True) as caught, Engine(build(llama), passes=2) as engine:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            engine.step(batch, loss_fn=loss_fn)
-    texts = [str(each.message) for each in caught if "no mean over targets" in str(each.message)]
-    assert len(texts) == is_warned
 
 
 def test_graphs_of_the_caller_end_after_the_last_pass() -> None:

@@ -116,19 +116,6 @@ def labels_of(batch: Batch) -> torch.Tensor | None:
     return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
 
 
-def with_uneven_targets(batch: Batch) -> Batch | None:
-    """Return a batch with a quarter of the targets in the first row. None: no token labels, or one target there."""
-    labels = labels_of(batch)
-    if labels is None or labels.dim() != 2 or labels.is_floating_point():
-        return None
-    targets = (labels[0, 1:] != IGNORED).nonzero()[:, 0] + 1
-    if targets.numel() < 2:
-        return None
-    labels = labels.clone()
-    labels[0, targets[targets.numel() // 4 or 1 :]] = IGNORED
-    return {**batch, "labels": labels}
-
-
 def select_inputs(model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> dict[str, Any]:
     """Return the batch values that the model's forward takes. Other values are for `loss_fn`. Raises ConfigError."""
     signature = inspect.signature(model.forward).parameters
