@@ -17,7 +17,7 @@ from offload.engine.assemble import EnginePlan
 from offload.errors import ConfigError, DoesNotFitError
 from offload.extras.plan.simulated_ranks import SimulatedRanks
 from offload.extras.plan.simulated_step import without_garbage_collector
-from offload.extras.plan.timing import PlannedStep, compute_seconds, link_seconds
+from offload.extras.plan.timing import PlannedStep, Timing, compute_seconds, link_seconds
 from offload.extras.plan.workload import Workload
 from offload.layout.codecs import EXACT
 from offload.layout.residence import DEVICE, DISK, FILES, HOST, Residence
@@ -228,10 +228,15 @@ class PlacementCandidate:
         )
 
     @cached_property
-    def step_seconds(self) -> float:
-        """Simulated step time in seconds. Valid only if the candidate fits."""
+    def timing(self) -> Timing:
+        """Simulated timing. Valid only if the candidate fits."""
         assert self.step is not None
-        return self._search.step_seconds(self.step)
+        return self._search.simulate(self.step)
+
+    @property
+    def step_seconds(self) -> float:
+        """Simulated step time in seconds."""
+        return self.timing.step_seconds
 
 
 @dataclass
@@ -250,7 +255,7 @@ class PlacementSearch:
     """Ranks sharing the memory and disk of a machine."""
 
     _plans: dict[str, Plan | None] = field(default_factory=dict, init=False)
-    _step_seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _timings: dict[str, Timing] = field(default_factory=dict, init=False)
 
     @property
     def ranks(self) -> SimulatedRanks:
@@ -298,15 +303,15 @@ class PlacementSearch:
                 self._plans[key] = None
         return self._plans[key]
 
-    def step_seconds(self, step: PlannedStep) -> float:
-        """Return the simulated time of a step in seconds, cached by everything the simulation depends on."""
+    def simulate(self, step: PlannedStep) -> Timing:
+        """Return the simulated timing of a step, cached by everything the simulation depends on."""
         calls = [(len(c.regions), c.forward_s, c.backward_s, c.saved_bytes, c.num_parts) for c in step.calls]
         plan = step.simulated_plan()
         settings = replace(plan.settings, recompute="always", prefetch="auto")  # calls and plan already include both
         key = repr((replace(plan, regions=(), settings=settings), calls))
-        if key not in self._step_seconds:
-            self._step_seconds[key] = step.simulate(_NUM_STEPS).step_seconds
-        return self._step_seconds[key]
+        if key not in self._timings:
+            self._timings[key] = step.simulate(_NUM_STEPS)
+        return self._timings[key]
 
 
 def _rate(seconds: Callable[[int], float], num_bytes: int) -> float:
