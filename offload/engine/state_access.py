@@ -50,7 +50,12 @@ class StateAccess(Figures):
         with self._recovery.working():
             self._state.updates.flush()
             self._state.lanes.drain_updates()
-            self._state.lanes.finish()  # the next request is an exchange with other ranks
+            self._end_exchanges()
+
+    def _end_exchanges(self) -> None:
+        """With other ranks, wait for all work: the next request is an exchange too."""
+        if self.comm.size > 1:
+            self._state.lanes.finish()
 
     def named_parameters(
         self, trained_only: bool = False, *, names: Iterable[str] | None = None, as_given: bool = False
@@ -68,7 +73,7 @@ class StateAccess(Figures):
 
     def _read(self, info: ParameterInfo, span: tuple[int, int] | None = None) -> torch.Tensor:
         """Return fp32 master weights in the parameter's shape, or a flat range `span` of elements. Collective."""
-        self._state.lanes.finish()  # a step may have run since the last request, which is an exchange too
+        self._end_exchanges()  # a step may have run since the last request
         with self._recovery.working(), self.counters.preserve():
             values = self._state.store.values
             return values.read(info.index) if span is None else values.read_range(info.index, *span)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +36,7 @@ class AdamW(StoredMoments):
     def names(self) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
-    @cached_property
+    @property
     def by_parameter(self) -> bool:
         return super().by_parameter or not self.eps  # padding between parameters is zero: 0 / 0 without eps
 

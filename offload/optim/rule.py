@@ -298,7 +298,7 @@ class StoredMoments(UpdateRule):
         planes = ((Plane(name, torch.uint8), Plane(f"{name}_scale", torch.float32, block=BLOCK)) for name in self.names)
         return tuple(plane for both in planes for plane in both)
 
-    @cached_property
+    @property
     def by_parameter(self) -> bool:
         return self.states != "fp32"
 
