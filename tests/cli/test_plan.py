@@ -224,7 +224,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_the_placement_is_the_one_that_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """The placement is the fastest one in the search, or the only one that fits."""
-    slow = (*SMALL, "--offload.device_memory", "600MiB", "--offload.throttle", "{h2d: 100MiB}")
+    slow = (*SMALL, "--offload.device_memory", "400MiB", "--offload.throttle", "{h2d: 100MiB}")
     tight = ("--model.preset", "tiny", "--train.batch_size", "16", "--offload.device_memory", "8MiB")
     for words in (slow, tight):
         code, given = told(capsys, *words)
