@@ -88,15 +88,23 @@ def step_of(
     return loss.item(), norm
 
 
+def backward_of(
+    trainer: Engine | Reference, loss_of: Callable[..., torch.Tensor], *args: Any, **more: Any
+) -> torch.Tensor:
+    """Run a backward of `loss_of(model, ...)`. Return the loss."""
+    loss = loss_of(trainer.model, *args, **more)
+    if isinstance(trainer, Engine):
+        trainer.backward(loss)
+    else:
+        loss.backward()
+        trainer.collect()
+    return loss.detach()
+
+
 def own_step_of(trainer: Engine | Reference, *losses: Callable[[nn.Module], torch.Tensor]) -> tuple[float, float]:
     """Take a step of an own loop, with one backward for each of `losses(model)`. Return (last loss, gradient norm)."""
     for loss_of in losses:
-        loss = loss_of(trainer.model)
-        if isinstance(trainer, Engine):
-            trainer.backward(loss)
-        else:
-            loss.backward()
-            trainer.collect()
+        loss = backward_of(trainer, loss_of)
     result = trainer.update()
     return loss.item(), result if isinstance(result, float) else result.grad_norm
 
@@ -105,11 +113,9 @@ def backward_both(
     engine: Engine, reference: Reference, loss_of: Callable[..., torch.Tensor], *args: Any, **more: Any
 ) -> torch.Tensor:
     """Run a backward of `loss_of(model, ...)` for both models. Return the engine's loss."""
-    loss = loss_of(engine.model, *args, **more)
-    engine.backward(loss)
-    loss_of(reference.model, *args, **more).backward()
-    reference.collect()
-    return loss.detach()
+    loss = backward_of(engine, loss_of, *args, **more)
+    backward_of(reference, loss_of, *args, **more)
+    return loss
 
 
 def update_both(engine: Engine, reference: Reference, when: str = "", within: float | None = None) -> Any:
