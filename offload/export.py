@@ -45,16 +45,7 @@ class Options:
 
 
 class Exporter(Protocol):
-    """Writes the contents of a checkpoint to a new folder. Door: a function under a name in `EXPORTERS`.
-
-    A copy of all files:
-
-        def copy(folder, out, dtype, shard_bytes, **merge):
-            shutil.copytree(folder, out)
-            return f"{out}: the files of the checkpoint."
-
-        EXPORTERS.register("copy", copy)
-    """
+    """Writes the contents of a checkpoint to a new folder. Door: a function under a name in `EXPORTERS`."""
 
     def __call__(
         self, folder: Path, out: Path, dtype: torch.dtype | None, shard_bytes: int | None, **merge: Any

@@ -31,8 +31,9 @@ ENGINE_TEXTS = {
     ),
     "train.recompute": (
         "Activation recomputation in backward. always: units save only their inputs. never: units save their whole "
-        "graphs. products: blocks also keep the outputs of matrix products and attention on the device, and recompute "
-        "all else. auto: whole graphs as far as the device budget allows."
+        "graphs, except units with changed inputs or buffers, or with weight copies in the graph. products: blocks "
+        "also keep the outputs of matrix products and attention on the device, and recompute all else. auto: whole "
+        "graphs as far as the device budget allows."
     ),
     "train.compile": (
         "Use of torch.compile for blocks: one compilation for all equal blocks. A block unsuited to compilation, or "

@@ -146,7 +146,7 @@ class Reader:
     def verify(self, report: Callable[[int], object] = lambda _num_bytes: None) -> None:
         """Read everything and compare with the checksums. Raises CheckpointError for the first mismatch.
 
-        tell: called with the size of each verified chunk.
+        report: called with the size of each verified chunk.
         """
         sizes = {
             (name, index): file.chunk_size(index)

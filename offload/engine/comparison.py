@@ -50,7 +50,7 @@ _SAME_LOSS_TOLERANCE = 1e-6
 
 
 def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """True if two tensors have equal shape, dtype and elements; NaN equals NaN. None equals None."""
+    """True if two tensors have equal shape, dtype and elements; NaN equals NaN, 0.0 equals -0.0, None equals None."""
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         return one is other
     if not (one.is_floating_point() or one.is_complex()):

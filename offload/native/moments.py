@@ -30,7 +30,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 
 
 def words(num_elements: int, key: int, step: int, purpose: int, element: int, device: torch.device) -> Tensor:
-    """Return 32 random bits per element, int32 [num_elements]. `element`, a multiple of 64, numbers the first one."""
+    """Return 32 random bits per element, int32 [num_elements]: a function of `key`, `step`, `purpose` and the element.
+
+    `element`, a multiple of 64, numbers the first one.
+    """
     num_blocks = -(-num_elements // _DRAWN)
     number = torch.arange(16 * num_blocks, dtype=torch.int64, device=device) + element // 4
     counter = number & _MASK, number >> 32, torch.full_like(number, step), torch.full_like(number, purpose)

@@ -81,6 +81,25 @@ class UpdateRule(ABC):
     keep their defaults. Parameters with fewer than two dimensions (biases, norms) have no weight decay unless
     `decay_1d` is set or their group sets `weight_decay`. Another rule uses separate settings, and the ratio between
     both learning rates stays constant.
+
+    A rule of another package needs no registration, `Engine(model, Sign())`:
+
+        @dataclass(frozen=True)
+        class Sign(UpdateRule):
+            lr: float = 1e-3
+            weight_decay: float = 0.0
+            decay_1d: bool = False
+            groups: tuple = ()
+
+            def update(self, states, gradients, by):
+                weights, low = states["weights"], states.get("low")
+                master = weights if low is None else kernels.join(weights, low)
+                master.sub_(gradients.sign(), alpha=by.lr)
+                if low is not None:
+                    kernels.split(master, (weights, low))
+                return master.isfinite().logical_not().sum()
+
+    `moments` lists optimizer states, each a plane in `states` too. `kernels`: `offload.native.kernels`.
     """
 
     by_matrix: ClassVar[bool] = False
@@ -90,7 +109,7 @@ class UpdateRule(ABC):
     the norm.
     """
     method: ClassVar[str] = "backward"
-    """Source of the update: "backward" (gradients) or "forwards" (losses from forward passes alone)."""
+    """Training method, by name in `METHODS`: "backward" or "forwards" (losses from forward passes alone)."""
     steered: ClassVar[tuple[str, ...]] = ()
     """Settings allowed to change between steps, for example by a torch scheduler."""
 
@@ -107,7 +126,7 @@ class UpdateRule(ABC):
     @property
     def has_gradients(self) -> bool:
         """True if a step runs a backward pass."""
-        return self.method == "backward"
+        return not self.num_directions
 
     @property
     def has_low(self) -> bool:
@@ -249,7 +268,8 @@ class UpdateRule(ABC):
     def update(self, states: Mapping[str, torch.Tensor], gradients: torch.Tensor, by: UpdateStep) -> int | torch.Tensor:
         """Update weights in place and return the number of non-finite weights.
 
-        states: planes of the weights, [n] each. gradients: fp32 or bf16 [n].
+        states: planes by name: `weights`, `low` (see `has_low`) and the `moments`; [n] each, or scales per block.
+        gradients: fp32 or bf16 [n], to be multiplied by `by.scale`.
         """
 
     def correct(

@@ -14,12 +14,7 @@ from offload.machine.limits import memory_limits, tightest_limit
 
 
 class Probe(Protocol):
-    """Finds the rates of this machine. Door: a function under a name in `PROBES`.
-
-    Known rates:
-
-        PROBES.register("known", lambda device: hardware)
-    """
+    """Finds the rates of this machine. Door: a function under a name in `PROBES`."""
 
     def __call__(self, device: str | None = None, /) -> Hardware:
         """Return this machine. device: in torch notation; None: the available accelerator, else the CPU."""

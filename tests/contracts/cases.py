@@ -34,15 +34,19 @@ from tests.engine.test_streamed_experts import mixture
 class Case:
     """An engine feature.
 
+    make: returns the model.
     settings: keywords for `Engine`. They override the cell's precision and clipping.
     placement: keywords for `Placement`. They override the cell's placement.
     batch: returns a batch for (seed, rows).
+    loss_fn: for `Engine.step`. None: the model's own loss.
+    count: targets in a batch, for the mean of the loss.
     reference: keywords for `train_both`, for plain PyTorch with the same approximation. None: a feature test has a
         separate reference.
     within: distance from plain PyTorch, as a share of the layer's scale. None: equal bits.
     ranks_within: distance of two ranks from one process, likewise. Losses and norms: five times as much.
     saves: keywords for `save_checkpoint`.
     without: contracts that do not apply, each with the reason.
+    patches: (object, attribute, value) for the test: limits small enough for a small model.
     """
 
     make: Callable[[], nn.Module] = llama

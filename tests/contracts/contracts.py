@@ -297,8 +297,8 @@ def leaves_nothing_after_failure(cell: Cell) -> None:
     _disturbed(cell, Failure)
 
 
-def interrupt_tears_or_completes(cell: Cell) -> None:
-    """Ctrl-C during a step leaves the engine either before or after the step."""
+def leaves_nothing_after_interrupt(cell: Cell) -> None:
+    """Ctrl-C in a forward leaves the engine as before the step."""
     _disturbed(cell, KeyboardInterrupt)
 
 
@@ -357,7 +357,7 @@ CONTRACTS: dict[str, Callable[[Cell], None]] = {
         bytes_are_as_planned,
         reads_are_true,
         leaves_nothing_after_failure,
-        interrupt_tears_or_completes,
+        leaves_nothing_after_interrupt,
         evaluation_leaves_no_trace,
     )
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -13,6 +16,8 @@ import torch
 from torch import nn
 
 from offload import LOMO, SGD, Adafactor, AdaLomo, AdamW, Engine, Lion, MeZO, Muon, Placement
+from offload.engine.methods import method
+from offload.engine.steps import METHODS
 from offload.errors import ConfigError
 from offload.layout.planes import Plane
 from offload.native import kernels
@@ -413,3 +418,37 @@ def test_settings_move_from_step_to_step(rule: Any, how: dict[str, Any], within:
     for wrong, told in (({"lr": 1.0}, "cannot change lr"), ({"momentum": 0.0}, "other moments|cannot change momentum")):
         with pytest.raises(ConfigError, match=told):
             engine.tune(wrong)
+
+
+def run_example(module: Any, contract: type, **others: Any) -> dict[str, Any]:
+    """Run the code in the docstring of a contract; return the names."""
+    block = re.search(r"^    (?:.|\n(?=    |\n))+", inspect.getdoc(contract) or "", re.MULTILINE)
+    names = {**vars(module), **others}
+    exec(textwrap.dedent(block[0]), names)
+    return names
+
+
+def test_the_example_of_a_rule_trains() -> None:
+    rule = run_example(optimizer_rule, UpdateRule, kernels=kernels)["Sign"](lr=0.01)
+    model = build(llama)
+    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+    engine = Engine(model, rule, precision="fp32", max_grad_norm=None)
+    engine.backward(model(**tokens()).loss)
+    for name, parameter in model.named_parameters():
+        expected[name].sub_(parameter.grad.sign(), alpha=0.01)
+    engine.update()
+    assert_same(weights(engine), expected)
+    train_both(build(llama), batches(2), optimizer=rule, precision="bf16", max_grad_norm=None)
+
+
+def test_the_example_of_a_method_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(METHODS, "_objects", {**METHODS})
+    run_example(method, method.Method, METHODS=METHODS)
+    printed, plain = (
+        Engine(build(llama), type("Printed", (SGD,), {"method": "printed"})(lr=0.1)),
+        Engine(build(llama), SGD(lr=0.1)),
+    )
+    result = plain.step(tokens())
+    assert printed.step(tokens()).loss == result.loss
+    assert capsys.readouterr().out == f"{result.grad_norm}\n"
+    assert_same(weights(printed), weights(plain))

@@ -196,7 +196,7 @@ def _reopen_file(file: TensorFile | QuantizedTensor, reopen: ReopenFile) -> Tens
 
 @dataclass(frozen=True)
 class RemovedProduct:
-    """A product of two matrices subtracted from a weight."""
+    """The initial product of a LoRA adapter, B A, subtracted from the base weight: the model starts unchanged."""
 
     left: torch.Tensor
     """Scaled B, fp32 [out, rank]."""

@@ -42,7 +42,8 @@ class Export:
     def is_done(self, config: Config, comm: Comm, progress: RunProgress) -> bool:
         """Return, equal on all ranks, whether the folder holds the weights at the current step.
 
-        True if no step was made since resuming and the folder is newer than the checkpoint. The folder itself does not
+        True if the run was resumed (`checkpoint.resume auto`), no step was made since, and the folder is newer than the
+        checkpoint. With `checkpoint.export_best` also only if the last step is the best one. The folder itself does not
         record a step.
         """
         is_last = not config.checkpoint.export_best or progress.best.step in (None, progress.num_done)

@@ -28,18 +28,6 @@ class Objective:
 
     This is a door: `train.method` is the name of an objective in `OBJECTIVES`, with a loss of its own if it has one.
     The type of `TrainSection.method` also lists the name.
-
-        class Short(Objective):
-            name = "the first tokens"
-
-            @classmethod
-            def of(cls, config, model_kind, tokenizer, vocab_size):
-                return cls()
-
-            def apply(self, batch, step, first_row=0, num_rows=None, /):
-                return {key: value[:, :16] for key, value in batch.items()}
-
-        OBJECTIVES.register("short", Short)
     """
 
     name = "next token"

@@ -36,15 +36,7 @@ class RunForecast:
 
 
 class Planner(Protocol):
-    """A forecast for a run on this machine, before the engine starts.
-
-    Another package adds one by name:
-
-        def optimist(config, architecture, num_ranks, machine, say, network=None, document_share=None):
-            return RunForecast(config, "all fits", "", 1, {"fits": True, "tiers": {}})
-
-        PLANNERS.register("optimist", optimist)
-    """
+    """A forecast for a run on this machine, before the engine starts. Door: a function under a name in `PLANNERS`."""
 
     def __call__(
         self,

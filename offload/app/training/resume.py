@@ -91,7 +91,7 @@ def open_run(config: Config, comm: Comm, say: Callable[[str], None]) -> tuple[Ru
 
 
 def check_settings(config: Config, comm: Comm) -> None:
-    """Check settings before any work. Raises ConfigError."""
+    """Check number of ranks, disk folders, throttles and update rule, before any work. Raises ConfigError."""
     config.check_ranks(comm.size)
     if dirs := make_placement(config).dirs:
         check_dirs(dirs)

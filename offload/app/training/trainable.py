@@ -27,17 +27,7 @@ from offload.files.directories import free_bytes
 
 
 class TrainablePart(Protocol):
-    """The trainable part of a run. Door: a class under a name in `TRAINABLE`.
-
-    A part like the whole model, without the embeddings:
-
-        class Blocks(WholeModel):
-            def prepare(self, built):
-                freeze(built.model, ("*embed*",))
-                return built
-
-        TRAINABLE.register("blocks", Blocks)
-    """
+    """The trainable part of a run. Door: a class under a name in `TRAINABLE`."""
 
     trained_only: ClassVar[bool]
     """True if checkpoints lack frozen weights."""

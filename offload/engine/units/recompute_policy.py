@@ -26,6 +26,7 @@ DEVICE, OFFLOADED, RECOMPUTED = "device", "below", "recomputed"
 PRODUCTS, MEASURED = "products", "measured"
 """The use recomputes, over outputs of products kept on the device; or their size is only measured."""
 REMADE = (RECOMPUTED, PRODUCTS, MEASURED)
+"""The backward runs the forward again."""
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
@@ -61,7 +62,8 @@ class RecomputePolicy:
 
     `products`: instead of graphs, blocks keep the outputs of matrix products for the recomputation, by the same rule.
 
-    A unit saves a graph with only inputs and weights (embedding, linear head) in every mode. In `auto`, the first step
+    In every mode a unit saves a graph with only inputs and weights (embedding, linear head), and recomputes if the
+    forward changes inputs or buffers in place or the graph holds weight copies. In `auto`, the first step
     with a new shape recomputes and measures the graph sizes. Later steps save graphs from the last unit backwards,
     because the last graphs are held shortest. Graphs may use the budget minus the peak of everything else, so unit
     inputs always fit.
