@@ -33,7 +33,7 @@ from offload.errors import ConfigError
 from offload.files.sources import Fill
 from offload.layout.codecs import Codec
 from offload.machine.limits import use_share_of_cores
-from offload.optim.rule import UpdateRule
+from offload.optim.rule import UpdateRule, check_number
 from offload.planning.settings import Settings, with_settings
 from offload.retired import without_retired
 from offload.tiers.counters import Counters
@@ -224,7 +224,7 @@ class Engine(StateAccess):
         """Change update rule settings and weight decays, from the next update on. Collective.
 
         `settings`: only the rule's `steered` settings, for example `betas` and `momentum`. `decays`: weight decay by
-        parameter name. Call between steps, or before `update`.
+        parameter name. Call between steps, or before `update`. Raises ConfigError, before any change.
         """
         settings, decays, rule = dict(settings or {}), dict(decays or {}), self.optimizer
         refused = next((key for key in settings if key not in rule.steered), None)
@@ -237,6 +237,8 @@ class Engine(StateAccess):
         agree_on_pass(self.comm, RankBatch(f"tune({settings}, {decays})"))
         untyped_rule: Any = rule
         changed = replace(untyped_rule, **settings)
+        for info in self._infos_of("engine.tune", decays):
+            check_number(f"weight_decay of {info.name}", decays[info.name])
         self._state.updates.tune(changed, decays)
         self.optimizer = changed
 

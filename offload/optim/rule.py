@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -333,8 +334,8 @@ class StoredMoments(UpdateRule):
 
 
 def check_number(key: str, value: float, least: float = 0.0) -> None:
-    """Raise ConfigError unless a number is finite and at least `least`."""
-    if not least <= value < math.inf:
+    """Raise ConfigError unless `value` is a number, finite and at least `least`."""
+    if not isinstance(value, Real) or not least <= value < math.inf:
         bound = "not negative" if not least else f"at least {least:g}"
         raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number, finite and {bound}.")
 

@@ -415,9 +415,16 @@ def test_settings_move_from_step_to_step(rule: Any, how: dict[str, Any], within:
     assert_weights(engine, reference, within, "at the end")
     assert engine.optimizer == reference.rule
     assert (1.0, pytest.approx(0.3), [name]) in engine.groups
-    for wrong, told in (({"lr": 1.0}, "cannot change lr"), ({"momentum": 0.0}, "other moments|cannot change momentum")):
-        with pytest.raises(ConfigError, match=told):
-            engine.tune(wrong)
+    for wrong, decays, message in (
+        ({"lr": 1.0}, {}, "cannot change lr"),
+        ({"momentum": 0.0}, {}, "other moments|cannot change momentum"),
+        ({}, {name: -1.0}, "weight_decay of model.norm.weight is -1.0; it must be a number"),
+        ({}, {name: "x"}, "weight_decay of model.norm.weight is 'x'; it must be a number"),
+        ({}, {"model.norm": 0.1}, "no parameter 'model.norm'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine.tune(wrong, decays)
+    engine.step(tokens())  # no state was lost
 
 
 def run_example(module: Any, contract: type, **others: Any) -> dict[str, Any]:
