@@ -20,8 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.app.checkpoint_folder import Checkpoints
+from offload.app.config.config import Config
 from offload.app.training import checkpoints, finish, trainable
 from offload.app.training.checkpoints import Saves
+from offload.app.training.run_folder import RunFolder
 from offload.checkpoint.reader import Reader, verify
 from offload.checkpoint.writer import Save, Writer
 from offload.engine.engine import Engine
@@ -198,14 +200,38 @@ def test_no_run_begins_at_damage_alone(run: Any, ended: Any, tmp_path: Path, nam
 
 
 @pytest.mark.slow
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Any, ended: Any) -> None:
+@pytest.mark.parametrize("every", [5, "auto", None])
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Any, ended: Any, every: Any) -> None:
     whole, wanted, _ = run("whole", **{"train.steps": 6})
-    common = {"train.steps": 6, "checkpoint.every": 5}
+    common = {"train.steps": 6, "checkpoint.every": every}
     ended(4, "parts", **common)
     result, found, output = run("parts", **common)
     assert "resumed" not in output
     assert learnt(found) == learnt(wanted)
     assert_same_weights(result.dir, whole.dir)
+
+
+@pytest.mark.parametrize(
+    ("every", "exports", "files", "is_free"),
+    [
+        (5, False, ["metrics.jsonl"], True),
+        ("auto", True, ["metrics.jsonl"], True),
+        ("auto", True, ["metrics.jsonl", "hf"], False),
+        (None, True, ["metrics.jsonl"], True),
+        ("auto", False, ["metrics.jsonl"], False),  # a finished run leaves no more
+        (None, False, ["metrics.jsonl"], False),
+    ],
+)
+def test_a_folder_without_a_checkpoint_is_free_if_the_run_ended_early(
+    tmp_path: Path, every: Any, exports: bool, files: list[str], is_free: bool
+) -> None:
+    before = Config.load(None, {"checkpoint.every": every, "checkpoint.export": exports})
+    (tmp_path / "config.yaml").write_text(before.to_yaml())
+    for name in files:
+        (tmp_path / name).touch()
+    folder = RunFolder.open(Config.load(None, {"run.dir": str(tmp_path)}))
+    with contextlib.nullcontext() if is_free else pytest.raises(ConfigError, match="holds an earlier run"):
+        folder.check(before, resumes=False)
 
 
 @pytest.mark.slow

@@ -80,10 +80,10 @@ class RunFolder:
         resume = config.checkpoint.resume
         is_own = resume != "auto" and resume != "never" and self.owns(Path(resume).expanduser())
         goes_on = resumes and (is_own or bool(Checkpoints(self.checkpoints).folders()))
-        ended_early = False  # before the planned checkpoints and export: a new run may begin in this folder
+        ended_early = False  # before the planned checkpoint or export: a new run may begin in this folder
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-            before = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-            ended_early = isinstance(before["checkpoint"]["every"], int) and "hf" not in names
+            before = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]
+            ended_early = "hf" not in names and (bool(before["export"]) or isinstance(before["every"], int))
         if not names or goes_on or (resume != "never" and ended_early):
             return
         why = f"checkpoint.resume is {resume}: leave that out to go on with this run"
