@@ -21,6 +21,7 @@ from offload.extras.prefs.preferences import Preferences
 from tests.integrations.plain import letters, llama, needs
 from tests.matrix import quick
 from tests.training.conftest import HOST, SHAPES, lines_of
+from tests.training.test_resume import make_folder
 
 WORDS = ("apple", "plum", "rose", "stone", "sea", "snow", "coal", "wood")
 TEXTS = [
@@ -226,6 +227,31 @@ def test_a_reward_model_is_no_language_model(run: Any, pairs: str) -> None:
         run("again", **asked(pairs, model__path=str(result.export)))
     with pytest.raises(ConfigError, match="train.method is orpo, but the model is a masked one"):
         run("masked", "bert", **asked(pairs, "orpo"))
+
+
+@pytest.mark.slow
+def test_the_adapter_of_a_reward_model_goes_on_and_is_merged(run: Any, pairs: str, tmp_path: Path) -> None:
+    """PEFT lists two names of classification heads in the adapter, and the model has one."""
+    needs("peft")
+    from peft import PeftModel
+
+    from offload.extras.adapters.export import export_merged
+
+    base = tmp_path / "base"
+    make_folder("llama", base)
+    named = asked(pairs, "reward", model__path=str(base), lora__rank=2, checkpoint__every=1, checkpoint__export=True)
+    result = run("adapter", **named)[0]
+    again = run("adapter", **named | {"train__steps": 3})[0]
+    named |= {"train__steps": 1, "lora__adapter": str(result.export)}
+    further = run("further", **{key: value for key, value in named.items() if key != "lora__rank"})[0]
+    assert again.steps == 3
+    assert (further.export / "adapter_config.json").is_file()
+    export_merged(again.dir / "checkpoints/step-3", tmp_path / "merged")
+    scorer = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
+    wanted = PeftModel.from_pretrained(scorer, again.export).merge_and_unload().state_dict()
+    found = LlamaForSequenceClassification.from_pretrained(tmp_path / "merged").state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(map(torch.equal, found.values(), wanted.values()))
 
 
 class Watches:

@@ -32,6 +32,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "reward": "SEQ_CLS"}
 """PEFT task types by model kind. PEFT has no type for masked models."""
 _NUM_NAMES = 12  # modules listed in an error
+_HEADS = ("classifier", "score")  # of classification models
 INITIAL = "adapter_initial.safetensors"
 """Checkpoint file beside the adapter state: the products that the adapter initialization subtracted from the base."""
 _DATA_INITS = ("eva", "corda", "lora_ga")
@@ -407,6 +408,8 @@ def _check_targets(model: nn.Module, config: Any, module_list: str) -> None:
     target_modules = getattr(config, "target_modules", None)
     module_names = [] if target_modules is None or isinstance(target_modules, str) else list(target_modules)
     module_names += list(getattr(config, "modules_to_save", None) or [])
+    if config.task_type == "SEQ_CLS":  # PEFT adds both names, and a model has one
+        module_names = [name for name in module_names if name not in _HEADS]
     for each in sorted(module_names):
         if not any(name == each or name.endswith(f".{each}") for name in names):
             ends = sorted({"all-linear", *(name.rpartition(".")[2] for name in names)})

@@ -13,7 +13,15 @@ import torch
 
 from offload.app.checkpoint_folder import suggesting_alternative
 from offload.app.config.sections import ModelSection
-from offload.app.hf.models import BuiltModel, build_model, empty_model, folder_config, is_pretrained, locate
+from offload.app.hf.models import (
+    BuiltModel,
+    build_model,
+    empty_model,
+    folder_config,
+    is_pretrained,
+    locate,
+    to_scorer_config,
+)
 from offload.app.hf.write import ExportResult
 from offload.app.stored_model import StoredParameter, tokenizer_files, write_with_progress
 from offload.checkpoint.reader import Reader
@@ -135,6 +143,8 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
         attention=settings["model.attention"],
     )
     seed, config = int(settings["run.seed"]), load_base_config(section, own["base"], reader.path, "--base")
+    if settings["train.method"] == "reward":
+        config = to_scorer_config(config)
     mark_base(section, config, seed).check(own["base"], reader.path, "--base")
     if not is_pretrained(section, locate(section)):
         config = folder_config(reader.path)  # includes tokens added for the tokenizer
