@@ -103,7 +103,7 @@ class Engine(StateAccess):
         self.device = self._state.device.torch_device
         self._recovery = self._state.recovery
         self._steps = Steps(self._state, settings)
-        self._own_loop = OwnLoop(self._state, self._steps)
+        self._own_loop = OwnLoop(self._state, self._steps, settings)
         self._parameter_reads = ParameterReads(self._state, self._own_loop)
         discard = self._steps.trial_runs.discard_incomplete
         self._recovery.callbacks += [discard, self._state.spare_memory.give_up, self._own_loop.forget]

@@ -15,19 +15,21 @@ from offload.engine.methods.result import StepResult
 from offload.engine.state import EngineState
 from offload.engine.steps import Steps
 from offload.engine.units.residency import refuse_copy
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from offload.layout.regions import ParameterInfo
-from offload.planning.settings import check_max_grad_norm
+from offload.planning.settings import Settings, check_max_grad_norm
 
 
 class OwnLoop:
     """A step with any number of forwards and backwards, called from outside."""
 
-    def __init__(self, state: EngineState, steps: Steps) -> None:
+    def __init__(self, state: EngineState, steps: Steps, settings: Settings) -> None:
         self._state, self._recovery, self._steps = state, state.recovery, steps
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
         self._lent = LentGradients(state)
+        cuts = {"micro_batch_size": settings.micro_batch_size or 0, "passes": settings.passes - 1 and settings.passes}
+        self._unused = " and ".join(f"{name} {value}" for name, value in cuts.items() if value)
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def holds_gradients(self) -> bool:
@@ -156,6 +158,12 @@ class OwnLoop:
     def _open_step(self) -> None:
         method = self._steps.method.own_loop()
         method.make_room()
+        if self._unused:
+            warn(
+                f"{self._unused} cut the batch of engine.step, not of a loop that calls the model: give the model "
+                "fewer rows at a time, and add gradients up over several calls of backward (gradient accumulation)."
+            )
+            self._unused = ""
         if not self.is_open:
             self._state.spare_memory.give_back()
             method.begin("own loop", sums_backwards=True)

@@ -451,7 +451,7 @@ def refuse_arguments(args: Any) -> None:
         "deepspeed": "an engine does the same itself: start with torchrun or python",
         "fsdp": "an engine shards the states over ranks itself: start with torchrun",
         "auto_find_batch_size": "it repeats training with smaller batches after running out of memory, which an "
-        "engine cannot: set per_device_train_batch_size, and offload=dict(micro_batch_size=...)",
+        "engine cannot: set per_device_train_batch_size, with gradient_accumulation_steps",
         "parallelism_config": "an engine shards states and rows over ranks, not heads or sequences",
         "tpu_num_cores": "an engine does not run on TPUs",
         "save_on_each_node": "rank 0 writes, and all ranks write a checkpoint together: set output_dir to a folder "

@@ -717,3 +717,19 @@ def test_what_was_learned_without_a_gradient_does_not_hold_for_uses_with_one() -
         engine.update()
         engine.step(words(seed + 2), cross_entropy)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"), [({"micro_batch_size": 1, "passes": 2}, "micro_batch_size 1 and passes 2"), ({}, "")]
+)
+def test_settings_without_effect_in_a_loop_are_named_once(settings: dict[str, Any], text: str) -> None:
+    engine = Engine(build(llama), **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.step(tokens())
+        for seed in range(2):
+            engine.backward(token_loss(engine.model, seed))
+            engine.update()
+    messages = [str(each.message) for each in caught if "cut the batch of engine.step" in str(each.message)]
+    assert len(messages) == bool(text)
+    assert not text or messages[0].startswith(text)

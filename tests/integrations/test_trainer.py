@@ -204,7 +204,7 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=match):
             offload_trainer(tmp_path, llama(), OffloadTrainer, kwargs=settings, **more).train()
 
-    refused("auto_find_batch_size is True.*micro_batch_size", auto_find_batch_size=True)
+    refused("auto_find_batch_size is True.*gradient_accumulation_steps", auto_find_batch_size=True)
     refused("torch_compile_backend is 'aot_eager'.*torch_compile=True is enough", torch_compile_backend="aot_eager")
     refused("torch_compile_mode is 'max-autotune'", torch_compile_mode="max-autotune")
     refused("optim is 'ademamix_8bit'.*adamw_torch, .*sgd.*states='int8'", optim="ademamix_8bit")
