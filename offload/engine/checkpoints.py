@@ -99,7 +99,13 @@ class PendingCheckpoint:
             self._keepers = keepers(comm, folder.parent)
             with share_failure(comm, "metadata of the checkpoint"):
                 # The caller may change these values in later steps: copy them now.
-                self._meta = json.loads(json.dumps({"engine": own, "meta": dict(meta)}))
+                try:
+                    self._meta = json.loads(json.dumps({"engine": own, "meta": dict(meta)}))
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(
+                        f"meta of a checkpoint must be JSON (numbers, text, lists, dicts with text keys), but {error}: "
+                        "save tensors as files, or convert them with tolist()."
+                    ) from error
             if len(set(self._keepers)) > 1:  # one manifest for several disks, but `seconds` differ by rank
                 files, self._meta = broadcast_value(comm, (files, self._meta), "metadata of the checkpoint")
             with share_failure(comm, "creation of the checkpoint"):

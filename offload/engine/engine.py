@@ -28,7 +28,7 @@ from offload.engine.parameter_reads import ParameterReads
 from offload.engine.state_access import StateAccess
 from offload.engine.steps import Steps
 from offload.engine.units.attention import ATTENTIONS
-from offload.engine.units.residency import refuse_copy, refuse_owned, refuse_sparse
+from offload.engine.units.residency import check_tensors, refuse_copy, refuse_owned
 from offload.errors import ConfigError
 from offload.files.sources import Fill
 from offload.layout.codecs import Codec
@@ -81,7 +81,7 @@ class Engine(StateAccess):
                 "Engine() was called under torch.inference_mode, where training is not possible: call it outside."
             )
         refuse_owned(model)
-        refuse_sparse(model)
+        check_tensors(model, is_filled=fill is None)
         model = remove_compile_wrappers(model, settings.compile)
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None

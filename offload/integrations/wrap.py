@@ -248,12 +248,6 @@ def open_engine(model: nn.Module, rule: Any, settings: Mapping[str, Any]) -> Eng
             f"offload has {min(unknown)!r}, which is not a setting of an engine: see help(offload.Engine)."
         )
     placement = Placement.of(options.pop("placement", None) or Placement())
-    empty = next((name for name, p in model.named_parameters() if p.is_meta and "fill" not in options), None)
-    if empty is not None:
-        raise ConfigError(
-            f"{empty} is on the device 'meta', where it has no values: load the model with from_pretrained (for a new "
-            "model leave out init_empty_weights and torch.device('meta')), or call model.to_empty and fill it."
-        )
     half = next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None)
     if half is not None:
         raise ConfigError(

@@ -338,8 +338,15 @@ def test_a_cargo_is_known_by_its_regions_not_by_the_object_that_lists_them() -> 
     engine.close()
 
 
-def test_a_sparse_buffer_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.eye(4).to_sparse(), r"model\.norm\.places is sparse \(torch\.sparse_coo\)"),
+        (torch.empty(4, device="meta"), r"model\.norm\.places is on the device 'meta', where it has no values"),
+    ],
+)
+def test_a_buffer_without_dense_values_is_refused_by_name(buffer: torch.Tensor, message: str) -> None:
     model = build(llama)
-    model.model.norm.register_buffer("places", torch.eye(4).to_sparse())
-    with pytest.raises(ConfigError, match=r"model\.norm\.places is sparse \(torch\.sparse_coo\)"):
+    model.model.norm.register_buffer("places", buffer)
+    with pytest.raises(ConfigError, match=message):
         Engine(model)

@@ -24,7 +24,7 @@ from tests.disks import held_back
 from tests.engine import compare
 from tests.engine.compare import placed, weights
 from tests.engine.device import set_seed
-from tests.engine.families import build, gpt2, tokens
+from tests.engine.families import build, gpt2, llama, tokens
 from tests.engine.handmade import Block, RunningStatistics, Shifting, Stack, cross_entropy, words
 from tests.engine.inside import head_of, parts_of, settle, steps_of
 from tests.engine.test_departures import Sometimes, rare
@@ -439,3 +439,9 @@ def test_a_checkpoint_may_leave_out_what_is_frozen(tmp_path: Path) -> None:
     with Engine(build(deep)) as engine:
         engine.save_checkpoint(tmp_path / "nothing is frozen", trained_only=True)
     read_stored(tmp_path / "nothing is frozen")[1].close()
+
+
+def test_metadata_other_than_json_are_refused_before_a_write(tmp_path: Path) -> None:
+    with Engine(build(llama)) as engine, pytest.raises(ConfigError, match=r"must be JSON .* Tensor is not JSON"):
+        engine.save_checkpoint(tmp_path / "saved", meta={"scores": torch.zeros(2)})
+    assert not list(tmp_path.iterdir())
