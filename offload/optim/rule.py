@@ -333,7 +333,7 @@ class StoredMoments(UpdateRule):
         return 0 if self.states == "int8" and is_kept else None
 
 
-def check_number(key: str, value: float, least: float = 0.0) -> None:
+def check_number(key: str, value: Any, least: float = 0.0) -> None:
     """Raise ConfigError unless `value` is a number, finite and at least `least`."""
     if not isinstance(value, Real) or not least <= value < math.inf:
         bound = "not negative" if not least else f"at least {least:g}"
