@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -335,7 +334,7 @@ class StoredMoments(UpdateRule):
 
 def check_number(key: str, value: Any, least: float = 0.0) -> None:
     """Raise ConfigError unless `value` is a number, finite and at least `least`."""
-    if not isinstance(value, Real) or not least <= value < math.inf:
+    if not isinstance(value, int | float) or not least <= value < math.inf:
         bound = "not negative" if not least else f"at least {least:g}"
         raise ConfigError(f"optimizer.{key} is {value!r}; it must be a number, finite and {bound}.")
 
