@@ -4,7 +4,7 @@ The core, the application and the extras (`offload.extras.ENTRIES`) have tables 
 
     CONFLICTS = (
         Conflict("train.delay_after", is_set, "train.delay", 0,
-            "train.delay is 0, so no update is delayed", "set --train.delay 1, or leave train.delay_after out"),
+            "train.delay is 0, so no update is delayed", "set --train.delay 1, or --train.delay_after 0"),
     )
 
 The message begins "train.delay_after is 3, but train.delay is 0, so no update is delayed: set --train.delay 1".
@@ -37,7 +37,9 @@ class Conflict(NamedTuple):
     why: str
     """Continues "KEY is VALUE, but"."""
     fix: str
-    """Advice, with the settings to change."""
+    """Advice, with the settings to change. A value to give up is named by its default, as in "set --train.passes 1": a
+    setting left out at a resume comes from the earlier run, unless it is fixed for a run.
+    """
     given: Mapping[str, Condition] = {}
     """Further settings with values required for the conflict."""
 
@@ -91,10 +93,10 @@ PLACEMENT = (
     ),
     Conflict("offload.graphs_memory", other_than(None), "offload.graphs", "device",
         "offload.graphs is device, and graphs_memory limits only graphs that are moved off the device",
-        "set --offload.graphs cpu, or leave graphs_memory out"),
+        "set --offload.graphs cpu, or --offload.graphs_memory none"),
     Conflict("offload.optimizer_memory", other_than(None), "offload.optimizer", other_than("auto"),
         "offload.optimizer is {offload.optimizer}, and optimizer_memory limits the states kept on the device in mode "
-        "auto", "set --offload.optimizer auto, or leave optimizer_memory out"),
+        "auto", "set --offload.optimizer auto, or --offload.optimizer_memory none"),
     Conflict("offload.optimizer", "device", "offload.parameters", (*_OFFLOADED, "files"),
         "offload.parameters is {offload.parameters}, and keeping optimizer states on the device while parameters are "
         "offloaded saves nothing", "set --offload.parameters device, or --offload.optimizer cpu"),
@@ -109,7 +111,7 @@ PLACEMENT = (
 FORMATS = (
     Conflict("optimizer.master", "bf16", "train.precision", "fp32",
         "train.precision fp32 computes with all 32 bits of the weights",
-        "set --train.precision bf16, or leave --optimizer.master out"),
+        "set --train.precision bf16, or --optimizer.master fp32"),
     Conflict("train.clip", "speculative", "optimizer.uncorrectable", is_set,
         "it updates before the norm is known and corrects the updates afterwards, and {optimizer.uncorrectable} "
         "cannot be corrected", "set --train.clip deferred or auto"),
@@ -118,7 +120,7 @@ FORMATS = (
 ENGINE = (
     Conflict("offload.graphs_memory", other_than(None), "train.recompute", "never",
         "with train.recompute never all saved autograd graphs are stored off the device, without a limit",
-        "set --train.recompute always or auto, or leave offload.graphs_memory out", {"offload.graphs": _OFFLOADED}),
+        "set --train.recompute always or auto, or --offload.graphs_memory none", {"offload.graphs": _OFFLOADED}),
     Conflict("train.sequence_parallel", is_parallel, "offload.graphs", _OFFLOADED,
         "with offload.graphs {offload.graphs} ranks recompute different graphs, and wait for each other in attention "
         "forever", "set --train.recompute never, or --offload.graphs device, or --train.sequence_parallel 1",
@@ -128,9 +130,9 @@ ENGINE = (
         "set --offload.zero_stage 3, or --offload.replicas 1 (all ranks then share the states), and "
         "--offload.replica_states whole"),
     Conflict("train.delay_after", is_set, "train.delay", 0,
-        "train.delay is 0, so no update is delayed", "set --train.delay 1, or leave train.delay_after out"),
+        "train.delay is 0, so no update is delayed", "set --train.delay 1, or --train.delay_after 0"),
     Conflict("train.passes", is_parallel, "optimizer.has_gradients", False,
-        "{optimizer.name} has no gradients to add up", "leave train.passes out"),
+        "{optimizer.name} has no gradients to add up", "set --train.passes 1"),
     Conflict("train.passes", is_parallel, "train.sequence_parallel", is_parallel,
         "train.sequence_parallel is {train.sequence_parallel}, and shared rows are computed in one pass",
         "set --train.passes 1, or --train.sequence_parallel 1"),

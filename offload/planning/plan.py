@@ -227,8 +227,8 @@ def sharding_of(settings: Settings, comm: Comm) -> Sharding:
     if spreads and within.size == 1:
         raise ConfigError(
             f"offload.replica_states is shared, but each of {between.size} replicas is a single rank with all weights: "
-            "a single copy with sharded states and gradients does the same. Set --offload.replicas 1 and "
-            "--offload.zero_stage 2, and leave offload.replica_states out."
+            "a single copy with sharded states and gradients does the same. Set --offload.replicas 1, "
+            "--offload.zero_stage 2 and --offload.replica_states whole."
         )
     gradients = gradient_codec(settings, comm)
     places = within.rank, within.size, settings.zero_stage, between.rank, between.size

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload.app.config import conflicts
-from offload.app.config.config import Config
+from offload.app.config.config import _FIXED_KEYS, Config, _is_one_of
 from offload.app.config.options import read_command
 from offload.app.training.parts import make_settings
 from offload.conflicts import CONFLICTS, ENGINE_CONFLICTS, PLACEMENT
@@ -37,3 +37,13 @@ def test_the_defaults_are_in_no_conflict() -> None:
     of_engines = chain(PLACEMENT, *ENGINE_CONFLICTS.values())
     for rows, get in ((of_runs, config._setting), (of_engines, settings._setting)):
         assert not [row.message(get) for row in rows if not row.message(get) or row.applies(get)]
+
+
+def test_a_remedy_works_at_a_resume() -> None:
+    """A setting left out at a resume comes from the earlier run, so the remedy names a value, except for settings with
+    a value that no resume can change.
+    """
+    tables = (conflicts.DATA, conflicts.SOURCES, conflicts.RUN, PLACEMENT, *CONFLICTS.values())
+    rows = [row for row in chain(*tables, *ENGINE_CONFLICTS.values()) if "leave" in row.fix]
+    assert rows
+    assert {row.key for row in rows if not _is_one_of(row.key, _FIXED_KEYS)} == set()

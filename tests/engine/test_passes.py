@@ -127,7 +127,7 @@ def test_passes_hold_the_inputs_of_their_rows_alone() -> None:
     ("settings", "message"),
     [
         ({"passes": 0}, "train.passes is 0; it must be a whole number, at least 1"),
-        ({"optimizer": MeZO(lr=1e-3), "passes": 2}, "MeZO has no gradients to add up: leave train.passes out"),
+        ({"optimizer": MeZO(lr=1e-3), "passes": 2}, "MeZO has no gradients to add up: set --train.passes 1"),
         ({"sequence_parallel": 2, "passes": 2}, "shared rows are computed in one pass"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import DataSection, OptimizerSection
-from offload.conflicts import Condition, Conflict, is_above, is_set, is_unset, other_than
+from offload.conflicts import Condition, Conflict, is_above, is_set, is_unset, other_than, show
 
 DATA = (
     Conflict("data.source", other_than(DataSection.model_fields["source"].default), "data.sources", is_set,
@@ -29,6 +29,9 @@ def _without(key: str) -> Condition:
     return lambda rules, _: not set(_rules_with(key)) & set(rules)
 
 
+_OF_SOME_RULES = {
+    key: OptimizerSection.model_fields[key].default for settings in RULE_SETTINGS.values() for key in settings.keys
+}
 _BEST = (
     ("train.early_stopping_patience", other_than(None)),
     ("checkpoint.keep_best", True),
@@ -52,14 +55,14 @@ RUN = (
         "packed rows all have the same length", "set --data.packing false for one document in each row, or leave it "
         "out", {"train.method": "sft"}),
     *(
-        Conflict(f"optimizer.{key}", other_than(OptimizerSection.model_fields[key].default),
+        Conflict(f"optimizer.{key}", other_than(default),
             "optimizer.rules", _without(key),
             "{optimizer.name} has no such setting",
-            f"leave it out, or set --optimizer.name {' or '.join(_rules_with(key))}")
-        for key in dict.fromkeys(key for settings in RULE_SETTINGS.values() for key in settings.keys)
+            f"set --optimizer.{key} {show(default)}, or --optimizer.name {' or '.join(_rules_with(key))}")
+        for key, default in _OF_SOME_RULES.items()
     ),
     Conflict("optimizer.reset_every", is_set, "optimizer.name", "sgd",
-        "sgd without momentum has no moments", "set --optimizer.momentum, such as 0.9, or leave it out",
+        "sgd without momentum has no moments", "set --optimizer.momentum, such as 0.9, or --optimizer.reset_every 0",
         {"optimizer.momentum": is_unset}),
     *(
         Conflict("optimizer.freeze", is_set, key, value,
@@ -82,10 +85,11 @@ RUN = (
         for key, value in _BEST
     ),
     Conflict("train.early_stopping_min_delta", is_set, "train.early_stopping_patience", None,
-        "early stopping is off", "set --train.early_stopping_patience, such as 3, or leave it out"),
+        "early stopping is off",
+        "set --train.early_stopping_patience, such as 3, or --train.early_stopping_min_delta 0"),
     *(
         Conflict("checkpoint.export_best", True, f"checkpoint.{other}", False,
-            f"checkpoint.{other} is false", f"set --checkpoint.{other} true, or leave it out")
+            f"checkpoint.{other} is false", f"set --checkpoint.{other} true, or --checkpoint.export_best false")
         for other in ("export", "keep_best")
     ),
     Conflict("model.path", is_set, "model.preset", is_set,

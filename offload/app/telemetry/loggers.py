@@ -93,7 +93,9 @@ def check_loggers(names: Sequence[str]) -> None:
                 f"{', '.join(_TRACKERS)}, or be none."
             )
         if find_spec(name) is None:
-            raise ConfigError(f"run.report_to is {name}, which is not installed: pip install {name}, or leave it out.")
+            raise ConfigError(
+                f"run.report_to is {name}, which is not installed: pip install {name}, or set --run.report_to none."
+            )
 
 
 class Loggers:

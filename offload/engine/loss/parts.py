@@ -89,7 +89,7 @@ class Losses:
             raise ConfigError(
                 f"train.sequence_parallel is {self._state.attention.size}, but the model runs on one micro-batch "
                 "after the other or with a loss over all logits (see the warnings above), and ranks cannot share rows "
-                "then: set --train.sequence_parallel 1, or leave out --train.micro_batch_size."
+                "then: set --train.sequence_parallel 1, or --train.micro_batch_size none."
             )
         if in_calls:
             with _leaves(inputs.batch) as batch:

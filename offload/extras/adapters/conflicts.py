@@ -53,11 +53,12 @@ CONFLICTS = (
         "lora.restart_every is {lora.restart_every}, so the learning rate would never reach its schedule again",
         "lower --lora.restart_warmup_steps"),
     Conflict("optimizer.reset_every", is_set, "lora.adapts", True,
-        "an adapter resets its moments when it restarts", "set --lora.restart_every and --lora.restart_prune 1 in its "
-        "place, or leave it out"),
+        "an adapter resets its moments when it restarts", "set --optimizer.reset_every 0, or in its place "
+        "--lora.restart_every and --lora.restart_prune 1"),
     Conflict("optimizer.freeze", is_set, "lora.adapts", True,
         "an adapter is configured, and all weights of its base are frozen anyway", "leave it out"),
     Conflict("checkpoint.export_best", True, "lora.restart_every", is_set,
         "the adapter restarts (lora.restart_every), and each restart changes the base, so an earlier adapter no longer "
-        "fits it", "leave it out, and export that checkpoint by `python -m offload.export --merge`"),
+        "fits it",
+        "set --checkpoint.export_best false, and export that checkpoint by `python -m offload.export --merge`"),
 )  # fmt: skip

@@ -174,7 +174,7 @@ class FileRows:
             raise ConfigError(
                 f"{'train.passes' if size is None else 'train.micro_batch_size'} is {size or config.train.passes}, but "
                 "some rows have no picture or several, and a batch with pictures can only be cut if each row has one: "
-                "leave train.micro_batch_size and train.passes out; if memory is short, lower --train.batch_size."
+                "set --train.micro_batch_size none and --train.passes 1; if memory is short, lower --train.batch_size."
             )
         return dataset
 

@@ -59,7 +59,7 @@ class _Border(NamedTuple):
             if cut.intersection(changed):
                 raise ConfigError(
                     f"a DTensor {list(shape)} between two units is cut over ranks in dimension {changed[0]}, which "
-                    "train.micro_batch_size cuts too: leave --train.micro_batch_size out, or cut another dimension."
+                    "train.micro_batch_size cuts too: set --train.micro_batch_size none, or cut another dimension."
                 )
             shape = torch.Size(local.shape[dim] if dim in changed else size for dim, size in enumerate(shape))
             stride = torch.empty(shape, device="meta").stride()

@@ -4,7 +4,7 @@ from offload.conflicts import Conflict, is_parallel, is_set, other_than
 
 CONFLICTS = (
     Conflict("train.max_grad_norm", is_set, "optimizer.has_gradients", False,
-        "{optimizer.name} has no gradients to clip", "leave it out, or set it to none",
+        "{optimizer.name} has no gradients to clip", "set --train.max_grad_norm none",
         {"origin.train.max_grad_norm": other_than("default")}),
 )  # fmt: skip
 ENGINE_CONFLICTS = (
