@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
-from offload.app.hf.models import folder_config, model_kind
+from offload.app.hf.models import folder_config, model_kind, to_scorer_config
 from offload.app.hf.read import read_model
 from offload.errors import CheckpointError, ConfigError, OffloadError
 from offload.extras.generate.sampler import Sampler, SamplingOptions
@@ -331,7 +331,9 @@ def test_what_writes_no_text_is_refused(models: Any, tmp_path: Path) -> None:
 
     bert().save_pretrained(tmp_path / "masked")
     tokenizer(64).save_pretrained(tmp_path / "masked")
-    refused(tmp_path / "masked", "BertForMaskedLM, a masked language model")
+    refused(tmp_path / "masked", "BertForMaskedLM, a masked model and not a model that writes text")
+    to_scorer_config(families()["llama"].config()).save_pretrained(tmp_path / "reward")
+    refused(tmp_path / "reward", "LlamaForSequenceClassification, a reward model and not a model that writes text")
     model = families()["llama"].build()
     model.save_pretrained(tmp_path / "bare")
     refused(tmp_path / "bare", "has no tokenizer")

@@ -74,9 +74,12 @@ class Sampler:
         """
         config = folder_config(path)
         self.model_kind = model_kind(config)
-        if self.model_kind.name == "masked":
+        if self.model_kind.name not in ("causal", "seq2seq"):
             class_name = (config.architectures or [config.model_type])[0]
-            raise ConfigError(f"{path} holds {class_name}, a masked language model, which does not continue a text.")
+            raise ConfigError(
+                f"{path} holds {class_name}, a {self.model_kind.name} model and not a model that writes text; give a "
+                "causal or an encoder-decoder model."
+            )
         has_own_tokenizer = adapter is not None and adapter.is_dir() and tokenizer_folder(str(adapter)) is not None
         tokenizer_path = adapter if has_own_tokenizer else path
         if tokenizer_folder(str(tokenizer_path)) is None:
