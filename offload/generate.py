@@ -88,6 +88,11 @@ def main(words: list[str]) -> int:
         advice = " The folder has a chat template, and a chat model expects a prompt in it: add --chat."
         say(f"note: the model returned no text.{advice if has_template and not options.chat else ''}")
     num_tokens = len(generation.token_ids)
+    if generation.num_positions is not None:
+        say(
+            f"note: the text ends after {counted(num_tokens, 'token')} of --max-new-tokens {options.max_new_tokens}: "
+            f"with the prompt, it fills the {generation.num_positions} positions of the model."
+        )
     say(
         f"{counted(num_tokens, 'token')} in {generation.seconds:.1f} s, {num_tokens / generation.seconds:.3g} a "
         f"second; {format_bytes(total)} of weights, {format_bytes(generation.bytes_read)} read while writing"

@@ -264,6 +264,9 @@ def test_generate_writes_to_stdout_the_same_from_everywhere(made: Path, call: Ca
     for more in ((), ("--chat",)):
         call(generate, made / "hf", *words, "0", *more)
     assert ["add --chat" in text for text in told if "no text" in text] == [True, False]
+    monkeypatch.setattr(Sampler, "write", lambda *_: GeneratedTokens([0], 1.0, 0, num_positions=64))
+    call(generate, made / "hf", *words, "0")
+    assert "ends after 1 token of --max-new-tokens 12: with the prompt, it fills the 64 positions" in " ".join(told)
 
 
 @pytest.mark.parametrize(

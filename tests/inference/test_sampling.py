@@ -324,6 +324,15 @@ def test_the_models_own_settings_hold_where_nothing_is_given(models: Any) -> Non
             sampler._generation_config(SamplingOptions(), 64)
 
 
+def test_a_text_that_ends_at_the_last_position_says_so(models: Any) -> None:
+    with Sampler(models("llama")[0], dtype=None, memory_bytes=None, accelerator=None) as sampler:
+        sampler.tokenizer.eos_token = None
+        prompt = torch.arange(60)[None]
+        for num_tokens, positions in ((3, None), (4, None), (5, 64)):
+            choices = SamplingOptions(max_new_tokens=num_tokens, temperature=0)
+            assert sampler.write(prompt, choices, lambda _text: None).num_positions == positions
+
+
 def test_what_writes_no_text_is_refused(models: Any, tmp_path: Path) -> None:
     def refused(folder: Path, words: str) -> None:
         with pytest.raises(ConfigError, match=words):

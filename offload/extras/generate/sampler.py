@@ -45,11 +45,15 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class GeneratedTokens:
-    """Generated tokens, seconds taken, and weight bytes read."""
+    """Generated tokens, seconds taken, and weight bytes read.
+
+    num_positions: positions of the model, if the text ended at the last one; else None.
+    """
 
     token_ids: list[int]
     seconds: float
     bytes_read: int
+    num_positions: int | None = None
 
 
 class Sampler:
@@ -152,7 +156,10 @@ class Sampler:
             except ReadFromOutside as error:  # in the pass before the first token
                 self.stream.keep(error.unit)
         new_tokens = output[0] if self.model_kind.name == "seq2seq" else output[0, tokens.shape[1] :]
-        return GeneratedTokens(new_tokens.tolist(), time.perf_counter() - begin, self.stream.bytes_read - first)
+        is_cut = config.max_new_tokens < choices.max_new_tokens and len(new_tokens) == config.max_new_tokens
+        num_positions = max_positions(self.model.config) if is_cut else None
+        seconds, bytes_read = time.perf_counter() - begin, self.stream.bytes_read - first
+        return GeneratedTokens(new_tokens.tolist(), seconds, bytes_read, num_positions)
 
     def _generate(self, tokens: torch.Tensor, config: GenerationConfig, show: Callable[[str], None]) -> torch.Tensor:
         model: Any = self.model
