@@ -14,6 +14,7 @@ import transformers
 
 from offload.app.config.config import Config
 from offload.app.machine import environment
+from offload.app.training.run_folder import RunFolder
 from offload.app.training.trainable import WholeModel
 from offload.app.training.trainer import Trainer
 from offload.engine.engine import Engine
@@ -217,6 +218,18 @@ def test_a_run_that_fails_in_its_first_step_leaves_nothing(run: Any, tmp_path: P
     with before_step(1, RuntimeError("on purpose")), pytest.raises(RuntimeError, match="on purpose"):
         run("failed")
     assert not (tmp_path / "failed").exists()
+
+
+def test_folders_made_for_a_run_without_files_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
+    """Folders of others stay, also if empty."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    for config in (Config(), Config(run={"dir": "a/b"}), Config(run={"dir": "own/b"})):
+        RunFolder.open(config).close()
+        assert [path.name for path in tmp_path.rglob("*")] == ["own"]
+    (tmp_path / "runs" / "train").mkdir(parents=True)
+    RunFolder.open(Config()).close()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["train"]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class RunFolder:
         self.hf = path / "hf"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / CHECKPOINTS
+        self._made: Sequence[Path] = ()
         self._lock = -1
 
     @classmethod
@@ -56,7 +57,7 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run.dir is {path}, which is a file; set --run.dir to a folder that is new or empty.")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            folder._make(exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"run.dir is {path}, which cannot be made: {error.strerror}; set --run.dir to another folder."
@@ -100,8 +101,8 @@ class RunFolder:
         while True:
             path = Path("runs") / (name if number == 1 else f"{name}-{number}")
             try:
-                path.mkdir(parents=True)
                 folder = cls(path)
+                folder._make()
                 folder._take()
                 return folder
             except FileExistsError:
@@ -110,6 +111,10 @@ class RunFolder:
                 raise ConfigError(
                     f"the run folder {path} cannot be made: {error.strerror}; set --run.dir to another folder."
                 ) from None
+
+    def _make(self, *, exist_ok: bool = False) -> None:
+        self._made = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        self.path.mkdir(parents=True, exist_ok=exist_ok)
 
     def _take(self) -> None:
         """Lock the folder for the lifetime of this process. The kernel releases the lock at exit."""
@@ -125,9 +130,10 @@ class RunFolder:
             pass  # a file system without locks
 
     def close(self) -> None:
-        """Release the folder. An empty folder is removed."""
-        with contextlib.suppress(OSError):
-            self.path.rmdir()
+        """Release the folder. If empty, it is removed, with empty folders above that `open` made."""
+        with contextlib.suppress(OSError):  # until the first folder with a file
+            for made in self._made:
+                made.rmdir()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
