@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.app.config.config import Config
-from offload.app.config.sections import LoraSection
+from offload.app.config.sections import LoraSection, ModelSection
 from offload.app.training import trainable
 from offload.checkpoint.reader import Reader
 from offload.engine.units import find
 from offload.errors import ConfigError, DoesNotFitError
 from offload.export import main as export_command
 from offload.extras.adapters.adapters import Adaptation
+from offload.extras.adapters.over_base import load_base_config
 from offload.extras.data.tokenizer import train_bpe
 from offload.layout.codecs import CODECS, decoded
 from offload.parity import main as parity_command
@@ -112,7 +113,7 @@ def test_an_export_is_what_peft_makes_of_it(run: Any, base: Path, tmp_path: Path
     assert_same(adapter_of, result.export)
     assert (adapter_of / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     base.rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=f"its base {base} is no longer there; set --base to where the base is now"):
+    with pytest.raises(ConfigError, match=f"trained over {base}, and its base is not at {base}; set --base to"):
         export_command([str(result.dir), str(merged), "--merge"])
     assert export_command([str(result.dir), str(merged), "--merge", "--base", str(tmp_path / "moved")]) == 0
     over: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype="auto")
@@ -265,13 +266,19 @@ def test_a_merge_that_changes_nothing_is_refused(run: Any, base: Path, tmp_path:
         export_command([str(result.dir), str(tmp_path / "merged"), "--base", str(base)])
 
 
+def test_a_base_is_missing_at_the_path_that_was_given(tmp_path: Path) -> None:
+    stored, given = {"name": "/models/base", "revision": None}, str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=f"trained over /models/base, and its base is not at {given}; set --base to"):
+        load_base_config(ModelSection(path=given), stored, Path("step-2"), "--base")
+
+
 @pytest.mark.slow
 def test_another_base_is_refused_and_a_missing_one_is_named(run: Any, base: Path, tmp_path: Path) -> None:
     more = {"checkpoint__every": 2, **ADAPTER}
     run("run", model__path=str(base), **more)
     moved = tmp_path / "elsewhere"
     base.rename(moved)
-    with pytest.raises(ConfigError, match=f"holds only an adapter, and its base {base} is no longer there"):
+    with pytest.raises(ConfigError, match=f"only an adapter, trained over {base}, and its base is not at {base}"):
         run("run", model__path=str(base), train__steps=4, **more)
     result, _, _ = run("run", model__path=str(moved), train__steps=4, **more)
     assert result.steps == 4

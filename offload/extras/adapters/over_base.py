@@ -115,14 +115,14 @@ def load_base_config(
 ) -> PreTrainedConfig:
     """Return the base configuration for the adapter checkpoint at `checkpoint`.
 
-    Raises ConfigError if the base is missing; the message names the base and the option `flag`.
+    Raises ConfigError if the base is not at the path in `section`; the message names both and the option `flag`.
     """
     try:
         return load_model_config(section)
     except ConfigError as error:
         raise ConfigError(
-            f"{checkpoint} holds only an adapter, and its base {describe_base(stored_mark)} is no longer there; set "
-            f"{flag} to where the base is now. {error}"
+            f"{checkpoint} holds only an adapter, trained over {describe_base(stored_mark)}, and its base is not at "
+            f"{section.label}; set {flag} to where the base is now. {error}"
         ) from error
 
 
