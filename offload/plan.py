@@ -72,6 +72,11 @@ def _connected(hardware: Hardware, machines: str | None, link: str | None) -> Ha
             rate = 0.0
         if not rate:
             raise ConfigError(f'--link is {link!r}; it should be a rate such as "25Gbit" or "3GB", more than 0.')
+        if hardware.num_machines == 1:
+            raise ConfigError(
+                f"--link is {link}, but the run is on 1 machine, without a network: set --machines, such as 2, or "
+                "leave --link out."
+            )
         hardware = hardware.with_(rates=replace(hardware.rates, network_bytes_per_s=rate))
     if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:
         raise ConfigError(

@@ -275,6 +275,7 @@ def test_plan_is_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None
         (["--hardwear", "h100"], "did you mean hardware"),
         ([*SMALL, "--machines", "2"], "their network rate is unknown: give --link"),
         ([*SMALL, "--machines", "0"], "--machines is '0'; it should be a whole number of machines"),
+        ([*SMALL, "--link", "25Gbit"], "--link is 25Gbit, but the run is on 1 machine.*set --machines"),
         ([*SMALL, "--link", "fast"], '--link is .fast.; it should be a rate such as "25Gbit"'),
         (
             [*SMALL, "--machines", "2", "--link", "1Gbit", "--offload.replicas", "3"],
