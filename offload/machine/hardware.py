@@ -82,7 +82,7 @@ class Hardware:
 
     name: display name.
     device: device type in torch notation: cuda, cpu, ...
-    num_devices: number of devices; 1 for a CPU.
+    num_devices: number of devices; 1 for a CPU; None: one for each rank.
     device_bytes: free memory of one device; None: CPU, limited only by a budget.
     host_bytes: host memory available to all ranks together.
     disk_bytes: free disk space; None: no disk.
@@ -95,7 +95,7 @@ class Hardware:
 
     name: str
     device: str
-    num_devices: int
+    num_devices: int | None
     device_bytes: int | None
     host_bytes: int
     disk_bytes: int | None

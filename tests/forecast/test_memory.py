@@ -65,6 +65,20 @@ def test_frozen_weights_of_a_preset_are_planned_as_bf16_files() -> None:
     assert (num_bytes[0], num_bytes[1] > 1 << 20) == (0, True)
 
 
+def test_a_machine_with_fewer_devices_than_ranks_is_noted() -> None:
+    """Ranks share a CPU."""
+    where = config(**{"model.preset": "tiny", "data.sequence_length": 32, "offload.zero_stage": 3})
+    forecaster, on_cpu = Forecaster(where, 2), {"device": "cpu", "device_bytes": None}
+    for machine, is_noted in (
+        (GPU, False),
+        (GPU.with_(num_devices=2), False),
+        (GPU.with_(num_devices=1), True),
+        (GPU.with_(num_devices=1, **on_cpu), False),
+    ):
+        notes = forecaster.predict(where, machine, times=False).notes
+        assert any("has 1 device, and the plan is for --gpus 2" in note for note in notes) is is_noted
+
+
 def test_there_are_as_many_configurations_as_are_promised() -> None:
     assert len(set(CASES)) == len(CASES) >= 24
 

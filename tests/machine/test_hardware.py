@@ -48,6 +48,7 @@ def test_a_shipped_machine_has_a_source_for_every_figure(name: str) -> None:
     figures = {key for key, value in values.items() if value is not None and key not in words}
     assert figures == set(machine.sources)
     rates = machine.rates
+    assert machine.num_devices is None, "the machine is planned with a device for each rank"
     assert rates.both_ways_bytes_per_s <= rates.h2d_bytes_per_s + rates.d2h_bytes_per_s
     assert rates.both_ways_bytes_per_s >= max(rates.h2d_bytes_per_s, rates.d2h_bytes_per_s)
     assert rates.flops_per_s["bf16"] > rates.flops_per_s["fp32"] > 1e12
@@ -95,7 +96,7 @@ def written(folder: Path, **changes: Any) -> Path:
 
 def test_the_least_that_a_file_has_to_say(tmp_path: Path) -> None:
     machine = read_machine(written(tmp_path))
-    assert (machine.device_bytes, machine.host_bytes, machine.num_devices) == (24 << 30, 64 << 30, 1)
+    assert (machine.device_bytes, machine.host_bytes, machine.num_devices) == (24 << 30, 64 << 30, None)
     assert (machine.disk_bytes, machine.endurance_bytes, machine.shares_memory) == (None, None, False)
     assert machine.rates.flops_per_s == {"fp32": 1e13, "bf16": 5e13}
     assert (machine.rates.h2d_bytes_per_s, machine.rates.launch_s) == (12e9, 1e-5)

@@ -29,7 +29,7 @@ from offload.app.hf.read import quantized_parameters
 from offload.app.training.parts import make_settings
 from offload.engine.assemble import EnginePlan, Structure
 from offload.engine.units.recompute_policy import PRODUCTS
-from offload.errors import ConfigError, DoesNotFitError, format_bytes
+from offload.errors import ConfigError, DoesNotFitError, counted, format_bytes
 from offload.extras.adapters.adapters import Adaptation
 from offload.extras.large.dispatch import check_machines
 from offload.extras.large.tiles import Tiles
@@ -296,6 +296,11 @@ class Forecaster:
         work, notes = self._workload(config, prepared, ranks.size), list[str]()
         if isinstance(work, str):
             notes.append(f"the memory and time added by a step are unknown: {work}.")
+        if has_accelerator and hardware.num_devices is not None and hardware.num_devices < self.num_ranks:
+            notes.append(
+                f"{hardware.name} has {counted(hardware.num_devices, 'device')}, and the plan is for --gpus "
+                f"{self.num_ranks}, each rank with a device of its own."
+            )
         if hardware.shares_memory:
             notes.append("the device uses the host's memory: moving states to the host frees no memory.")
         if hardware.num_machines > 1 and hardware.rates.network_bytes_per_s is None:

@@ -21,7 +21,7 @@ _HOST_EXCHANGE_SHARE = 0.8
 """Assumed exchange rate between ranks through the host, relative to the H2D rate."""
 _BUILTIN_FOLDER = Path(__file__).parent / "described"
 _LEFT_OUT: dict[str, Any] = {
-    "num_devices": 1, "device_bytes": None, "disk_bytes": None, "endurance_bytes": None, "shares_memory": False,
+    "num_devices": None, "device_bytes": None, "disk_bytes": None, "endurance_bytes": None, "shares_memory": False,
     "num_machines": 1,
 }  # fmt: skip
 """Defaults for omitted keys."""
@@ -101,7 +101,10 @@ class _MachineFile:
             key: None if values[key] is None else int(self._number(key, values[key]))
             for key in ("device_bytes", "disk_bytes", "endurance_bytes")
         }
-        counts = ("num_devices", "num_machines")
+        counts: dict[str, Any] = {
+            key: None if values[key] is None else int(self._number(key, values[key], is_whole=True))
+            for key in ("num_devices", "num_machines")
+        }
         if not isinstance(values["shares_memory"], bool):
             raise self._error("shares_memory", values["shares_memory"], "true or false")
         return Hardware(
@@ -115,7 +118,7 @@ class _MachineFile:
             },
             host_bytes=int(self._number("host_bytes", values["host_bytes"])),
             **sizes,
-            **{key: int(self._number(key, values[key], is_whole=True)) for key in counts},
+            **counts,
         )
 
     def _dataclass_keys(self, mapping: Any, prefix: str, dataclass_type: type) -> dict[str, Any]:
