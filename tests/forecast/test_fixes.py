@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -151,6 +152,11 @@ def test_a_run_that_does_not_fit_is_refused_first_and_has_no_step_time(monkeypat
     shortage, advice = describe_fit(found)
     assert shortage == found.shortage == said[0].partition(" Looking")[0]
     assert "no change" in advice
+    assert "offload plan" not in advice, "the advice is of that command"
+    monkeypatch.setattr(alternatives, "_changes", lambda _: [{"train.batch_size": 1}])
+    monkeypatch.setattr(alternatives, "_try_change", Mock(side_effect=AssertionError("a try after the time")))
+    others = alternatives.alternatives(forecaster, initial, found, time.monotonic() - 1.0)
+    assert all("more host memory" in other.change for other in others)
     error = DoesNotFitError("64 KiB too little.", "Lower something that was not tried.")
     assert "was not tried" in str(error)
     with pytest.raises(DoesNotFitError) as raised, planned_advice(describe_misfit(found)):

@@ -53,7 +53,8 @@ _BOTH_UPDATES: Mapping[str, Any] = {"offload.optimizer": "auto", "offload.update
 _STARTS: tuple[Mapping[str, Any], ...] = (_HOST_GRAPHS, {"offload.update": "cpu"})
 """Changes from which the search starts again."""
 SEARCH_S = 20
-"""Time limit for a search for a change that fits, in seconds. A try that has begun ends later."""
+"""Time limit for the changes and alternatives of a run that does not fit, in seconds. A try that has begun ends later.
+"""
 _TRAINING_CHANGES = {"train.batch_size": "of fewer rows", "train.max_grad_norm": "without clipping"}
 """Changes of the training itself, with words about the step."""
 _MAX_ENLARGEMENTS = 4
@@ -76,8 +77,9 @@ def forecast(
     forecaster = Forecaster(config, num_ranks, plans_downloads=hardware is not None)
     hardware = hardware or this_hardware(config)
     initial = forecaster.predict(config, hardware)
+    ends = time.monotonic() + SEARCH_S
     prediction = place_or_fix(forecaster, initial, say)
-    others = list(alternatives(forecaster, initial, prediction))
+    others = list(alternatives(forecaster, initial, prediction, math.inf if prediction.fits else ends))
     others.sort(key=lambda other: other.tokens_per_second or 0, reverse=True)
     return replace(prediction, alternatives=tuple(others))
 
@@ -117,16 +119,21 @@ def place_or_fix(forecaster: Forecaster, initial: Forecast, say: Callable[[str],
     return replace(prediction, timing=None, fix=to_flags(fix), fix_bytes=bytes_by_tier, notes=notes)
 
 
-def alternatives(forecaster: Forecaster, initial: Forecast, prediction: Forecast) -> Iterator[Alternative]:
+def alternatives(
+    forecaster: Forecaster, initial: Forecast, prediction: Forecast, ends: float = math.inf
+) -> Iterator[Alternative]:
     """Yield alternatives beyond the fix: changes with a different answer to "does the run fit", or another throughput.
 
-    initial: forecast before the placement search. prediction: forecast after the search.
+    initial: forecast before the placement search. prediction: forecast after the search. ends: time.monotonic() to stop
+        at, but for more host memory.
     """
     found = list[tuple[str, Forecast]]()
     if prediction.memory.total("nvme") or "cpu" in prediction.memory.shortfalls or prediction.refusal:
         more_bytes, more = _more_host_memory(forecaster, initial)
         found.append((f"{format_bytes(more_bytes)} more host memory", more))
     for change in _changes(prediction):
+        if time.monotonic() >= ends:
+            break
         other = None if to_flags(change) == prediction.fix else _try_change(forecaster, prediction, change)
         # First with the current placement; if that does not fit, or smaller micro-batches free memory, with a new
         # search.

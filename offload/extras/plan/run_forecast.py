@@ -97,7 +97,7 @@ def _placeholder_hardware(machine: ThisMachine) -> Hardware:
     return Hardware(
         name="this machine",
         device=machine.device.partition(":")[0],
-        num_devices=1,
+        num_devices=None,
         device_bytes=None if accelerator is None else accelerator.free_bytes,
         host_bytes=tightest_limit(memory_limits()).free_bytes,
         disk_bytes=None,
@@ -111,7 +111,10 @@ def describe_fix(prediction: Forecast) -> str:
     """Return a sentence about the smallest change that fits."""
     if prediction.fix:
         return f"the smallest change that fits: {prediction.fix}"
-    return "no change that makes it fit was found: `offload plan` lists the memory."
+    return (
+        "no change that makes it fit was found: lower --data.sequence_length, or choose a smaller model or a larger "
+        "machine."
+    )
 
 
 def describe_misfit(prediction: Forecast) -> str:
@@ -119,7 +122,8 @@ def describe_misfit(prediction: Forecast) -> str:
     if prediction.fits:
         return ""
     fix = describe_fix(prediction)
-    return f"by the plan {prediction.shortage} {fix[0].upper()}{fix[1:]}"
+    listed = "" if prediction.fix else " `offload plan` lists the memory."
+    return f"by the plan {prediction.shortage} {fix[0].upper()}{fix[1:]}{listed}"
 
 
 def describe_forecast(prediction: Forecast) -> str:
