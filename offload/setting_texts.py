@@ -19,7 +19,8 @@ ENGINE_TEXTS = {
         "in each unit before the next."
     ),
     "train.max_grad_norm": (
-        "Clip gradients to this global norm. A rule with a norm of its own uses that instead. none: no clipping."
+        "Clip gradients to this global norm. A rule with a norm of its own uses that instead. none: no clipping, like "
+        "0."
     ),
     "train.clip": (
         "Time of clipped updates: deferred (after the norm is known) or speculative (as gradients arrive, corrected "

@@ -158,7 +158,7 @@ class OffloadMixin(_Base):
                 f"{settings['optimizer'].title}: leave one of them out."
             )
         for key, trainer_value in (("max_grad_norm", args.max_grad_norm), ("lr", args.learning_rate)):
-            if key in settings and settings[key] != trainer_value:
+            if key in settings and (settings[key] or None) != (trainer_value or None):  # no clipping: 0 or None
                 raise ConfigError(
                     f"offload has {key}={settings[key]!r}, but the Trainer's arguments have {trainer_value!r}, and "
                     f"they decide. Set TrainingArguments.{'learning_rate' if key == 'lr' else key}, and leave {key} "

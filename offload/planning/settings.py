@@ -221,9 +221,9 @@ def _check_rule(rule: Any) -> None:
 
 
 def check_max_grad_norm(norm: float | None) -> None:
-    """Raise ConfigError unless the norm is None or finite and not negative."""
+    """Raise ConfigError unless the norm is None or finite and not negative. 0: no clipping."""
     if norm is not None and not (isinstance(norm, int | float) and 0 <= norm < math.inf):
-        raise ConfigError(f"train.max_grad_norm is {norm!r}; it must be a positive number, or none for no clipping.")
+        raise ConfigError(f"train.max_grad_norm is {norm!r}; it must be a finite number, 0 or more; 0 is no clipping.")
 
 
 def parse_throttle(setting: Any) -> dict[str, Throttle]:

@@ -18,6 +18,7 @@ from offload.app.config.rules import RULE_SETTINGS
 from offload.app.config.sections import OffloadSection
 from offload.errors import ConfigError, counted
 from offload.extras.plan.alternatives import to_flags, written_size
+from offload.planning.settings import Settings
 from offload.retired import RETIRED
 from offload.sizes import parse_size
 from offload.train import DESCRIPTION
@@ -195,6 +196,18 @@ def test_python_values_are_checked_and_have_an_origin() -> None:
     with pytest.raises(ConfigError, match=r"train\.steps"):
         Config(train={"steps": 0})
     assert Config().train.steps is None  # instances do not share defaults
+
+
+def test_a_clipping_norm_of_0_is_none() -> None:
+    for unclipped in (0, "0", 0.0, "none", None):
+        assert Config.load(None, {"train.max_grad_norm": unclipped}).train.max_grad_norm is None
+    assert Settings(max_grad_norm=0).max_grad_norm is None
+    for message, make in (
+        ("greater than or equal to 0", lambda: Config(train={"max_grad_norm": -1})),
+        ("train.max_grad_norm is -1; it must be a finite number, 0 or more", lambda: Settings(max_grad_norm=-1)),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()
 
 
 def test_what_was_written_reads_back_the_same(tmp_path: Path) -> None:

@@ -224,6 +224,8 @@ def test_what_does_not_go_with_an_engine_is_refused_by_name(tmp_path: Path) -> N
     refused("offload has 'prefetsch', which is not a setting", {"prefetsch": 2})
     refused("train.noise_scale is no longer a setting: measure", {"noise_scale": True})
     refused("precision='fp32', and the Trainer's arguments bf16=True", {"precision": "fp32"}, bf16=True)
+    unclipped = {"precision": "fp32", "max_grad_norm": None}  # as 0, so the next difference is refused
+    refused("precision='fp32', and the Trainer's arguments bf16=True", unclipped, bf16=True, max_grad_norm=0.0)
     spread = llama()
     spread.hf_device_map = {"model": 0, "lm_head": "disk"}
     with pytest.raises(ConfigError, match="device_map over 0, disk.*device_map=None"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from offload.app.config.presets import PRESETS
 from offload.app.config.rules import RULE_SETTINGS, RuleName
@@ -221,6 +221,7 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MaxNorm = Annotated[Rate | None, AfterValidator(lambda norm: norm or None)]  # 0: no clipping, as in the engine
 Share = Annotated[float, Field(gt=0, le=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_numbers)]
 GroupValue = Annotated[float | str, BeforeValidator(_as_group_value)]
@@ -449,7 +450,7 @@ class TrainSection(Section):
     compile: Literal["auto", "always", "never"] = "auto"
     sequence_tile: Tile = "auto"
     sequence_parallel: Count = 1
-    max_grad_norm: Positive | None = 1.0
+    max_grad_norm: MaxNorm = 1.0
     clip: Literal["auto", "speculative", "deferred"] = "auto"
     on_nonfinite: Literal["stop", "skip"] = "stop"
     delay: Delay = 0
