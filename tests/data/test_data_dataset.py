@@ -208,6 +208,17 @@ def test_tokens_are_taken_as_they_are(build: Build, tmp_path: Path) -> None:
         build(source=[str(tmp_path / "ids.npy"), str(tmp_path / "texts")], tokenizer=None)
 
 
+def test_an_id_below_zero_is_refused_with_the_row(
+    build: Build, tmp_path: Path, write_lines: Callable[..., Path]
+) -> None:
+    good, bad = [*range(10)], [5, -12, 7]
+    np.save(tmp_path / "rows.npy", np.asarray([good[:3], bad]))
+    rows = write_lines("rows.jsonl", {"input_ids": good}, {"input_ids": bad})
+    for path, row in ((tmp_path / "rows.npy", ", row 1"), (rows, ":2")):
+        with pytest.raises(ConfigError, match=f"{path}{row} holds the token id -12, and ids begin at 0"):
+            build(source=str(path), tokenizer=None, vocab_size=50)
+
+
 def test_the_tokenizer_is_the_given_one_the_models_or_a_trained_one(
     build: Build, bpe_folder: Callable[..., str]
 ) -> None:

@@ -545,8 +545,8 @@ def _quote_names(keys: Any) -> str:
 def _read_tokens(file: SourceFile, vocab_size: int) -> Iterator[Ids]:
     tokens = _open_tokens(file, vocab_size)
     if tokens.ndim == 2:
-        for row in tokens:
-            yield Ids(str(file.place), np.asarray(row), closes=True, stream=False)
+        for index, row in enumerate(tokens):
+            yield Ids(f"{file.place}, row {index}", np.asarray(row), closes=True, stream=False)
         return
     for start in range(0, len(tokens), _PIECE_TOKENS):
         piece = np.asarray(tokens[start : start + _PIECE_TOKENS])

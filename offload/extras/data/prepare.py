@@ -291,11 +291,18 @@ class Preparation:
         self.progress("tokenizing", 1.0)
 
     def _check_ids(self, part: EncodedDocument, tokenizer: Any) -> None:
-        if len(part.ids) and not 0 <= int(part.ids.min()) <= (highest := int(part.ids.max())) < self.vocab_size:
-            wrong = highest if highest >= self.vocab_size else int(part.ids.min())
-            token = f" ({tokenizer.convert_ids_to_tokens(wrong)!r})" if tokenizer is not None and wrong >= 0 else ""
+        if not len(part.ids):
+            return
+        lowest, highest = int(part.ids.min()), int(part.ids.max())
+        if lowest < 0:
             raise ConfigError(
-                f"{part.where} holds the token id {wrong}{token}, but the model's vocabulary has {self.vocab_size}. "
+                f"{part.where} holds the token id {lowest}, and ids begin at 0. Leave padding out: shorten the row, or "
+                "give rows with an attention_mask that is 0 there (data.format=tokens)."
+            )
+        if highest >= self.vocab_size:
+            token = f" ({tokenizer.convert_ids_to_tokens(highest)!r})" if tokenizer is not None else ""
+            raise ConfigError(
+                f"{part.where} holds the token id {highest}{token}, but the model's vocabulary has {self.vocab_size}. "
                 "Use the model's own tokenizer (data.tokenizer), or a model with a larger vocab_size."
             )
 
