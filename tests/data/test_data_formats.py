@@ -218,3 +218,11 @@ def test_columns_with_usual_names_are_told_as_what_they_are(keys: list[str], col
     with pytest.raises(ConfigError) as caught:
         formats._detect_by_keys(keys, "a.jsonl:1", {})
     assert str(caught.value).endswith(f"--data.columns '{columns}'.")
+
+
+def test_a_renamed_key_that_no_format_reads_is_refused(write_lines: Callable[..., Path]) -> None:
+    path = write_lines("a.jsonl", {"id": "x", "text": "y"})
+    for key, meant in (("txet", "text"), ("promt", "prompt"), ("tols", "tools")):
+        (file,) = files_of(str(path))
+        with pytest.raises(ConfigError, match=rf"has the key '{key}' for .*a\.jsonl.* \(did you mean {meant}\?\)"):
+            detect_format(replace(file, columns={key: "id"}))

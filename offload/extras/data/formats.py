@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, nearest, shorten
 from offload.extras.data.docstrings import docstring_chats
 from offload.extras.data.packing import IGNORE
 from offload.extras.data.pictures import Picture, PictureMatcher
@@ -159,8 +159,9 @@ def picture_bytes(record: Record) -> int:
 def detect_format(file: SourceFile) -> str:
     """Return the format for `file`: the configured one, or for `auto` by file ending, columns or first row keys.
 
-    Raises ConfigError, also for a table without a required column.
+    Raises ConfigError, also for a table without a required column, and for a key in `columns` that no format reads.
     """
+    _check_columns(file)
     if file.is_whole:
         return file.format if file.format != "auto" else "tokens" if file.container == "ids" else "text"
     names = columns_of(file)
@@ -183,6 +184,16 @@ def detect_format(file: SourceFile) -> str:
     else:
         where = str(file.place)
     return _detect_by_keys(names, where, file.columns)
+
+
+def _check_columns(file: SourceFile) -> None:
+    known = list(dict.fromkeys(key for name, keys in _KEYS.items() for key in (*keys, *columns_for(name))))
+    for key in file.columns:
+        if key not in known:
+            raise ConfigError(
+                f"data.columns has the key {shorten(repr(key))} for {file.place}, and no format reads this "
+                f"key{nearest(key, known)}; the keys are {', '.join(known)}."
+            )
 
 
 def _detect_by_keys(names: list[str], where: str, columns: Mapping[str, str]) -> str:
