@@ -188,10 +188,35 @@ def test_rows_that_lost_their_answer_are_left_out(build: Build, write_lines: Cal
     dataset = build(source=str(path), packing=False, eval_share=0.0)
     assert dataset.num_train_rows == 1
     assert any("without a trained token: 1 row." in note for note in dataset.notes)
-    path = write_lines("b.jsonl", {"prompt": prose, "completion": "4"})
-    with pytest.raises(ConfigError, match=r"Raise --data\.sequence_length") as error:
-        build(source=str(path), packing=False, eval_share=0.0)
-    assert "Give more" not in str(error.value)
+
+
+LONG = "word " * 40
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "fix"),
+    [
+        ({"prompt": LONG, "completion": "4"}, {}, "Raise --data.sequence_length, or set --data.train_on_prompt true."),
+        (
+            {"prompt": LONG, "chosen": "4", "rejected": "5"},
+            {"pairs": True, "packing": False},
+            "Raise --data.sequence_length.",
+        ),
+        ({"input_ids": [5] * 9, "labels": [-100] * 9}, {}, "Give rows with answers, labels or masks to train on, or"),
+        ({"input_ids": [5]}, {"packing": False}, "Give more data."),
+    ],
+)
+def test_advice_for_rows_without_a_target_helps(
+    build: Build, write_lines: Callable[..., Path], row: dict[str, Any], settings: dict[str, Any], fix: str
+) -> None:
+    given = {"source": str(write_lines("b.jsonl", row, row)), "isolated": None, "eval_share": 0.0, **settings}
+    with pytest.raises(ConfigError) as error:
+        build(**given)
+    assert f"=16. {fix}" in str(error.value)
+    if "sequence_length" in fix:
+        assert build(**given, sequence_length=400).num_train_rows
+    if "train_on_prompt" in fix:
+        assert build(**given, train_on_prompt=True).num_train_rows
 
 
 def test_tokens_are_taken_as_they_are(build: Build, tmp_path: Path) -> None:
@@ -272,12 +297,20 @@ def test_a_tokenizer_without_chat_template_gets_one_for_conversations_alone(
     assert build(source=str(chats), sequence_length=32).notes == ()
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.txt", ""), ("a.jsonl", ""), ("a.jsonl", '{"text": ""}\n')])
-def test_empty_data_is_refused_with_the_numbers(build: Build, tmp_path: Path, name: str, content: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.txt", "", "is empty"),
+        ("a.jsonl", "", "is empty"),
+        ("a.json", "[]", "has no rows"),
+        ("a.jsonl", '{"text": ""}\n', "has no text or tokens.* 1 documents without text"),
+    ],
+)
+def test_empty_data_is_refused_by_its_kind(build: Build, tmp_path: Path, name: str, content: str, problem: str) -> None:
     (tmp_path / name).write_text(content)
     choices: list[dict[str, Any]] = [{}, {"tokenizer": None}]
     for changes in choices:
-        with pytest.raises(ConfigError, match=r"data\.source=.*has 0 tokens.*data\.sequence_length=16"):
+        with pytest.raises(ConfigError, match=rf"data\.source=.* {problem}"):
             build(source=str(tmp_path / name), **changes)
 
 

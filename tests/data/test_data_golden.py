@@ -386,8 +386,8 @@ BAD: dict[str, tuple[str, bytes, str, int | None]] = {
     "latin-1 array": ("a.json", '[{"text": "ok"},\n"für"]'.encode("latin-1"), r"byte 19, line 2.*LATIN1", None),
     "latin-1": ("a.txt", b"one\ntwo\n" + "drei für".encode("latin-1"), r"byte 14, line 3.*iconv -f LATIN1", None),
     "twice": ("a.csv", b"text,text\na,b\n", r"names the column 'text' twice", None),
-    "empty": ("a.csv", b"", r"has 0 tokens but none to train on", None),
-    "header": ("a.csv", b"text\n", r"has 0 tokens but none to train on", None),
+    "empty": ("a.csv", b"", r"a\.csv'\] is empty\. Give more data", None),
+    "header": ("a.csv", b"text\n", r"a\.csv'\] has no rows\. Give more data", None),
 }  # fmt: skip
 
 

@@ -384,7 +384,7 @@ def build_dataset(
     source_rows = []
     for name, each in zip(names_of([each.source for each in all_files]), all_files, strict=True):
         tokens = preparation.tokenize(each, loaded, train_on_prompt)
-        source_rows.append(SourceRows.of(name, each, tokens, sequence_length, layout, pad_id))
+        source_rows.append(SourceRows.of(name, each, tokens, sequence_length, layout, pad_id, train_on_prompt))
     training, evaluated = source_rows[: len(training_files)], source_rows[len(training_files) :]
     notes = [*preparation.notes, *(note for each in source_rows for note in each.notes(len(source_rows) > 1))]
     if getattr(loaded, "unk_token", None) == UNKNOWN:

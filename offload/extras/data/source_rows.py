@@ -14,6 +14,7 @@ from offload.extras.data.packing import Layout, Rows
 from offload.extras.data.prepare import SourceFiles, TokenizedData
 from offload.extras.data.sources import STDLIB_CHAT, Source
 from offload.extras.data.storage import decompressed_name
+from offload.extras.data.store import TokenStore
 
 _A_ROW = "makes a row of each document"
 
@@ -41,6 +42,7 @@ class SourceRows:
         sequence_length: int,
         layout: Layout,
         pad_id: int,
+        train_on_prompt: bool,
     ) -> SourceRows:
         """Lay out one source as rows. Raises ConfigError if no row has a target."""
         if tokens.streams and layout is not True:
@@ -59,15 +61,41 @@ class SourceRows:
             train, held_out = _split_rows(train if train.num_rows else held_out, source_files.eval_share)
         rows = cls(name, source_files, tokens, train, held_out, layouts)
         if not train.num_rows:
-            source, enough = source_files.source, rows.num_tokens > 1
-            fix = "Raise --data.sequence_length, or set data.train_on_prompt." if enough else "Give more data."
-            more = [fix, *(f"{text}." for text in rows.more(None, 0)), *tokens.bad[:1]]
-            raise ConfigError(
-                f"{source.setting}={list(source.paths)!r} has {counted(rows.num_tokens, 'token')} but none to train "
-                f"on: a row needs a trained token after another token within data.sequence_length={sequence_length}. "
-                + " ".join(more)
-            )
+            source = source_files.source
+            more = [
+                rows._explain_no_target(train_on_prompt),
+                *(f"{text}." for text in rows.more(None, 0)),
+                *tokens.bad[:1],
+            ]
+            raise ConfigError(f"{source.setting}={list(source.paths)!r} {' '.join(more)}")
         return rows
+
+    def _explain_no_target(self, train_on_prompt: bool) -> str:
+        """Return the reason why no row has a target, and the settings that change this."""
+        files, tokens = self.source_files, self.tokens
+        if not self.num_tokens:
+            without = tokens.num_empty or tokens.num_bad or tokens.train.num_documents or tokens.eval.num_documents
+            problem = "is empty" if not files.num_bytes else "has no text or tokens" if without else "has no rows"
+            return f"{problem}. Give more data."
+        length, layout = self.train.sequence_length, self.train.packing is True
+        stores = [tokens.train, tokens.eval]
+        has_longer = any(self._has_target(store, max(store.num_tokens, 2), layout) for store in stores)
+        may_unmask = not (files.has_pairs or train_on_prompt)
+        has_unmasked = may_unmask and any(self._has_target(store.unmasked(), length, layout) for store in stores)
+        unmask = "set --data.train_on_prompt true"
+        if has_longer:
+            fix = f"Raise --data.sequence_length{f', or {unmask}' if has_unmasked else ''}."
+        elif any(store.trained is not None for store in stores):
+            fix = f"Give rows with answers, labels or masks to train on{f', or {unmask}' if has_unmasked else ''}."
+        else:
+            fix = "Give more data."
+        return (
+            f"has {counted(self.num_tokens, 'token')} but none to train on: a row needs a trained token after another "
+            f"token within data.sequence_length={length}. {fix}"
+        )
+
+    def _has_target(self, store: TokenStore, sequence_length: int, layout: bool) -> bool:
+        return Rows.over(store, sequence_length, layout, self.train.pad_id, self.train.group).num_rows > 0
 
     @property
     def num_tokens(self) -> int:

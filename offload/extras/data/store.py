@@ -15,6 +15,7 @@ The files are independent of the row layout.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,6 +47,12 @@ class TokenStore:
         self._bytes = _open(folder / "bytes.npy", self.num_tokens) if meta["has_bytes"] else None
         self.picture_store = PictureStore(folder, self.num_documents, meta["pictured"]) if meta["pictured"] else None
         """Document texts and pictures. None: text only."""
+
+    def unmasked(self) -> TokenStore:
+        """Return the store with all tokens trained."""
+        whole = copy.copy(self)
+        whole.trained = None
+        return whole
 
     def trained_bytes(self, begin: int, end: int) -> int | None:
         """Return the UTF-8 bytes of text under the trained tokens in [begin, end). None: not known."""
