@@ -59,6 +59,8 @@ def test_several_sources_keep_their_order_and_a_file_comes_once(folder: Path) ->
     ("source", "words"),
     [
         ("nowhere.txt", ["nowhere.txt", "does not exist"]),
+        ("{folder}/pipes/a.txt", ["a.txt' is no regular file", "Write the data into a file"]),
+        ("{folder}/pipes", ["a.txt' is no regular file"]),
         ("{folder}/*.csv", ["*.csv", "matches no file"]),
         ("{folder}/empty", ["a folder without a file", ".jsonl"]),
         ("builtin:stdlb", ["builtin:stdlb", "did you mean builtin:stdlib"]),
@@ -67,6 +69,8 @@ def test_several_sources_keep_their_order_and_a_file_comes_once(folder: Path) ->
 )
 def test_what_is_not_there_is_named(folder: Path, source: str, words: list[str]) -> None:
     (folder / "empty").mkdir()
+    (folder / "pipes").mkdir()
+    os.mkfifo(folder / "pipes/a.txt")
     with pytest.raises(ConfigError, match=r"data\.source") as error:
         files_of(source.format(folder=folder))
     assert all(word in str(error.value) for word in words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,9 @@ def test_what_may_be_a_model_is_looked_for_later(here: Path, monkeypatch: pytest
         check_names(Config.load(None, {"data.eval_source": "no.txt"}))
     with pytest.raises(ConfigError, match=r"data\.source='no\.txt' does not exist"):
         check_names(Config.load(None, {"data.source": "no.txt"}))
+    os.mkfifo("pipe.txt")
+    with pytest.raises(ConfigError, match=r"data\.source='pipe\.txt' is no regular file"):
+        check_names(Config.load(None, {"data.source": "pipe.txt"}))
     check_names(Config.load(None, {"data.source": ["text.txt", "*.none", "builtin:stdlib", "https://a/b"]}))
     (here / "run/checkpoints").mkdir(parents=True)
     check_names(Config.load(None, {"model.path": "/nowhere", "run.dir": "run"}))  # the run folder holds the model

@@ -164,15 +164,20 @@ def _find(path: str, source: Source, notes: list[str]) -> list[SourceFile]:
 
 
 def check_exists(path: str, setting: str) -> None:
-    """Raise ConfigError for a nonexistent path. A glob without matches is refused later, on reading."""
+    """Raise ConfigError for a path without file or folder. A glob without matches is refused later, on reading."""
     local = Path(path).expanduser()
     is_local = "://" not in path and not path.startswith("builtin:") and not glob.has_magic(path)
-    if is_local and not local.exists() and not _may_be_on_hub(path, Source((path,))):
+    if is_local and not local.is_file() and not local.is_dir() and not _may_be_on_hub(path, Source((path,))):
         raise _missing_path_error(path, setting)
 
 
 def _missing_path_error(path: str, setting: str) -> ConfigError:
     where = Path(path).expanduser().absolute()
+    if where.exists():
+        return ConfigError(
+            f"{setting}={path!r} is no regular file, and a pipe or device cannot be read again for every pass. Write "
+            "the data into a file, or give a folder or a glob."
+        )
     return ConfigError(f"{setting}={path!r} does not exist (looked for {where}). Give a file, a folder or a glob.")
 
 
@@ -264,6 +269,8 @@ def _suffixes(data_format: str) -> frozenset[str]:
 def _file(place: Place, name: str, source: Source) -> SourceFile:
     if isinstance(place, LocalFile) and not os.access(place.path, os.R_OK):
         raise ConfigError(f"{source.setting}: {place} cannot be read (permission denied).")
+    if isinstance(place, LocalFile) and not place.path.is_file():
+        raise _missing_path_error(str(place.path), source.setting)
     if source.name or source.revision:
         raise ConfigError(f"{source.setting}: {place} is a file, and a file has no name or revision: leave them out.")
     check_file(place, source.format, source.setting)
