@@ -14,7 +14,7 @@ from xxhash import xxh3_64_hexdigest
 
 from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
-from offload.app.config.sections import DOCUMENTS
+from offload.app.config.sections import DOCUMENTS, ModelSection
 from offload.app.hf.model_object import ModelObject
 from offload.app.hf.models import (
     BuiltModel,
@@ -154,9 +154,13 @@ def make_run(
         setup = RunSetup.read(start, user_model, has_accelerator=accelerator is not None)
     config, architecture, kind, trainable, grows = setup
     vocabulary = vocab_size(architecture)
+    has_moved = whole is not None and not _is_found(config.model)
+    if has_moved:
+        note(f"model.path {config.model.path} is not there any more: the tokenizer is read from {whole}.")
 
     def build(alive: Callable[[], object]) -> Task:
-        return TASKS["rows"].build(config, kind, vocabulary, stages(say, alive))
+        described = config.with_resolved(model__path=str(whole)) if has_moved else config
+        return TASKS["rows"].build(described, kind, vocabulary, stages(say, alive))
 
     if first and config.data.packing_isolated == "auto":  # as at the start, whatever auto means now
         cut = start.data.get("packing", True)
@@ -306,6 +310,14 @@ def choose_trainable_part(
         if quantization is not None and is_pretrained(config.model, locate(config.model)):
             raise untrainable_error(f"model.path is {config.model.path}, which", quantization_method(quantization))
     return trainable_class(config).of(config, architecture, kind, start)
+
+
+def _is_found(section: ModelSection) -> bool:
+    try:
+        locate(section)
+    except ConfigError:
+        return False
+    return True
 
 
 def _decide_placement(

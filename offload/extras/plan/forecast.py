@@ -246,7 +246,8 @@ class Forecaster:
         section, architecture = self.config.model, self._architecture
         model, quantized = empty_model(section, architecture), dict[nn.Parameter, Codec]()
         freezes = self.config.lora.adapts or self.config.optimizer.freeze
-        is_loaded = is_pretrained(section, locate(section))
+        # The folder is looked for only where it decides: a resumed run may lack it.
+        is_loaded = section.init == "pretrained" or is_pretrained(section, locate(section))
         is_stand_in = self.plans_downloads and not is_loaded and section.init == "auto"
         if freezes and (is_stand_in or (is_loaded and architecture.dtype == torch.bfloat16)):
             model.to(torch.bfloat16)  # frozen weights keep the checkpoint dtype
