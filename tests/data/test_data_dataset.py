@@ -326,9 +326,15 @@ def test_another_state_is_refused_by_name(build: Build, tmp_path: Path) -> None:
     for changes, words in cases:
         with pytest.raises(ConfigError, match=words):
             build(**changes).check_state(state)
-    (tmp_path / "texts" / "00.txt").write_text("other")
+    moved = (tmp_path / "texts").rename(tmp_path / "moved")
+    build(str(moved)).check_state(state)
+    (moved / "00.txt").rename(moved / "zero.txt")
+    with pytest.raises(ConfigError, match="because of the files, their names .*after a move, the old file names"):
+        build(str(moved)).check_state(state)
+    (moved / "zero.txt").write_text("other")
+    (moved / "zero.txt").rename(moved / "00.txt")
     with pytest.raises(ConfigError, match="data has changed since the run began"):
-        build().check_state(state)
+        build(str(moved)).check_state(state)
 
 
 def test_the_cache_is_filled_once_and_shared(build: Build, tmp_path: Path) -> None:

@@ -305,8 +305,9 @@ class Dataset:
         if state.get("fingerprint") != current["fingerprint"]:
             raise ConfigError(
                 "The training data has changed since the run began: the tokens differ, because of the files, their "
-                "format, the tokenizer, data.eval_share, data.train_on_prompt or the weights of sources. Restore them, "
-                "or begin a new run in another run.dir."
+                "names (these decide the order and the held-out rows), their format, the tokenizer, data.eval_share, "
+                "data.train_on_prompt or the weights of sources. Restore them (after a move, the old file names under "
+                "--data.source), or begin a new run in another run.dir."
             )
 
 
