@@ -155,7 +155,7 @@ def api_page() -> str:
     page.extend(_class(each) for each in (trainer.Trainer, trainer.TrainResult, callbacks.Callbacks))
     page.extend(_class(each, level=3) for each in (callbacks.TrainState, callbacks.TrainControl))
     page.append(RULES)
-    rules = ("AdamW", "Lion", "SGD", "Adafactor", "Muon", "LOMO", "AdaLomo", "MeZO")
+    rules = ("AdamW", "Lion", "SGD", "Adafactor", "Muon", "LOMO", "AdaLomo", "MeZO", "UpdateRule")
     page.extend(_class(getattr(offload, name), level=3) for name in rules)
     page.append(LIBRARIES)
     names = ("OffloadTrainer", "OffloadMixin", "OffloadCallback", "OffloadOptimizer", "offload_optimizer_factory")
@@ -211,7 +211,7 @@ def _fields(thing: Any) -> str:
 def _prose(text: str | None) -> str:
     """Return a docstring as Markdown: `name: meaning` lines become a list, indented code a code block."""
     out: list[str] = []
-    for paragraph in re.split(r"\n\s*\n", text or ""):
+    for paragraph in re.split(r"\n\s*\n(?!    )|(?<=:)\n\s*\n", text or ""):
         if paragraph.startswith("    "):
             out.append(f"```python\n{textwrap.dedent(paragraph)}\n```\n\n")
             continue

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from offload.extras.zeroth.mezo import MeZO as MeZO
     from offload.integrations.wrap import wrap as wrap
     from offload.optim.adamw import AdamW as AdamW
+    from offload.optim.rule import UpdateRule as UpdateRule
     from offload.optim.sgd import SGD as SGD
     from offload.planning.settings import Settings as Settings
     from offload.tiers.placement import Placement as Placement
@@ -49,6 +50,7 @@ _HOMES = {
     "MeZO": "offload.extras.zeroth.mezo",
     "Muon": "offload.extras.rules.muon",
     "SGD": "offload.optim.sgd",
+    "UpdateRule": "offload.optim.rule",
     "Placement": "offload.tiers.placement",
     "Settings": "offload.planning.settings",
     "Trainer": "offload.app.training.trainer",

@@ -153,7 +153,7 @@ def test_states_are_shared_out_where_a_replica_is_cut() -> None:
     """The error names an alternative with the same effect."""
     for said in run(2, refused, replica_states="shared", replicas=2):
         assert "each of 2 replicas is a single rank" in said
-        assert "--offload.replicas 1 and --offload.zero_stage 2" in said
+        assert "--offload.replicas 1, --offload.zero_stage 2 and --offload.replica_states whole" in said
 
 
 # -- machines --------------------------------------------------------------------------------------------------------
