@@ -76,6 +76,7 @@ in_cpp = pytest.mark.skipif(not kernels.is_native(), reason="the C++ module was 
 def folder() -> Iterator[Path]:
     """Yield a folder on a disk, writable for every user. Afterwards no file, thread or warning may remain."""
     threads = num_threads()
+    gc.collect()  # earlier tests may have left open files, with a warning each
     with tempfile.TemporaryDirectory(prefix="fault_") as path, warnings.catch_warnings():
         warnings.simplefilter("error")
         Path(path).chmod(0o777)
