@@ -81,7 +81,7 @@ class Engine(StateAccess):
                 "Engine() was called under torch.inference_mode, where training is not possible: call it outside."
             )
         refuse_owned(model)
-        check_tensors(model, is_filled=fill is None)
+        check_tensors(model, has_fill=fill is not None)
         model = remove_compile_wrappers(model, settings.compile)
         self.model, self.optimizer, self.counters = model, settings.optimizer, Counters()
         self._owned_comm = open_comm(device=settings.device) if comm is None else None

@@ -28,8 +28,8 @@ class OwnLoop:
         self.losses: list[torch.Tensor] = []
         self.is_open = False  # a step has begun
         self._lent = LentGradients(state)
-        cuts = {"micro_batch_size": settings.micro_batch_size or 0, "passes": settings.passes - 1 and settings.passes}
-        self._unused = " and ".join(f"{name} {value}" for name, value in cuts.items() if value)
+        cuts = ("micro_batch_size", settings.micro_batch_size, None), ("passes", settings.passes, 1)
+        self._unused = " and ".join(f"{name} {value}" for name, value, default in cuts if value != default)
         self._hook = state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def holds_gradients(self) -> bool:

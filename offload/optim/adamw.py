@@ -38,7 +38,7 @@ class AdamW(StoredMoments):
 
     @property
     def by_parameter(self) -> bool:
-        return self.states != "fp32" or not self.eps  # padding between parameters is zero: 0 / 0 without eps
+        return super().by_parameter or not self.eps  # padding between parameters is zero: 0 / 0 without eps
 
     @property
     def can_correct(self) -> bool:

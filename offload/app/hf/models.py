@@ -238,6 +238,11 @@ def to_scorer_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
+def trained_config(config: PreTrainedConfig, method: str) -> PreTrainedConfig:
+    """Return the configuration of the model that `train.method` trains, given the one at `model.path`."""
+    return to_scorer_config(config) if method == "reward" else config
+
+
 def _scorer_class(config: PreTrainedConfig) -> str:
     """Return the scoring class for a model type. Empty string: none."""
     model_class = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(

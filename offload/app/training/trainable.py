@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from offload.app.config.config import Config
 from offload.app.config.sections import ModelSection
 from offload.app.hf import reload
-from offload.app.hf.models import BuiltModel, ModelKind, freeze, load_model_config, to_scorer_config
+from offload.app.hf.models import BuiltModel, ModelKind, freeze, load_model_config, trained_config
 from offload.app.training.parts import make_update_rule
 from offload.app.training.resume import ResumePoint
 from offload.doors import Door
@@ -198,7 +198,7 @@ def trainable_class(config: Config) -> type[TrainablePart]:
 def load_architecture(start: ResumePoint) -> PreTrainedConfig:
     """Return the architecture for a new or resumed run. Raises ConfigError."""
     architecture = trainable_class(start.config).architecture(start)
-    return to_scorer_config(architecture) if start.config.train.method == "reward" else architecture
+    return trained_config(architecture, start.config.train.method)
 
 
 def refuse_growth(num_tokens: int, num_rows: int) -> None:

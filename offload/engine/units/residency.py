@@ -106,12 +106,12 @@ def refuse_change(name: str, change: str) -> NoReturn:
     raise ConfigError(f"{name} {change} after Engine() was created, which would not see the change. {_CHANGE_BEFORE}")
 
 
-def check_tensors(model: nn.Module, is_filled: bool) -> None:
+def check_tensors(model: nn.Module, has_fill: bool) -> None:
     """Raise ConfigError for a sparse parameter or buffer, since the engine stores elements densely, and for one without
-    values (meta) if no `fill` function fills it (`is_filled`).
+    values (meta), unless a function fills the model (`has_fill`).
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta and is_filled:
+        if tensor.is_meta and not has_fill:
             raise ConfigError(
                 f"{name} is on the device 'meta', where it has no values: load the model with from_pretrained (for a "
                 "new model leave out init_empty_weights and torch.device('meta')), or call model.to_empty and fill it."

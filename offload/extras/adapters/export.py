@@ -20,7 +20,7 @@ from offload.app.hf.models import (
     folder_config,
     is_pretrained,
     locate,
-    to_scorer_config,
+    trained_config,
 )
 from offload.app.hf.write import ExportResult
 from offload.app.stored_model import StoredParameter, tokenizer_files, write_with_progress
@@ -142,9 +142,8 @@ def _base_of(reader: Reader, moved: str | None, dtype: torch.dtype | None) -> Ca
         init=settings["model.init"],
         attention=settings["model.attention"],
     )
-    seed, config = int(settings["run.seed"]), load_base_config(section, own["base"], reader.path, "--base")
-    if settings["train.method"] == "reward":
-        config = to_scorer_config(config)
+    config = trained_config(load_base_config(section, own["base"], reader.path, "--base"), settings["train.method"])
+    seed = int(settings["run.seed"])
     mark_base(section, config, seed).check(own["base"], reader.path, "--base")
     if not is_pretrained(section, locate(section)):
         config = folder_config(reader.path)  # includes tokens added for the tokenizer

@@ -22,7 +22,7 @@ from offload.app.hf.models import (
     locate,
     max_positions,
     model_kind,
-    to_scorer_config,
+    trained_config,
 )
 from offload.app.hf.quantized import quantization_settings
 from offload.app.hf.read import quantized_parameters
@@ -238,7 +238,7 @@ class Forecaster:
     @cached_property
     def _architecture(self) -> Any:
         architecture = self.architecture or load_model_config(self.config.model.model_copy(update={"init": "random"}))
-        return to_scorer_config(architecture) if self.config.train.method == "reward" else architecture
+        return trained_config(architecture, self.config.train.method)
 
     @cached_property
     def _built(self) -> BuiltModel:
