@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -152,3 +155,11 @@ def lane_threads(engine: Engine) -> list[threading.Thread]:
 def num_threads() -> int:
     """Return the number of lane threads in this process."""
     return sum(thread.name.startswith("offload ") for thread in threading.enumerate())
+
+
+def run_example(module: Any, contract: type, **others: Any) -> dict[str, Any]:
+    """Run the code in the docstring of a contract; return the names."""
+    block = re.search(r"^    (?:.|\n(?=    |\n))+", inspect.getdoc(contract) or "", re.MULTILINE)
+    names = {**vars(module), **others}
+    exec(textwrap.dedent(block[0]), names)
+    return names

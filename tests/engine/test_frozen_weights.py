@@ -7,8 +7,6 @@ tests/layout/test_codecs.py checks the dequantized values themselves.
 from __future__ import annotations
 
 import copy
-import inspect
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from offload.planning.settings import Settings, parse_throttle
 from tests.engine.compare import assert_same, same_bits, weights
 from tests.engine.device import LATE_BYTES, LEDGER
 from tests.engine.families import build, llama, tokens
-from tests.engine.inside import parts_of
+from tests.engine.inside import parts_of, run_example
 from tests.engine.sizes import tier_bytes, up
 from tests.engine.test_parameters import freeze
 
@@ -223,9 +221,8 @@ def test_the_resident_side_of_parity_has_the_decoded_weights() -> None:
 
 def test_the_example_of_a_codec_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example in the docstring of `Codec`: training equals training over the dequantized weights."""
-    example = inspect.getdoc(codecs.Codec).partition("in a door:\n")[2].partition("    Engine(")[0]
     monkeypatch.setattr(CODECS, "_objects", {**CODECS})
-    exec(textwrap.dedent(example), {**vars(codecs)})
+    run_example(codecs, codecs.Codec, Engine=Engine, model=build(adapted))
     engine = Engine(build(adapted), frozen_weights="float8")
     plain = Engine(dequantised(build(adapted), "float8"))
     assert engine.step(tokens()).loss == plain.step(tokens()).loss

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -28,7 +25,7 @@ from tests.engine.compare import PLACES, assert_same, assert_weights, placed, tr
 from tests.engine.device import own_device
 from tests.engine.families import batches, build, llama, tokens
 from tests.engine.handmade import Stack
-from tests.engine.inside import parts_of, stored_factors, stored_plane
+from tests.engine.inside import parts_of, run_example, stored_factors, stored_plane
 from tests.engine.ranks import run
 from tests.engine.ranks_child import trained, wide_llama
 from tests.engine.reference import Reference
@@ -425,14 +422,6 @@ def test_settings_move_from_step_to_step(rule: Any, how: dict[str, Any], within:
         with pytest.raises(ConfigError, match=message):
             engine.tune(wrong, decays)
     engine.step(tokens())  # no state was lost
-
-
-def run_example(module: Any, contract: type, **others: Any) -> dict[str, Any]:
-    """Run the code in the docstring of a contract; return the names."""
-    block = re.search(r"^    (?:.|\n(?=    |\n))+", inspect.getdoc(contract) or "", re.MULTILINE)
-    names = {**vars(module), **others}
-    exec(textwrap.dedent(block[0]), names)
-    return names
 
 
 def test_the_example_of_a_rule_trains() -> None:
