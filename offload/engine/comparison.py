@@ -76,9 +76,7 @@ _SUMS = 256
 _CHUNK = _SUMS * 251
 """Period of the signs, in elements: not a power of two, to avoid repeated signs from row to row."""
 _PERIODS_PER_LAUNCH = 32
-"""Periods in one float64 copy on an accelerator: a launch sums 2 Mi elements. A CPU takes one period, 512 KiB: the
-copy stays in the cache, and larger freed copies fragment the heap.
-"""
+"""Periods in one sum on an accelerator: 2 Mi elements. A CPU takes one period: the float64 copy stays in the cache."""
 
 
 @cache
@@ -91,16 +89,16 @@ def signed_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sums of a sketch on the device of the tensor, float64 [256]."""
     flat = tensor.detach()
     flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
-    signs, sums = _signs(flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
+    length = min(_CHUNK, -(-flat.numel() // _SUMS) * _SUMS)
+    period = torch.zeros(length, dtype=torch.float64, device=flat.device)  # the signs repeat: sums over periods first
     whole = flat.numel() // _CHUNK * _CHUNK
-    periods = 1 if flat.device.type == "cpu" else _PERIODS_PER_LAUNCH
-    for part in flat[:whole].split(periods * _CHUNK):
-        sums += (part.view(-1, _CHUNK).double() * signs).view(-1, _SUMS).sum(0)
-    signed = flat[whole:].double() * signs[: flat.numel() - whole]
-    even = signed.numel() // _SUMS * _SUMS
-    sums += signed[:even].view(-1, _SUMS).sum(0)
-    sums[: signed.numel() - even] += signed[even:]
-    return sums
+    periods = flat[:whole].split(_CHUNK * (1 if flat.device.type == "cpu" else _PERIODS_PER_LAUNCH))
+    for part in (*periods, flat[whole:]):
+        if part.numel() > _CHUNK:
+            part = part.view(-1, _CHUNK).sum(0, dtype=torch.float64)
+        if part.numel():
+            period[: part.numel()] += part.double()
+    return (period * _signs(flat.device)[:length]).view(-1, _SUMS).sum(0)
 
 
 @dataclass(frozen=True, eq=False)
