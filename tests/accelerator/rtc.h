@@ -1,6 +1,7 @@
 // What a GPU's compiler has by itself, for g++: a block's threads are fibers, each of which goes through all blocks of the
 // grid, and lets the others go on where it waits for what they have.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstddef>
@@ -31,7 +32,9 @@ namespace played {
 constexpr int kStack = 65536;
 
 struct Lane {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf at;  // setjmp, because each swapcontext asks the system for the signal mask
+  bool has_begun = false;
   int values[2];  // by turns: who is next may write before the last one has read
   int turn = 0;
 };
@@ -44,20 +47,25 @@ struct Block {
 };
 inline thread_local Block* here;
 
+[[noreturn]] inline void go_on(int lane) {
+  here->current = lane;
+  Lane& next = here->lanes[lane];
+  if (next.has_begun) _longjmp(next.at, 1);
+  next.has_begun = true;
+  setcontext(&next.start);
+  __builtin_unreachable();
+}
+
 inline void let_others_go_on() {
   const int from = here->current, next = (from + 1) % static_cast<int>(here->lanes.size());
   const Index block = blockIdx, thread = threadIdx;
-  here->current = next;
-  swapcontext(&here->lanes[from].context, &here->lanes[next].context);
+  if (!_setjmp(here->lanes[from].at)) go_on(next);
   blockIdx = block, threadIdx = thread;
 }
 
 inline void begin(int lane) {
   here->run(lane);
-  if (lane + 1 < static_cast<int>(here->lanes.size())) {
-    here->current = lane + 1;
-    setcontext(&here->lanes[lane + 1].context);
-  }
+  if (lane + 1 < static_cast<int>(here->lanes.size())) go_on(lane + 1);
   setcontext(&here->home);
 }
 
@@ -88,13 +96,14 @@ void launch(void (*kernel)(A...), const uint64_t* slots, int64_t grid, int64_t b
   };
   here = &own;
   for (int lane = 0; lane < block; ++lane) {
-    ucontext_t& context = own.lanes[lane].context;
+    ucontext_t& context = own.lanes[lane].start;
     getcontext(&context);
     context.uc_stack.ss_sp = stacks.get() + lane * kStack;
     context.uc_stack.ss_size = kStack;
     makecontext(&context, reinterpret_cast<void (*)()>(begin), 1, lane);
   }
-  swapcontext(&own.home, &own.lanes[0].context);
+  own.lanes[0].has_begun = true;
+  swapcontext(&own.home, &own.lanes[0].start);
   here = nullptr;
 }
 

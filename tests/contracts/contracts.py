@@ -42,7 +42,7 @@ CLIPS: dict[str, dict[str, Any]] = {
     "none": {"max_grad_norm": None},
 }
 _ANALYSES: dict[str, Analysis] = {}
-"""Analyses by case and settings: later engines run no trials."""
+"""Analyses by case, precision and with or without micro-batches: later engines run no trials."""
 ROWS = 4
 NUM_STEPS = 2
 
@@ -91,8 +91,7 @@ class Cell:
         """Open an engine on a new model. Engines of one process share analyses, and those over several ranks do not."""
         told, model = {**self.settings, **settings}, build(self.case.make)
         with_ranks = "comm" in told
-        unclipped = {key: value for key, value in told.items() if key not in ("clip", "max_grad_norm")}
-        key = f"{self.name}: {unclipped}"
+        key = f"{self.name}: {told['precision']}, {told.get('micro_batch_size')}"
         analysis, fill = (None, filling(model)) if with_ranks else (_ANALYSES.get(key), None)
         with Engine(model, fill=fill, placement=self.placement(place), analysis=analysis, **told) as engine:
             yield engine

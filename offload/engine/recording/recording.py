@@ -294,8 +294,7 @@ class UseDetector(WatchingMode):
             recording.num_set_to_itself[id(args[0])] += 1
         elif func._schema.is_mutable:
             for leaf in _operands((*args[:1], (kwargs or {}).get("out")), {}):
-                is_on_device = isinstance(leaf, torch.Tensor) and not isinstance(leaf, OffloadedTensor)
-                if is_on_device and recording.runner.slots.holds(leaf):
+                if not isinstance(leaf, OffloadedTensor) and recording.runner.slots.holds(leaf):
                     recording.written_addresses.append(leaf.data_ptr())
         return func(*args, **(kwargs or {}))
 
@@ -308,18 +307,19 @@ class _WeightReadDetector(WatchingMode):
         self._runner, self.has_reads = runner, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(leaf, torch.Tensor) and self._runner.is_weight(leaf) for leaf in _operands(args, kwargs)):
+        if any(self._runner.is_weight(leaf) for leaf in _operands(args, kwargs)):
             self.has_reads = True
         return func(*args, **(kwargs or {}))
 
 
-def _operands(args: Any, kwargs: Any) -> Iterator[Any]:
-    """Yield the operands of an operation, one list level deep; for a DTensor the local tensor."""
+def _operands(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the operands, one list level deep; for a DTensor the local tensor."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         for leaf in value if isinstance(value, list | tuple) else (value,):
-            while is_traceable_wrapper_subclass(leaf):
-                leaf = getattr(leaf, leaf.__tensor_flatten__()[0][0])
-            yield leaf
+            if isinstance(leaf, torch.Tensor):
+                while is_traceable_wrapper_subclass(leaf):
+                    leaf = getattr(leaf, leaf.__tensor_flatten__()[0][0])
+                yield leaf
 
 
 class _Contents:
