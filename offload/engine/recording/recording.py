@@ -316,9 +316,9 @@ def _operands(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among the operands, one list level deep; for a DTensor the local tensor."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         for leaf in value if isinstance(value, list | tuple) else (value,):
+            while is_traceable_wrapper_subclass(leaf):
+                leaf = getattr(leaf, leaf.__tensor_flatten__()[0][0])
             if isinstance(leaf, torch.Tensor):
-                while is_traceable_wrapper_subclass(leaf):
-                    leaf = getattr(leaf, leaf.__tensor_flatten__()[0][0])
                 yield leaf
 
 
