@@ -139,6 +139,21 @@ def run(name: str, folder: Path, device: str, **more: Any) -> list[Any]:
         return [*CASES[name][0](engine, folder), *weights(engine).values()]
 
 
+_ANALYSES: dict[str, Analysis] = {}
+"""Analyses by device and everything in a case that changes them: most of a short run is trial passes."""
+
+
+def run_undelayed(name: str, folder: Path, device: str) -> list[Any]:
+    """Run a case without trial passes, where an earlier one has the same."""
+    job, settings, _ = CASES[name]
+    told = {key: value for key, value in settings.items() if key not in ("clip", "max_grad_norm", "update")}
+    key = f"{job.__name__} on {device}: {told}"
+    with opened(name, folder, device, analysis=_ANALYSES.get(key)) as engine:
+        found = [*job(engine, folder), *weights(engine).values()]
+        _ANALYSES[key] = _ANALYSES[f"{name} on {device}"] = engine.analysis
+        return found
+
+
 @pytest.fixture(scope="module")
 def wanted(loaded: Control, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
     """Return results of the CPU, or of the device without delays for cases with device updates."""
@@ -146,21 +161,20 @@ def wanted(loaded: Control, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
     def made(name: str) -> list[Any]:
         loaded.set_jitter(0)
         on_device = name == "states on the device" or CASES[name][1].get("update") == "device"
-        return run(name, tmp_path_factory.mktemp("cpu"), "sim" if on_device else "cpu")
+        return run_undelayed(name, tmp_path_factory.mktemp("cpu"), "sim" if on_device else "cpu")
 
     return cache(made)
 
 
 @pytest.fixture(scope="module")
 def learned(loaded: Control, tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    """Return the analysis of a case on the device without delays: most of a short run is trial passes."""
+    """Return the analysis of a case on the device without delays."""
 
     def made(name: str) -> Analysis:
         loaded.set_jitter(0)
-        folder = tmp_path_factory.mktemp("learned")
-        with opened(name, folder, "sim") as engine:
-            CASES[name][0](engine, folder)
-            return engine.analysis
+        if f"{name} on sim" not in _ANALYSES:
+            run_undelayed(name, tmp_path_factory.mktemp("learned"), "sim")
+        return _ANALYSES[f"{name} on sim"]
 
     return cache(made)
 
@@ -205,10 +219,19 @@ def deep() -> torch.nn.Module:
     return llama(num_hidden_layers=12)
 
 
+@cache
+def deep_analysis() -> Analysis:
+    """Return the analysis of the deep model: the same for all placements and updates."""
+    with Engine(build(deep), device="sim") as engine:
+        engine.step(words(0))
+        return engine.analysis
+
+
 def some_stay(**settings: Any) -> Engine:
     """Return an engine with room for some moments on the device."""
     placement = Placement("cpu", "auto", device_memory="1400KiB")
-    engine = Engine(build(deep), placement=placement, device="sim", update="device", **settings)
+    told = {"update": "device", "analysis": deep_analysis(), **settings}
+    engine = Engine(build(deep), placement=placement, device="sim", **told)
     stays = [bool(parts_of(engine).store.states[region].stays) for region in parts_of(engine).regions]
     assert any(stays)
     assert not all(stays)
@@ -217,7 +240,7 @@ def some_stay(**settings: Any) -> Engine:
 
 @pytest.mark.parametrize("slow", ["compute", "copies"])
 def test_what_stays_is_updated_as_what_streams(sim: Control, tmp_path: Path, slow: Any) -> None:
-    with Engine(build(deep), device="sim", update="device") as engine:
+    with Engine(build(deep), device="sim", update="device", analysis=deep_analysis()) as engine:
         wanted = [*resumed(engine, tmp_path), *weights(engine).values()]
     sim.set_jitter(LATE_US, 1, slow)
     (tmp_path / "other").mkdir()
@@ -256,10 +279,10 @@ BOTH: dict[str, dict[str, Any]] = {
 }
 
 
-def both_places(clip: str, analysis: Analysis | None = None) -> Engine:
+def both_places(clip: str) -> Engine:
     """Return an engine with some regions updated on the device and the others on the host."""
     placement = Placement("cpu", "auto", optimizer_memory="500KiB")
-    settings = {"update": "both", "prefetch": 1, "analysis": analysis}
+    settings = {"update": "both", "prefetch": 1, "analysis": deep_analysis()}
     engine = Engine(build(deep), placement=placement, device="sim", **settings, **BOTH[clip])
     assert 0 < len(parts_of(engine).plan.residence.updated_on_device) < len(parts_of(engine).regions)
     return engine
@@ -271,10 +294,10 @@ def test_both_places_of_update_do_not_meet(sim: Control, tmp_path: Path, clip: s
     """Host and device update at the same time in separate threads. The order does not matter."""
     (tmp_path / "first").mkdir()
     with both_places(clip) as engine:
-        wanted, analysis = [*resumed(engine, tmp_path / "first"), *weights(engine).values()], engine.analysis
+        wanted = [*resumed(engine, tmp_path / "first"), *weights(engine).values()]
     sim.set_jitter(LATE_US, 1, slow)
     (tmp_path / "late").mkdir()
-    with both_places(clip, analysis) as engine:
+    with both_places(clip) as engine:
         assert is_same([*resumed(engine, tmp_path / "late"), *weights(engine).values()], wanted)
 
 
@@ -283,7 +306,7 @@ def test_each_region_has_the_bits_of_its_place(sim: Control, clip: str) -> None:
     """Both start from equal states."""
     found = []
     for update in ("cpu", "device"):
-        with Engine(build(deep), device="sim", update=update, **BOTH[clip]) as engine:
+        with Engine(build(deep), device="sim", update=update, analysis=deep_analysis(), **BOTH[clip]) as engine:
             engine.step(words(0))
             found.append(weights(engine))
     with both_places(clip) as engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -19,12 +21,15 @@ MOST = {  # kernels, copies; Python calls in compute threads and in lanes: all w
     "activations on the host": (13, 5, 730, 220),
     "two micro-batches": (16, 3, 950, 170),
 }
+counts_of = cache(overhead.counts_of)
 
 
 @pytest.mark.parametrize("case", overhead.CASES)
 def test_a_unit_adds_few_launches_and_few_calls(sim: Control, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     monkeypatch.setattr(overhead, "SHALLOW", 2)
-    monkeypatch.setattr(overhead, "DEEP", 6)
+    monkeypatch.setattr(overhead, "DEEP", NUM_LAYERS)
+    monkeypatch.setattr(overhead, "counts_of", counts_of)
+    sim.set_jitter(200, 1)
     found = overhead.added_counts(sim, case)
     launches, copies, calls, calls_of_lanes = MOST[case]
     assert (found["launches"], found["copies"]) == (launches, copies)
@@ -36,7 +41,7 @@ def test_a_unit_adds_few_launches_and_few_calls(sim: Control, monkeypatch: pytes
 @pytest.mark.parametrize("case", overhead.CASES)
 def test_a_caller_waits_for_the_norm_alone(sim: Control, case: str) -> None:
     sim.set_jitter(200, 1)
-    _, calls = overhead.counts_of(sim, overhead.engine_steps, case, NUM_LAYERS)
+    _, calls = counts_of(sim, overhead.engine_steps, case, NUM_LAYERS)
     assert calls.c["compute", "Event.synchronize"] <= 1
     assert not calls.c["compute", "Stream.synchronize"]
 

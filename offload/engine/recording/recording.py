@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointFunction
@@ -322,6 +323,12 @@ def _operands(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
                 yield leaf
 
 
+def _unseen_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `signed_sums`. A dispatch mode would see each of the operations, which takes several times as long."""
+    with no_dispatch():
+        return signed_sums(tensor)
+
+
 class _Contents:
     """Tensor contents at one moment. Version counters alone miss writes through `tensor.data` or numpy.
 
@@ -337,7 +344,7 @@ class _Contents:
         """Record the contents of a tensor."""
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if is_plain and not tensor.is_quantized:
-            self._entries.append((tensor, tensor._version, tensor.shape, signed_sums(tensor)))
+            self._entries.append((tensor, tensor._version, tensor.shape, _unseen_sums(tensor)))
 
     def has_changed(self, *, unversioned: bool = False) -> bool:
         """True if the contents of some tensor changed; `unversioned`: tensors with a new version are excluded."""
@@ -347,7 +354,7 @@ class _Contents:
                 continue
             if tensor.shape != shape:
                 return True
-            sums[before.device].append((before, signed_sums(tensor)))
+            sums[before.device].append((before, _unseen_sums(tensor)))
         return any(not same_bits(*map(torch.cat, zip(*pairs, strict=True))) for pairs in sums.values())
 
 
