@@ -43,7 +43,7 @@ help:
 	@echo "make test-all  pytest with all combinations and every causal LM family; about forty minutes"
 	@echo "make test-slow of these the slow ones alone; a share of them, within a limit of seconds  (ARGS=\"--slow-turn 3 --slow-within 600\")"
 	@echo "make test-zoo  of these the families alone, against plain PyTorch"
-	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; seven minutes"
+	@echo "make test-accelerator  the tests that need a GPU's driver, and the engine's, on one that is simulated on the CPU; five minutes"
 	@echo "make gpu-check what only a machine with a GPU can show; elsewhere a dry run  (PART=... WHEELS=...)"
 	@echo "make lease     figures of a quarter of an hour with a GPU: host memory, kernels, steady steps  (WHEELS=...)"
 	@echo "make lease-compared  the same with DeepSpeed ZeRO-3 and FSDP2 beside the engine, on a 3B and an 8B"
