@@ -48,7 +48,7 @@ class DoesNotFitError(OffloadError, MemoryError):
 
 
 class NonFiniteError(OffloadError, ArithmeticError):
-    """A gradient, a loss or a weight is not finite (exit code 1)."""
+    """A gradient, a new weight or, with MeZO, a loss is not finite (exit code 1)."""
 
 
 class DiskError(OffloadError, OSError):

@@ -55,7 +55,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
     debug = wants_debug(words)
     try:
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # distributed/launch.py starts ranks with these blocked
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # app/launch.py starts ranks with these blocked
             sys.exit(main(words) or 0)
         finally:
             _ignore_sigterm()

@@ -263,7 +263,7 @@ def _table_rows(file: SourceFile, names: list[str]) -> Iterator[Row]:
         while True:
             try:
                 batch = next(batches, None)
-            except Exception as error:  # see _open_parquet
+            except Exception as error:  # see _open_table
                 raise ConfigError(
                     f"{file.place} is damaged in {part}, from row {row:,} on: "
                     f"{' '.join(str(error).split())[:200]}. Write it again, or leave it out."
