@@ -27,7 +27,7 @@ def run(_arguments: argparse.Namespace) -> list[Result]:
     import torch
 
     from offload.accelerators import device_of, own_accelerator
-    from offload.app.machine.probe import flops_per_second, host_bytes_per_second, link_bytes_per_second
+    from offload.extras.plan.probe import flops_per_second, host_bytes_per_second, link_bytes_per_second
 
     threads = kernels.num_threads()
     torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from benchmarks import plan_memory, step_times
-from offload.app.machine.probe import probe
+from offload.extras.plan.probe import probe
 from offload.extras.tools.benches.report import machine, versions
 from offload.native import kernels
 

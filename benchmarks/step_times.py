@@ -4,7 +4,7 @@ benchmarks/plan_against_actual.py.
 With a throttle, each configuration runs in two engines. The first has no throttle and measures the compute of each unit
 use, at its fastest. The second has throttled links, each busy for the configured seconds in a step. The forecast
 receives the compute, the throttle and the plan. Without a throttle, the forecast uses the shapes and the rates from
-`offload.app.machine.probe`, like `plan`. The fastest block of steps counts, because other load only adds time.
+`offload.extras.plan.probe`, like `plan`. The fastest block of steps counts, because other load only adds time.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
         raise ConfigError(f"{path} {'is no folder' if path.exists() else 'does not exist'}; give a folder to verify.")
     from offload.app.checkpoint_folder import checkpoints_of, is_checkpoint, verify_with_progress  # imports torch
     from offload.app.hf.models import quiet_transformers
-    from offload.app.hf.verify import verify_folder
+    from offload.extras.tools.folder_check import verify_folder
 
     quiet_transformers()
     report: dict[str, Any] = {}

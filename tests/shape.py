@@ -38,7 +38,7 @@ RINGS = {
     "offload.lanes offload.layout offload.machine offload.modules offload.native offload.optim "
     "offload.planning offload.retired offload.schedule offload.setting_texts "
     "offload.sizes offload.tiers",
-    APPLICATION: "offload.__main__ offload.app offload.export offload.train offload.verify",
+    APPLICATION: "offload.__main__ offload.app offload.export offload.train",
     "large": "offload.extras.large",
     "rules": "offload.extras.rules",
     "zeroth": "offload.extras.zeroth offload.replay",
@@ -47,7 +47,7 @@ RINGS = {
     "prefs": "offload.extras.prefs",
     "data": "offload.extras.data offload.data",
     "plan": "offload.extras.plan offload.plan",
-    "tools": "offload.extras.tools offload.bench offload.doctor offload.parity offload.report",
+    "tools": "offload.extras.tools offload.bench offload.doctor offload.parity offload.report offload.verify",
     "integrations": "offload.integrations",
     "generate": "offload.extras.generate offload.generate",
 }

@@ -37,7 +37,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
     "model form": {"tensors": "offload.extras.large.tensor_parallel:open_parts"},
     "objective": dict.fromkeys(("dpo", "orpo", "reward"), "offload.extras.prefs.preferences:Preferences"),
     "planner": {"forecast": "offload.extras.plan.run_forecast:forecast_run"},
-    "probe": {"measured": "offload.app.machine.probe:probe"},
+    "probe": {"measured": "offload.extras.plan.probe:probe"},
     "report": {"page": "offload.extras.tools.reporting.page:report_run"},
     "rule": {
         "lion": "offload.extras.rules.lion:Lion",
@@ -85,7 +85,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "integrations": ("rules",),
     "plan": ("adapters", "large", "zeroth"),
     "prefs": ("data",),
-    "tools": ("large",),
+    "tools": ("large", "plan"),  # machine rates
     "zeroth": ("adapters",),
 }
 """For each extra the other extras with imported modules. Other extras import the core and the application alone."""

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import Engine, Placement
 from offload.accelerators import Accelerator
-from offload.app.machine.probe import Sizes, probe
 from offload.errors import DoesNotFitError
+from offload.extras.plan.probe import Sizes, probe
 from offload.machine import limits
 from tests.accelerator.control import Control, Cost
 from tests.engine.inside import parts_of

@@ -18,13 +18,13 @@ from torch.nn.functional import cross_entropy
 from offload import AdamW, Engine, Placement
 from offload.accelerators import Accelerator, own_accelerator
 from offload.app.config.config import Config
-from offload.app.machine import probe
 from offload.app.training.trainer import Trainer
 from offload.distributed.comm import Comm
 from offload.engine.gradients import norms
 from offload.engine.units.activation_offload import HostActivationOffload
 from offload.errors import DoesNotFitError, NonFiniteError, TornError
 from offload.extras.generate.streamed_model import StreamedModel
+from offload.extras.plan import probe
 from offload.lanes.streams import StreamLanes, open_lanes
 from offload.lanes.ticket import wait_until_done
 from offload.native import device_update, kernels, torch_fallback

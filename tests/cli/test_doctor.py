@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from offload import doctor
-from offload.app.machine.probe import Sizes, probe
 from offload.extras.plan.machine_files import read_machine
+from offload.extras.plan.probe import Sizes, probe
 from offload.extras.tools import diagnosis
 from offload.files import directories
 from offload.machine import limits

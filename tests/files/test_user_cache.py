@@ -44,6 +44,6 @@ def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
 
 def test_a_hash_of_no_code_is_an_error() -> None:
     """A folder that has moved would give a hash that no edit changes."""
-    assert len({code_hash(), code_hash("extras/data"), code_hash("app/machine")}) == 3
+    assert len({code_hash(), code_hash("extras/data"), code_hash("app/hf")}) == 3
     with pytest.raises(AssertionError, match="no code in data"):
         code_hash("data")

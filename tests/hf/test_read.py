@@ -25,8 +25,8 @@ from offload.app.hf.models import build_model
 from offload.app.hf.names import CannotStream
 from offload.app.hf.read import FolderWeights, weight_files
 from offload.app.hf.sources import StackedSource
-from offload.app.hf.verify import verify_folder
 from offload.errors import ConfigError, DiskError
+from offload.extras.tools.folder_check import verify_folder
 from tests.checkpoint.folders import Auto, differences, fill, fill_by_parts, llama, names_and_dtypes, read, same
 from tests.zoo.families import families
 

@@ -9,7 +9,7 @@ from typing import Any
 import cpuinfo
 import pytest
 
-from offload.app.machine import environment
+from offload.app import environment
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from offload.app.machine import probe as probing
-from offload.app.machine.environment import describe_environment
-from offload.app.machine.probe import Sizes, probe
+from offload.app.environment import describe_environment
 from offload.errors import ConfigError
+from offload.extras.plan import probe as probing
+from offload.extras.plan.probe import Sizes, probe
 from offload.machine.hardware import Hardware
 from offload.machine.limits import Limit
 from offload.native import io as native_io
@@ -159,7 +159,7 @@ def test_what_depends_on_something_else_is_measured_again(
     others = {key: environment | {key: {"name": "other"} if key == "cpu" else "other"} for key in environment}
     found = {key for key, other in others.items() if not is_measured(describe_environment=other)}
     assert found == set(probing.LEFT_OUT)
-    assert is_measured(code_hash="edited")
+    assert is_measured(hash_paths="edited")
     assert is_measured(sizes=SMALL)
     assert not is_measured()
     status, before = os.statvfs(tmp_path), probing._disk_key([tmp_path])

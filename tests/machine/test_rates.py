@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from offload.app.machine import probe
+from offload.extras.plan import probe
 from tests.engine.device import cpu_only
 
 pytestmark = cpu_only("what is counted does not depend on the device")

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
+from offload.app import environment
 from offload.app.config.config import Config
-from offload.app.machine import environment
 from offload.app.training.run_folder import RunFolder
 from offload.app.training.trainable import WholeModel
 from offload.app.training.trainer import Trainer

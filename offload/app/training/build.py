@@ -15,6 +15,7 @@ from xxhash import xxh3_64_hexdigest
 from offload.accelerators import own_accelerator
 from offload.app.config.config import Config
 from offload.app.config.sections import DOCUMENTS, ModelSection
+from offload.app.environment import integrated_note
 from offload.app.hf.model_object import ModelObject
 from offload.app.hf.models import (
     BuiltModel,
@@ -29,7 +30,6 @@ from offload.app.hf.models import (
     vocab_size,
 )
 from offload.app.hf.quantized import quantization_method, quantization_settings
-from offload.app.machine.environment import integrated_note
 from offload.app.stored_model import rebuild_model
 from offload.app.training.isolation import isolate
 from offload.app.training.objectives import OBJECTIVES, Objective

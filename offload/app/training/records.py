@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.app.config.config import Config
-from offload.app.machine.environment import describe_environment
+from offload.app.environment import describe_environment
 from offload.app.telemetry.loggers import Loggers
 from offload.app.telemetry.metrics import MetricsLog
 from offload.app.telemetry.trace import Trace

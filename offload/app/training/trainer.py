@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 
 from offload.app.config.config import Config
+from offload.app.environment import describe_untested
 from offload.app.hf.model_object import ModelObject
-from offload.app.machine.environment import describe_untested
 from offload.app.telemetry.progress import Progress, make_progress
 from offload.app.training.build import make_run
 from offload.app.training.callbacks import Callbacks

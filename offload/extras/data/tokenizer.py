@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.app.machine.environment import version_of
+from offload.app.environment import version_of
 from offload.app.user_cache import class_hash, code_hash
 from offload.errors import ConfigError
 from offload.extras.data.cache import load_or_build

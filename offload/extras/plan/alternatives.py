@@ -14,7 +14,6 @@ from offload.app.config.config import Config
 from offload.app.config.rules import RULE_SETTINGS
 from offload.app.hf.models import locate
 from offload.app.hf.read import weight_files
-from offload.app.machine.probe import LEAST_BYTES, probe
 from offload.app.training.parts import make_placement
 from offload.engine.units.activation_offload import GRAPHS
 from offload.engine.units.recompute_policy import PRODUCTS
@@ -22,6 +21,7 @@ from offload.errors import ConfigError, format_bytes
 from offload.extras.large.tiles import tile_rows
 from offload.extras.plan.forecast import Alternative, Forecast, Forecaster
 from offload.extras.plan.memory import KEPT
+from offload.extras.plan.probe import LEAST_BYTES, probe
 from offload.layout.residence import DEVICE
 from offload.machine.hardware import Hardware
 from offload.planning.disk import optimizer_bytes

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from offload.app.config.config import Config
-from offload.app.machine.environment import describe_environment
+from offload.app.environment import describe_environment
 from offload.app.stored_model import REFERENCE
 from offload.app.user_cache import class_hash, code_hash, default_cache_dir
 from offload.checkpoint.manifest import raw

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offload.app.machine.environment import describe_environment, integrated_note
-from offload.app.machine.probe import probe
+from offload.app.environment import describe_environment, integrated_note
 from offload.errors import DiskError, OffloadError, format_bytes
+from offload.extras.plan.probe import probe
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from offload.lanes.timeline import DISK_LANES
 from offload.machine.hardware import Hardware

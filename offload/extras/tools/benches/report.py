@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.app.machine.environment import describe_environment, version_of
+from offload.app.environment import describe_environment, version_of
 
 MIN_WIDTH = 160  # table width in characters: narrow output wraps instead of cutting names
 

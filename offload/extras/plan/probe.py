@@ -23,8 +23,8 @@ import psutil
 import torch
 
 from offload.accelerators import Accelerator, accelerators, device_of, multiplies_fp8, open_accelerator, own_accelerator
-from offload.app.machine.environment import describe_environment
-from offload.app.user_cache import code_hash, default_cache_dir, read_json, write_json
+from offload.app.environment import describe_environment
+from offload.app.user_cache import default_cache_dir, hash_paths, read_json, write_json
 from offload.files.directories import check_dirs, check_space, file_system, free_bytes, open_nameless
 from offload.machine.hardware import FP8, FP8_GAIN, Hardware, Rates
 from offload.machine.limits import memory_limits, tightest_limit
@@ -259,7 +259,7 @@ def probe(
     folder, key = _user_cache() if cache_dir is None else cache_dir, _machine_key(accelerator)
 
     def rates_of(key: Mapping[str, Any], names: Collection[str], measure: Callable[[], dict[str, Any]]) -> Any:
-        key = json.loads(json.dumps({"code": code_hash("app/machine"), "sizes": asdict(sizes), **key}))
+        key = json.loads(json.dumps({"code": hash_paths([Path(__file__)]), "sizes": asdict(sizes), **key}))
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         path = None if folder is None else folder / f"rates-{digest[:16]}.json"
         cached = None if path is None or refresh else read_json(path)

@@ -1,1 +1,0 @@
-"""Description and measured rates of this machine."""
