@@ -143,14 +143,18 @@ _ANALYSES: dict[str, Analysis] = {}
 """Analyses by device and everything in a case that changes them: most of a short run is trial passes."""
 
 
-def run_undelayed(name: str, folder: Path, device: str) -> list[Any]:
-    """Run a case without trial passes, where an earlier one has the same."""
+def analysis_key(name: str, device: str) -> str:
     job, settings, _ = CASES[name]
     told = {key: value for key, value in settings.items() if key not in ("clip", "max_grad_norm", "update")}
-    key = f"{job.__name__} on {device}: {told}"
+    return f"{job.__name__} on {device}: {told}"
+
+
+def run_undelayed(name: str, folder: Path, device: str) -> list[Any]:
+    """Run a case without trial passes, where an earlier one has the same."""
+    key = analysis_key(name, device)
     with opened(name, folder, device, analysis=_ANALYSES.get(key)) as engine:
-        found = [*job(engine, folder), *weights(engine).values()]
-        _ANALYSES[key] = _ANALYSES[f"{name} on {device}"] = engine.analysis
+        found = [*CASES[name][0](engine, folder), *weights(engine).values()]
+        _ANALYSES[key] = engine.analysis
         return found
 
 
@@ -172,9 +176,10 @@ def learned(loaded: Control, tmp_path_factory: pytest.TempPathFactory) -> Learne
 
     def made(name: str) -> Analysis:
         loaded.set_jitter(0)
-        if f"{name} on sim" not in _ANALYSES:
+        key = analysis_key(name, "sim")
+        if key not in _ANALYSES:
             run_undelayed(name, tmp_path_factory.mktemp("learned"), "sim")
-        return _ANALYSES[f"{name} on sim"]
+        return _ANALYSES[key]
 
     return cache(made)
 

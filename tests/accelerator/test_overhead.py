@@ -22,6 +22,7 @@ MOST = {  # kernels, copies; Python calls in compute threads and in lanes: all w
     "two micro-batches": (16, 3, 950, 170),
 }
 counts_of = cache(overhead.counts_of)
+"""Two tests look at one counted step of a deep engine, with the same jitter."""
 
 
 @pytest.mark.parametrize("case", overhead.CASES)

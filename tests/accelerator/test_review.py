@@ -436,7 +436,8 @@ def test_an_update_on_the_device_takes_the_time_of_its_kernels(sim, lanes):
     sim.set_cost(replace(H200, memory_bytes_per_s=2 * values.nbytes / seconds))
     lanes.timeline.begin_step()
     with sim.held(torch.accelerator.current_stream()):
-        lanes.on_compute.submit(lambda: values.add_(1), name="update")  # does not wait for the kernel
+        lanes.on_compute.submit(lambda: values.add_(1), name="update")
+        assert not torch.accelerator.current_stream().query(), "the caller does not wait for the kernel"
     _, _, spans = lanes.end_step()
     (span,) = (span for span in spans if span.name == "update")
     assert span.end - span.begin >= seconds
