@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from offload.app.config.command_line import as_utf8, parse_options, run_command, say
+from offload.app.telemetry.lasting_output import is_unread
 from offload.errors import ConfigError, counted, format_bytes
 from offload.sizes import parse_size
 
@@ -79,7 +80,7 @@ def main(words: list[str]) -> int:
         path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, accelerator=own, adapter=adapter
     ) as sampler:
         prompt_ids = sampler.encode(prompt, chat=options.chat)
-        generation = sampler.write(prompt_ids, choices, lambda text: print(text, end="", flush=True))
+        generation = sampler.write(prompt_ids, choices, _show)
         total = sampler.stream.total_bytes
         text = sampler.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         has_template = bool(sampler.tokenizer.chat_template)
@@ -98,6 +99,13 @@ def main(words: list[str]) -> int:
         f"second; {format_bytes(total)} of weights, {format_bytes(generation.bytes_read)} read while writing"
     )
     return 0
+
+
+def _show(text: str) -> None:
+    """Print a piece of the text. Without a reader, no more text is needed: exit with 0."""
+    print(text, end="", flush=True)
+    if is_unread(sys.stdout):
+        sys.exit(0)
 
 
 def _check(options: Options) -> None:

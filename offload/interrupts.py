@@ -17,8 +17,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that stop a run: Ctrl-C, the end asked for, a closed terminal."""
 _Handler = Callable[[int, FrameType | None], Any]
+
+
+def is_wanted(number: int) -> bool:
+    """Tell whether a stop signal may get a handler. nohup ignores SIGHUP, and this stays so."""
+    return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
 
 class Interrupts:
@@ -45,7 +51,7 @@ class Interrupts:
             return
         if not self._depth:
             self._threads = {self._main}
-            for number in _SIGNALS:
+            for number in STOP_SIGNALS:
                 handler = signal.getsignal(number)
                 if callable(handler) and handler != self._on_signal:
                     self._handlers[number] = handler

@@ -22,9 +22,8 @@ from typing import Any
 import psutil
 
 from offload.errors import ConfigError, DoesNotFitError, InterruptedRun, OffloadError, RankLostError
+from offload.interrupts import STOP_SIGNALS, is_wanted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals forwarded to the ranks. Each rank has a separate session, so Ctrl-C in the terminal does not reach it."""
 _LAUNCHER = "OFFLOAD_LAUNCHER"  # process id of the launcher, in the environment of each rank
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 LOOK_S = 0.05
@@ -36,8 +35,9 @@ def launch(
 ) -> int:
     """Run `python -m MODULE WORDS` in `num_ranks` processes with torchrun variables. Return the common exit code.
 
-    The first and the second signal are forwarded once to every rank; a third kills all remaining ranks. SIGUSR1, a
-    request for a checkpoint, goes to rank 0 only. debug: show the torchrun log. say: prints a line.
+    Stop signals are forwarded, because each rank has a separate session: the first and the second once to every rank; a
+    third kills all remaining ranks. SIGUSR1, a request for a checkpoint, goes to rank 0 only. debug: show the torchrun
+    log. say: prints a line.
 
     Raises ConfigError: this machine has GPUs, but too few. RankLostError: all ranks were killed. OffloadError: torchrun
     started no rank.
@@ -58,7 +58,7 @@ def launch(
     os.environ[_LAUNCHER] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="offload-torchrun-") as folder:
         agent = _Agent(module, words, num_ranks, Path(folder))
-        before = {number: signal.signal(number, agent.on_signal) for number in SIGNALS}
+        before = {number: signal.signal(number, agent.on_signal) for number in filter(is_wanted, STOP_SIGNALS)}
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, agent.on_save)
         if not debug:
             logging.disable(logging.CRITICAL)
@@ -121,7 +121,8 @@ class _Agent:
         self._thread = threading.Thread(target=self._run, name="torchrun", daemon=True)
 
     def on_signal(self, number: int, _frame: Any) -> None:
-        self.received.append(number)
+        if number != signal.SIGHUP or not self.received:  # a closed terminal sends several
+            self.received.append(number)
 
     def on_save(self, _number: int, _frame: Any) -> None:
         self._wants_save = True
@@ -157,7 +158,7 @@ class _Agent:
 
         # Blocks signals in this thread, and by inheritance in the ranks until they are ready (config/command_line.py):
         # a signal during Python startup would end a rank with a traceback.
-        signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR1))
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGUSR1))
         try:
             elastic_launch(self._config, sys.executable)(*self._words)
         except ChildFailedError as error:

@@ -190,7 +190,12 @@ def training(folder: Path, environment: dict[str, str], begin: Begin, tiny: list
 @no_gpu
 @pytest.mark.parametrize(
     ("number", "to"),
-    [(signal.SIGINT, "launcher"), (signal.SIGTERM, "launcher"), (signal.SIGTERM, "rank 1")],
+    [
+        (signal.SIGINT, "launcher"),
+        (signal.SIGTERM, "launcher"),
+        (signal.SIGHUP, "launcher"),
+        (signal.SIGTERM, "rank 1"),
+    ],
 )
 def test_a_signal_ends_all_ranks_after_the_step(
     folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], number: signal.Signals, to: str
@@ -207,6 +212,24 @@ def test_a_signal_ends_all_ranks_after_the_step(
     assert f"interrupted by {number.name} after step {steps} of 1000000" in error
     assert [path.name for path in Checkpoints(folder / name / "checkpoints").folders()] == [f"step-{steps}"]
     assert not (folder / name / "hf").exists()
+
+
+@pytest.mark.slow
+@no_gpu
+def test_ranks_without_a_reader_train_to_the_end(
+    folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
+) -> None:
+    words = ["-m", "offload.train", *tiny, "--run.dir", "unread", "--gpus", "2", "--checkpoint.every", "4"]
+    process = begin(words, cwd=folder, env=environment)
+    try:
+        process.stdout.readline()
+        process.stdout.close()
+        process.stderr.close()
+        assert process.wait() == 0
+    finally:
+        process.close()
+    assert len((folder / "unread/metrics.jsonl").read_text().splitlines()) == 4
+    assert Checkpoints(folder / "unread/checkpoints").newest_intact()[0] is not None
 
 
 @EITHER

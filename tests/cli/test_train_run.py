@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,7 +145,7 @@ def training(
 
 @pytest.mark.slow
 @EITHER
-@pytest.mark.parametrize("number", [signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     train: Train, folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str], number: signal.Signals
 ) -> None:
@@ -173,6 +176,37 @@ def test_a_signal_saves_all_states_and_the_same_command_goes_on(
     assert sorted(path.name for path in run.iterdir()) == sorted(
         ["checkpoints", "config.yaml", "env.json", "hf", "metrics.jsonl", "plan.json", "report.html", "trace.json.gz"]
     )
+
+
+def test_a_run_without_a_reader_trains_to_the_end(
+    folder: Path, environment: dict[str, str], begin: Begin, tiny: list[str]
+) -> None:
+    run = folder / "unread"
+    words = [*tiny, "--run.dir", str(run), "--checkpoint.every", "4", "--checkpoint.export", "false"]
+    with training(folder, environment, begin, words, "data: ") as process:
+        process.stdout.close()
+        process.stderr.close()
+        assert process.wait() == 0
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
+    assert [path.name for path in Checkpoints(run / "checkpoints").folders()] == ["step-4"]
+
+
+@pytest.mark.slow
+def test_a_run_in_a_terminal_that_closes_saves(folder: Path, environment: dict[str, str], tiny: list[str]) -> None:
+    """The kernel sends SIGHUP to the leader of the session, and each later write fails."""
+    run = folder / "closed"
+    words = [*tiny, "--train.steps", "1000000", "--run.dir", str(run)]
+    pid, controller = pty.fork()
+    if not pid:
+        os.chdir(folder)
+        os.execve(sys.executable, [sys.executable, "-m", "offload.train", *words], {**environment, "TERM": "xterm"})
+    shown = b""
+    while b"step 10/" not in shown:
+        shown += os.read(controller, 1 << 16)
+    os.close(controller)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    steps = len((run / "metrics.jsonl").read_text().splitlines())
+    assert [path.name for path in Checkpoints(run / "checkpoints").folders()] == [f"step-{steps}"]
 
 
 @pytest.mark.slow

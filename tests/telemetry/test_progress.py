@@ -132,11 +132,12 @@ def test_the_last_line_of_metrics_is_amended(tmp_path: Path) -> None:
     assert lines == [{"step": 1}, {"step": 2, "lanes": {}, "eval_loss": 1.5}, {"step": 3}]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> None:
     said: list[str] = []
     before = signal.getsignal(number)
     with StopSignals(said.append) as stop:
+        assert signal.getsignal(number) != before
         with pytest.raises(KeyboardInterrupt):  # nothing to save yet
             signal.raise_signal(number)
         stop.begin()
@@ -144,9 +145,22 @@ def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> 
         signal.raise_signal(number)
         assert stop.requested
         assert stop.name == number.name in said[0]
+        signal.raise_signal(signal.SIGHUP)  # a terminal and the shell in it both send one
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGTERM if number == signal.SIGHUP else number)
     assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals(pytest.fail) as stop:
+            stop.begin()
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_within_a_print_asks_as_any_other() -> None:

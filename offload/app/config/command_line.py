@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from offload import __version__
+from offload.app.telemetry.lasting_output import make_output_last
 from offload.errors import (
     ConfigError,
     InterruptedRun,
@@ -27,12 +28,12 @@ from offload.errors import (
     nearest,
     shorten,
 )
+from offload.interrupts import STOP_SIGNALS, is_wanted
 
 if TYPE_CHECKING:
     from offload.app.config.config import Config
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
+_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 _Options = typing.TypeVar("_Options")
 _MAX_WORD = 1000  # longest word printed in full: room for any readable path
 
@@ -43,22 +44,23 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
     An error is one paragraph on stderr; `--debug` (or --run.debug) adds the traceback. Every command answers --version.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    make_output_last()
     if words == ["--version"]:
         print(versions())
         sys.exit(0)
     for stream in (sys.stdout, sys.stderr):
         # Escape characters unknown to the stream encoding: printing must not end a run.
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    for number in STOP_SIGNALS:
+    for number in filter(is_wanted, STOP_SIGNALS):
         signal.signal(number, _interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: None)  # asks a training run to save; would kill other commands
     debug = wants_debug(words)
     try:
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # app/launch.py starts ranks with these blocked
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # app/launch.py starts ranks with these blocked
             sys.exit(main(words) or 0)
         finally:
-            _ignore_sigterm()
+            _ignore_late_signals()
     except OffloadError as error:
         _complain(error, str(error), debug)
         sys.exit(error.exit_code)
@@ -66,9 +68,6 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         _leave_to_first_local_rank(error)  # all ranks received the interrupt
         _complain(error, "interrupted; nothing was saved.", debug)
         sys.exit(InterruptedRun.exit_code)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of the output has closed the pipe
-        sys.exit(1)
     except Exception as error:
         hint = "" if debug else "; run with --debug for the traceback"
         _complain(error, f"failed: {type(error).__name__}: {' '.join(str(error).split())}{hint}", debug)
@@ -110,12 +109,15 @@ def _interrupt(_number: int, _frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _ignore_sigterm() -> None:
-    """Ignore SIGTERM in an exiting process. torchrun sends SIGTERM to a rank after another rank has exited."""
-    for handler in (lambda *_: None, signal.SIG_IGN):  # the first handler consumes a pending signal
-        while signal.getsignal(signal.SIGTERM) != handler:
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.signal(signal.SIGTERM, handler)
+def _ignore_late_signals() -> None:
+    """Ignore SIGTERM and SIGHUP in an exiting process. torchrun sends SIGTERM to a rank after another rank has exited,
+    and a terminal that closes sends SIGHUP more than once.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        for handler in (lambda *_: None, signal.SIG_IGN):  # the first handler consumes a pending signal
+            while signal.getsignal(number) != handler:
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.signal(number, handler)
 
 
 def _leave_to_first_local_rank(error: BaseException) -> None:

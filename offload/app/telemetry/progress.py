@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -88,11 +87,7 @@ class PlainProgress(Progress):
         self._stream = stream
 
     def say(self, text: str) -> None:
-        try:
-            print(printable(text, self._stream), file=self._stream, flush=True)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:  # a full disk must not end the run
-                raise
+        print(printable(text, self._stream), file=self._stream, flush=True)
 
     def step(self, fields: Mapping[str, Any], *, num_steps: int | None, eta_s: float | None) -> None:
         if fields["step"] == 1 or fields["step"] % self._log_every == 0 or fields["step"] == num_steps:

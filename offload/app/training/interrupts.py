@@ -1,6 +1,7 @@
 """Signals during training.
 
-Ctrl-C or SIGTERM: the first stops after the step, the second exits at once. SIGUSR1: save a checkpoint after the step.
+Ctrl-C, SIGTERM or SIGHUP: the first stops after the step, the second exits at once. SIGUSR1: save a checkpoint after
+the step. A second SIGHUP changes nothing: a closed terminal sends one, and the shell another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from offload.distributed.comm import Comm
+from offload.interrupts import STOP_SIGNALS, is_wanted
 
 _IS_LAUNCHED = "TORCHELASTIC_RUN_ID"  # set for ranks started by torchrun or `--gpus`
 _DUPLICATE_S = 1.0
@@ -39,7 +41,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in filter(is_wanted, STOP_SIGNALS):
                 self._before[number] = signal.signal(number, self._on_signal)
             self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
         return self
@@ -86,7 +88,7 @@ class StopSignals:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()  # own line, so no signal comes between read and store below
         before, self._last = self._last, (number, now)
-        if self._is_ignoring:
+        if self._is_ignoring or (self.requested and number == signal.SIGHUP):
             return
         if _IS_LAUNCHED in os.environ and number == before[0] and self._last[1] - before[1] < _DUPLICATE_S:
             return  # sent to the whole job and passed on by the launcher

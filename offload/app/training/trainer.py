@@ -19,6 +19,7 @@ from torch import nn
 from offload.app.config.config import Config
 from offload.app.environment import describe_untested
 from offload.app.hf.model_object import ModelObject
+from offload.app.telemetry.lasting_output import lasting_output
 from offload.app.telemetry.progress import Progress, make_progress
 from offload.app.training.build import make_run
 from offload.app.training.callbacks import Callbacks
@@ -91,7 +92,11 @@ class Trainer:
         self._records = Records()
 
     def run(self) -> TrainResult:
-        """Train, and return the result."""
+        """Train, and return the result. Text that cannot be printed, for example into a closed pipe, is dropped."""
+        with lasting_output():
+            return self._run_over_ranks()
+
+    def _run_over_ranks(self) -> TrainResult:
         self.config.check(may_go_on=True)
         self._comm = comm = open_comm(self.config.offload.device)
         rank_exit = RankExit(comm)

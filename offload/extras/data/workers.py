@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Generic, Protocol, TypeVar
 
+from offload.app.telemetry.lasting_output import make_output_last
 from offload.errors import ConfigError, OffloadError
 
 Batch = TypeVar("Batch", contravariant=True)
@@ -113,9 +114,11 @@ class _Worker:
 
 def main() -> None:
     """Process batches from stdin until the end. Other output goes to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the interrupt and ends this one
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent process handles these and ends this one
+        signal.signal(number, signal.SIG_IGN)
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    make_output_last()
     encoder: Any = None
     while True:
         try:
