@@ -9,8 +9,9 @@ Unpacked: a row is one document, cut off at L tokens or padded to L. Documents w
 because picture tokens must not be cut.
 
 Isolated: several whole documents in a row do not attend to each other, packed by best fit. Each document lies in one
-row with positions from 0. The rest is padding, with positions from 0 again. From restarting positions, transformers
-builds a mask that separates documents (`find_packed_sequence_indices`). A document longer than a row is cut into
+row with positions from 0. The rest is padding: documents no longer than the longest one in the row, because some models
+choose frequencies by the largest position. From restarting positions, transformers builds a mask that separates
+documents (`find_packed_sequence_indices`). A document longer than a row is cut into
 pieces, each treated as a document. From a long document with a prompt, only the first piece is kept, because later
 pieces would lack the prompt.
 
@@ -172,8 +173,10 @@ class Rows:
         """
         if self.pieces is None:
             return None
-        positions = np.arange(self.sequence_length) - self.lengths(rows)[:, None]
-        for row, at, start, end, _ in zip(*self._spans(rows), strict=True):
+        spans, longest = self._spans(rows), np.ones(len(rows), np.int64)
+        np.maximum.at(longest, spans[0], spans[3] - spans[2])
+        positions = (np.arange(self.sequence_length) - self.lengths(rows)[:, None]) % longest[:, None]
+        for row, at, start, end, _ in zip(*spans, strict=True):
             positions[row, at : at + end - start] = np.arange(end - start)
         return positions
 
