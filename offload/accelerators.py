@@ -174,8 +174,14 @@ class Accelerator:
     @property
     def free_bytes(self) -> int:
         """Device memory free or cached by the torch allocator, in bytes."""
+        return self.free_and_total_bytes[0]
+
+    @property
+    def free_and_total_bytes(self) -> tuple[int, int]:
+        """Device memory free or cached by the torch allocator, and all device memory, in bytes."""
         cached_bytes = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
-        return self.module.mem_get_info(self.device)[0] + cached_bytes
+        free, total = self.module.mem_get_info(self.device)
+        return free + cached_bytes, total
 
     @property
     def peak_bytes(self) -> int:

@@ -280,7 +280,7 @@ class EnginePlan:
     @property
     def chunk_bytes(self) -> int | None:
         """Limit for logits in memory at a time, in bytes; None: no limit."""
-        return self.settings.chunk_bytes(self.plan.device_bytes)
+        return self.settings.chunk_bytes(self.plan.full_device_bytes)
 
 
 def prepare(

@@ -103,7 +103,7 @@ class Steps:
         self._rule, self._micro_rows, self._num_passes = settings.optimizer, settings.micro_batch_size, settings.passes
         cuts = settings.splits or settings.passes > 1 or state.runner.has_peers
         has_backward = self._rule.has_gradients
-        self.losses = Losses(state, settings.chunk_bytes(state.plan.device_bytes), has_backward)
+        self.losses = Losses(state, settings.chunk_bytes(state.plan.full_device_bytes), has_backward)
         self._chooses_chunks, self._chooses_clip = settings.head_chunk_bytes == "auto", state.updates.clip == "auto"
         self.known = KnownPasses(state, settings.rows)
         self.trial_runs = TrialRuns(state, self.known, cuts, has_backward)

@@ -39,6 +39,8 @@ class FreeMemory:
     """True if the device uses host memory."""
     model_bytes: int = 0
     """Host bytes the model releases after the engine has copied the weights."""
+    total_device_bytes: int | None = None
+    """Accelerator memory in bytes, free or not; None: no accelerator."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,15 @@ class ThisMachine:
         comm = comm.world
         if self.agreed_memory is not None:
             return self.agreed_memory
-        device = -1 if self.accelerator is None else self.accelerator.free_bytes
+        device = (-1, -1) if self.accelerator is None else self.accelerator.free_and_total_bytes
         bound = tightest_limit(memory_limits(), comm.local_size)
-        own = device, self.model_bytes, bound.share(comm.local_size), str(bound)
+        own = *device, self.model_bytes, bound.share(comm.local_size), str(bound)
         memories = comm.gather_objects(own, "free memory")
-        device, model_bytes = min(each[0] for each in memories), min(each[1] for each in memories)
-        host, host_bound = min(each[2:] for each in memories)
+        free, total, model_bytes = (min(each[i] for each in memories) for i in range(3))
+        host, host_bound = min(each[3:] for each in memories)
         in_host = self.accelerator is None or self.accelerator.is_integrated
-        return FreeMemory(None if device < 0 else device, host, host_bound, in_host, model_bytes)
+        on_device = (None, None) if free < 0 else (free, total)
+        return FreeMemory(on_device[0], host, host_bound, in_host, model_bytes, on_device[1])
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,8 @@ class SpecifiedMachine:
         device_bytes = self.hardware.device_bytes if self.has_accelerator else None
         bound = f"the memory of {self.hardware.name} ({format_bytes(self.hardware.host_bytes)})"
         in_host = not self.has_accelerator or self.hardware.shares_memory
-        return FreeMemory(device_bytes, self.hardware.host_bytes // comm.local_size, bound, in_host)
+        host_bytes = self.hardware.host_bytes // comm.local_size
+        return FreeMemory(device_bytes, host_bytes, bound, in_host, total_device_bytes=device_bytes)
 
 
 Machine = ThisMachine | SpecifiedMachine

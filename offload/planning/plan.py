@@ -67,6 +67,8 @@ class Plan:
     """Number of units fetched ahead."""
     device_bytes: int | None
     """Total device memory limit in bytes; spare memory may go to units. None: no limit."""
+    full_device_bytes: int | None
+    """The same limit for a device without other users: decisions that change bits take this limit. None: no limit."""
     allocations: list[Allocation]
     """Planned allocations."""
     unlimited_allocations: list[Allocation]
@@ -448,7 +450,9 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
     allocations = request.allocations(residence, overlap, rings, ahead, buffers)
     lower = replace(residence, common=HOST, keeps_weights=True)
     unlimited = request.allocations(lower, overlap, rings, buffers=2 if overlap else 1)
-    device_bytes = request.settings.placement.budget(DEVICE)
+    device_bytes = full_device_bytes = request.settings.placement.budget(DEVICE)
+    if full_device_bytes is None and request.free.total_device_bytes is not None:
+        full_device_bytes = int(request.free.total_device_bytes * _SHARE_OF_FREE_MEMORY)
     if device_bytes is None and request.free.device_bytes is not None:
         left = request.free.device_bytes
         if request.free.in_host:  # both share memory
@@ -456,7 +460,8 @@ def _make_plan(request: _Request, num_sharing: int | None, update: str) -> Plan:
             left = max(0, left - bytes_on(HOST, allocations))
         device_bytes = int(left * _SHARE_OF_FREE_MEMORY)
     on_host = sums_gradients_on_host(request.units, request.settings.passes)
-    plan = Plan(residence, rings, overlap, update, ahead, device_bytes, allocations, unlimited, on_host)
+    device_limits = device_bytes, full_device_bytes
+    plan = Plan(residence, rings, overlap, update, ahead, *device_limits, allocations, unlimited, on_host)
     if num_sharing is not None:
         _check_memory(request, plan, num_sharing)
     return plan

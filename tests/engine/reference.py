@@ -152,10 +152,13 @@ class Reference:
             choice = self.choices[name]
             self.steps[name] += 1
             lr, key = self.rule.lr * choice.lr_scale, parameter_key(name, self.seed)
-            by = UpdateStep(self.steps[name], lr, choice.weight_decay, scale, key, shape=tuple(gradient.shape))
+            rule, shape = self.rule.parts[choice.rule], tuple(gradient.shape)
+            # An engine computes the products of a rule on the device, also for states on the host.
+            workspace = torch.empty(rule.workspace_bytes(shape), dtype=torch.uint8, device=self.device)
+            by = UpdateStep(self.steps[name], lr, choice.weight_decay, scale, key, shape=shape, workspace=workspace)
             states = {plane: values.view(-1) for plane, values in self.states[name].items()}
             if gradient.numel():
-                self.rule.parts[choice.rule].update(states, gradient.reshape(-1), by)
+                rule.update(states, gradient.reshape(-1), by)
             self._show(name)
         return comparable(norm)
 

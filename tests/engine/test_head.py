@@ -22,6 +22,7 @@ from offload.engine.loss.batch import next_labels
 from offload.engine.loss.chunked_head import HeadInputs, build_chunks, find_chunked_head
 from offload.extras.plan.measure import BatchSpec, measure
 from offload.planning import settings as planning_settings
+from offload.planning.machines import FreeMemory, ThisMachine
 from offload.planning.settings import Settings
 from tests.engine.compare import PROPORTIONAL, assert_same, step_of, train_both, weights
 from tests.engine.device import cpu_only
@@ -232,6 +233,14 @@ def test_the_budget_says_how_large_a_chunk_is_unless_somebody_does(
     given: Any, budget: int | None, bytes_: int | None
 ) -> None:
     assert Settings(head_chunk_bytes=given).chunk_bytes(budget) == bytes_
+
+
+def test_memory_that_others_use_changes_no_chunk() -> None:
+    """The number of chunks changes the summation order: the same command has the same bits on a busy device."""
+    memories = [FreeMemory(size, 8 * GIB, "", False, total_device_bytes=120 * GIB) for size in (60 * GIB, 119 * GIB)]
+    twin = build(llama).to("meta")
+    plans = [prepare(twin, Settings(), Comm(), ThisMachine(None, agreed_memory=each)) for each in memories]
+    assert [plan.chunk_bytes for plan in plans] == [int(120 * GIB * 0.9) // 30] * 2
 
 
 @pytest.mark.slow

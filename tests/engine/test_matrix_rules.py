@@ -14,7 +14,7 @@ from offload.errors import ConfigError, DoesNotFitError
 from offload.layout import build_regions
 from offload.planning import disk
 from tests.engine.compare import PLACES, assert_same, placed, train_both, weights
-from tests.engine.device import LEDGER
+from tests.engine.device import LEDGER, own_device
 from tests.engine.families import batches, build, llama, mamba, mixtral, tokens
 from tests.engine.inside import parts_of
 from tests.engine.ranks import run
@@ -30,10 +30,18 @@ def tiles_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "make"), [("adafactor", mixtral), ("muon", mixtral), ("muon", mamba)])
-def test_experts_and_convolutions(rule: str, make: Any) -> None:
-    """Muon updates each expert matrix separately, and no convolution."""
+def test_experts_and_convolutions(rule: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon updates each expert matrix separately, and no convolution. All products run on the device."""
+    factor, devices = Muon._orthogonalised, set()
+
+    def noted(self: Muon, rows: int, columns: int, work: list[torch.Tensor]) -> torch.Tensor:
+        devices.add(work[0].device.type)
+        return factor(self, rows, columns, work)
+
+    monkeypatch.setattr(Muon, "_orthogonalised", noted)
     engine, _ = train_both(build(make), batches(2), optimizer=RULES[rule], debug=True)
     if rule == "muon":
+        assert devices == {own_device().type}
         chosen = {info.name: info.rule for info in parts_of(engine).infos}
         assert {rule for name, rule in chosen.items() if "conv1d.weight" in name} <= {1}
         assert {rule for name, rule in chosen.items() if "experts." in name and len(name) > 0} <= {0}

@@ -145,7 +145,7 @@ def test_what_is_told_beside_the_states_is_what_was_when_the_save_began(tmp_path
         engine.step({**tokens(1), "attention_mask": torch.ones_like(tokens(1)["input_ids"])})
         saving.finish()
     assert files(tmp_path / "found") == files(tmp_path / "wanted")
-    with pytest.raises(TypeError, match="JSON"):
+    with pytest.raises(ConfigError, match="JSON"):
         engine.begin_checkpoint(tmp_path / "other", {"note": object()})
     assert not (tmp_path / "other").exists()
     assert engine.load_checkpoint(tmp_path / "found") == {"losses": [1.0]}
