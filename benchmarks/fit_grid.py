@@ -1,10 +1,11 @@
 """The plans behind the page "Will it fit?": models, cards, numbers of cards, hosts, a disk or none, three methods.
 
-python -m benchmarks.fit_grid              # writes benchmarks/results/fit.json, an hour on two cores; then make docs
+python -m benchmarks.fit_grid              # plans what fit.json lacks: an hour on two cores in all; then make docs
 python -m benchmarks.fit_grid --again      # plans everything again, such as after a change in the forecast
 
 Each model and method goes to fit.partial.json at once, and the next run continues from there. The whole grid is the
-result. `--models`, `--cards`, `--counts` and `--hosts` choose a part of the grid. `--workers` counts processes.
+result. A new card is planned beside the cards of the file. `--models`, `--cards`, `--counts` and `--hosts` choose a
+part of the grid. `--workers` counts processes.
 
 Every plan has 16 rows with 4096 tokens a step, in bf16, with AdamW and clipping, everything else `auto`, as in
 `benchmarks/plan_models.py`. A card computes at most 4 rows at a time, or 1 where 4 do not fit. A host keeps 4 GiB for
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _LORA = {"lora.rank": 16, "lora.alpha": 32, "lora.target_modules": "all-linear"}
 METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": _LORA, "nf4": _LORA | {"offload.frozen_weights": "nf4"}}
+SMALL = ("rtx-4070",)
+"""One card in a small desktop."""
 DESKTOP = ("rtx-3090", "rtx-4080", "rtx-4090", "rtx-5090")
 SERVER = ("l40s", "a100-80", "h100", "h200", "b200")
 OWN_HOST = ("dgx-spark",)
 """One card with its own host memory, in one size."""
-CARDS = (*DESKTOP, *SERVER, *OWN_HOST)
+CARDS = (*SMALL, *DESKTOP, *SERVER, *OWN_HOST)
 COUNTS = (1, 2, 8)
-HOSTS_GIB = (32, 64, 128, 256, 1024)
+HOSTS_GIB = (16, 32, 64, 128, 256, 1024)
 
 
 @functools.cache
@@ -138,6 +141,8 @@ def hosts(card: str, count: int) -> list[int]:
     if card in OWN_HOST:
         own = machine(card).host_bytes // GIB + SYSTEM_GIB
         return [own] if count == 1 else []
+    if card in SMALL:
+        return [size for size in HOSTS_GIB if size <= 128] if count == 1 else []
     if card in DESKTOP:
         return [size for size in HOSTS_GIB if count in (1, 2) and 32 * count <= size <= 256 * count]
     return [size for size in HOSTS_GIB if count in (1, 8) and 64 * count <= size <= max(1024, 256 * count)]
@@ -282,6 +287,13 @@ def plan_all(name: str, method: str, grid: Grid) -> tuple[dict[str, Any], int, f
     return found, plans.num_plans, time.process_time() - begin
 
 
+def lacking_cards(found: dict[str, Any] | None, cards: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the cards without plans for a model and a method: none after a refusal."""
+    if found is None:
+        return cards
+    return () if found.get("refusal") else tuple(card for card in cards if card not in found["cards"])
+
+
 def written(document: dict[str, Any]) -> str:
     """Return the text of the result file: one line for a model and a method."""
     words = {"separators": (",", ":")}
@@ -326,14 +338,14 @@ def main() -> None:
         if before.get("command") == document["command"]:
             document["models"] = before["models"]
             break
-    missing = [
-        (name, method)
+    missing = {
+        (name, method): lacking
         for name in said.models.split(",")
         for method in METHODS
-        if method not in document["models"].get(name, {})
-    ]
+        if (lacking := lacking_cards(document["models"].get(name, {}).get(method), grid.cards))
+    }
     with ProcessPoolExecutor(said.workers, mp_context=get_context("spawn")) as pool:
-        tasks = {pool.submit(plan_all, name, method, grid): (name, method) for name, method in missing}
+        tasks = {pool.submit(plan_all, *key, replace(grid, cards=lacking)): key for key, lacking in missing.items()}
         for number, task in enumerate(as_completed(tasks), start=1):
             name, method = tasks[task]
             try:
@@ -341,10 +353,13 @@ def main() -> None:
             except Exception as error:  # the next run tries it again
                 print(f"{number} of {len(tasks)}: {name}, {method}: {error!r}", flush=True)
                 continue
-            document["models"].setdefault(name, {})[method] = found
+            methods = document["models"].setdefault(name, {})
+            planned = methods.get(method, {}).get("cards", {}) | found.get("cards", {})
+            methods[method] = found | {"cards": {card: planned[card] for card in CARDS if card in planned}}
             PARTIAL.write_text(written(document))
             print(f"{number} of {len(tasks)}: {name}, {method}: {num_plans} plans, {seconds:.0f} s of CPU", flush=True)
-    if all(document["models"].get(name, {}).keys() == METHODS.keys() for name in said.models.split(",")):
+    models = [document["models"].get(name, {}) for name in said.models.split(",")]
+    if not any(lacking_cards(plans.get(method), grid.cards) for plans in models for method in METHODS):
         RESULT.write_text(written(document))
         PARTIAL.unlink(missing_ok=True)
 

@@ -15,8 +15,8 @@ from offload.extras.plan.machine_files import builtin_names, parse_link, read_ma
 from offload.machine.hardware import Hardware, Rates
 
 SHIPPED = (
-    "a100-40", "a100-80", "a6000", "b200", "dgx-spark", "gh200", "h100", "h200", "l40s", "rtx-3090", "rtx-4080",
-    "rtx-4090", "rtx-5090",
+    "a100-40", "a100-80", "a6000", "b200", "dgx-spark", "gh200", "h100", "h200", "l40s", "rtx-3090", "rtx-4070",
+    "rtx-4080", "rtx-4090", "rtx-5090",
 )  # fmt: skip
 LEAST: dict[str, Any] = {
     "name": "mine",
