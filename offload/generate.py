@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -14,9 +17,13 @@ from offload.app.telemetry.lasting_output import is_unread
 from offload.errors import ConfigError, counted, format_bytes
 from offload.sizes import parse_size
 
+if TYPE_CHECKING:
+    from offload.extras.generate.sampler import GeneratedTokens, Sampler
+
 DESCRIPTION = (
     "Continue a text with a causal or an encoder-decoder model. Weights that do not fit the memory are read again for "
-    "every token, ahead of compute. Text goes to stdout as it comes. What is not given is as generation_config.json "
+    "every token, ahead of compute. Text goes to stdout as it comes. --chat without --prompt is a conversation: a line "
+    "is a turn, from a terminal or a pipe. What is not given is as generation_config.json "
     "says. Exit codes: 0 fine, 1 failed or damaged, 2 bad arguments, 130 interrupted."
 )
 
@@ -32,7 +39,7 @@ _ABOUT_MEMORY = (
 class Options:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER|CHECKPOINT")]
     """a Hugging Face folder, RUN/checkpoints/step-N, or RUN for its newest whole checkpoint (all are read)"""
-    prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")]
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """what to continue; - reads it from stdin"""
     max_new_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 128
     """tokens to write at most"""
@@ -50,7 +57,7 @@ class Options:
     device: Annotated[str, tyro.conf.arg(metavar="{auto,cpu,...}")] = "auto"
     """a kind of device, such as cuda; auto: the GPU if there is one"""
     chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """put the prompt into the tokenizer's chat template"""
+    """put the prompt into the tokenizer's chat template; without a prompt, a conversation until /exit or Ctrl-D"""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """of the weights: auto is that of the folder, or what a checkpoint was trained in"""
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -61,12 +68,14 @@ def main(words: list[str]) -> int:
     options = parse_options(Options, words, prog="python -m offload.generate", description=DESCRIPTION)
     _check(options)
     memory_bytes = -1 if options.memory == "auto" else parse_size(options.memory, "--memory")
-    prompt = as_utf8(sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt, "--prompt")
+    prompt = sys.stdin.read().rstrip("\n") if options.prompt == "-" else options.prompt
+    prompts = _typed_lines() if prompt is None else iter([as_utf8(prompt, "--prompt")])
 
     from offload.accelerators import own_accelerator
     from offload.app.checkpoint_folder import choose_model
     from offload.app.hf.models import quiet_transformers
     from offload.app.stored_model import DTYPES
+    from offload.extras.generate.conversation import Conversation
     from offload.extras.generate.sampler import Sampler, SamplingOptions, free_memory
 
     quiet_transformers()
@@ -76,27 +85,25 @@ def main(words: list[str]) -> int:
         memory_bytes = free_memory(own)
     choices = SamplingOptions(options.max_new_tokens, options.temperature, options.top_p, options.top_k, options.seed)
     adapter = None if options.adapter is None else Path(options.adapter).expanduser()
+    num_tokens, seconds, bytes_read = 0, 0.0, 0
     with Sampler(
         path, dtype=DTYPES[options.dtype], memory_bytes=memory_bytes, accelerator=own, adapter=adapter
     ) as sampler:
-        prompt_ids = sampler.encode(prompt, chat=options.chat)
-        generation = sampler.write(prompt_ids, choices, _show)
         total = sampler.stream.total_bytes
-        text = sampler.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-        has_template = bool(sampler.tokenizer.chat_template)
-    print()
-    if not text.strip():
-        advice = " The folder has a chat template, and a chat model expects a prompt in it: add --chat."
-        say(f"note: the model returned no text.{advice if has_template and not options.chat else ''}")
-    num_tokens = len(generation.token_ids)
-    if generation.num_positions is not None:
-        say(
-            f"note: the text ends after {counted(num_tokens, 'token')} of --max-new-tokens {options.max_new_tokens}: "
-            f"with the prompt, it fills the {generation.num_positions} positions of the model."
-        )
+        conversation = Conversation(sampler, choices) if options.chat else None
+        for text in prompts:
+            if conversation is not None:
+                generation = conversation.answer(text, _show)
+            else:
+                generation = sampler.write(sampler.encode(text), choices, _show)
+            print()
+            _comment(sampler, generation, options)
+            num_tokens, seconds = num_tokens + len(generation.token_ids), seconds + generation.seconds
+            bytes_read += generation.bytes_read
+    rate = num_tokens / seconds if seconds else 0.0
     say(
-        f"{counted(num_tokens, 'token')} in {generation.seconds:.1f} s, {num_tokens / generation.seconds:.3g} a "
-        f"second; {format_bytes(total)} of weights, {format_bytes(generation.bytes_read)} read while writing"
+        f"{counted(num_tokens, 'token')} in {seconds:.1f} s, {rate:.3g} a second; {format_bytes(total)} of weights, "
+        f"{format_bytes(bytes_read)} read while writing"
     )
     return 0
 
@@ -108,8 +115,46 @@ def _show(text: str) -> None:
         sys.exit(0)
 
 
+def _typed_lines() -> Iterator[str]:
+    """Yield the lines of stdin with a text, until the end or /exit. A terminal shows a prompt."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # lines can be edited
+        say("a conversation: a line is a turn; /exit or Ctrl-D ends it")
+    while (line := _line("> " if is_terminal else "")) not in (None, "/exit"):
+        if line and line.strip():
+            yield line
+
+
+def _line(question: str) -> str | None:
+    """Return a line of stdin; None at the end."""
+    try:
+        return as_utf8(input(question), "the line")
+    except EOFError:
+        if question:
+            print()
+        return None
+
+
+def _comment(sampler: Sampler, generation: GeneratedTokens, options: Options) -> None:
+    """Print notes about an empty text, and about a text at the last position of the model."""
+    if not sampler.decode(generation).strip():
+        advice = " The folder has a chat template, and a chat model expects a prompt in it: add --chat."
+        is_advised = sampler.tokenizer.chat_template and not options.chat
+        say(f"note: the model returned no text.{advice if is_advised else ''}")
+    if generation.num_positions is not None:
+        say(
+            f"note: the text ends after {counted(len(generation.token_ids), 'token')} of --max-new-tokens "
+            f"{options.max_new_tokens}: with the prompt, it fills the {generation.num_positions} positions of the "
+            "model."
+        )
+
+
 def _check(options: Options) -> None:
     """Raises ConfigError."""
+    if options.prompt is None and not options.chat:
+        raise ConfigError("--prompt is missing; write --prompt TEXT, or --chat for a conversation.")
     for name, value, allowed, is_right in (
         ("max-new-tokens", options.max_new_tokens, "1 or more", options.max_new_tokens >= 1),
         ("temperature", options.temperature, "0 or more", (options.temperature or 0) >= 0),

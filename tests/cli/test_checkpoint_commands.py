@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
@@ -165,7 +168,7 @@ def test_verify_names_what_is_damaged_in_a_run(run: Path, made: Path, call: Call
 
 
 def test_verify_of_nothing(tmp_path: Path, call: Call) -> None:
-    with pytest.raises(ConfigError, match=r"^--prompt is missing; see --help\.$"):
+    with pytest.raises(ConfigError, match=r"^--prompt is missing; write --prompt TEXT, or --chat for a conversation\.$"):
         call(generate, tmp_path)
     with pytest.raises(ConfigError, match="nowhere does not exist; give a Hugging Face folder, a checkpoint"):
         call(generate, tmp_path / "nowhere", "--prompt", "a")
@@ -267,6 +270,71 @@ def test_generate_writes_to_stdout_the_same_from_everywhere(made: Path, call: Ca
     monkeypatch.setattr(Sampler, "write", lambda *_: GeneratedTokens([0], 1.0, 0, num_positions=64))
     call(generate, made / "hf", *words, "0")
     assert "ends after 1 token of --max-new-tokens 12: with the prompt, it fills the 64 positions" in " ".join(told)
+
+
+TALK = ("the weights", "a block", "next")
+
+
+def conversation(folder: Path) -> list[str]:
+    """Return the answers of transformers to TALK, with all turns before in the template."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    words = AutoTokenizer.from_pretrained(folder)
+    turns: list[dict[str, str]] = []
+    answers = []
+    for text in TALK:
+        turns.append({"role": "user", "content": text})
+        asked = words.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        written = model.generate(**asked, max_new_tokens=3, do_sample=False, eos_token_id=words.eos_token_id)
+        answers.append(words.decode(written[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+        turns.append({"role": "assistant", "content": answers[-1]})
+    assert any(answers)
+    return answers
+
+
+TALKING = ("--chat", "--max-new-tokens", "3", "--temperature", "0", "--memory", "none")
+
+
+@pytest.mark.parametrize("end", ["", "/exit\nnot a turn\n"])
+def test_chat_without_a_prompt_is_a_conversation(end: str, made: Path, call: Call, monkeypatch: Any) -> None:
+    expected = "".join(f"{answer}\n" for answer in conversation(made / "hf"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TALK[0]}\n\n" + "\n".join(TALK[1:]) + f"\n{end}"))
+    assert call(generate, made / "hf", *TALKING) == (0, expected)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_conversation_answers_each_line_before_the_next(kind: str, made: Path) -> None:
+    """A terminal ends with Ctrl-D, a pipe with its end."""
+    words, expected = ["-m", "offload.generate", made / "hf", *TALKING], conversation(made / "hf")
+    if kind == "pipe":
+        process = forks.start(words, stdin=subprocess.PIPE)
+        writer, reader = process.stdin.fileno(), process.stdout.fileno()
+    else:
+        writer, theirs = pty.openpty()
+        reader = writer
+        process = forks.start(words, stdin=theirs, stdout=theirs)
+    said = ""
+
+    def read_until(text: str) -> None:
+        nonlocal said
+        while text not in said:
+            assert select.select([reader], [], [], forks.PATIENCE_S)[0], said
+            data = os.read(reader, 1000)
+            assert data, said
+            said += data.decode().replace("\r\n", "\n")
+        said = said.partition(text)[2]
+
+    for text, answer in zip(TALK, expected, strict=True):
+        if kind == "terminal":
+            read_until("> ")
+        os.write(writer, f"{text}\n".encode())
+        read_until(f"{text}\n{answer}\n" if kind == "terminal" else f"{answer}\n")
+    if kind == "terminal":
+        read_until("> ")
+        os.write(writer, b"\x04")
+    else:
+        process.stdin.close()
+    assert process.wait() == 0
+    assert "tokens in " in process.stderr.read()
 
 
 @pytest.mark.parametrize(

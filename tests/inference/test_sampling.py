@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCa
 from offload.app.hf.models import folder_config, model_kind, to_scorer_config
 from offload.app.hf.read import read_model
 from offload.errors import CheckpointError, ConfigError, OffloadError
+from offload.extras.generate.conversation import Conversation
 from offload.extras.generate.sampler import Sampler, SamplingOptions
 from offload.extras.generate.streamed_model import StreamedModel
 from tests.checkpoint.folders import llama
@@ -291,12 +292,12 @@ def test_text_comes_as_it_is_written(models: Any) -> None:
 
 def test_the_prompt_may_open_a_conversation_or_be_empty(models: Any) -> None:
     with Sampler(models("llama")[0], dtype=None, memory_bytes=None, accelerator=None) as sampler:
-        chat = sampler.tokenizer.decode(sampler.encode("hello", chat=True)[0])
+        chat = sampler.tokenizer.decode(sampler.encode_turns([{"role": "user", "content": "hello"}])[0])
         assert chat == "<|user|>\nhello<|endoftext|><|assistant|>\n" or "<|unknown|>" in chat
         assert sampler.encode("").tolist() == [[sampler.tokenizer.bos_token_id]]
         sampler.tokenizer.chat_template = None
         with pytest.raises(ConfigError, match="no chat template; leave out --chat"):
-            sampler.encode("hello", chat=True)
+            Conversation(sampler, GREEDY)
 
 
 def test_a_text_ends_at_the_tokenizers_end_and_never_at_an_ordinary_token(models: Any) -> None:

@@ -90,7 +90,7 @@ class Sampler:
             raise ConfigError(
                 f"{path} has no tokenizer; put the model's tokenizer.json and tokenizer_config.json there."
             )
-        self._path = path
+        self.path = path
         self.tokenizer = load_tokenizer(str(tokenizer_path))
         with ExitStack() as opened:
             weights: Any
@@ -116,17 +116,22 @@ class Sampler:
             self._opened = opened.pop_all()
         self._device = device_of(accelerator)
 
-    def encode(self, prompt: str, *, chat: bool = False) -> torch.Tensor:
-        """Return the prompt tokens, [1, n]. With `chat`, the prompt opens a conversation. Raises ConfigError."""
-        if chat:
-            if not self.tokenizer.chat_template:
-                raise ConfigError(f"the tokenizer of {self._path} has no chat template; leave out --chat.")
-            turns = [{"role": "user", "content": prompt}]
-            token_ids = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        else:
-            token_ids = self.tokenizer(prompt)["input_ids"]
+    def encode(self, prompt: str) -> torch.Tensor:
+        """Return the prompt tokens, [1, n]. Raises ConfigError."""
+        return self._checked(self.tokenizer(prompt)["input_ids"])
+
+    def encode_turns(self, turns: list[dict[str, str]]) -> torch.Tensor:
+        """Return the tokens before the next answer in a conversation, [1, n]. Raises ConfigError."""
+        encoded = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        return self._checked(encoded["input_ids"])
+
+    def decode(self, generation: GeneratedTokens) -> str:
+        """Return generated text without special tokens."""
+        text: str = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        return text
+
+    def _checked(self, token_ids: list[int]) -> torch.Tensor:
+        """Return prompt tokens as a row, [1, n]; the token to begin a text in place of none. Raises ConfigError."""
         if not token_ids:
             start = self.tokenizer.bos_token_id
             start = self.tokenizer.eos_token_id if start is None else start
@@ -136,7 +141,7 @@ class Sampler:
         rows = vocab_size(self.model.config)
         if max(token_ids) >= rows:
             raise ConfigError(
-                f"the tokenizer of {self._path} returns token {max(token_ids)}, but the model has only {rows}: the "
+                f"the tokenizer of {self.path} returns token {max(token_ids)}, but the model has only {rows}: the "
                 "tokenizer belongs to another model."
             )
         return torch.tensor([token_ids])
