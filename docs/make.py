@@ -292,7 +292,6 @@ PLANS, H200, STEPS, FIT = "readme.json", "gpu-nvidia-h200.json", "step.json", "f
 HOST_MEMORY = "the host's available memory"
 MEASURED = (
     ("Llama-3.1-8B", "H200, 141 GB", None, "8b, compile auto, 32768 tokens a step", "compiled"),
-    ("Llama-3.1-8B", "H200, 141 GB", None, "8b, compile never, 32768 tokens a step", "eager"),
     ("Llama-3.1-8B", "H200, 24 GiB used", 24 << 30, "8b in 24 GiB, a profiled step of 32768 tokens", "one step"),
     ("Llama-3.2-3B", "H200, 141 GB", None, "3b, compile auto, 16384 tokens a step", "compiled"),
 )
@@ -319,14 +318,14 @@ def results(name: str) -> Any:
 def plain_cell(parameters: int, device_bytes: int) -> str:
     """Return the table cell about plain PyTorch: states alone, without activations."""
     needed = sum(PLAIN.values()) * parameters
-    return f"out of memory ({needed / 2**30:.0f} GiB)" if needed > device_bytes else f"fits ({needed / 2**30:.0f} GiB)"
+    return f"{'out of memory' if needed > device_bytes else 'fits'} ({needed / 2**30:.0f} GiB)"
 
 
 def plans_table() -> str:
     """Return the README's table of speeds: forecasts, then measured steps."""
     told, seen = results(PLANS), results(H200)
     lines = [
-        "| model | card | host memory | tokens a second | plain PyTorch | 10 M tokens | |",
+        "| model | card | host memory | tokens a second | plain PyTorch | 10 M tokens | source |",
         "|---|---|---|---|---|---|---|",
     ]
 
@@ -355,7 +354,7 @@ def plans_table() -> str:
         "\nForecasts are [plans](benchmarks/readme_plans.py) by data sheets: all parameters, compiled, AdamW with fp32 "
         f"states, {told['tokens_a_step']:,} tokens a\nstep. Measured: [few steps](benchmarks/README.md#a-real-gpu), "
         f"random weights, {tokens_8b} (8B) and {tokens_3b} (3B)\n"
-        f"tokens a step. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations."
+        f"tokens a step. Plain PyTorch: {sum(PLAIN.values())} bytes a parameter, without activations; speed unknown."
     )
     return "\n".join(lines)
 
@@ -380,6 +379,7 @@ def host_table() -> str:
 def steps_text() -> str:
     """Return the README's sentence about step times on CPU cores."""
     ratios: dict[str, list[float]] = {}
+    (threads,) = {each["threads"] for each in results(STEPS)["results"]}
     for each in results(STEPS)["results"]:
         if each["ratio"]:
             ratios.setdefault(each["name"].partition(" (")[0], []).append(1 / each["ratio"])
@@ -388,7 +388,7 @@ def steps_text() -> str:
         return f"{min(ratios[name]):.2f} to {max(ratios[name]):.2f}"
 
     return (
-        f"On two CPU cores (33 M Llama, `OMP_NUM_THREADS=1`), a step takes {span('engine')} times plain PyTorch, and\n"
+        f"On two CPU cores (33 M Llama, {threads} threads), a step takes {span('engine')} times plain PyTorch, and\n"
         f"{span('engine, states on nvme')} with states on disk. "
         f"DeepSpeed ZeRO-3 takes {span('DeepSpeed ZeRO-3, CPU offload')}, and {span('DeepSpeed ZeRO-3, NVMe offload')}."
     )
