@@ -168,7 +168,9 @@ def test_verify_names_what_is_damaged_in_a_run(run: Path, made: Path, call: Call
 
 
 def test_verify_of_nothing(tmp_path: Path, call: Call) -> None:
-    with pytest.raises(ConfigError, match=r"^--prompt is missing; write --prompt TEXT, or --chat for a conversation\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^--prompt is missing; write --prompt TEXT, or --chat for a conversation\.$"
+    ):
         call(generate, tmp_path)
     with pytest.raises(ConfigError, match="nowhere does not exist; give a Hugging Face folder, a checkpoint"):
         call(generate, tmp_path / "nowhere", "--prompt", "a")
